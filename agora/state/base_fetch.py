@@ -1,7 +1,6 @@
-"""Fetches tensors of the base model in pieces, from several peers concurrently; sources may die, hang or send bad data.
+"""Fetches tensors of the base model in pieces, from several peers concurrently; sources may die.
 
-Knows: which piece to ask of which peer, and the store that pieces go into. Must not know: how calls travel, how
-peers are found, which stages need the tensors.
+Hang or send bad data.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ TIMEOUT_S: Final = 60.0  # the fetch fails after so many seconds with neither an
 BUSY_TIMEOUT_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
 NO_PEER_TIMEOUT_S: Final = 15.0  # takes the place of TIMEOUT_S while there is no other peer at all
 
-ListSources = Callable[[], Sequence[PeerId]]
-"""Returns the peers that may be asked now, the likeliest first."""
+ListSources = Callable[[], Sequence[PeerId]]  # returns the peers that may be asked now, the likeliest first
 
 
 class CorruptBaseError(ProtocolError):
@@ -88,11 +86,10 @@ class BaseFetch:
         on_tensor: Callable[[int], None] = lambda number: None,
     ) -> None:
         """list_hash: the SHA-256 of the tensor list. on_tensor: called with the number of each tensor completed."""
+        # Called after each piece that was written to the store; the owner may set it.
         self.on_piece: Callable[[], None] = lambda: None
-        """Called after each piece that was written to the store; the owner may set it."""
         self.tensor_list: TensorList | None = None
-        self.bytes_from: Counter[PeerId] = Counter()
-        """How many bytes of tensors each peer has given."""
+        self.bytes_from: Counter[PeerId] = Counter()  # how many bytes of tensors each peer has given
         self.schedule = ChunkSchedule(0)
         self._caller = caller
         self._list_hash = list_hash
@@ -136,7 +133,6 @@ class BaseFetch:
         await self._run(lambda: self.schedule.is_complete and not self._missing)
 
     async def _run(self, is_done: Callable[[], bool]) -> None:
-        """Calls `_advance` until `is_done()`; then, also on an error, cancels open calls and awaits `_finish` tasks."""
         self._last_progress_at = self._last_arrival = loop_time()
         self._refresh_at = 0.0
         try:
@@ -148,11 +144,6 @@ class BaseFetch:
             self._collect_ended()
 
     async def _advance(self) -> None:
-        """One turn of the fetch: updates the sources, starts due calls, waits up to TICK_S for one, handles ended ones.
-
-        Raises the exceptions of ended calls and tasks. Raises BaseModelError when for TIMEOUT_S (NO_PEER_TIMEOUT_S
-        while there is no source) no call for a piece was open, no part of the list arrived, and no source was Busy.
-        """
         now = loop_time()
         self._refresh_sources(now)
         self._ask_for_indexes(now)
@@ -170,10 +161,6 @@ class BaseFetch:
         self._collect_ended()
 
     def _collect_ended(self) -> None:
-        """Removes calls and finishing tensors that have ended; raises the first error that it meets, leaving the rest.
-
-        A piece whose last open call ended without it is missing again. on_tensor is called for each finished tensor.
-        """
         for source in self._sources.values():
             for chunk, task in source.take_ended_calls():
                 if chunk is not None:
@@ -187,7 +174,6 @@ class BaseFetch:
             self._on_tensor(number)
 
     def _explain_failure(self) -> str:
-        """Returns the error text of a fetch that fails: what is missing, up to three peers' errors, and what to do."""
         what = "the list of the base model's tensors"
         if self.tensor_list is not None and self._missing:
             first = self._listed[min(self._missing)].name
@@ -202,10 +188,7 @@ class BaseFetch:
     # --- starting calls
 
     def _refresh_sources(self, now: float) -> None:
-        """Adds peers that are newly listed as sources, and removes idle sources that are listed no longer.
-
-        Does nothing within LIST_SOURCES_S of the last time. Excluded sources are kept, so that they stay excluded.
-        """
+        # Excluded sources are kept, so that they stay excluded.
         if now < self._refresh_at:
             return
         self._refresh_at = now + LIST_SOURCES_S
@@ -218,12 +201,6 @@ class BaseFetch:
                 del self._sources[peer]
 
     def _ask_for_indexes(self, now: float) -> None:
-        """Starts calls that ask idle sources which tensors they have, until SOURCES sources are engaged and not slow.
-
-        A source is engaged if it is being asked that, or if its tensors are known and its last call did not fail. First
-        forgets the tensors of each source that has no open call and none of the missing tensors; such a source is asked
-        again after AGAIN_S.
-        """
         usable = [source for source in self._sources.values() if not source.is_excluded]
         for source in usable:
             if source.held is not None and not source.calls and not self._has_missing(source):
@@ -235,21 +212,17 @@ class BaseFetch:
             source.calls[None] = (asyncio.create_task(self._fetch_index(source)), now)
 
     def _has_missing(self, source: _BaseSource) -> bool:
-        """Returns whether the source has a tensor that is still missing here; False while its tensors are not known."""
         return source.held is not None and any(number in source.held for number in self._missing)
 
     def _timeout_s(self, source: _BaseSource) -> float:
-        """Returns after how many seconds a call is slow: SLOW_S, or with known `held` max(SLOW_S, 4 * median time)."""
         return SLOW_S if source.held is None else max(SLOW_S, 4 * self.schedule.median_s())
 
     def _ask_for_pieces(self, now: float) -> None:
-        """Starts calls for pieces, one per usable source in turn, until `_start_piece` finds no more for any source."""
         free = [s for s in self._sources.values() if s.held is not None and not s.is_excluded and now >= s.not_before]
         while free:
             free = [source for source in free if self._start_piece(source, now)]
 
     def _start_piece(self, source: _BaseSource, now: float) -> bool:
-        """Starts a call for the piece that `schedule` chooses; False if there is none or the window is full."""
         held = source.held
         if held is None or len(source.calls) >= source.window:
             return False
@@ -262,10 +235,6 @@ class BaseFetch:
     # --- calls; each runs as a task of its own
 
     async def _fetch_index(self, source: _BaseSource) -> None:
-        """Asks a source which tensors it has, and sets its `held`; a failed call is handled by _handle_failure.
-
-        If the tensor list is not known yet, fetches it from this source, too, and sets `tensor_list`.
-        """
         try:
             reply = await self._call(source, GetBase, INDEX_S)
             tensors = self.tensor_list or await self._fetch_tensor_list(source, _read_list_size(reply))
@@ -277,10 +246,6 @@ class BaseFetch:
         source.failures = 0
 
     async def _fetch_tensor_list(self, source: _BaseSource, size: int) -> TensorList:
-        """Fetches the tensor list, of `size` bytes, from one source, piece after piece, and returns it.
-
-        Raises CorruptBaseError unless the list has the manifest's hash, BaseModelError if a list with it is malformed.
-        """
         data = bytearray()
         for piece in range(count_pieces(size)):
             reply = await self._call(source, partial(GetPiece, LIST, piece), CHUNK_S)
@@ -294,11 +259,6 @@ class BaseFetch:
             raise malformed_list_error(error) from error
 
     async def _fetch_piece(self, source: _BaseSource, chunk: int) -> None:
-        """Asks a source for a piece, checks its hash, writes it to the store and records it as arrived.
-
-        The last piece of a tensor starts `_finish`. Cancels calls to other sources for the same piece; calls on_piece.
-        A failed call is handled by _handle_failure; DiskError is raised. chunk: the piece's index in `schedule`.
-        """
         key, started_at = self._pieces[chunk], loop_time()
         listed = self._listed[key.number]
         try:
@@ -323,31 +283,15 @@ class BaseFetch:
         self.on_piece()
 
     def _finish(self, number: int) -> None:
-        """Starts a task that completes a tensor in the store once all its pieces are written; does not wait for it."""
         self._finishing[number] = asyncio.create_task(asyncio.to_thread(self._store.finish, number))
 
     async def _call(self, source: _BaseSource, make: Callable[[int], GetBase | GetPiece], within_s: float) -> Reply:
-        """Sends the request make(milliseconds until the deadline), due in `within_s` seconds; returns the reply."""
         deadline = loop_time() + within_s
         return await self._caller.call(source.peer, make(milliseconds_until(deadline)), deadline=deadline)
 
     # --- failures
 
     def _handle_failure(self, source: _BaseSource, error: AgoraError, key: PieceKey | None = None) -> None:
-        """Excludes or pauses a source whose call failed, or removes a tensor from the source's `held`.
-
-        key: the piece that was asked for; None if the call was for the held tensors, or for the tensor list.
-
-        | error                         | what follows                                                       |
-        |-------------------------------|--------------------------------------------------------------------|
-        | CorruptBaseError              | an offence is reported; the source is asked for nothing more       |
-        | another ProtocolError         | the source is asked for nothing more                               |
-        | BaseModelError                | raised: the manifest itself is wrong                               |
-        | Busy                          | a pause as long as the source asks for, within bounds              |
-        | refused to list what it has   | the source is asked again after AGAIN_S                            |
-        | refused a tensor              | the source counts as not having this tensor                        |
-        | any other error               | a pause, longer each time; after FAILURES in a row, RETRY_FAILED_S |
-        """
         if isinstance(error, BaseModelError):
             raise error
         now, source.last_error = loop_time(), str(error)
@@ -370,17 +314,12 @@ class BaseFetch:
 
 
 def _read_list_size(reply: Reply) -> int:
-    """Returns the tensor list's size in bytes from an answer to GetBase. Raises CorruptBaseError for other messages."""
     if not isinstance(reply.message, BaseIndex):
         raise CorruptBaseError("bad-message", f"GetBase was answered by {type(reply.message).__name__}.")
     return reply.message.size
 
 
 def _read_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
-    """Returns the numbers, in the list `tensors`, of the tensors that the sender of this answer to GetBase has.
-
-    Raises CorruptBaseError for a malformed answer, and for one that states another size of the tensor list.
-    """
     if _read_list_size(reply) != len(tensors.to_bytes()):
         raise CorruptBaseError("bad-message", "The list has another size than a peer says.")
     (bits,) = reply.tensors
@@ -393,7 +332,6 @@ def _read_held(reply: Reply, tensors: TensorList) -> frozenset[int]:
 
 
 def _check_piece(reply: Reply, nbytes: int) -> memoryview:
-    """Returns the piece in an answer to GetPiece. Raises CorruptBaseError unless it has `nbytes` bytes."""
     tensor = reply.tensors[0] if isinstance(reply.message, TensorPiece) and reply.tensors else None
     if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (nbytes,)):
         raise CorruptBaseError("bad-tensor", f"A piece is not uint8 [{nbytes}].")

@@ -1,8 +1,6 @@
 """Gives other peers tensors of the base model: answers GetBase and GetPiece for as long as the daemon lives.
 
-A piece is hashed before it is given, so that no requester gets corrupt bytes of a damaged file. Knows: which tensors
-this machine has, and how many pieces it gives at a time. Must not know: which peer asks, how calls travel, which span
-is held.
+A piece is hashed before it is given, so that no requester gets corrupt bytes of a damaged file.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ MAX_AT_ONCE: Final = 8  # pieces that are read at the same time; each takes STAT
 RETRY_MS: Final = 500
 LIST_WAIT_S: Final = 5.0  # seconds a requester waits while files are hashed for the tensor list, before it gets Busy
 LIST_RETRY_MS: Final = 5000
-LIST: Final = -1
-"""The tensor number in GetPiece that stands for the tensor list itself."""
+LIST: Final = -1  # the tensor number in GetPiece that stands for the tensor list itself
 
 
 class BaseServer:
@@ -67,12 +64,6 @@ class BaseServer:
         return Reply(index, [WireTensor("uint8", (len(bits),), memoryview(bits))])
 
     async def _open_list(self) -> TensorList:
-        """Returns the tensor list; finds or makes it first in a task, and waits up to LIST_WAIT_S for that.
-
-        Raises Busy while the task still runs; the task goes on. Raises Refused if this machine can neither find nor
-        make the list: a later call tries again if files are missing or the disk failed, but not if the files are not
-        the run's.
-        """
         if self._opening is None:
             self._opening = asyncio.create_task(self._find_list(), name="tensor list")
         opening = self._opening  # several calls may wait for this task: the first to wake may drop it, see below
@@ -91,16 +82,11 @@ class BaseServer:
         return tensors
 
     def _drop_opening(self, ended: asyncio.Task[TensorList | None]) -> None:
-        """Lets the next call look for the list again, unless one has begun to do so since the task `ended`."""
+        # Lets the next call look for the list again, unless one has begun to do so since the task `ended`.
         if self._opening is ended:
             self._opening = None
 
     async def _find_list(self) -> TensorList | None:
-        """Finds or makes the tensor list in a thread, and returns it; None if neither the list nor all files are here.
-
-        Sets the list in `base`. An AgoraError, such as that for files of another model, is reported as TaskFailed and
-        raised.
-        """
         try:
             return await run_in_thread(self._base.open_list)
         except AgoraError as error:
@@ -108,12 +94,8 @@ class BaseServer:
             raise
 
     async def _give_piece(self, tensors: TensorList, request: GetPiece) -> Reply:
-        """Returns the answer with one piece of the tensor list or of a tensor, whose hash is checked first.
-
-        A tensor whose piece cannot be read or has another hash is reported as BaseTensorDamaged and dropped from
-        `base`, so that it is not given again. Raises Refused then and if this peer does not have the tensor, Busy if
-        MAX_AT_ONCE pieces are being read, ProtocolError for a tensor or piece that does not exist.
-        """
+        # A tensor whose piece cannot be read or has another hash is reported as BaseTensorDamaged and dropped from
+        # `base`, so that it is not given again.
         if request.tensor == LIST:
             data = tensors.to_bytes()
             _require_piece(request, len(data))
@@ -143,11 +125,9 @@ class BaseServer:
 
 
 def _require_piece(request: GetPiece, nbytes: int) -> None:
-    """Raises ProtocolError if the requested piece lies beyond the end of a tensor or list of `nbytes` bytes."""
     if request.piece >= (count := count_pieces(nbytes)):
         raise ProtocolError("bad-message", f"There are {count} pieces; ask for one of them.")
 
 
 def _piece_reply(data: bytes) -> Reply:
-    """Returns the answer to GetPiece that carries `data`."""
     return Reply(TensorPiece(), [WireTensor("uint8", (len(data),), memoryview(data))])

@@ -1,7 +1,6 @@
 """The tensors of the run's base model that this machine has, in the owner's folder and in the store of fetched ones.
 
-Lives as long as the daemon. The docstrings name the functions that block; these may run in threads. Knows: the tensor
-list, files. Must not know: peers, which tensors a stage needs.
+Lives as long as the daemon. The docstrings name the functions that block; these may run in threads.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class BaseTensors:
         return self._owned
 
     def _owner_files(self) -> list[Path]:
-        """Returns the paths of the manifest's weights files that exist in the owner's folder; [] without a folder."""
         if self.owner_folder is None:
             return []
         return [path for name in self.file_names if (path := self.owner_folder / name).is_file()]
@@ -115,7 +113,6 @@ class BaseTensors:
 
     @property
     def held(self) -> frozenset[int]:
-        """The numbers, in the tensor list, of the tensors that this machine has; empty while the list is not known."""
         return frozenset(self._held)
 
     def location_of(self, number: int) -> TensorLocation | None:

@@ -1,7 +1,5 @@
 """Checkpoints of a stage on this machine's disk: whole or absent, and checked against the hashes in their names.
 
-Knows: folders, files, hashes, which checkpoints to keep. Must not know: peers, when to write, how training goes on.
-
     FOLDER/stage-S/step-N-HASH/weights.safetensors   the weights by parameter name, float32
                               /moments.safetensors   MOMENT.NAME of the optimizer (mean.NAME, square.NAME), float32
                               /checkpoint.json       run, stage, step, ..., size and SHA-256 of the other two
@@ -192,11 +190,6 @@ def stage_folder(folder: Path, stage: int) -> Path:
 
 
 def _write_files(parent: Path, run: str, state: StageState) -> Path:
-    """Writes a checkpoint to a temporary folder in `parent`, renames that to its final name, and returns the path.
-
-    If an intact checkpoint of the final name exists, it has the same content: it stays, and the new copy is removed. A
-    damaged one is replaced. Raises OSError.
-    """
     fresh = fresh_path(parent / f"step-{state.step}")
     os.mkdir(fresh, 0o700)
     metadata = {"run": run, "stage": str(state.stage), "step": str(state.step)}
@@ -232,7 +225,6 @@ def _write_files(parent: Path, run: str, state: StageState) -> Path:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Removes temporary folders in `parent` left by a writer that was killed or failed. OSErrors are ignored."""
     with contextlib.suppress(OSError):
         for leftover in parent.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -250,7 +242,6 @@ def checkpoint_folders(parent: Path) -> list[Path]:
 
 
 def _list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
-    """Returns (step, path) of each entry of `parent` named as a checkpoint is, highest step first; [] if unreadable."""
     try:
         matches = [(_NAME.fullmatch(path.name), path) for path in parent.iterdir()]
     except OSError:
@@ -259,10 +250,6 @@ def _list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
 
 
 def _read_index(path: Path) -> _CheckpointIndex:
-    """Reads checkpoint.json in the folder `path` and returns its content.
-
-    Raises CheckpointError if the file is unreadable or malformed, or if step or hash in the folder's name are others.
-    """
     file = path / INDEX
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -286,7 +273,6 @@ def _read_index(path: Path) -> _CheckpointIndex:
 
 
 def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
-    """Reads a safetensors file; returns name -> tensor. Raises CheckpointError if it is not a readable one."""
     try:
         with safe_open(file, framework="numpy") as reader:
             return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping

@@ -1,7 +1,4 @@
-"""Decides which chunk of a state to ask which source for next. Deterministic: `now` is an argument, nothing is sent.
-
-Knows chunks by number, sources by peer id, and how long chunks took. Must not know bytes, snapshots, or calls.
-"""
+"""Decides which chunk of a state to ask which source for next. Deterministic: `now` is an argument, nothing is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class ChunkSchedule:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk of the transfer has arrived."""
         return len(self.arrived_chunks) == self.count
 
     def take(self, peer: PeerId, now: float, has: Callable[[int], bool] = lambda chunk: True) -> int | None:
@@ -58,7 +54,6 @@ class ChunkSchedule:
         return chunk
 
     def _take_missing(self, has: Callable[[int], bool]) -> int | None:
-        """Removes and returns the lowest missing chunk for which `has` is true; None when there is none."""
         if self._missing and has(self._missing[0]):
             return heapq.heappop(self._missing)
         if (chunk := min(filter(has, self._missing), default=None)) is not None:

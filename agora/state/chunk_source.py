@@ -1,8 +1,6 @@
 """One peer that chunks are fetched from: its open calls, how many it may have, and its pause after a failure.
 
 Reads no clock (`now` is an argument) and sends nothing, but keeps the asyncio tasks of the open calls and cancels them.
-Knows: calls by what they ask for, errors, times. Must not know: what is transferred, how calls travel, which source is
-chosen.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class ChunkSource(Generic[RequestKey]):
 
     @property
     def window(self) -> int:
-        """Maximum number of open calls: 1, or WINDOW if the last chunk took under QUICK_S and no call failed since."""
+        # Maximum number of open calls: 1, or WINDOW if the last chunk took under QUICK_S and no call failed since.
         return WINDOW if self.last_chunk_s < QUICK_S and not self.failures else 1
 
     def is_slow(self, now: float, timeout_s: float) -> bool:

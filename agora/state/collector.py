@@ -1,7 +1,6 @@
 """Collects the weights of every stage of the run as files on this machine: those held here, the others from replicas.
 
-Knows: the stages held, which peers hold the others, the transfer of states, one folder. Must not know: what the files
-are for. One stage at a time is in memory. The folder is there with all of its files or not at all; each collection
+One stage at a time is in memory. The folder is there with all of its files or not at all; each collection
 replaces the one before.
 """
 
@@ -96,12 +95,6 @@ class StageCollector:
             self._task.cancel()
 
     async def _collect(self, average: bool) -> list[StageFile]:
-        """Writes all stages' files, one by one, to a new folder, renames that to `folder`; returns them in stage order.
-
-        Removes the last collection before it writes, and the new folder after a failure. average: see `collect`. Raises
-        Unavailable, before it writes, when no peer has some stage, or later when no peer gives it, and DiskError when
-        there is too little room or a file cannot be written.
-        """
         deadline = loop_time() + COLLECT_S
         layouts = await run_in_thread(self._layouts)
         for stage in range(len(layouts)):
@@ -111,10 +104,6 @@ class StageCollector:
         need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + SPARE_BYTES
 
         def prepare() -> None:
-            """Removes the last collection and the temporary folders of killed processes; creates the folder `fresh`.
-
-            Raises DiskError if fewer than `need_bytes` are free.
-            """
             for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
                 shutil.rmtree(old, ignore_errors=True)
             make_folder(fresh, need_bytes)
@@ -132,11 +121,7 @@ class StageCollector:
         return [replace(file, path=self._folder / file.path.name) for file in files]
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
-        """Writes one stage's weights as a safetensors file in `folder`; returns that file, with the weights' step.
-
-        The state is copied if the stage is held here, and otherwise fetched from a replica: Unavailable is raised if no
-        replica gives it by the loop time `deadline`. average: see `collect`.
-        """
+        # The state is copied if the stage is held here, and otherwise fetched from a replica:
         if stage in self._stages.span:
             state = await self._stages.export_state(stage)
         else:
@@ -148,11 +133,7 @@ class StageCollector:
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:
-        """Fetches a stage's state from the peers that serve it now; if all fail, from peers that have come since.
-
-        No peer is tried twice. Raises Unavailable, with the peers' reasons, when no other peer is left; at the loop
-        time `deadline` every fetch fails.
-        """
+        # Fetches a stage's state from the peers that serve it now; if all fail, from peers that have come since.
         fetch = StateFetch(
             self._caller,
             stage,
@@ -173,6 +154,5 @@ class StageCollector:
 
 
 def _unavailable(stage: int, reasons: Sequence[str]) -> Unavailable:
-    """Returns the error to raise when no peer could give the stage; its text has the reasons and what to do."""
     advice = f"start a peer with `agora-node join RUN --stages {stage}`, or export from a checkpoint of it"
     return Unavailable(stage, [*(reasons or ["no peer of the swarm serves it"]), advice])

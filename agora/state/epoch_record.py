@@ -1,8 +1,4 @@
-"""Keeps on disk which samples had been trained on at each checkpoint, so that a resumed run continues from there.
-
-Knows: steps, states of epochs as integers, one JSON file. Must not know: what the integers mean, rows, checkpoints'
-files.
-"""
+"""Keeps on disk which samples had been trained on at each checkpoint, so that a resumed run continues from there."""
 
 from __future__ import annotations
 
@@ -15,12 +11,10 @@ from typing import Any, Final
 from agora.observe.events import DiskTrouble, Report
 from agora.state.files import sync_folder
 
+# How many steps' states are kept in memory: the checkpoint of such a step may not be written completely yet.
 REMEMBERED: Final = 256
-"""How many steps' states are kept in memory: the checkpoint of such a step may not be written completely yet."""
-KEPT: Final = 4
-"""How many states the file has: those of the newest checkpoints."""
-MAX_BYTES: Final = 1 << 24
-"""How many bytes of the file are read; a longer file counts as damaged."""
+KEPT: Final = 4  # how many states the file has: those of the newest checkpoints
+MAX_BYTES: Final = 1 << 24  # how many bytes of the file are read; a longer file counts as damaged
 
 
 class EpochRecord:
@@ -89,7 +83,6 @@ class EpochRecord:
 
 
 def _read(path: Path) -> dict[int, tuple[int, ...]]:
-    """Reads the file; returns step -> state, {} when the file is missing or malformed."""
     try:
         with path.open("rb") as file:
             content: Any = json.loads(file.read(MAX_BYTES))

@@ -1,6 +1,6 @@
 """Writes files and folders so that a power cut leaves a whole one or none, and an export replaces no files but its own.
 
-Knows: bytes, folders, and export.json, which marks a folder as an export. Must not know: what the bytes mean. A
+A
 safetensors file is written straight from the arrays, without a second copy in memory, and hashed on the way, so that
 later damage by the disk is noticed.
 """

@@ -2,7 +2,6 @@
 
 Only config, tokenizer and safetensors files are fetched: never pickled weights, never code. The cache is that of every
 program that uses the package huggingface_hub, which comes with transformers and is imported when an id is looked up.
-Knows: ids, names of files, what the Hub answers. Must not know: tensors, manifests, what a model is for.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any, Final
 from agora.state.stored_tensors import BaseModelError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The files that are fetched besides the weights, if the model has them.
 DESCRIPTIONS: Final = (
     "config.json",
     "generation_config.json",
@@ -28,7 +28,6 @@ DESCRIPTIONS: Final = (
     "chat_template.jinja",
     INDEX,
 )
-"""The files that are fetched besides the weights, if the model has them."""
 MAX_INDEX_BYTES: Final = 64 * 2**20
 MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
@@ -43,7 +42,6 @@ class HubId:
     revision: str | None = None
 
     def __str__(self) -> str:
-        """Returns ORG/NAME, or ORG/NAME@REVISION."""
         return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
 
@@ -119,11 +117,7 @@ def fetch_model(wanted: HubId) -> HubFolder:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Returns the names of the weights files that a model in `folder` should have; they need not exist there.
-
-    Only model.safetensors if that exists or there is no index; otherwise those that the index lists, sorted. Raises
-    BaseModelError for an index that is too long or malformed, or lists names that are not those of safetensors files.
-    """
+    # Only model.safetensors if that exists or there is no index; otherwise those that the index lists, sorted.
     index = folder / INDEX
     if (folder / ONE_FILE).is_file() or not index.is_file():
         return [ONE_FILE]
@@ -139,11 +133,6 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _download(wanted: HubId, names: list[str]) -> Path:
-    """Fetches those of the files `names` that the Hub has and the cache lacks. Returns the model's folder in the cache.
-
-    A file that the Hub does not have is left out without an error. Shows progress bars only on a terminal. Uses the
-    server that HF_ENDPOINT names. Raises BaseModelError, whose text has what went wrong and what to do.
-    """
     hub = _import_hub("huggingface_hub")
     errors = _import_hub("huggingface_hub.errors")
     if not sys.stderr.isatty():
@@ -176,7 +165,6 @@ def _download(wanted: HubId, names: list[str]) -> Path:
 
 
 def _import_hub(module: str) -> Any:
-    """Imports and returns a module of the package huggingface_hub. BaseModelError if the package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,8 +1,4 @@
-"""Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers.
-
-Knows: the rest of this package, and as interfaces the stages and their holders: the daemon passes in train.Compute and
-swarm.View. Must not know: how training goes on, what carries calls, or what a checkpoint's files look like.
-"""
+"""Keeps the state of this peer's stages: fills them at the start, writes checkpoints, gives copies to joining peers."""
 
 from __future__ import annotations
 
@@ -57,8 +53,8 @@ class KeptStages(Protocol):
         """Returns a copy of the stage's weights and optimizer moments after its last step, all of the same step."""
 
 
+# Takes a stage; returns, by peer, the number of optimizer steps that each peer holding it claims to have taken.
 ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
-"""Takes a stage; returns, by peer, the number of optimizer steps that each peer holding it claims to have taken."""
 
 
 class AskSteps(Protocol):
@@ -103,9 +99,9 @@ class StateKeeper:
         on_written: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
         """folder: below it lie the checkpoints. on_written(stage, step): called after each checkpoint was written."""
+        # The owner may set it: it is called in a thread with stage and bytes before a checkpoint is written, and raises
+        # DiskError when there is no room for it.
         self.make_room: Callable[[int, int], None] = lambda _stage, _nbytes: None
-        """The owner may set it: it is called in a thread with stage and bytes before a checkpoint is written, and
-        raises DiskError when there is no room for it."""
         self._on_written = on_written
         self._run_id = manifest.run_id
         self._manifest = manifest
@@ -133,7 +129,6 @@ class StateKeeper:
         """
 
         def find_newest(stage: int) -> Checkpoint | None:
-            """Returns the newest intact checkpoint of the stage or None, and reports the damaged ones that it skips."""
             return newest_checkpoint(
                 self._folder, self._run_id, stage, lambda error: self._report(events.CheckpointDamaged(str(error)))
             )
@@ -155,14 +150,6 @@ class StateKeeper:
         return "; ".join(sources)
 
     async def _fill_stage(self, stage: int) -> str:
-        """Fills one stage as rules.choose_start decides; if fetching fails, loads this peer's checkpoint, if any.
-
-        Asks the replicas before it keeps the initial weights. Without a checkpoint, and once no peer offers the stage
-        any more, a failed fetch leaves the initial weights, as in a peer that joins then. Reports a failed fetch as
-        TaskFailed. Returns in words where the stage's state is from. Without a checkpoint raises Unavailable when the
-        fetch fails although a peer offers the stage, or the replicas do not answer whether they have taken a step;
-        raises CheckpointError when the checkpoint does not fit.
-        """
         checkpoint = self._found_checkpoints.get(stage)
         decision = rules.choose_start(checkpoint.step if checkpoint else None, self._offers(stage), rules.LAG_LIMIT)
         if decision.action == "keep initial weights":
@@ -185,14 +172,8 @@ class StateKeeper:
         return decision.reason
 
     async def _ask_whether_a_step_was_taken(self, stage: int, decision: rules.StartDecision) -> rules.StartDecision:
-        """Asks the replicas that serve the stage whether they have taken a step; returns how to start.
-
-        decision: to keep the seed's weights; returned if no replica that answers has taken a step, or no replica serves
-        the stage. As soon as an answer names a step, returns what choose_start decides by the plausible answers. Before
-        that asks again until each replica has answered or stopped serving, but at most ANSWERS_S once some have
-        answered. If no replica answers for TIMEOUT_S, raises Unavailable: the seed's weights would be wrong if one has
-        taken steps.
-        """
+        # If no replica answers for TIMEOUT_S, raises Unavailable: the seed's weights would be wrong if one has taken
+        # steps.
         started_at, answers = loop_time(), dict[PeerId, int]()
         while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
             answers |= await self._holders.ask(stage, silent)
@@ -210,19 +191,11 @@ class StateKeeper:
         return decision
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
-        """Returns peer -> claimed step of the other peers that serve the stage or join with a checkpoint of it.
-
-        Leaves out peers whose claimed step is implausibly high.
-        """
         bound = self._highest_plausible_step(stage)
         claimed = self._holders.claimants(stage)
         return {peer: step for peer, step in claimed.items() if peer != self._holders.me and step <= bound}
 
     def _highest_plausible_step(self, stage: int) -> float:
-        """Returns the highest step that another replica can plausibly claim: plausibility_bound of the others' claims.
-
-        Infinite while fewer than two other peers serve the stage.
-        """
         serving = [step for peer, step in self._holders.serving(stage).items() if peer != self._holders.me]
         return rules.plausibility_bound(serving, rules.LAG_LIMIT)
 
@@ -259,13 +232,6 @@ class StateKeeper:
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, timeout_s: float
     ) -> StageState:
-        """Runs `fetch` and returns the fetched state, at least of step `at_least`; loads nothing.
-
-        When all sources fail, reports TaskFailed, waits RETRY_S and tries the peers that offer the stage then. Raises
-        Unavailable when an attempt fails `timeout_s` or more after the first one began, although peers offer the
-        stage; without offers, once the last attempt that had a source ended RETURN_S ago; and at the first failure if
-        timeout_s is 0. FETCH_S is the limit of all attempts together.
-        """
         started_at = last_offered_at = loop_time()
         while True:
             try:
@@ -297,10 +263,6 @@ class StateKeeper:
         return await self._snapshots.get_state(request)
 
     async def _read_state_to_give(self, stage: int) -> StageState | None:
-        """Returns the state to give to other peers: a copy of the stage's; before it is filled, its found checkpoint's.
-
-        None if the stage is not filled and no checkpoint of it was found.
-        """
         if stage in self._filled_stages:
             return await self._stages.export_state(stage)
         checkpoint = self._found_checkpoints.get(stage)
@@ -339,10 +301,6 @@ class StateKeeper:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
-        """Waits until no other write is running, then writes a checkpoint of the stage; removes the oldest checkpoints.
-
-        Calls make_room first. Reports CheckpointWritten and calls on_written, or reports a DiskError as DiskTrouble.
-        """
         keep, started_at = self._manifest.checkpoint.keep, loop_time()
         try:
             async with self._writing:

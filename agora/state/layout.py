@@ -1,7 +1,5 @@
 """Lays out a stage's tensors in flat arrays, and converts between these, named tensors, and a snapshot's chunks.
 
-Knows: elements, names, and which elements a chunk carries. Must not know: files, peers, or how anything is trained.
-
 Chunk i holds the values of the stage's elements [i*m, (i+1)*m) in the weights, then in each moment that has values for
 them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of snapshots of one lineage may be
 mixed: no element gets its weight from one replica and its moments from another.
@@ -22,16 +20,15 @@ from numpy.typing import NDArray
 
 from agora.step_kinds import ALL_EXACT, StepPlan
 
+# float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has.
 Flat = NDArray[np.float32]
-"""float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has."""
 
 ALIGNMENT: Final = 16  # elements: tensors start at multiples of 64 bytes, which matrix kernels prefer; gaps are zero
 VALUE_BYTES: Final = 4
 HASH_BYTES: Final = 32
 AVERAGE: Final = "average"  # the name of the moment that holds the moving average of the weights
 ANCHOR: Final = "anchor"
-VELOCITY: Final = "velocity"
-"""The names of the moments that a stage has during local steps only, see train.outer_step."""
+VELOCITY: Final = "velocity"  # the names of the moments that a stage has during local steps only, see train.outer_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +56,10 @@ class StageState:
 
     @property
     def averaged_weights(self) -> Flat:
-        """The moving average of the weights; in a run that keeps no average, the weights themselves."""
         return self.moments.get(AVERAGE, self.weights)
 
     @property
     def arrays(self) -> dict[str, Flat]:
-        """Name -> flat array, in the order in which a chunk carries them: "weights", then each moment of `layout`."""
         return {"weights": self.weights, **{moment.name: self.moments[moment.name] for moment in self.layout.moments}}
 
 
@@ -93,7 +88,6 @@ class MomentSpec:
 
     @property
     def numel(self) -> int:
-        """How many values the array has."""
         return sum(part.stop - part.start for part in self.ranges)
 
 
@@ -111,7 +105,6 @@ class TensorSlot:
 
     @property
     def elements(self) -> slice:
-        """The tensor's range of elements in a flat array: `flat[slot.elements].reshape(slot.shape)` is the tensor."""
         return slice(self.offset, self.offset + math.prod(self.shape))
 
 
@@ -129,17 +122,14 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights and the moments together, as float32, padding included."""
         return VALUE_BYTES * (self.numel + sum(moment.numel for moment in self.moments))
 
     @property
     def chunk_count(self) -> int:
-        """How many chunks a snapshot of the stage has."""
         return -(-self.numel // self._chunk_elements)
 
     @property
     def _chunk_elements(self) -> int:
-        """How many of the stage's elements fit into a chunk with their moments; the last chunk may carry fewer."""
         return STATE_CHUNK_BYTES // (VALUE_BYTES * (1 + len(self.moments)))
 
     def chunk_places(self, chunk: int) -> list[slice]:

@@ -1,8 +1,7 @@
 """Joins the weight files of all stages into one model, and writes tensors as safetensors files, block by block.
 
 At most one tensor of the stages is in memory at a time; of tensors that come from elsewhere, at most what their reader
-holds. Knows: safetensors files, tensors' names and shapes, float32 and bf16. Must not know: families, peers, LoRA, or
-what the model is for.
+holds.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from safetensors import SafetensorError, safe_open
 from agora.state.files import PUBLIC, FileDigest, safetensors_header, write_file
 
 Dtype = Literal["float32", "bf16"]
+# Called with the number of bytes just checked or written; every value counts as float32, whatever is written.
 ReportBytes = Callable[[int], None]
-"""Called with the number of bytes just checked or written; every value counts as float32, whatever is written."""
 
 SOURCE_BYTES: Final = 4  # of a value in a stage's file
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "bf16": 2}
 FILE_DTYPES: Final[Mapping[Dtype, str]] = {"float32": "F32", "bf16": "BF16"}
 INDEX: Final = "model.safetensors.index.json"
-PIECE_VALUES: Final = 1 << 20
-"""How many values are converted and written at a time."""
+PIECE_VALUES: Final = 1 << 20  # how many values are converted and written at a time
 
 
 class ExportError(LocalError):
@@ -72,7 +70,6 @@ class ExportedTensor:
 
     @property
     def numel(self) -> int:
-        """How many elements the exported tensor has."""
         return math.prod(self.shape)
 
 
@@ -91,7 +88,6 @@ class TensorBlocks:
 
     @property
     def numel(self) -> int:
-        """How many elements the tensor has."""
         return math.prod(self.shape)
 
 
@@ -131,7 +127,6 @@ class OpenStages:
 
     @property
     def numel(self) -> int:
-        """How many elements all exported tensors have together."""
         return sum(tensor.numel for tensor in self.sources)
 
     def read_weights(self) -> dict[str, NDArray[np.float32]]:
@@ -172,7 +167,6 @@ class OpenStages:
 
 
 def _convert_blocks(tensor: ExportedTensor, file: OpenStageFile) -> Iterator[NDArray[np.float32]]:
-    """Reads the whole source of an exported tensor, converts the values, and yields them as one block."""
     values = file.tensor(tensor.source)
     yield values if tensor.convert is None else tensor.convert(values)
 
@@ -247,10 +241,6 @@ def write_weights_file(path: Path, tensors: Sequence[TensorBlocks], dtype: Dtype
 
 
 def _file_pieces(tensors: Sequence[TensorBlocks], dtype: Dtype, report: ReportBytes) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a safetensors file: its header, then each tensor's values in pieces, converted to `dtype`.
-
-    report: is called after each tensor with the bytes that it takes as float32.
-    """
     specs = {t.name: (FILE_DTYPES[dtype], t.shape, ITEM_BYTES[dtype] * t.numel) for t in tensors}
     yield safetensors_header(specs, {"format": "pt"})
     for tensor in tensors:

@@ -5,8 +5,6 @@
 | model   | a whole model, all of whose parameters were trained                        |
 | adapter | the LoRA matrices alone; peft adds them to the base model when it loads    |
 | merged  | the whole base model, with the LoRA matrices added to its own              |
-
-Knows: the manifest, the family's description, the step of each stage. Must not know: weights, files, peers.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from agora.terminal_text import one_line
 Kind = Literal["model", "adapter", "merged"]
 
 BYTES: Final = "bytes"
+# How the model was made, in words, by whether the run began with a trained model.
 BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
-"""How the model was made, in words, by whether the run began with a trained model."""
 LIBRARIES: Final[Mapping[Kind, str]] = {"model": "transformers", "adapter": "peft", "merged": "transformers"}
 FOLDER_CODE: Final = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -112,13 +110,11 @@ def model_card(
 
 
 def _front_matter(kind: Kind) -> str:
-    """Returns the card's YAML front matter: library, task and tags, for sites such as the Hugging Face Hub."""
     tags = "- agora\n- lora" if kind == "adapter" else "- agora"
     return f"---\nlibrary_name: {LIBRARIES[kind]}\npipeline_tag: text-generation\ntags:\n{tags}\n---"
 
 
 def _summary(manifest: Manifest, model: ModelDescription, exported: ExportDescription) -> str:
-    """Returns the card's first paragraph: what is exported, its number of parameters, how and by which run trained."""
     count = f"{exported.parameters:,} parameters"
     run = f"the agora run `{manifest.run_id}`"
     match exported.kind:
@@ -137,17 +133,12 @@ def _summary(manifest: Manifest, model: ModelDescription, exported: ExportDescri
 
 
 def _lower_first(text: str) -> str:
-    """Returns the text with its first letter in lower case."""
     return text[:1].lower() + text[1:]
 
 
 def _facts_table(
     manifest: Manifest, model: ModelDescription, steps: Mapping[int, int], exported: ExportDescription
 ) -> str:
-    """Returns a Markdown table: sizes, adapter if any, weights, objective, data, steps, schedule, source, metrics.
-
-    steps: stage -> number of optimizer steps that it has taken.
-    """
     average = f"exponential moving average over the steps, decay up to {manifest.optimizer.average_decay:g}"
     rows = {
         "shape": model.shape,
@@ -166,12 +157,10 @@ def _facts_table(
 
 
 def _cell(text: str) -> str:
-    """Returns the text as the content of one cell of a Markdown table: in one line (see one_line), with | escaped."""
     return one_line(text).replace("|", "\\|")
 
 
 def _objective_words(manifest: Manifest) -> str:
-    """Returns the run's objective in words: what it learnt from its data, and for dpo the loss's settings."""
     objective = manifest.objective
     match objective.kind:
         case "sft":
@@ -184,10 +173,7 @@ def _objective_words(manifest: Manifest) -> str:
 
 
 def _data_words(manifest: Manifest) -> str:
-    """Returns what the run trained on, in words: for lm the corpus files, otherwise the sample file.
-
-    With the sample file's column mapping in parentheses, if the manifest has one.
-    """
+    # Returns what the run trained on, in words: for lm the corpus files, otherwise the sample file.
     data = manifest.data
     if manifest.objective.kind == "lm":
         return ", ".join(data.corpus)
@@ -196,10 +182,7 @@ def _data_words(manifest: Manifest) -> str:
 
 
 def _loading_code(manifest: Manifest, kind: Kind) -> str:
-    """Returns Python code, in Markdown, that loads the exported model or adapter and generates text.
-
-    In a run of kind lm the prompt is a text; otherwise it is a chat, and a note on plain prompts follows the code.
-    """
+    # In a run of kind lm the prompt is a text; otherwise it is a chat, and a note on plain prompts follows the code.
     # Training adds no special tokens either.
     no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     is_text = manifest.objective.kind == "lm"
@@ -217,11 +200,6 @@ def _loading_code(manifest: Manifest, kind: Kind) -> str:
 
 
 def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping[int, int], kind: Kind) -> str:
-    """Returns a Markdown list of the model's limits, for the reader of the card.
-
-    The lines depend on whether the model is pretrained, on the kind of export and the frozen weights' dtype, on the
-    columns that the boundary codec left out, on the tokenizer, and on whether the stages are at different steps.
-    """
     model = manifest.model
     pretrained = [
         *_precision_limits(described.frozen_as, kind),
@@ -252,10 +230,6 @@ def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping
 
 
 def _precision_limits(frozen_as: str, kind: Kind) -> list[str]:
-    """Returns the limits that follow from the dtype of the frozen weights, as Markdown lines.
-
-    [] for a whole model, and for a merged one whose frozen weights were float32.
-    """
     if kind == "adapter":
         return [
             f"- It was trained beside weights kept as {frozen_as}. Beside the same model in another precision its "

@@ -1,7 +1,4 @@
-"""Checks what a source answers when it is asked for a stage's state, before anything of it is used.
-
-Knows: the messages of a transfer, hashes, layouts. Must not know: which sources there are, or what is asked next.
-"""
+"""Checks what a source answers when it is asked for a stage's state, before anything of it is used."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class CorruptStateError(ProtocolError):
     """
 
 
+# (agreed step, lineage, step or 0, step plan): chunks of snapshots with equal keys may be mixed in one state.
 MixingKey = tuple[int, int, int, int, int, int]
-"""(agreed step, lineage, step or 0, step plan): chunks of snapshots with equal keys may be mixed in one state."""
 
 
 def mixing_key(index: StateIndex) -> MixingKey:
@@ -61,7 +58,6 @@ class Offer:
 
     @property
     def mixing_key(self) -> MixingKey:
-        """The snapshot's mixing key, see the function `mixing_key`."""
         return mixing_key(self.index)
 
 

@@ -1,7 +1,4 @@
-"""A stage's state that arrives chunk by chunk: the arrays, and which snapshot and source each chunk is from.
-
-Knows: layouts, chunks, mixing keys. Must not know: calls, which chunk is asked of whom (ChunkSchedule, StateFetch).
-"""
+"""A stage's state that arrives chunk by chunk: the arrays, and which snapshot and source each chunk is from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decisions about state: where a stage starts from, which steps are plausible, when a checkpoint is due. Pure.
-
-Knows steps and peer ids. Must not know clocks, calls, files, or what a state holds.
-"""
+"""Decisions about state: where a stage starts from, which steps are plausible, when a checkpoint is due. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from typing import Final, Literal
 
 from agora_protocol.ids import PeerId
 
+# How many steps a fetched state may be behind the newest, and how many a plausible claim may exceed the median.
 LAG_LIMIT: Final = 100
-"""How many steps a fetched state may be behind the newest, and how many a plausible claim may exceed the median."""
-CLAIM_LAG: Final = 20
-"""How many steps a fetched state may be behind the lower median of the claims."""
+CLAIM_LAG: Final = 20  # how many steps a fetched state may be behind the lower median of the claims
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Compares samples of a fetched state with those of other sources, so that no single source is simply trusted.
 
-Knows: chunks, their sources, how near the weights of replicas lie. Must not know: how chunks are scheduled, or what
-becomes of the state. `judge_sample` is pure.
+`judge_sample` is pure.
 
 A chunk's hash shows that the chunk is what its source offered, not that the offer is a state of this run. So some
 chunks of each source are compared with the same chunks of up to two others:
@@ -31,16 +30,12 @@ from agora_protocol.ids import PeerId
 
 from agora.state.layout import Flat
 
-SAMPLES: Final = 2
-"""At most this many chunks of each source are compared."""
-WITNESSES: Final = 2
-"""Each chunk is compared with those of at most this many other sources."""
+SAMPLES: Final = 2  # at most this many chunks of each source are compared
+WITNESSES: Final = 2  # each chunk is compared with those of at most this many other sources
 NEAR: Final = 0.05
 CLOSEST_RATIO: Final = 4.0
-DRIFT: Final = 0.05
-"""The largest change in one step, relative to the weights' own size, that this check allows."""
-FAR: Final = 1.0
-"""Unrelated weights of one size have a distance of 1.4; zeros have 1 from anything."""
+DRIFT: Final = 0.05  # the largest change in one step, relative to the weights' own size, that this check allows
+FAR: Final = 1.0  # unrelated weights of one size have a distance of 1.4; zeros have 1 from anything
 
 Verdict = Literal["plausible", "corrupt", "undecided"]
 
@@ -53,8 +48,8 @@ class ChunkSample:
     step: int
 
 
+# Returns a source's weights of a chunk; None when it cannot give them.
 ReadSample = Callable[[PeerId, int], Awaitable[ChunkSample | None]]
-"""Returns a source's weights of a chunk; None when it cannot give them."""
 
 
 def distance(a: Flat, b: Flat) -> float:
@@ -115,5 +110,4 @@ async def find_corrupt_sources(
 
 
 def _is_not_earlier(own: ChunkSample, other: ChunkSample) -> bool:
-    """Returns whether the step of `own` is the step of `other` or later."""
     return own.step >= other.step

@@ -1,8 +1,4 @@
-"""Gives copies of this peer's stages to other peers: made when asked for, kept for a while, shared by several peers.
-
-Knows: GetState and GetChunk, and how many bytes the copies may take. Must not know: how a copy is made, or what the
-copies are for.
-"""
+"""Gives copies of this peer's stages to other peers: made when asked for, kept for a while, shared by several peers."""
 
 from __future__ import annotations
 
@@ -23,12 +19,10 @@ from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
 from agora.step_kinds import ALL_EXACT
 
 RETRY_MS: Final = 1000
+# A snapshot is given for at most this many seconds: an older one would leave the joiner too many steps behind.
 FRESH_S: Final = 30.0
-"""A snapshot is given for at most this many seconds: an older one would leave the joiner too many steps behind."""
-FRESH_FACTOR: Final = 10.0
-"""A snapshot is given for at most this many times the seconds that copying it took."""
-REMAKE_FACTOR: Final = 2.0
-"""Takes the place of FRESH_FACTOR for a joiner that needs a later step than the snapshot's."""
+FRESH_FACTOR: Final = 10.0  # A snapshot is given for at most this many times the seconds that copying it took
+REMAKE_FACTOR: Final = 2.0  # takes the place of FRESH_FACTOR for a joiner that needs a later step than the snapshot's
 SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this long
 IN_USE_S: Final = 10.0  # seconds after its last use during which a snapshot is not dropped to make room for another
 IDLE_S: Final = 60.0  # seconds after its last use at which a snapshot is dropped
@@ -63,7 +57,6 @@ class SnapshotServer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kept snapshots together."""
         return sum(snapshot.state.layout.nbytes for snapshot in self._kept.values())
 
     async def get_state(self, request: GetState) -> Reply:
@@ -103,12 +96,7 @@ class SnapshotServer:
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        """Returns the stage's newest snapshot if it is fresh, otherwise makes one; None if there is no state to give.
-
-        Fresh: made less than FRESH_S and FRESH_FACTOR * copying_s ago (REMAKE_FACTOR, if its step is below at_least,
-        the step that the requester needs). Drops idle snapshots, and others to make room. If there is no room for a new
-        one, returns the newest although it is not fresh, or raises Busy if the stage has none.
-        """
+        # Returns the stage's newest snapshot if it is fresh, otherwise makes one;
         self.drop_idle()
         started_at = loop_time()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made_at, default=None)
@@ -132,10 +120,6 @@ class SnapshotServer:
         return snapshot
 
     def _make_room(self, nbytes: int) -> bool:
-        """Drops the longest unused snapshots until `nbytes` more fit below MAX_BYTES or none is left; returns True.
-
-        If one of those was used within IN_USE_S, drops none and returns False.
-        """
         excess = self.nbytes + nbytes - MAX_BYTES
         dropped: list[bytes] = []
         for snapshot in sorted(self._kept.values(), key=lambda s: s.last_used):

@@ -1,6 +1,6 @@
 """Finds tensors in safetensors files, and reads and hashes their bytes, one piece at a time in memory.
 
-Every function blocks. Knows: safetensors headers, pieces, tensor lists. Must not know: peers, what the values mean.
+Every function blocks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from agora_protocol.limits import STATE_CHUNK_BYTES
 from agora_protocol.tensor_list import ListedTensor, TensorList, can_be_listed, count_pieces, size_in_bytes
 
 MAX_FILE_HEADER_BYTES: Final = 64 * 2**20
-LENGTH_BYTES: Final = 8
-"""A safetensors file begins with the length of its header, little endian."""
+LENGTH_BYTES: Final = 8  # A safetensors file begins with the length of its header, little endian
 DOWNLOAD_AGAIN: Final = "download the model again, in the revision that the run's founder used"
 
 
@@ -71,11 +70,6 @@ def read_tensor_locations(path: Path) -> dict[str, TensorLocation]:
 
 
 def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: Any) -> TensorLocation | None:
-    """Returns the location of the tensor `name` by its `entry` in a file's header; None if no tensor list can have it.
-
-    None also for "__metadata__". data_start: offset at which the bytes after the header begin. Raises ValueError for
-    offsets that do not fit the tensor's size or the file, and KeyError or TypeError for an entry of another form.
-    """
     if name == "__metadata__" or not can_be_listed(name, entry["dtype"], entry["shape"]):
         return None
     begin, end = entry["data_offsets"]
@@ -105,7 +99,6 @@ def list_tensors(files: Sequence[Path]) -> TensorList:
 
 
 def _list_tensor(location: TensorLocation) -> ListedTensor:
-    """Reads a tensor and returns its list entry, with the hash of each piece. Raises BaseModelError if unreadable."""
     nbytes = size_in_bytes(location.dtype, location.shape)
     hashes = bytearray()
     try:
@@ -132,10 +125,7 @@ def is_intact(location: TensorLocation, listed: ListedTensor) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def _check_pieces(location: TensorLocation, listed: ListedTensor, size: int, changed_ns: int, inode: int) -> bool:
-    """Reads all pieces of the tensor; returns whether every piece has its hash in `listed`. Raises OSError.
-
-    The result is cached; size, changed_ns and inode are part of the key only, so that a changed file is read again.
-    """
+    # The result is cached; size, changed_ns and inode are part of the key only, so that a changed file is read again.
     return all(location.read_piece(listed, piece) is not None for piece in range(listed.piece_count))
 
 

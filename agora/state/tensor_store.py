@@ -6,7 +6,7 @@
     STORE/NAME.safetensors           a link to a weights file of the folder that this machine's owner has named
 
 Because the folder's name is the list's hash, any process can check its content, and every run that begins with this
-model can use it. Every function blocks. Knows: files, hashes. Must not know: peers, stages, layers.
+model can use it. Every function blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from agora.state.files import safetensors_header, sync_folder, write_file
 from agora.state.stored_tensors import BaseModelError, TensorLocation, is_intact, read_at, read_tensor_locations
 
 LIST: Final = "tensors.list"
-SPARE_BYTES: Final = 64 * 2**20
-"""How much must stay free on the disk."""
+SPARE_BYTES: Final = 64 * 2**20  # how much must stay free on the disk
 
 
 class TensorStore:
@@ -167,16 +166,13 @@ class TensorStore:
 
     @property
     def _tensors(self) -> Path:
-        """The path of the subfolder that has a file for each tensor."""
         return self.folder / "tensors"
 
     def _part(self, number: int) -> Path:
-        """Returns the path of the .part file in which tensor `number` is stored while it is fetched."""
         return self._tensors / f"{number:05d}.part"
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Context manager: turns an OSError of the block into a DiskError that says what to do."""
         try:
             yield
         except OSError as error:
@@ -187,5 +183,4 @@ class TensorStore:
 
 
 def _header_of(listed: ListedTensor) -> bytes:
-    """Returns the header, with its length field, of the safetensors file that has only the tensor `listed`."""
     return safetensors_header({listed.name: (listed.dtype, listed.shape, listed.nbytes)}, {})

@@ -1,7 +1,6 @@
-"""Fetches a stage's state chunk by chunk, from several replicas concurrently; sources may die, hang or send bad data.
+"""Fetches a stage's state chunk by chunk, from several replicas concurrently; sources may die.
 
-Knows: which chunk to ask of which peer. Must not know: how calls travel, how replicas are found, what becomes of the
-state.
+Hang or send bad data.
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ class StateFetch:
 
     @property
     def schedule(self) -> ChunkSchedule:
-        """Which chunks have arrived, are being fetched, or are missing."""
         return self._partial.schedule
 
     async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
@@ -118,10 +116,6 @@ class StateFetch:
         return self._partial.whole_state(self._stage)
 
     async def _advance(self) -> None:
-        """One turn: chooses a mixing key, starts due calls, waits up to TICK_S until one ends, removes ended ones.
-
-        Raises Unavailable at the deadline, and when no call is open and every source was given up.
-        """
         now = loop_time()
         is_late = now >= self._deadline
         if not is_late:
@@ -144,7 +138,6 @@ class StateFetch:
         self._remove_ended_calls()
 
     def _remove_ended_calls(self) -> None:
-        """Removes ended calls and records their ends in `schedule`; re-raises the first exception of an ended call."""
         for source in self._sources:
             for chunk, task in source.take_ended_calls():
                 if chunk is not None:
@@ -155,12 +148,6 @@ class StateFetch:
     # --- choosing a mixing key
 
     def _choose_mixing_key(self, now: float) -> None:
-        """Chooses the mixing key of the snapshots to fetch, once no offer is pending or GATHER_S after the first offer.
-
-        The key of arrived chunks is preferred, then the newest offer's. Without an offer does nothing. Drops the
-        arrived chunks with another key, and the older offers with another key: after PAUSE_S, sources of the dropped
-        offers are asked for new ones.
-        """
         offers = [source.offer for source in self._sources if source.offer]
         others_pending = any(None in source.calls for source in self._sources)
         if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
@@ -181,11 +168,7 @@ class StateFetch:
                     source.not_before = now + PAUSE_S
 
     def _reconsider_mixing_key(self, now: float) -> None:
-        """Withdraws the chosen mixing key if no source that offers this key is left, but other usable sources are.
-
-        The other sources' offers are then dropped, so that new ones are asked for. Before that, gives up the sources
-        that offer the key if no chunk has arrived for STALL_S. Does nothing without a chosen key or other sources.
-        """
+        # The other sources' offers are then dropped, so that new ones are asked for.
         if self._chosen is None:
             return
         fetched_from = [source for source in self._sources if self._has_chosen_key(source.offer)]
@@ -200,10 +183,7 @@ class StateFetch:
                 source.offer = None
 
     def _has_chosen_key(self, offer: Offer | None) -> bool:
-        """Returns whether `offer` has the chosen mixing key, so that its chunks may go into the state.
-
-        False for None, and while no key is chosen.
-        """
+        # Returns whether `offer` has the chosen mixing key, so that its chunks may go into the state.
         if offer is None or self._chosen is None or offer.layout.nbytes != self._partial.layout.nbytes:
             return False
         return offer.mixing_key == mixing_key(self._chosen)
@@ -211,11 +191,6 @@ class StateFetch:
     # --- starting calls
 
     def _ask_for_offers(self, now: float) -> None:
-        """Starts calls that ask sources without an offer for one, until SOURCES sources are engaged and not slow.
-
-        A source is engaged if it is being asked for an offer, or has made one and its last call did not fail. Paused
-        sources and those given up are not asked.
-        """
         usable = [source for source in self._sources if not source.given_up]
         engaged = [s for s in usable if None in s.calls or (s.offer and not s.failures)]
         not_slow = sum(1 for s in engaged if not self._is_slow(s, now))
@@ -224,23 +199,15 @@ class StateFetch:
             source.calls[None] = (asyncio.create_task(self._fetch_offer(source)), now)
 
     def _is_slow(self, source: _Source, now: float) -> bool:
-        """Returns whether the source's oldest open call lasts unusually long, so that another source is asked, too.
-
-        That is longer than SLOW_S and, for a source with an offer, longer than 4 * the median time of a chunk.
-        """
+        # Returns whether the source's oldest open call lasts unusually long, so that another source is asked, too.
         return source.is_slow(now, max(SLOW_S, 4 * self.schedule.median_s()) if source.offer else SLOW_S)
 
     def _ask_for_chunks(self, now: float) -> None:
-        """Starts calls for chunks, one per source in turn, until `_start_chunk` starts none for any chosen source."""
         free = [source for source in self._sources if self._has_chosen_key(source.offer) and now >= source.not_before]
         while free:  # one chunk each in turn, so that all sources have work
             free = [source for source in free if self._start_chunk(source, now)]
 
     def _start_chunk(self, source: _Source, now: float) -> bool:
-        """Starts a call for the chunk that `schedule` chooses for the source; returns whether it started one.
-
-        It does not if the source has no offer, its window is full, or `schedule` has no chunk for it.
-        """
         if source.offer is None or len(source.calls) >= source.window:
             return False
         if (chunk := self.schedule.take(source.peer, now)) is None:
@@ -251,10 +218,6 @@ class StateFetch:
     # --- calls; each runs as a task of its own
 
     async def _fetch_offer(self, source: _Source) -> None:
-        """Asks the source for its newest snapshot and keeps this offer in `source`; passes errors to _handle_failure.
-
-        Gives the source up if the snapshot's step is below the lowest to accept, or step or agreed step is implausible.
-        """
         call_deadline = min(self._deadline, loop_time() + OFFER_S)
         at_least = self._chosen.step if self._chosen else self._lowest_step
         request = GetState(self._stage, at_least, milliseconds_until(call_deadline))
@@ -274,11 +237,6 @@ class StateFetch:
             self._first_offer_at = self._first_offer_at or loop_time()
 
     async def _fetch_chunk(self, source: _Source, offer: Offer, chunk: int) -> None:
-        """Asks the source for a chunk of its offer, checks it in a thread, and stores it in this object's arrays.
-
-        Then cancels other calls for the same chunk. Throws the chunk away if the offer no longer has the chosen mixing
-        key; passes errors to _handle_failure.
-        """
         started_at = loop_time()
         call_deadline = min(self._deadline, started_at + CHUNK_S)
         request = GetChunk(offer.index.snapshot, chunk, milliseconds_until(call_deadline))
@@ -300,11 +258,6 @@ class StateFetch:
     # --- samples
 
     async def _drop_corrupt_chunks(self) -> None:
-        """Compares samples of each source's chunks with those of other sources, see sample_check.
-
-        Gives up the sources that find_corrupt_sources returns, and drops their chunks; reports "corrupt" ones as an
-        offence.
-        """
         chunks_of = self._partial.chunks_by_peer()
         usable = [source for source in self._sources if not source.given_up]
         usable.sort(key=lambda source: source.offer is None)  # those whose offer is known first
@@ -321,12 +274,8 @@ class StateFetch:
             self._partial.drop(chunks_of[peer])
 
     async def _read_sample(self, peer: PeerId, chunk: int) -> ChunkSample | None:
-        """Returns a source's weights of a chunk that has arrived; None if the source cannot give these weights.
-
-        If the arrived chunk came from this source, or has the same hash in the source's offer, the arrived weights are
-        returned; otherwise the source is asked for the chunk. A source without an offer is asked for one first. Errors
-        go to _handle_failure.
-        """
+        # If the arrived chunk came from this source, or has the same hash in the source's offer, the arrived weights
+        # are returned; otherwise the source is asked for the chunk.
         arrived = self._partial.arrived[chunk]
         if arrived.peer == peer:
             return ChunkSample(self._partial.weights_of(chunk), arrived.index.step)
@@ -350,19 +299,6 @@ class StateFetch:
     # --- failures
 
     def _handle_failure(self, source: _Source, error: AgoraError, offer: Offer | None) -> None:
-        """Pauses a source whose call failed, or gives it up.
-
-        | error                                | what follows                                                |
-        |--------------------------------------|-------------------------------------------------------------|
-        | CorruptStateError                    | an offence is reported, and the source given up             |
-        | another ProtocolError                | the source is given up                                      |
-        | Refused when asked for an offer      | the source is given up                                      |
-        | Refused a chunk of its present offer | as any other; the offer is dropped, and a new one asked for |
-        | Busy                                 | a pause as long as the source asks for, within bounds       |
-        | any other                            | a pause, longer each time; given up after FAILURES in a row |
-
-        offer: the one whose chunk was asked for; None if the call was for an offer. A source given up stays as it is.
-        """
         if source.given_up:
             return
         if isinstance(error, CorruptStateError):
@@ -378,10 +314,8 @@ class StateFetch:
             self._give_up(source, source.last_error)
 
     def _give_up(self, source: _Source, reason: str) -> None:
-        """Marks the source so that it is not asked again, drops its offer, and cancels its calls; arrived chunks stay.
-
-        reason: becomes the source's last_error.
-        """
+        # Marks the source so that it is not asked again, drops its offer, and cancels its calls; arrived chunks stay.
+        # reason: becomes the source's last_error.
         source.given_up = True
         source.last_error = reason
         source.offer = None
