@@ -1,8 +1,5 @@
 """Which optimizer steps of a stage are exact and which local, in how many slices, and when that changes. Pure.
 
-Knows: what the uplinks of replicas carry, rates, step numbers. Must not know: how an uplink is measured
-(averaging.gradient_wire says what it carries), calls, weights.
-
 In an exact step all replicas step along the mean of their gradients. In a local step each steps along its own, and one
 of n slices of the weights is averaged afterwards: all weights in n steps. Fewer slices learn more, and send more.
 
@@ -32,27 +29,24 @@ from typing import Final, NamedTuple
 from agora_protocol.manifest import ALL_STEPS, Manifest
 from agora_protocol.parts import slice_count
 
-EXACT: Final = 0
-"""As a number of slices: steps are exact, and no slices are averaged."""
-NEEDED_BYTES: Final = 2 / 8 + 1 / 64
-"""Bytes of a value in the fewest bits: normal2."""
+EXACT: Final = 0  # as a number of slices: steps are exact, and no slices are averaged
+NEEDED_BYTES: Final = 2 / 8 + 1 / 64  # bytes of a value in the fewest bits: normal2
+# Minimum number of slices of local steps: in one slice they would send as much as exact steps, and learn less.
 MIN_SLICES: Final = 2
-"""Minimum number of slices of local steps: in one slice they would send as much as exact steps, and learn less."""
+# Replicas with less than this share of all tokens per second may have slower uplinks than the way to agree needs.
 MAX_SLOW_SHARE: Final = 0.25
-"""Replicas with less than this share of all tokens per second may have slower uplinks than the way to agree needs."""
+# Uplinks are fast enough to return to exact steps if they carry this many times the bytes of gradients.
 RETURN_FACTOR: Final = 1.5
-"""Uplinks are fast enough to return to exact steps if they carry this many times the bytes of gradients."""
-CHANGE_FACTOR: Final = 1.5
-"""The number of slices changes if it should be this many times as large, or as small."""
+CHANGE_FACTOR: Final = 1.5  # the number of slices changes if it should be this many times as large, or as small
+# Steps from an exact step to the first local one that its round may decide: two later shares may be closed already.
 NOTICE_STEPS: Final = 3
-"""Steps from an exact step to the first local one that its round may decide: two later shares may be closed already."""
+# Passes over all slices from a slice round to the change that it may decide: replicas may be a pass apart.
 NOTICE_PASSES: Final = 2
-"""Passes over all slices from a slice round to the change that it may decide: replicas may be a pass apart."""
+# Seconds for which an owner must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
+# seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were.
 WISH_S: Final = 20.0
-"""Seconds for which an owner must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
-seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were."""
+# Minimum number of steps from one change to the next, if one is to exact steps: replicas fetch a whole state then.
 MIN_STEPS_BETWEEN: Final = 100
-"""Minimum number of steps from one change to the next, if one is to exact steps: replicas fetch a whole state then."""
 
 
 class StepPlan(NamedTuple):
@@ -208,5 +202,4 @@ class ChangeRule:
         return StepPlan(present, step + notice, wanted)
 
     def _may_become(self, wanted: int) -> bool:
-        """Returns whether this run's owners may ask for `wanted` slices, or EXACT."""
         return self.may_change and (wanted == EXACT or MIN_SLICES <= wanted <= self.most_slices)
