@@ -1,6 +1,5 @@
 """What the device thread and the event loop exchange: the loop sends step policies, the thread results and events.
 
-Knows: tokens, step numbers, encoded gradients. Must not know: torch, threads, replicas, how tokens are agreed on.
 The loop publishes a new StepPolicy whenever its knowledge of the other replicas changes; the device thread reads the
 newest one. For every step and every closed share it puts an event on a queue (train.step_events).
 """
