@@ -1,7 +1,6 @@
 """Decides who is admitted to a run, and which revocations count. Pure: `now_unix` is an argument.
 
-Knows: the manifest's admission section, tickets, revocations. Must not know: bytes, signatures (agora_protocol.tickets
-checks them), files, the network. The rules are the tables of protocol/SPEC.md, section 4; each reason is a sentence.
+The rules are the tables of protocol/SPEC.md, section 4; each reason is a sentence.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class Admission:
 
     @property
     def is_member(self) -> bool:
-        """Whether the role is MEMBER; False for READER and for DELEGATE."""
         return self.role == MEMBER
 
 
@@ -105,7 +103,6 @@ class Revocations:
 
     @property
     def count(self) -> int:
-        """The number of revocations; a peer that two issuers have banned counts twice."""
         return sum(map(len, self.issuers.values()))
 
 
@@ -132,27 +129,21 @@ def judge_admission(
     return Admission(READER, math.inf, "everyone may read the status") if policy.public_status else allowed
 
 
-ProofVerdict = Admission | NoAdmission
-"""What `judge_proof` returns about the tickets that a peer shows."""
+ProofVerdict = Admission | NoAdmission  # what `judge_proof` returns about the tickets that a peer shows
 
 
 def _admit_everyone(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
-    """Applies mode OPEN: admits every peer as a MEMBER without an end; the arguments have no effect."""
     return Admission(MEMBER, math.inf, "the run is open to everyone")
 
 
 def _admit_listed(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
-    """Applies mode LISTED: admits `peer` as a MEMBER without an end if the manifest lists it; `shown` has no effect."""
     if peer in policy.listed:
         return Admission(MEMBER, math.inf, "the manifest lists it")
     return NoAdmission(f"the run admits only listed peers, and {peer} is not one of them; ask its founder")
 
 
 def _admit_by_ticket(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
-    """Applies mode TICKET: returns `shown`, the verdict on the peer's tickets, if it is an Admission.
-
-    Otherwise returns NoAdmission with the reason in `shown` and how to get a ticket.
-    """
+    # Otherwise returns NoAdmission with the reason in `shown` and how to get a ticket.
     if isinstance(shown, Admission):
         return shown
     advice = f"ask the founder for an invite by `swarm invite RUN --peer {peer}`"
@@ -196,12 +187,6 @@ def judge_proof(
 
 
 def _issuing_problem(ticket: Ticket, parent: Ticket | None, founder: PeerId) -> str:
-    """Returns why the issuer of `ticket` had no right to issue it, in words; "" if it had.
-
-    parent: the ticket before `ticket` in the chain; None for the first ticket, which only the founder may issue. The
-    issuer must be the parent's holder. A delegate may issue any ticket but that of a delegate. The key of a bearer
-    ticket only passes the ticket's own role on, to a named peer. No other peer may issue a ticket.
-    """
     if parent is None:
         return "" if ticket.issuer == founder else "its ticket is not signed by the founder or a delegate"
     if ticket.issuer != parent.holder:

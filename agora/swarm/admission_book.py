@@ -1,8 +1,6 @@
 """Remembers what decides which peers are admitted: revocations, own bans, and the proofs that others have shown.
 
 Deterministic: an AdmissionBook changes only by the calls to it; `now_unix` is an argument.
-
-Knows: tickets' bytes, the rules of admission.py. Must not know: files, the network, a clock.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ from agora.swarm.admission import (
     judge_revocation,
 )
 
+# Maximum number of peers whose proofs are remembered; the proof that was used longest ago is forgotten first.
 MAX_PEERS: Final = 16_384
-"""Maximum number of peers whose proofs are remembered; the proof that was used longest ago is forgotten first."""
-MAX_PROOFS: Final = 4096
-"""Maximum number of proofs that are remembered as having valid signatures."""
+MAX_PROOFS: Final = 4096  # maximum number of proofs that are remembered as having valid signatures
 
 
 class AdmissionBook:
@@ -132,18 +129,12 @@ class AdmissionBook:
         return list(self._signed_revocations.values())
 
     def _forget_one(self) -> None:
-        """Forgets the revocation by a delegate that was added first; if there is none, the founder's first."""
         by_delegates = (key for key in self._signed_revocations if key[1] != self.policy.founder)
         key = next(by_delegates, next(iter(self._signed_revocations)))
         del self._signed_revocations[key]
         self._revocations = self._revocations.without(*key)
 
     def _verify(self, proof: bytes) -> tuple[Ticket, ...]:
-        """Returns the tickets in a proof, after checking their signatures; () for b"".
-
-        Caches the last MAX_PROOFS proofs that it checked. Raises ProtocolError for a malformed proof or a wrong
-        signature.
-        """
         if not proof:
             return ()
         known = self._verified_proofs.get(proof)

@@ -2,7 +2,7 @@
 
 Deterministic: a Conduct changes only itself, and only by the calls to it; `now` is an argument.
 
-Knows: offences and their penalties. Must not know: how an offence is detected, nor any clock. Each offence adds points
+Each offence adds points
 to the peer's sum; a sum of `POINTS_TO_SUSPEND` suspends the peer: it is neither called nor answered, and routing does
 not count it as a replica. An offence's points expire `expires_after_s` after it.
 """
@@ -17,31 +17,29 @@ from typing import Final, Protocol
 
 from agora_protocol.ids import PeerId
 
+# Maximum number of peers whose offences are remembered; the one whose last offence is oldest is forgotten first.
 MAX_PEERS: Final = 16_384
-"""Maximum number of peers whose offences are remembered; the one whose last offence is oldest is forgotten first."""
-POINTS_TO_SUSPEND: Final = 3
-"""The sum of points at which a peer is suspended."""
+POINTS_TO_SUSPEND: Final = 3  # the sum of points at which a peer is suspended
 
 
 class Offence(Enum):
     """A kind of offence: what a peer did against the protocol, and what follows immediately, besides the points."""
 
+    # The peer sent a frame that the protocol forbids. It gets a GOODBYE, and the connection ends.
     BAD_FRAME = "bad-frame"
-    """The peer sent a frame that the protocol forbids. It gets a GOODBYE, and the connection ends."""
-    BAD_REQUEST = "bad-request"
-    """The peer sent a request that no honest peer makes. The request is refused."""
+    BAD_REQUEST = "bad-request"  # the peer sent a request that no honest peer makes. The request is refused.
+    # The peer answered with a wrong message, shape or number. Routing backs off from it, and asks another replica.
     BAD_ANSWER = "bad-answer"
-    """The peer answered with a wrong message, shape or number. Routing backs off from it, and asks another replica."""
+    # The peer returned a gradient that the backward cannot use. The same follows as for a bad answer.
     USELESS_GRADIENT = "useless-gradient"
-    """The peer returned a gradient that the backward cannot use. The same follows as for a bad answer."""
+    # The peer sent a part for an average that no replica may send. It is refused, and counts once for each round.
     BAD_AVERAGE = "bad-average"
-    """The peer sent a part for an average that no replica may send. It is refused, and counts once for each round."""
+    # The peer reported a step that no peer can be at. Nothing that it reports of the stage counts.
     IMPLAUSIBLE_STEP = "implausible-step"
-    """The peer reported a step that no peer can be at. Nothing that it reports of the stage counts."""
+    # The peer sent state that is not what it had announced. The transfer goes on with others.
     FALSE_STATE = "false-state"
-    """The peer sent state that is not what it had announced. The transfer goes on with others."""
+    # The peer sent tensors of the base model that are not the manifest's. Others are asked for them.
     FALSE_BASE = "false-base"
-    """The peer sent tensors of the base model that are not the manifest's. Others are asked for them."""
 
 
 @dataclass(frozen=True, slots=True)

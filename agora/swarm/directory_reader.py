@@ -1,7 +1,4 @@
-"""Reads the directory for a peer, a bounded amount at a time, and remembers how many peers each stage has.
-
-Knows: the shards' rules, how long a record that was read counts. Must not know: the view, this peer's claims, the DHT.
-"""
+"""Reads the directory for a peer, a bounded amount at a time, and remembers how many peers each stage has."""
 
 from __future__ import annotations
 
@@ -33,12 +30,9 @@ from agora.swarm.directory_shards import (
 )
 from agora.swarm.view import StageEstimate
 
-READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0
-"""Seconds between two reads of the directory; see read_interval_s."""
-SLOW_READ_S = 3.0
-"""Seconds that any read of the directory may take, although the one before was quicker."""
-JITTER = 0.2
-"""A wait is made longer or shorter at random by this fraction at most."""
+READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0  # seconds between two reads of the directory; see read_interval_s
+SLOW_READ_S = 3.0  # seconds that any read of the directory may take, although the one before was quicker
+JITTER = 0.2  # A wait is made longer or shorter at random by this fraction at most
 
 
 class RecordStore(Protocol):
@@ -130,14 +124,9 @@ class DirectoryReader:
         self._readings = {}
 
     def _hashes(self, claims: Sequence[Record]) -> set[int]:
-        """Returns the shard hashes of the peers that signed these claims; leaves out peers that were unreachable."""
         return {shard_hash(self._run, claim.peer) for claim in claims if not self._was_unreachable(claim.peer)}
 
     async def _read(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
-        """Returns the shards' records of one kind, Claim or Progress, by shard.
-
-        Reports an AgoraError as DirectoryTrouble, and returns {} then.
-        """
         try:
             return await self._store.read_many(kind, shards)
         except AgoraError as error:
@@ -161,7 +150,6 @@ class DirectoryReader:
 
     @property
     def linger_s(self) -> float:
-        """Seconds for which a peer of the reader's own stages or the next one stays in the view once it was read."""
         return self._linger_after_s(self._plan.close_period)
 
     def stage_estimates(self, span: Span | None) -> dict[int, StageEstimate]:
@@ -178,11 +166,6 @@ class DirectoryReader:
         return estimates
 
     def _split_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
-        """Returns the records in two groups, either may be empty: far ones, then close ones; each with its linger time.
-
-        A record is close if its span has a stage of `span` or the stage after it; none is if `span` is None. Shards of
-        close stages are read again sooner, so their peers stay in the view for a shorter time.
-        """
         close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
         far = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
         return [
@@ -191,23 +174,16 @@ class DirectoryReader:
         ]
 
     def _linger_after_s(self, reads: float) -> float:
-        """Returns the seconds for which a peer stays in the view, if its shard is read again only after `reads` reads.
-
-        This is the module's `linger_s` of the latest read's time, in a large run plus the longest time that so many
-        waits and reads take. In a small run `reads` has no effect.
-        """
         if self._plan.is_small:
             return linger_s(self._took_s)
         return linger_s(self._took_s) + (1.0 + JITTER) * reads * (self.interval_s(True) + self._took_s)
 
     def _next_plan(self, span: Span | None) -> ReadPlan:
-        """Returns which shards are due next for a peer that claims `span`, by the estimates and the wall clock."""
         reader = ReaderIdentity(shard_hash(self._run, self._me), self._stage_count, span, self._seed)
         return plan_read(self._readings, reader, self._unix(), self._rng)
 
 
 def _is_close(first: int, last: int, span: Span | None) -> bool:
-    """Returns whether any stage from `first` to `last` is in `span` or is the stage after it; False without a span."""
     return span is not None and first <= span.last + 1 and last >= span.first
 
 

@@ -1,7 +1,5 @@
 """Decides in which shards of the directory a peer publishes its records, and which it reads when. Pure.
 
-Knows: shards, and what reads of them have shown. Must not know: records, the view, the DHT, any clock.
-
 What one key holds is bounded by the nodes that store it. What one peer reads and publishes is bounded here, for any
 number of peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is read whole each time. In a larger one:
 
@@ -29,29 +27,25 @@ from agora_protocol.ids import Span
 from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
 from agora_protocol.shards import HASH_BITS, HASHES, Shard, shard_bits
 
-SHARD_PEERS = 32
-"""Approximate number of peers in a shard of the depth that is read: 23 to 45 if the estimate is right."""
+SHARD_PEERS = 32  # approximate number of peers in a shard of the depth that is read: 23 to 45 if the estimate is right
+# Maximum number of claims of a run that is read whole each time; a span counts once for each of its stages.
 SMALL_RUN = 256
-"""Maximum number of claims of a run that is read whole each time; a span counts once for each of its stages."""
 SHARDS_PER_READ = 6
 OWN_SHARDS = 16
 MIN_NEXT_SHARDS, MAX_NEXT_SHARDS = 4, 16
+# Minimum number of callers that should know each shard of the next stage, as far as MAX_NEXT_SHARDS allows.
 CALLERS_PER_SHARD = 4
-"""Minimum number of callers that should know each shard of the next stage, as far as MAX_NEXT_SHARDS allows."""
-OTHERS_PER_CYCLE = 8
-"""Stages, other than the reader's and the next, of which a shard is read in one cycle."""
-MIN_CYCLES_FOR_OTHERS = 4.0
-"""Minimum number of cycles after which a shard of such another stage is read again."""
+OTHERS_PER_CYCLE = 8  # stages, other than the reader's and the next, of which a shard is read in one cycle
+MIN_CYCLES_FOR_OTHERS = 4.0  # minimum number of cycles after which a shard of such another stage is read again
+# Seconds after which a random shard is replaced by another; those of the next stage one after the other.
 RANDOM_SHARD_ROTATION_S = 1920.0
-"""Seconds after which a random shard is replaced by another; those of the next stage one after the other."""
+# Seconds after which all replicas of a stage too large to be read whole move on, at the same time, to other shards.
 OWN_SHARD_ROTATION_S = 600.0
-"""Seconds after which all replicas of a stage too large to be read whole move on, at the same time, to other shards."""
-READINGS_S = 300.0
-"""A reading no longer counts when it is this many seconds older than the stage's newest one."""
+READINGS_S = 300.0  # A reading no longer counts when it is this many seconds older than the stage's newest one
+# Maximum number of cached results of a function: a simulation asks for those of 10,000 peers in turn.
 MAX_CACHED_RESULTS = 1 << 17
-"""Maximum number of cached results of a function: a simulation asks for those of 10,000 peers in turn."""
+# A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps.
 DEPTH_0_MARGIN = 1.5
-"""A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +53,12 @@ class Reading:
     """What one read of a directory shard shows about the number of its stage's peers."""
 
     count: int  # the number of peers found
+    # The fraction, from 0 to 1, of all possible peer hashes of which the read found every peer that has them.
     covered: float
-    """The fraction, from 0 to 1, of all possible peer hashes of which the read found every peer that has them."""
     at: float  # when it was read, in unix seconds
 
 
-KnownReadings = Mapping[int, Mapping[Shard, Reading]]
-"""The readings that still count, by stage and shard."""
+KnownReadings = Mapping[int, Mapping[Shard, Reading]]  # the readings that still count, by stage and shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +77,8 @@ class ReadPlan:
 
     shards: tuple[Shard, ...]  # to be read next, the most overdue first
     is_small: bool  # whether the run is so small that every shard is read each time
+    # Mean number of reads after which a shard of the reader's own stages or of the one after them is read again.
     close_period: float = 1.0
-    """Mean number of reads after which a shard of the reader's own stages or of the one after them is read again."""
     other_period: float = 1.0  # the same for a shard of the other stages
 
 
@@ -130,10 +123,6 @@ def estimate_peers(known: KnownReadings, stage: int) -> float:
 
 
 def _depth(peers: float) -> float:
-    """Returns the depth (number of bits, here a real number) at which a shard holds SHARD_PEERS of a stage's peers.
-
-    This is log2(peers / SHARD_PEERS), at least 0 and at most MAX_SHARD_BITS. peers: the stage's number of peers.
-    """
     return min(float(MAX_SHARD_BITS), max(0.0, math.log2(max(peers, 1.0) / SHARD_PEERS)))
 
 
@@ -187,11 +176,9 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
     cycle = max(1.0, (len(close) + len(others) / wait) / SHARDS_PER_READ)
 
     def lateness(shard: Shard) -> float:
-        """Returns the seconds since a close shard was read; infinity if it never was.
-
-        For a shard of another stage: the seconds since any shard of that stage was read, divided by `wait`, the number
-        of cycles after which such a stage is due, so that it does not delay the close shards.
-        """
+        # Returns the seconds since a close shard was read; infinity if it never was. For a shard of another stage: the
+        # seconds since any shard of that stage was read, divided by `wait`, the number of cycles after which such a
+        # stage is due, so that it does not delay the close shards.
         readings = known.get(shard.stage, {})
         if shard in close:
             return now - readings[shard].at if shard in readings else math.inf
@@ -243,11 +230,6 @@ def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: 
 
 @lru_cache(maxsize=MAX_CACHED_RESULTS)
 def _bits_around(peer_hash: int, depth: int, free_bits: int, period: int) -> tuple[str, ...]:
-    """Returns the bits of 2**free_bits shards: the first `depth` bits of a hash, with `free_bits` of them varied.
-
-    At the varied positions every combination occurs. period: a number that selects the positions, those from period *
-    free_bits on, modulo `depth`; the next period has the positions that follow. The results are cached.
-    """
     positions = [(period * free_bits + index) % depth for index in range(free_bits)]
     bits = list(shard_bits(peer_hash, depth))
     around = []
@@ -288,15 +270,10 @@ def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
 
 
 def _random_hash(seed: int, index: int, now: float) -> int:
-    """Returns a pseudo-random hash for `seed` and `index`, which changes every RANDOM_SHARD_ROTATION_S.
-
-    The hashes of different indices change at different times. now: unix seconds.
-    """
     return _hash_of_period(seed, index, math.floor(now / RANDOM_SHARD_ROTATION_S + index / MAX_NEXT_SHARDS))
 
 
 @lru_cache(maxsize=MAX_CACHED_RESULTS)
 def _hash_of_period(seed: int, index: int, period: int) -> int:
-    """Returns HASH_BITS pseudo-random bits as a number: the start of a SHA-256 of the three arguments. Cached."""
     digest = hashlib.sha256(f"{seed} {index} {period}".encode()).digest()
     return int.from_bytes(digest[: HASH_BITS // 8], "big")

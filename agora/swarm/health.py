@@ -1,6 +1,6 @@
 """Decides whether the swarm makes progress, why not, and what to do about it. Pure.
 
-Knows: the view. Must not know: how it was obtained, nor any clock. Steps count, not heartbeats: a swarm whose peers all
+Steps count, not heartbeats: a swarm whose peers all
 answer but whose weights do not change is STALLED.
 
 | state | when |
@@ -25,8 +25,7 @@ from agora.swarm.view import PeerView, View
 
 OK, DEGRADED, STALLED, PAUSED, UNREACHABLE = "OK", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE"
 MIN_LIMIT_S = 60.0
-LIMIT_STEPS = 10.0
-"""A stage that took no step for this many usual step times, and for MIN_LIMIT_S at least, is stalled."""
+LIMIT_STEPS = 10.0  # A stage that took no step for this many usual step times, and for MIN_LIMIT_S at least, is stalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +69,8 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
-    """Returns STALLED because no peer serves the stages `empty`.
-
-    The advice is to wait if each of them has a joining peer; otherwise to start a peer for the first that has none.
-    """
+    # Returns STALLED because no peer serves the stages `empty`. The advice is to wait if each of them has a joining
+    # peer; otherwise to start a peer for the first that has none.
     names = f"stage {empty[0]} has" if len(empty) == 1 else "stages " + ", ".join(map(str, empty)) + " have"
     unclaimed = [stage for stage in empty if not view.claimants(stage)]
     if not unclaimed:
@@ -85,10 +82,7 @@ def _judge_vacant(view: View, empty: list[int]) -> Health:
 
 
 def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
-    """Returns DEGRADED if a stage has never stepped, else DEGRADED if a stage has a single replica, else OK.
-
-    The first such stage is named. last: by stage, the unix time of its last step, None if it has taken none.
-    """
+    # Returns DEGRADED if a stage has never stepped, else DEGRADED if a stage has a single replica, else OK.
     steps = [stepped for stepped in last.values() if stepped is not None]
     if len(steps) < len(last):
         waiting = next(stage for stage, stepped in last.items() if stepped is None)
@@ -104,10 +98,5 @@ def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) 
 
 
 def _step_limit_s(replicas: Sequence[PeerView]) -> float:
-    """Returns after how many seconds without a step a stage with these replicas counts as stalled.
-
-    This is LIMIT_STEPS times the shortest known PeerView.mean_step_s of a replica, but at least MIN_LIMIT_S;
-    MIN_LIMIT_S if none is known.
-    """
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
     return max(MIN_LIMIT_S, LIMIT_STEPS * usual)

@@ -1,7 +1,6 @@
 """Decides which peers count as gone before their claims end: their connection broke, and dialling them fails.
 
-Deterministic: LostPeers changes only by the calls to it; `now` is an argument. Knows: which peers are connected and
-in the view, which dials have failed. Must not know: how peers are dialled, what they replicate, the network.
+Deterministic: LostPeers changes only by the calls to it; `now` is an argument.
 
 A claim outlives a killed peer by half a minute. A peer that was connected to the killed one notices immediately:
 
@@ -24,10 +23,10 @@ from agora_protocol.ids import PeerId
 
 from agora.swarm.view import PeerView, View
 
+# Seconds for which a lost peer's claim does not count: more than a dead peer's claim lasts in the directory.
 LOST_S: Final = 30.0
-"""Seconds for which a lost peer's claim does not count: more than a dead peer's claim lasts in the directory."""
+# Maximum number of peers to dial that one `update_connected` returns; the next calls return the rest.
 MAX_DIALS: Final = 4
-"""Maximum number of peers to dial that one `update_connected` returns; the next calls return the rest."""
 
 
 class LostPeers:

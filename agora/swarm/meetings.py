@@ -1,8 +1,5 @@
 """Decides which strangers are dialled next: peers with a claim, with whom no HELLO was exchanged yet. Deterministic.
 
-Knows: claims, and which dials were begun when. Must not know: whether a dial succeeds (then the peer is no longer a
-stranger), the network, or a clock: `now` and a random generator are passed in.
-
 A claim costs its signer nothing, so it counts for nothing until a peer was met under its name at its addresses: see
 docs/limits.md. Dials are shared among the networks that the addresses are of, so that a thousand invented claims delay
 those of one network, not the others.
@@ -21,11 +18,10 @@ from agora_protocol.ids import PeerId
 
 from agora.swarm.view import PeerView
 
-MAX_DIALS: Final = 32
-"""Maximum number of strangers dialled after one read of the directory."""
+MAX_DIALS: Final = 32  # maximum number of strangers dialled after one read of the directory
 FIRST_WAIT_S: Final = 2.0
+# A stranger is dialled again after FIRST_WAIT_S, then after twice as long each time, up to LONGEST_WAIT_S seconds.
 LONGEST_WAIT_S: Final = 120.0
-"""A stranger is dialled again after FIRST_WAIT_S, then after twice as long each time, up to LONGEST_WAIT_S seconds."""
 
 
 @dataclass(slots=True)
@@ -104,14 +100,11 @@ class Meetings:
         return peer in self._dialled
 
     def _is_due(self, peer: PeerId, now: float) -> bool:
-        """Returns whether a stranger may be dialled now: it never was, or its wait since the last dial is over."""
+        # Returns whether a stranger may be dialled now: it never was, or its wait since the last dial is over.
         known = self._dialled.get(peer)
         return known is None or known.again_at <= now
 
     def _wait_s(self, peer: PeerId) -> float:
-        """Returns the seconds to wait after a stranger's next dial; 0.0 for one that was never dialled.
-
-        The wait doubles with each dial, up to LONGEST_WAIT_S, therefore `choose` sorts by it.
-        """
+        # Returns the seconds to wait after a stranger's next dial; 0.0 for one that was never dialled.
         known = self._dialled.get(peer)
         return known.wait_s if known is not None else 0.0

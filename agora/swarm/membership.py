@@ -1,8 +1,4 @@
-"""Publishes this peer's records in the directory, and keeps its view of the other peers fresh.
-
-Knows: when to publish, when to read, and what to notify. Must not know: how records are stored, which of them are read,
-how a view is used.
-"""
+"""Publishes this peer's records in the directory, and keeps its view of the other peers fresh."""
 
 from __future__ import annotations
 
@@ -37,20 +33,19 @@ from agora.swarm.reachability import Announcement
 from agora.swarm.stage_supply import equal_demands
 from agora.swarm.view import StageEstimate, View, merge
 
+# Maximum number of seconds for which a newcomer dials those whose claims it has read, before it chooses a span.
 MEET_ALL_S = 15.0
-"""Maximum number of seconds for which a newcomer dials those whose claims it has read, before it chooses a span."""
+# If at least this many, and most, of a batch of dialled strangers did not answer, the peers are counted again.
 MANY_UNREACHABLE = 16
-"""If at least this many, and most, of a batch of dialled strangers did not answer, the peers are counted again."""
+# Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged.
 SETTLE_S = 1.0
-"""Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged."""
+# Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`.
 LIFETIME_S = 20.0
-"""Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`."""
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
 CALM_AFTER_S = 10.0
-MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12
-"""The greatest values that a claim can hold."""
+MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12  # the greatest values that a claim can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +116,7 @@ class Membership:
         self._announcement = Announcement(addresses=config.addresses)
         self.claim: Claim | None = None
         self.view = View()
-        self.lost_peers = LostPeers()
-        """Who counts as gone although its claim has not ended; such peers are in no view."""
+        self.lost_peers = LostPeers()  # who counts as gone although its claim has not ended; such peers are in no view
 
     # --- this peer's claim
 
@@ -160,11 +154,6 @@ class Membership:
         return placement if placement.span != claimed else None
 
     async def _settle(self, settling: Settling) -> Placement:
-        """Claims the span of the placement in `settling`, and other spans while claims collide, until one has settled.
-
-        Each round waits a second or two, reads the directory, and publishes the claim again unless it has settled.
-        Reports SpanChosen at the end, and returns the placement that has settled.
-        """
         await self._publish_new_claim(settling.placement)
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
@@ -179,7 +168,6 @@ class Membership:
         return settling.placement
 
     async def _judge_collision(self) -> Placement:
-        """Reads the directory, then returns the span that this peer should hold; see placement.judge_collision."""
         await self.refresh()
         return judge_collision(self.view, self.view.peers[self._me], self._demands, self._config.run)
 
@@ -215,11 +203,7 @@ class Membership:
             await self._change_and_publish(replace(self.claim, **asdict(announcement)))
 
     async def _publish_new_claim(self, placement: Placement) -> None:
-        """Makes a new claim of the placement's span, in state "joining", and publishes it; there must be a span.
-
-        The claim has the next incarnation, so that readers prefer it to this peer's older claims. Its capacity is
-        unknown until `update_ability` is called.
-        """
+        # The claim has the next incarnation, so that readers prefer it to this peer's older claims.
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1
@@ -228,16 +212,11 @@ class Membership:
         await self._change_and_publish(replace(claim, **asdict(announced)))
 
     async def _change_and_publish(self, claim: Claim) -> None:
-        """Sets `claim` as this peer's claim, merges it into the view, and publishes it.
-
-        Trouble with the directory is reported, not raised.
-        """
         self.claim = claim
         self._merge([])
         await self._publish_claim()
 
     async def _publish_claim(self) -> None:
-        """Stores the present claim, if there is one, in the directory; in state "leaving" for a shorter lifetime."""
         if self.claim is not None:
             await self._publish(self.claim, LEAVING_LIFETIME_S if self.claim.state == "leaving" else LIFETIME_S)
 
@@ -252,10 +231,6 @@ class Membership:
             await self._publish(progress, LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
-        """Signs a record and stores it in the directory for `lifetime_s` seconds, in the shards of its span.
-
-        An AgoraError is reported as DirectoryTrouble, not raised.
-        """
         try:
             shards = self._reader.shards_to_publish(record.span)
             await self._directory.publish(record, self._identity, lifetime_s, shards)
@@ -273,16 +248,11 @@ class Membership:
             group.create_task(self._keep_reading(), name="read directory")
 
     async def _repeat(self, every_s: float, publish: Callable[[], Awaitable[None]]) -> None:
-        """Waits about `every_s` seconds, see `_jitter`, then awaits `publish`; repeats this until it is cancelled."""
         while True:
             await asyncio.sleep(self._jitter(every_s))
             await publish()
 
     async def _keep_reading(self) -> None:
-        """Calls `refresh` again and again until it is cancelled.
-
-        Waits in between, see DirectoryReader.interval_s. Calm: every stage has a replica, no change for CALM_AFTER_S.
-        """
         while True:
             await self.refresh()
             is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
@@ -302,11 +272,6 @@ class Membership:
         await self._meet_some()
 
     async def _meet_some(self) -> bool:
-        """Dials the strangers that are due, and moves those that answer to the view's peers.
-
-        Returns whether any were due. If at least MANY_UNREACHABLE of them, and more than half, do not answer, makes the
-        reader forget its estimates of the stages' sizes, in which their claims were counted.
-        """
         due = self._meetings.choose(loop_time(), self.view.strangers)
         if due:
             await self.acquaintances.connect_strangers(due)
@@ -317,10 +282,6 @@ class Membership:
         return bool(due)
 
     async def _meet_everybody(self) -> None:
-        """Dials strangers, batch by batch, until each was dialled once, none is due, or MEET_ALL_S have passed.
-
-        Then reads the directory again if strangers remain. A newcomer chooses its span by the peers that answer.
-        """
         until = loop_time() + MEET_ALL_S
         while not all(map(self._meetings.was_dialled, self.view.strangers)) and loop_time() < until:
             if not await self._meet_some():
@@ -341,7 +302,7 @@ class Membership:
         self._merge([])
 
     def _jitter(self, seconds: float) -> float:
-        """Returns `seconds` times a random factor from 1 - JITTER to 1 + JITTER, so that peers do not act in step."""
+        # Returns `seconds` times a random factor from 1 - JITTER to 1 + JITTER, so that peers do not act in step.
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     # --- the view
@@ -351,13 +312,8 @@ class Membership:
         self._merge([])
 
     def _merge(self, found: Sequence[FoundRecords], estimates: Mapping[int, StageEstimate] | None = None) -> None:
-        """Merges records into the view, and removes peers that expired, are lost or are not members of the run.
-
-        Also sorts the peers by whether they were met, into the view's peers and strangers. Reports each peer that came,
-        changed or left as an event, see `compare_views`, and calls `on_change` if there was any. This peer's own claim
-        is merged each time, so that it never expires. estimates: the view's new ones of the stages' sizes; None keeps
-        the present ones.
-        """
+        # This peer's own claim is merged each time, so that it never expires. estimates: the view's new ones of the
+        # stages' sizes;
         own = FoundRecords([self.claim] if self.claim is not None else [], self._reader.linger_s)
         former = view = self.view
         now_unix = self._unix()

@@ -1,7 +1,4 @@
-"""Records the offences of other peers when they are detected, by the event loop's clock, and reports them as events.
-
-Knows: the clock, the event, and `Conduct`. Must not know: how an offence is detected, or how a peer is kept out.
-"""
+"""Records the offences of other peers when they are detected, by the event loop's clock, and reports them as events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Decides which span a peer should claim, and which peers must choose again when several chose together.
 
-Pure, but for the random generator that breaks ties, which is passed in. Knows: the view, what stages ask of machines,
-what this machine can do. Must not know: devices or the directory. The rules stand as a table in docs/placement.md.
+Pure, but for the random generator that breaks ties, which is passed in.
+
+The rules stand as a table in docs/placement.md.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ __all__ = [
     "settling_order_key",
 ]
 
+# Number of rounds, each one read of the other claims, after which a joining peer's claim is settled in any case.
 MAX_SETTLING_ROUNDS = 12
-"""Number of rounds, each one read of the other claims, after which a joining peer's claim is settled in any case."""
+# Number of rounds in a row after which a kept span is settled although other joiners have not chosen the best spans.
+#
+# Their owners may have pinned them, so that waiting longer would be of no use.
 ROUNDS_TO_KEEP = 3
-"""Number of rounds in a row after which a kept span is settled although other joiners have not chosen the best spans.
-
-Their owners may have pinned them, so that waiting longer would be of no use.
-"""
+# A newcomer with less than this fraction of a median machine's rate stands by, while no stage is thin.
 MIN_FRACTION = 0.02
-"""A newcomer with less than this fraction of a median machine's rate stands by, while no stage is thin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,10 @@ class Placement:
 
     span: Span | None  # None: the peer should hold none and stand by
     reason: str  # why, in words
+    # True if, by the view that was judged, this peer and all other joining peers keep their claimed spans.
+    #
+    # Then no further round is needed.
     is_final: bool = False
-    """True if, by the view that was judged, this peer and all other joining peers keep their claimed spans.
-
-    Then no further round is needed.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,42 +150,30 @@ def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId)
 
 
 def _is_best_choice(supply: StageSupply, peer: PeerView) -> bool:
-    """Returns whether the peer's claimed span is among the best of its length, given all other claims.
-
-    Returns False if the span begins outside the run. supply: counts this peer too; not changed.
-    """
     if peer.span.first >= supply.stage_count:
         return False
     return peer.span in _best_for(supply.without(peer.span, supply.rate_of(peer)), peer)
 
 
 def _best_for(supply: StageSupply, peer: PeerView) -> list[Span]:
-    """Returns the spans, of the length that `peer` claims, where it helps most, with all ties.
-
-    supply: must not count `peer`.
-    """
+    # Returns the spans, of the length that `peer` claims, where it helps most, with all ties. supply: must not count
+    # `peer`.
     spans = spans_of_length(len(peer.span), supply.stage_count)  # a claim may name stages that the run does not have
     return supply.best_spans(spans, _claimed_speed(supply, peer), peer.bandwidth)
 
 
 def _claimed_speed(supply: StageSupply, peer: PeerView) -> float:
-    """Returns the peer's speed by its claim, in stages of mean work per second, as StageSupply.speed_of gives it.
-
-    Returns the usual speed if the peer's span begins outside the run.
-    """
     return supply.speed_of(peer) if peer.span.first < supply.stage_count else supply.usual_speed
 
 
 def _rate_at(supply: StageSupply, peer: PeerView, span: Span) -> float:
-    """Returns the microbatches per second that the peer would do at `span`, by its claimed speed and bandwidth."""
+    # Returns the microbatches per second that the peer would do at `span`, by its claimed speed and bandwidth.
     return supply.rate_at(span, _claimed_speed(supply, peer), peer.bandwidth)
 
 
 def _span_in_turn(supply: StageSupply, joiner: PeerView, run: RunId) -> Span:
-    """Returns the joining peer's claimed span if that is a best choice; otherwise one of the best, picked by its hash.
-
-    supply: must count the peers that keep their spans and those whose turn came before, not `joiner`.
-    """
+    # Returns the joining peer's claimed span if that is a best choice; otherwise one of the best, picked by its hash.
+    # supply: must count the peers that keep their spans and those whose turn came before, not `joiner`.
     best = _best_for(supply, joiner)
     if joiner.span in best:
         return joiner.span

@@ -1,7 +1,5 @@
 """Decides how reachable this peer is, which relays it reserves at, and which addresses it announces. Deterministic.
 
-Knows: what other peers answered, and the view. Must not know: sockets, p2pd, a clock: `now` is an argument.
-
 | others have dialled it back | it has a relay reservation | others came through a punched hole | reachability |
 |---|---|---|---|
 | yes | any | any | public |
@@ -24,18 +22,16 @@ from agora_protocol.limits import MAX_ADDRESSES
 
 from agora.swarm.view import PeerView, View
 
+# Number of relays at which a peer that cannot be dialled has reservations, so that one is left if a relay dies.
 RELAYS_HELD: Final = 2
-"""Number of relays at which a peer that cannot be dialled has reservations, so that one is left if a relay dies."""
-REFUSED_S: Final = 60.0
-"""Seconds for which a relay that gave no reservation is not asked again."""
+REFUSED_S: Final = 60.0  # seconds for which a relay that gave no reservation is not asked again
+# At most this many neighbours are asked to dial back: CONFIRMING of them can outvote one that answers falsely.
 ASKED: Final = 3
-"""At most this many neighbours are asked to dial back: CONFIRMING of them can outvote one that answers falsely."""
+# Neighbours that must name an address which this peer does not know as its own, before it counts as reached.
 CONFIRMING: Final = 2
-"""Neighbours that must name an address which this peer does not know as its own, before it counts as reached."""
-SETTLED_S: Final = 300.0
-"""Seconds until reachability is checked again after a successful dial-back."""
+SETTLED_S: Final = 300.0  # seconds until reachability is checked again after a successful dial-back
+# Seconds until reachability is checked again after no dial-back succeeded: a router may have been set up meanwhile.
 RETRY_S: Final = 15.0
-"""Seconds until reachability is checked again after no dial-back succeeded: a router may have been set up meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,5 +171,4 @@ def build_announcement(
 
 
 def _relay_sort_key(me: PeerId, relay: PeerId) -> bytes:
-    """Returns a hash of both ids, by which the peer `me` sorts relays, lowest first."""
     return hashlib.sha256(f"agora relay 1\0{me}\0{relay}".encode()).digest()

@@ -1,7 +1,8 @@
 """Decides whether a serving peer should move to another span, so that the slowest stage of the swarm gets faster.
 
-Deterministic: random numbers are passed in. Knows: the view, what stages ask of machines, what this machine can do.
-Must not know: how a peer moves, clocks. Every peer judges for itself at random moments; the rules that keep many from
+Deterministic: random numbers are passed in.
+
+Every peer judges for itself at random moments; the rules that keep many from
 moving together are in docs/placement.md.
 """
 
@@ -18,27 +19,23 @@ from agora.swarm.placement import Ability, Placement, StageDemands
 from agora.swarm.stage_supply import ENOUGH_HOLDERS, StageSupply, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
 
+# A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
+#
+# It bounds what is lost: a stage with 10 replicas where 11 could be loses up to a tenth of its rate. Where stages are
+# known by samples, the samples' uncertainty is added, see StageSupply.
 MIN_GAIN = 1.05
-"""A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
-
-It bounds what is lost: a stage with 10 replicas where 11 could be loses up to a tenth of its rate. Where stages are
-known by samples, the samples' uncertainty is added, see StageSupply.
-"""
+# Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two.
 MIN_REPLICAS = 3
-"""Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two."""
+# Maximum seconds for which a move is expected to pay: in a swarm of rented machines, few are there for much longer.
 HORIZON_S = 1800.0
-"""Maximum seconds for which a move is expected to pay: in a swarm of rented machines, few are there for much longer."""
-MOVE_S = 15.0
-"""Seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load."""
+MOVE_S = 15.0  # seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load
+# Bounds of the random seconds between two calls of `judge_move` by a peer.
 MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S = 2.0, 6.0
-"""Bounds of the random seconds between two calls of `judge_move` by a peer."""
+# Probability, times k / n, with which a peer judges as if the k peers that should move before it could not.
+#
+# n: the number of peers that could be spared, this one included.
 OUT_OF_TURN = 0.05
-"""Probability, times k / n, with which a peer judges as if the k peers that should move before it could not.
-
-n: the number of peers that could be spared, this one included.
-"""
-MAX_FOLLOWERS = 32
-"""At most this many of the other movers are simulated, before this peer's move and again after it."""
+MAX_FOLLOWERS = 32  # at most this many of the other movers are simulated, before this peer's move and again after it
 
 
 def judge_interval_s(rng: random.Random) -> float:
@@ -96,7 +93,6 @@ class _MoveEvaluation:
     """
 
     def __init__(self, view: View, own: PeerView, demands: StageDemands, ability: Ability, served_s: float) -> None:
-        """own: the peer that may move. served_s: seconds for which it has served its span."""
         self._view = view
         self._horizon_s = min(HORIZON_S, served_s)
         self._own = own
@@ -112,29 +108,16 @@ class _MoveEvaluation:
     # --- who may move
 
     def is_uneven(self) -> bool:
-        """Returns whether a move could help at all: a stage is thin, or the slowest is far below the even rate.
-
-        Thin: fewer than two holders. Even rate: the rate of every stage if all speeds could be divided freely among
-        stages. Far: by more than the factor that a move must gain. If the view had a thin stage at the beginning, only
-        thin stages count: rates are evened out once these are filled and can serve their state.
-        """
         supply = self._supply
         return bool(supply.thin_stages) or (not self._was_thin and self._min_gain * supply.rate < supply.even_rate)
 
     def other_spare_peers(self) -> list[PeerView]:
-        """Returns the serving peers, except this one, that could leave their stages; see `_is_spare`."""
         is_thin = bool(self._supply.thin_stages)
         rate = self._supply.rate
         others = (peer for peer in self._view.peers.values() if peer.peer != self._own.peer)
         return [peer for peer in others if self._is_spare(peer, is_thin, rate)]
 
     def apply_earlier_moves(self, others: list[PeerView]) -> int:
-        """Simulates the moves of those of `others` whose turn comes before this peer's; returns how many moved.
-
-        Each of them moves, in turn, to where it helps most, if it can still be spared. Peers that are leaving are taken
-        to be moving: they are placed first, and are not counted. Turns are by a hash of the peer and the slowest stage:
-        nothing that a peer reports changes them. Stops after MAX_FOLLOWERS moves, or when no move could help any more.
-        """
         slowest = self._supply.rates.index(min(self._supply.rates))
         turns = {peer.peer: _turn(peer.peer, slowest) for peer in [*others, self._own]}
         for peer in self._view.peers.values():
@@ -149,16 +132,9 @@ class _MoveEvaluation:
         return moved
 
     def _is_still_spare(self, peer: PeerView) -> bool:
-        """Returns whether a peer could leave its stages after the moves that were simulated so far; see `_is_spare`."""
         return self._is_spare(peer, bool(self._supply.thin_stages), self._supply.rate)
 
     def _is_spare(self, peer: PeerView, is_thin: bool, swarm_rate: float) -> bool:
-        """Returns whether the peer serves, and could leave its stages without slowing the swarm.
-
-        Each of its stages must have MIN_REPLICAS peers that serve, the peer included. Unless `is_thin`, each must also
-        be faster than `swarm_rate` without the peer. is_thin: whether any stage of the run has fewer than two holders;
-        then rates do not matter. swarm_rate: microbatches per second of the slowest stage.
-        """
         if peer.state != "serving" or peer.span.last >= self._supply.stage_count:
             return False
         supply = self._supply
@@ -171,15 +147,6 @@ class _MoveEvaluation:
         return all(supply.rates[stage] - rate > swarm_rate for stage in stages)
 
     def may_hold(self, span: Span) -> bool:
-        """Returns whether this peer may move to `span` without leaving its present stages with too few peers.
-
-        While a peer moves it serves nothing, also not the stages that it keeps.
-
-        | stage                    | peers that serve it, this one included             |
-        |--------------------------|----------------------------------------------------|
-        | given up                 | at least MIN_REPLICAS                              |
-        | kept, but away meanwhile | at least two, or `span` has a stage without any    |
-        """
         fills_empty = any(self._supply.holders[stage] == 0 for stage in span.stages)
         for stage in self._own.span.stages:
             stay = min(self._serving[stage], self._supply.holders[stage])  # of those that serve, after others' moves
@@ -192,12 +159,8 @@ class _MoveEvaluation:
     # --- whether it pays
 
     def choose_span(self) -> Placement | None:
-        """Returns the best span to move to if the move gains enough and repays its time; None if this peer should stay.
-
-        Enough: the swarm's rate, after the moves of others that would follow, rises by the factor `_min_gain`; a move
-        that fills a stage with fewer than two peers needs no gain. Changes the supply: the moves stay simulated,
-        whatever is returned.
-        """
+        # Enough: the swarm's rate, after the moves of others that would follow, rises by the factor `_min_gain`; a move
+        # that fills a stage with fewer than two peers needs no gain.
         if not self.is_uneven():
             return None
         spans = [s for s in spans_that_fit(self._ability.max_span_lengths) if s != self._own.span and self.may_hold(s)]
@@ -225,11 +188,6 @@ class _MoveEvaluation:
         return Placement(span, f"the swarm's slowest stage gets {rates.after / max(rate_before, 1e-9) - 1:.0%} faster")
 
     def _rate_after_reaction(self, wanted: float) -> float:
-        """Simulates moves of other peers, each to where it helps most, until the swarm's rate is above `wanted`.
-
-        Only peers that can be spared move, those of the fastest stages first, each once, at most MAX_FOLLOWERS. Each
-        keeps the length of its span. Returns the swarm's rate after these moves, which may be less than `wanted`.
-        """
         supply = self._supply
         followers = 0
         for peer in sorted(
@@ -242,18 +200,10 @@ class _MoveEvaluation:
         return supply.rate
 
     def _simulate_move(self, peer: PeerView) -> bool:
-        """Simulates the move of another peer to the span of its length where it helps most.
-
-        Returns whether that is another span than its present one.
-        """
         self._supply.remove(peer.span, self._supply.rate_of(peer))
         return self._add_where_best(peer) != peer.span
 
     def _add_where_best(self, peer: PeerView) -> Span:
-        """Adds a peer that the supply does not count to it, at the span where it helps most; returns the span.
-
-        The span has the length of the one that the peer claims. A hash picks among equally good ones.
-        """
         supply = self._supply
         spans = spans_of_length(len(peer.span), supply.stage_count)
         speed = supply.speed_of(peer)
@@ -262,13 +212,6 @@ class _MoveEvaluation:
         return span
 
     def _is_repaid(self, span: Span, rates: _Rates, fills: bool) -> bool:
-        """Returns whether the time won by a move to `span` exceeds the time that it takes: MOVE_S and fetching state.
-
-        The state of the stages that are new to this peer is fetched at its bandwidth; with an unknown bandwidth that
-        takes 0 s. The time won is h * (1 - before / after), with the horizon h = min(HORIZON_S, seconds for which the
-        peer has served its span). It is HORIZON_S if `fills`, which means that the move fills a thin stage: without the
-        move the swarm may stop.
-        """
         new = [stage for stage in span.stages if stage not in self._own.span]
         fetched = sum(self._demands.state_bytes[stage] for stage in new)
         seconds = fetched / self._ability.bandwidth if self._ability.bandwidth > 0 else 0.0
@@ -277,11 +220,10 @@ class _MoveEvaluation:
 
 
 def _turn(peer: PeerId, slowest: int) -> bytes:
-    """Returns a hash of `peer` and the stage `slowest`: the peers that may move to help that stage go lowest first."""
     return hashlib.sha256(f"agora move 1\0{slowest}\0{peer}".encode()).digest()
 
 
 def _pick_by_hash(spans: list[Span], peer: PeerId) -> Span:
-    """Returns the one of equally good `spans` that a hash of `peer` picks, so that every peer knows where it goes."""
+    # Returns the one of equally good `spans` that a hash of `peer` picks, so that every peer knows where it goes.
     digest = hashlib.sha256(f"agora move to 1\0{peer}".encode()).digest()
     return spans[int.from_bytes(digest[:4], "big") % len(spans)]

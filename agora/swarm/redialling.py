@@ -1,8 +1,5 @@
 """Decides which peers that left the view are dialled again, and when. Deterministic.
 
-Knows: when each peer was last seen, and at which addresses. Must not know: whether a dial succeeds (the view shows it),
-the network, or a clock: `now` and a random generator are passed in.
-
 This is how a split swarm becomes one again: each half goes on dialling those of the other half, however many neighbours
 it has of its own. It begins FIRST_S after a peer was last seen, then waits twice as long each time, at most LONGEST_S,
 which bounds how long two halves stay apart after their link is back. A peer whose claim announced that it leaves is not
@@ -21,16 +18,14 @@ from agora_protocol.ids import PeerId
 from agora.swarm.view import View
 
 FIRST_S: Final = 5.0
-LONGEST_S: Final = 40.0
-"""The first and the longest wait before a peer is dialled again, in seconds."""
+LONGEST_S: Final = 40.0  # the first and the longest wait before a peer is dialled again, in seconds
+# A wait is made longer or shorter at random by this fraction at most, so that peers do not dial in step.
 JITTER: Final = 0.25
-"""A wait is made longer or shorter at random by this fraction at most, so that peers do not dial in step."""
+# A peer is dialled while it was seen at most this many seconds before the peer that was seen last.
 REMEMBERED_S: Final = 24 * 3600.0
-"""A peer is dialled while it was seen at most this many seconds before the peer that was seen last."""
+# Maximum number of peers remembered: those seen last. One that can be reached is enough to find its half.
 MAX_REMEMBERED: Final = 256
-"""Maximum number of peers remembered: those seen last. One that can be reached is enough to find its half."""
-MAX_DIALS: Final = 8
-"""Maximum number of peers dialled at the same time; those that have waited longest come first."""
+MAX_DIALS: Final = 8  # maximum number of peers dialled at the same time; those that have waited longest come first
 
 
 @dataclass(slots=True)

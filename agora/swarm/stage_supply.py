@@ -1,7 +1,6 @@
 """Computes each stage's number of peers and microbatches per second, and where one more machine helps most.
 
-Knows: claims of the view, the work of each stage. Deterministic: a StageSupply changes only itself, and only by the
-calls to it. Must not know: which peer asks, clocks, the directory. Rates add up: a stage's rate is the sum of the rates
+Rates add up: a stage's rate is the sum of the rates
 of its holders, and the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendix, places servers by
 the same sums).
 """
@@ -19,12 +18,11 @@ from agora_protocol.ids import Span
 
 from agora.swarm.view import PeerView, View
 
-ENOUGH_HOLDERS = 2
-"""A stage with fewer holders is thin: the next death could stop the swarm."""
+ENOUGH_HOLDERS = 2  # A stage with fewer holders is thin: the next death could stop the swarm
+# A peer's claimed speed counts as at most this many times the median: one claim must not hide that a stage is slow.
 MAX_TIMES_USUAL = 64.0
-"""A peer's claimed speed counts as at most this many times the median: one claim must not hide that a stage is slow."""
+# Maximum number of spans compared by the rates of all stages, among those that raise the swarm's rate equally.
 MAX_COMPARED = 256
-"""Maximum number of spans compared by the rates of all stages, among those that raise the swarm's rate equally."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +30,12 @@ class StageDemands:
     """What the stages of a run ask of a machine."""
 
     work: tuple[float, ...]  # for each stage, the computation of one microbatch, as a multiple of the mean over stages
+    # Bytes of one microbatch's boundary (what one stage sends to the next) or of its gradient, whichever is more.
     boundary_bytes: float
-    """Bytes of one microbatch's boundary (what one stage sends to the next) or of its gradient, whichever is more."""
     state_bytes: tuple[float, ...]  # for each stage, the bytes that a newcomer fetches from a replica
 
     @property
     def stage_count(self) -> int:
-        """The number of stages of the run."""
         return len(self.work)
 
 
@@ -51,11 +48,11 @@ def equal_demands(stage_count: int) -> StageDemands:
 class Ability:
     """What one machine can do."""
 
+    # Microbatches per second for one stage of mean work; 0 for unknown, then the median of other peers is used.
     speed: float
-    """Microbatches per second for one stage of mean work; 0 for unknown, then the median of other peers is used."""
     bandwidth: float  # bytes per second, the lesser of up and down; 0 for unknown, then taken as unbounded
+    # For each stage of the run, how many consecutive stages, from this one on, fit into memory; 0 for none.
     max_span_lengths: tuple[int, ...]
-    """For each stage of the run, how many consecutive stages, from this one on, fit into memory; 0 for none."""
 
 
 class StageSupply:
@@ -75,15 +72,14 @@ class StageSupply:
         self._work = list(accumulate(demands.work, initial=0.0))
         holders = [p for p in view.peers.values() if p.state != "leaving" and p.span.first < self.stage_count]
         known = [p.capacity * self.work_of(p.span) for p in holders if p.capacity > 0]
+        # Whether some speed is known, so that rates are microbatches per second.
         self.is_measured = bool(known) or own_speed > 0
-        """Whether some speed is known, so that rates are microbatches per second."""
+        # The median of the known speeds; without any, own_speed; without that, 1, so that rates count holders.
         self.usual_speed = median(known) if known else own_speed or 1.0
-        """The median of the known speeds; without any, own_speed; without that, 1, so that rates count holders."""
         self.rates = [0.0] * self.stage_count
+        # Rates and holders by stage; if only some of a stage's peers are read, scaled up to its estimated size.
         self.holders = [0] * self.stage_count
-        """Rates and holders by stage; if only some of a stage's peers are read, scaled up to its estimated size."""
-        self.speed = 0.0
-        """The sum of the holders' speeds."""
+        self.speed = 0.0  # the sum of the holders' speeds
         for peer in sorted(holders, key=lambda p: p.peer):
             speed = self.speed_of(peer)
             self.add(peer.span, self.rate_at(peer.span, speed, peer.bandwidth))
@@ -91,12 +87,6 @@ class StageSupply:
         self._scale_samples(view)
 
     def _scale_samples(self, view: View) -> None:
-        """Scales the rate and holders of each stage, where only some of its peers are known, up to its estimated size.
-
-        `speed` grows by the same factor as the sum of the rates. Sets `uncertainty`, the relative error of a stage's
-        rate that this sampling may cause: 3 * sqrt((1 - n / N) / n) for n known of N peers (three standard deviations),
-        at the stage where it is greatest; 0 if all peers are known.
-        """
         self.uncertainty = 0.0
         rates = sum(self.rates)
         for stage, known in enumerate(self.holders):
@@ -166,17 +156,14 @@ class StageSupply:
 
     @property
     def rate(self) -> float:
-        """The swarm's rate: the microbatches per second of the slowest stage, at least 0."""
         return max(0.0, min(self.rates))
 
     @property
     def even_rate(self) -> float:
-        """The rate of every stage if all speed could be divided freely: sum of speeds / sum of the stages' work."""
         return self.speed / self._work[-1]
 
     @property
     def thin_stages(self) -> list[int]:
-        """The stages with fewer than ENOUGH_HOLDERS holders, in order."""
         return [stage for stage, count in enumerate(self.holders) if count < ENOUGH_HOLDERS]
 
     # --- comparing
@@ -229,12 +216,6 @@ class StageSupply:
         return [span for span in raised if keys[span] == best]
 
     def _spans_that_leave_least_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
-        """Returns those of `spans` for which, with one more holder, the fewest stages stay at the slowest rate.
-
-        The rate of the slowest stage must be the same with each of the spans. rates: for each span, the rate of one
-        more holder. This decides most cases before the rates of all stages have to be compared. Returns a single span,
-        and no span, as given.
-        """
         if len(spans) < 2:
             return spans
         slow = max(self._slowest_with({span: rates[span] for span in spans}).values()) + 1e-6 * self.usual_speed
@@ -249,10 +230,6 @@ class StageSupply:
         return [span for span in spans if behind_with[span] == least]
 
     def _slowest_with(self, rates: dict[Span, float]) -> dict[Span, float]:
-        """Returns, by span, the rate of the run's slowest stage if that span had one more holder, of the given rate.
-
-        rates: for each span to try, the rate of the holder, in microbatches per second.
-        """
         before = list(accumulate(self.rates, min, initial=float("inf")))
         after = list(accumulate(reversed(self.rates), min, initial=float("inf")))[::-1]
         return {
@@ -286,10 +263,6 @@ def spans_that_fit(max_lengths: Sequence[int]) -> list[Span]:
 
 
 def _lengths_to_try(max_length: int) -> Iterable[int]:
-    """Returns lengths from 1 to `max_length`: all up to 8, then each about a quarter greater, and `max_length` itself.
-
-    Returns [] if `max_length` is 0.
-    """
     lengths, length = [], 1
     while length < max_length:
         lengths.append(length)

@@ -1,6 +1,6 @@
 """Sums what the replicas of a stage publish of their tokens. Pure.
 
-Knows: accounts (StageAccount of a Progress record). Must not know: peers, where accounts come from. Peers may publish
+Peers may publish
 wrong numbers: these sums are shown to people, and nothing is decided by them.
 """
 

@@ -1,6 +1,6 @@
 """Makes what `swarm status --json` prints from a view: the same for a daemon and for a client that asks one. Pure.
 
-Knows: the JSON that the command promises. Must not know: how it travels. Fields may be added, never removed.
+Fields may be added, never removed.
 """
 
 from __future__ import annotations
@@ -101,18 +101,12 @@ def build_status(
 
 
 def _expected_path(peer: PeerView) -> str:
-    """Returns the path by which a peer that is not connected would be reached, judged by its claim's reachability.
-
-    This is "punched" or "relayed" if the claim says so, otherwise, even for "unreachable", "direct".
-    """
+    # Returns the path by which a peer that is not connected would be reached, judged by its claim's reachability. This
+    # is "punched" or "relayed" if the claim says so, otherwise, even for "unreachable", "direct".
     return peer.reachability if peer.reachability in ("punched", "relayed") else "direct"
 
 
 def _peer_status(peer: PeerView, path: str, now_unix: float) -> dict[str, Any]:
-    """Returns a peer's entry in "peers" of the status; "step" is that of the peer's first stage.
-
-    path: how the asked peer reaches it, as in `build_status`.
-    """
     return {
         "peer": peer.peer,
         "name": peer_name(peer.peer),
@@ -130,12 +124,6 @@ def _peer_status(peer: PeerView, path: str, now_unix: float) -> dict[str, Any]:
 
 
 def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
-    """Returns a stage's entry in "stages" of the status: replicas, highest step, sum of tokens per second, and more.
-
-    In a run that is too large to be read whole, replicas and tokens per second are estimates, from "replicas_known"
-    replicas. "waits_for" is what the replica with the fewest steps waits for, of the replicas that publish that, with
-    the replica's name if there are several. The counts of StageTokens are part of the entry.
-    """
     replicas = view.replicas(stage)
     count = view.replica_count(stage)
     last = min((p for p in replicas if p.waits_for), key=lambda peer: peer.step_of(stage), default=None)
@@ -153,10 +141,6 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
 
 
 def _mean_metrics(view: View, objective: str) -> dict[str, float]:
-    """Returns, by name, the mean of each of the objective's metrics over the peers that report it.
-
-    The means are weighted as in `_mean_over_peers`. A metric that no peer reports is left out.
-    """
     means = {}
     for index, name in enumerate(METRIC_NAMES[objective]):
         reported = [(peer, peer.metrics[index]) for peer in view.peers.values() if index < len(peer.metrics)]
@@ -166,11 +150,6 @@ def _mean_metrics(view: View, objective: str) -> dict[str, float]:
 
 
 def _mean_over_peers(reported: Iterable[tuple[PeerView, float | None]]) -> float | None:
-    """Returns the mean of what peers report, weighted by the peers' tokens per second and rounded to 4 decimals.
-
-    reported: (peer, value); a value of None is left out. Returns None if no value is left. A peer without tokens per
-    second has a weight of nearly 0.
-    """
     known = [(value, max(peer.tokens_per_second, 1e-3)) for peer, value in reported if value is not None]
     weights = sum(weight for _, weight in known)
     return round(sum(value * weight for value, weight in known) / weights, 4) if known else None

@@ -1,7 +1,6 @@
 """Computes the swarm's time: this machine's clock, corrected by other peers' clocks.
 
-Deterministic: the class changes only by the calls to it. Knows: the times that peers have sent, the rules below. Must
-not know: how they are asked, what is judged by the time. Records are published and judged in swarm time, so that a
+Deterministic: the class changes only by the calls to it. Records are published and judged in swarm time, so that a
 clock that is wrong makes no peer invisible.
 
 The wall clock is read once, at the start; from then on elapsed time is added, so that a clock that is set back or
@@ -26,12 +25,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-STEADY_S: Final = 0.25
-"""Seconds by which the others' median may differ before the correction changes."""
+STEADY_S: Final = 0.25  # seconds by which the others' median may differ before the correction changes
+# Seconds by which this machine's clock is corrected at most, whatever the others' clocks show.
 MAX_CORRECTION_S: Final = 86_400.0
-"""Seconds by which this machine's clock is corrected at most, whatever the others' clocks show."""
-MAX_TOLERATED_S: Final = 10.0
-"""Seconds by which this machine's clock may be off before its owner is told."""
+MAX_TOLERATED_S: Final = 10.0  # seconds by which this machine's clock may be off before its owner is told
 REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
 
 
@@ -68,10 +65,8 @@ def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> Clo
 
 
 def _median_with_own(offsets_s: Sequence[float], own: float) -> float:
-    """Returns the median of `offsets_s` if their number is odd, otherwise the median of `offsets_s` and `own`.
-
-    So the median is always one of the values, never a mean of two.
-    """
+    # Returns the median of `offsets_s` if their number is odd, otherwise the median of `offsets_s` and `own`. So the
+    # median is always one of the values, never a mean of two.
     return statistics.median(offsets_s if len(offsets_s) % 2 else [*offsets_s, own])
 
 

@@ -1,7 +1,4 @@
-"""Merges signed records into what this peer knows of the swarm: every live peer's span, state and progress. Pure.
-
-Knows: claims, progress and their age. Must not know: where records come from, nor any clock: `now_unix` is passed in.
-"""
+"""Merges signed records into what this peer knows of the swarm: every live peer's span, state and progress. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from agora_protocol.records import Claim, Progress, Record, StageAccount
 
 from agora.moving_average import MovingAverage
 
-STEP_S_WEIGHT = 0.3
-"""The weight of the newest value in PeerView.mean_step_s."""
+STEP_S_WEIGHT = 0.3  # the weight of the newest value in PeerView.mean_step_s
 _NO_STEPS = MovingAverage(STEP_S_WEIGHT)
 
 
@@ -138,12 +134,6 @@ class View:
         return View(peers, self.estimates, strangers)
 
     def _scale_to_stage(self, stage: int, count: int) -> int:
-        """Returns `count`, a number of the stage's peers in the view, scaled up to the stage's estimated size.
-
-        This is count * estimate / known, where both estimate and known count peers and strangers in any state: of the
-        claims that were not read, the same fraction is taken to be of members as of those that were. Returns `count` as
-        it is without an estimate, or if that is not above known.
-        """
         estimate = self.estimates.get(stage)
         known = self._holders_by_stage.get(stage, 0)
         if estimate is None or estimate.peers <= known:
@@ -152,19 +142,16 @@ class View:
 
     @cached_property
     def _holders_by_stage(self) -> Mapping[int, int]:
-        """For each stage, the number of peers and strangers that claim it, in any state."""
         everybody = (*self.peers.values(), *self.strangers.values())
         return Counter(stage for known in everybody for stage in known.span.stages)
 
     @cached_property
     def _serving_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
-        """For each stage that a peer claims, the peers that serve it, sorted by id."""
         claiming = self._claiming_by_stage
         return {stage: tuple(p for p in held_by if p.state == "serving") for stage, held_by in claiming.items()}
 
     @cached_property
     def _claiming_by_stage(self) -> Mapping[int, tuple[PeerView, ...]]:
-        """For each stage, the peers that serve it or are joining it, sorted by id."""
         holders: dict[int, list[PeerView]] = defaultdict(list)
         for known in sorted(self.peers.values(), key=lambda known: known.peer):
             for stage in known.span.stages if known.state != "leaving" else ():
@@ -189,16 +176,11 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
     return View({peer: known for peer, known in peers.items() if known.expires_unix > now_unix}, view.estimates)
 
 
+# The states of a claim, in the order in which one incarnation of a peer goes through them.
 _STATES = ("joining", "serving", "leaving")
-"""The states of a claim, in the order in which one incarnation of a peer goes through them."""
 
 
 def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, linger_s: float) -> None:
-    """Puts a claim into `peers`, to expire `linger_s` seconds after `now_unix`; keeps the peer's known progress.
-
-    Does nothing if a later incarnation of the peer is known, or a later state (of joining, serving, leaving) of the
-    same incarnation. A new incarnation, or another span, drops the known progress.
-    """
     known = peers.get(claim.peer)
     if known is not None and known.incarnation > claim.incarnation:
         return
@@ -220,12 +202,9 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
-    """Puts progress into its peer's entry in `peers`, and updates the moving average of the seconds for a step.
-
-    The average gets a new value if steps were taken since the last progress: the seconds since then, divided by the
-    mean number of steps of a stage. Ignores progress of a peer without a claim of the same incarnation and span, and if
-    any stage's steps would become fewer.
-    """
+    # The average gets a new value if steps were taken since the last progress: the seconds since then, divided by the
+    # mean number of steps of a stage. Ignores progress of a peer without a claim of the same incarnation and span, and
+    # if any stage's steps would become fewer.
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return
