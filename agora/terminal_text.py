@@ -1,6 +1,6 @@
 """Makes text that others wrote harmless to a terminal, or one line.
 
-Knows: which characters a terminal shows. Must not know: where a text comes from, or where it is printed. Every command
+Every command
 prints through this module (cli/console.py), and so does the log (observe/log.py).
 """
 
