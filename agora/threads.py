@@ -1,6 +1,6 @@
 """Runs long work outside of the event loop, on a thread that never keeps the process alive.
 
-Knows: one thread, one future. Must not know: the work. asyncio.to_thread would make the daemon's end wait for the work.
+asyncio.to_thread would make the daemon's end wait for the work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ async def run_in_thread(work: Callable[[], T]) -> T:
     future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
 
     def run() -> None:
-        """Calls `work` on the thread, and sets the future to its result or to the Exception that it raised."""
         try:
             future.set_result(work())
         except Exception as error:
