@@ -1,6 +1,6 @@
-"""The interface to this peer's stages for the pipeline and the replicas: wire tensors and arrays in and out, no graphs.
+"""The interface to this peer's stages for the pipeline and the replicas: wire tensors and arrays in and out.
 
-Knows: the device queue, the codec, the shapes in the manifest. Must not know: routing, calls, peers.
+No graphs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Ts = TypeVarTuple("Ts")
 
 
 def _priority_of(purpose: str) -> Priority:
-    """Returns the priority of a job, by the message Process's purpose: EVALUATE for "evaluate", otherwise FORWARD."""
+    # EVALUATE for "evaluate", otherwise FORWARD.
     return Priority.EVALUATE if purpose == "evaluate" else Priority.FORWARD
 
 
@@ -154,7 +154,6 @@ class Compute:
             return encoded, forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
-            """Drops the job's stashed forward, if any; called with the job's result after the caller was cancelled."""
             if unused[1] is not None:
                 self.trainer.stashed.forget(microbatch, entry_stage, only=unused[1])
 
@@ -180,10 +179,6 @@ class Compute:
         """
 
         def job() -> SpanResult:
-            """On the device thread: decodes the tensors, runs SpanTrainer.finish, and encodes the gradient, if any.
-
-            Raises NotMyStage if `entry_stage` is not in the span, or the span lacks the last stage.
-            """
             if entry_stage not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {entry_stage} to the last cannot run here; this peer holds {self.span}")
             begun = self._queue.begin_work()
@@ -207,7 +202,6 @@ class Compute:
         """
 
         def job() -> SpanResult:
-            """On the device thread: decodes and checks `gradient`, runs the backward, encodes the entry's gradient."""
             begun = self._queue.begin_work()
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
@@ -220,11 +214,6 @@ class Compute:
         return await self._run_and_step(job)
 
     def _require_plausible(self, gradient: Tensor, microbatch: MicrobatchId) -> None:
-        """Raises ProtocolError for a received gradient that is far larger than most before it, see gradient_norms.
-
-        Records the gradient's root mean square, at most the limit, for later comparisons. Counts the microbatch of a
-        gradient that is too large as refused, at the span's last stage.
-        """
         size = float(gradient.norm()) / math.sqrt(max(1, gradient.numel()))
         limit = self._gradient_norms.limit
         if not self._gradient_norms.record_and_check(size):
@@ -352,11 +341,6 @@ class Compute:
     async def _run_and_step(
         self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
     ) -> T:
-        """Runs `function(*args)` as one job on the device thread, inside device_errors, and returns its result.
-
-        After a result, and before the next job, the thread takes the steps, and closes the shares, that are due in any
-        stage.
-        """
         guarded = device_errors()(function)
         return await self._queue.run(priority, guarded, *args, afterwards=self.trainer.take_due_steps)
 
@@ -365,12 +349,6 @@ class Compute:
     def _decode(
         self, microbatch: MicrobatchId, entry_stage: int, boundary: WireTensor | None, tokens: WireTensor
     ) -> tuple[Tensor, TokenBatch]:
-        """Decodes and checks received tensors; returns what enters `entry_stage` (ids [b, s] at stage 0), and tokens.
-
-        Raises ProtocolError for a boundary at stage 0 or none at another stage, for a tensor of a wrong dtype or shape,
-        for unknown token ids and marks, and for a boundary that is not finite, whose microbatch is also counted as
-        refused at `entry_stage`.
-        """
         if (boundary is None) != (entry_stage == 0):
             takes = "token ids only" if entry_stage == 0 else "a boundary"
             raise ProtocolError("bad-tensor", f"stage {entry_stage} takes {takes}")
@@ -385,16 +363,11 @@ class Compute:
     def _encode_gradient(
         self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor | None, entry: Tensor
     ) -> WireTensor | None:
-        """Encodes `gradient`, in the columns that were sent of `entry`, the input of `entry_stage`; None for None."""
         if gradient is None:
             return None
         return self._codec.encode(gradient, "backward", gradient_dither_key(microbatch, entry_stage), entry)
 
     def _require_finite(self, tensor: Tensor, microbatch: MicrobatchId, stage: int, what: str) -> None:
-        """Raises ProtocolError, and counts the microbatch as refused at `stage`, when a received tensor is not finite.
-
-        what: "boundary" or "gradient", the tensor's name in the event and the error.
-        """
         if not is_all_finite(tensor):
             self.trainer.stage(stage).record_refusal(microbatch.hex(), f"the {what} received is not finite")
             raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")

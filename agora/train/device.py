@@ -1,7 +1,4 @@
-"""The compute device, and the one thread that runs jobs on it by priority.
-
-Knows: jobs, their order, torch devices. Must not know: what a job computes, microbatches, stages, peers.
-"""
+"""The compute device, and the one thread that runs jobs on it by priority."""
 
 from __future__ import annotations
 
@@ -23,13 +20,12 @@ from agora_protocol.errors import Busy, DeviceError, OutOfMemory
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+# An evaluation that has waited for this many seconds goes before other jobs, but never two in a row.
 MAX_EVALUATION_WAIT_S = 2.0
-"""An evaluation that has waited for this many seconds goes before other jobs, but never two in a row."""
 
+# After this many jobs in a row that raised DeviceError, the device counts as dead: most CUDA errors are permanent.
 MAX_FAILURES = 3
-"""After this many jobs in a row that raised DeviceError, the device counts as dead: most CUDA errors are permanent."""
-WATCH_S = 0.5
-"""Seconds between two checks of the thread and the device."""
+WATCH_S = 0.5  # seconds between two checks of the thread and the device
 
 
 class Priority(enum.IntEnum):
@@ -144,7 +140,6 @@ class DeviceQueue:
         except asyncio.CancelledError:
 
             def hand_over(ended: asyncio.Future[T]) -> None:
-                """Called when the job has ended: passes its result to `on_abandoned`; does nothing after an error."""
                 if ended.exception() is None:
                     on_abandoned(ended.result())
 
@@ -190,7 +185,6 @@ class DeviceQueue:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        """Runs jobs until the queue closes; this is the device thread's function. At its end, queued jobs fail."""
         try:
             while (job := self._next_job()) is not None:
                 self._perform(job)
@@ -199,10 +193,6 @@ class DeviceQueue:
             self._stop("the compute thread has ended; restart this daemon")
 
     def _next_job(self) -> _DeviceJob | None:
-        """Waits for a job; removes and returns the next one, in the class's order. Returns None when the queue closes.
-
-        Records the present time as the start of the returned job.
-        """
         with self._condition:
             self._condition.wait_for(lambda: self._closing or self.waiting())
             if self._closing:
@@ -217,11 +207,6 @@ class DeviceQueue:
             return queue.popleft()
 
     def _perform(self, job: _DeviceJob) -> None:
-        """Runs one job and sets its future to the result or the error; after a result, calls the job's `afterwards`.
-
-        An Exception of `afterwards` is passed to `on_error`. Adds the job's time to the busy time, and counts the jobs
-        in a row whose call or `afterwards` raised DeviceError. `slowdown` slows down call and `afterwards`.
-        """
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
             self._fault("device.job")
@@ -241,7 +226,6 @@ class DeviceQueue:
                 job.future.set_exception(failure)
 
     def _call_throttled(self, call: Callable[[], T]) -> T:
-        """Returns the result of `call`, after sleeping (slowdown - 1) * the call's time on the work clock."""
         started = self._work_clock()
         result = call()
         if self.slowdown > 1.0:
@@ -260,7 +244,6 @@ class DeviceQueue:
         return time.monotonic() - begun[0] + (self.slowdown - 1.0) * (self._work_clock() - begun[1])
 
     def _stop(self, reason: str) -> None:
-        """Closes the queue, which ends the thread, and fails all queued jobs with DeviceError; `reason` is its text."""
         with self._condition:
             self._closing = True
             jobs = [job for queue in self._queues.values() for job in queue]

@@ -1,7 +1,6 @@
 """AdamW with moments in 8 bits: bitsandbytes' blockwise update of a range of a stage's flat weights.
 
-Source: 8-bit optimizers via block-wise quantisation, arXiv 2110.02861. Knows: bitsandbytes, flat tensors. Must not
-know: layouts, when a step is due, peers.
+Source: 8-bit optimizers via block-wise quantisation, arXiv 2110.02861.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from torch import Tensor
 from agora.model.tuning_packages import import_tuning
 from agora.train.state_place import StatePlace
 
-BLOCK: Final = 256
-"""How many values share a scale; bitsandbytes' update supports no other block size."""
+BLOCK: Final = 256  # how many values share a scale; bitsandbytes' update supports no other block size
+# How many values are updated at a time: on the CPU the update makes float32 copies of their moments.
 CHUNK: Final = BLOCK << 12
-"""How many values are updated at a time: on the CPU the update makes float32 copies of their moments."""
 
-MIN_SCALE: Final = torch.finfo(torch.float32).tiny
-"""The divisor for a block of zeros."""
+MIN_SCALE: Final = torch.finfo(torch.float32).tiny  # the divisor for a block of zeros
 
 
 class QuantisedMoment:

@@ -1,6 +1,6 @@
 """Bounds the size of one gradient that comes from downstream by the median of those before it. Deterministic.
 
-Knows: root mean squares of gradients. Must not know: tensors, peers, time. A GradientNormBound changes only itself, and
+A GradientNormBound changes only itself, and
 only by the calls to it.
 
 One gradient of size 1e30 would outweigh all others in the sum of a step. So a gradient may be at most MAX_RATIO times
@@ -17,8 +17,8 @@ from typing import Final
 WINDOW: Final = 65
 MIN_SAMPLES: Final = 5
 MAX_RATIO: Final = 100.0
+# The limit before MIN_SAMPLES gradients were seen: the gradient of a sum of token losses is far smaller.
 FIRST_LIMIT: Final = 1e4
-"""The limit before MIN_SAMPLES gradients were seen: the gradient of a sum of token losses is far smaller."""
 
 
 class GradientNormBound:
@@ -29,10 +29,6 @@ class GradientNormBound:
 
     @property
     def limit(self) -> float:
-        """The largest root mean square that is accepted now: MAX_RATIO times the median of those recorded.
-
-        FIRST_LIMIT until MIN_SAMPLES gradients were recorded.
-        """
         return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
 
     def record_and_check(self, size: float) -> bool:

@@ -1,7 +1,4 @@
-"""The sum of a stage's gradients for its next step, and the share of a step that is closed with it.
-
-Knows: flat tensors, a stage's layout. Must not know: how gradients are computed, when a share is closed, peers.
-"""
+"""The sum of a stage's gradients for its next step, and the share of a step that is closed with it."""
 
 from __future__ import annotations
 

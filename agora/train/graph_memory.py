@@ -1,7 +1,4 @@
-"""Decides whether a microbatch's graph is kept until its backward, by what graphs take and what memory is left.
-
-Knows: bytes of graphs, the device's memory. Must not know: modules, weights, microbatches by id, peers.
-"""
+"""Decides whether a microbatch's graph is kept until its backward, by what graphs take and what memory is left."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ class GraphMemory:
         return memory.graphs_fit(self.bytes_by_entry[entry_stage], to_come, version_bytes, self._available())
 
     def _available(self) -> int:
-        """Returns how many bytes the device has available, as measured at most MEASURE_MEMORY_S ago."""
         now = time.monotonic()
         if now - self._measured_at >= MEASURE_MEMORY_S:
             self._available_bytes, self._measured_at = memory.available_bytes(self._device), now

@@ -1,8 +1,7 @@
 """Runs a stage's layers so that autograd keeps one layer's graph at a time, or measures the graphs' bytes.
 
 repeat_in_backward and GraphMeasure.run_layer are each a RunLayer, which Stage.forward calls for each of its layers.
-torch.utils.checkpoint is not used: its first call imports torch._dynamo, which takes seconds and some 60 MB. Knows:
-autograd. Must not know: models, peers.
+torch.utils.checkpoint is not used: its first call imports torch._dynamo, which takes seconds and some 60 MB.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class _RepeatableFunction:
 
     @classmethod
     def record(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _RepeatableFunction:
-        """Returns an object with `compute`, and the present random state and autocast of the device of `hidden`."""
         device = hidden.device
         states = [torch.get_rng_state()]
         if device.type == "cuda":
@@ -56,10 +54,6 @@ class _RepeatableFunction:
         return cls(compute, device, tuple(states), torch.get_autocast_dtype(device.type) if is_cast else None)
 
     def run_again(self, hidden: Tensor) -> Tensor:
-        """Returns compute(hidden) with its graph, with the recorded random state and autocast.
-
-        Afterwards torch's random states are as before.
-        """
         cast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         is_cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if is_cuda else []), cast, torch.enable_grad():
@@ -74,21 +68,12 @@ class _RepeatedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, repeatable: _RepeatableFunction, hidden: Tensor, *trained: Tensor) -> Tensor:
-        """Returns the layer's output. trained: the layer's trained parameters.
-
-        They are saved with `hidden`, which makes autograd raise if they change before the backward.
-        """
         context.repeatable = repeatable
         context.save_for_backward(hidden, *trained)
         return repeatable.compute(hidden)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Runs the layer again, and returns a gradient for each argument of `forward`.
-
-        The function's gradient is None, and so is the input's if the input needs none. gradients: only one, with
-        respect to the output.
-        """
         hidden, *trained = context.saved_tensors
         needs_input = context.needs_input_grad[1]
         layer_input = hidden.detach().requires_grad_(needs_input)

@@ -1,7 +1,5 @@
 """Computes lineages: digests of all means that a stage has applied, equal at equal replicas. Pure.
 
-Knows: steps and checksums. Must not know: weights, replicas.
-
 Weights cannot be compared, because equal steps round differently on different hardware. But replicas that were equal
 and have applied the same means since then have the same lineage, and other replicas do not. Local steps do not enter a
 lineage; the means of slices do.
@@ -13,10 +11,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Final
 
-INITIAL_LINEAGE: Final = 1
-"""The lineage of the initial weights. 0 stands for an unknown lineage."""
+INITIAL_LINEAGE: Final = 1  # the lineage of the initial weights. 0 stands for an unknown lineage.
+# How many last steps' lineages are kept: replicas at different steps compare their lineages of an earlier one.
 KEPT_STEPS: Final = 32
-"""How many last steps' lineages are kept: replicas at different steps compare their lineages of an earlier one."""
 
 
 def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:

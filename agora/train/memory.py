@@ -1,7 +1,4 @@
-"""How much memory the device has left, whether the graphs of all microbatches in flight fit, and malloc's settings.
-
-Knows: bytes, the C library. Must not know: models, microbatches, peers.
-"""
+"""How much memory the device has left, whether the graphs of all microbatches in flight fit, and malloc's settings."""
 
 from __future__ import annotations
 
@@ -15,10 +12,8 @@ import psutil
 import torch
 from torch import Tensor
 
-GRAPHS_FRACTION = 0.5
-"""The fraction of the available memory that graphs may take; the rest is left to all other uses."""
-KEEP_BYTES = 1 << 30
-"""Malloc keeps up to this much freed memory, and takes tensors up to this size from it."""
+GRAPHS_FRACTION = 0.5  # the fraction of the available memory that graphs may take; the rest is left to all other uses
+KEEP_BYTES = 1 << 30  # malloc keeps up to this much freed memory, and takes tensors up to this size from it
 CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 62
 LIBC = ctypes.CDLL(None)
@@ -70,10 +65,6 @@ def resident_bytes() -> int:
 
 
 def _cgroup_available_bytes() -> int:
-    """Returns how many bytes are left below the container's memory limit (cgroup version 2), at least 0.
-
-    Cached files that can be dropped count as left. Returns UNLIMITED without a limit, or if it cannot be read.
-    """
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
@@ -130,10 +121,7 @@ def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) ->
     sizes: dict[int, int] = {}
 
     def record_size(saved: Tensor) -> Tensor:
-        """Called by autograd for each tensor that it saves: records the storage's bytes, returns the tensor detached.
-
-        A node that holds its own output together with the output's history would never be freed.
-        """
+        # A node that holds its own output together with the output's history would never be freed.
         storage = saved.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
         return saved.detach()

@@ -1,7 +1,6 @@
 """Muon: steps for a stage's hidden matrices along the orthogonalised mean of their gradients.
 
-Knows: flat weights, and which of their tensors are hidden matrices. Must not know: learning rates over time, clipping,
-other tensors. Sources: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); size of the update and weight
+Sources: Jordan et al., Muon (kellerjordan.github.io/posts/muon, 2024); size of the update and weight
 decay: Liu et al., Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2.
 """
 
@@ -22,18 +21,18 @@ from agora.train.state_place import StatePlace
 from agora.train.weight_versions import tensor_in
 
 ITERATIONS: Final = 5
+# Coefficients of an iteration's polynomial. Five iterations map singular values in 0.01..1 to 0.68..1.2 (Jordan).
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
-"""Coefficients of an iteration's polynomial. Five iterations map singular values in 0.01..1 to 0.68..1.2 (Jordan)."""
+# Root mean square of an update's elements at rate 1: about that of AdamW, so that one learning rate fits the two.
 UPDATE_RMS: Final = 0.2
-"""Root mean square of an update's elements at rate 1: about that of AdamW, so that one learning rate fits the two."""
 SMALLEST_NORM: Final = 1e-30
+# Maximum number of elements per batch of orthogonalised matrices: larger ones are no faster and take more memory.
 BATCH_ELEMENTS: Final = 1 << 24
-"""Maximum number of elements per batch of orthogonalised matrices: larger ones are no faster and take more memory."""
+# For matrices with at least this many rows, computing symmetric products in halves is faster.
 MIN_SPLIT_ROWS: Final = 128
-"""For matrices with at least this many rows, computing symmetric products in halves is faster."""
+# From MIN_SPLIT_ROWS on, matrices with more than this many times as many columns as rows need fewer operations by way
+# of x x^T.
 MIN_GRAM_RATIO: Final = 1.5
-"""From MIN_SPLIT_ROWS on, matrices with more than this many times as many columns as rows need fewer operations by way
-of x x^T."""
 
 
 class MuonMatrices:
@@ -137,17 +136,11 @@ def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _polynomial(gram: Tensor) -> Tensor:
-    """Returns CUBIC * gram + QUINTIC * gram @ gram of the symmetric matrices `gram` [n, rows, rows], as new ones."""
     return symmetric_product(gram, gram).mul_(QUINTIC).add_(gram, alpha=CUBIC)
 
 
 def _factor_from_gram(gram: Tensor) -> Tensor:
-    """Returns Q [n, rows, rows] such that Q x is what ITERATIONS iterations make of x. gram: x x^T.
-
-    Each iteration multiplies x by a polynomial of x x^T. All these polynomials are symmetric and commute, so they are
-    multiplied together first, and x, which has more columns, only once. In bf16 small singular values would be lost in
-    x x^T.
-    """
+    # In bf16 small singular values would be lost in x x^T.
     factor = polynomial = _with_linear_term(_polynomial(gram))
     for _ in range(ITERATIONS - 1):
         gram = symmetric_product(polynomial, symmetric_product(polynomial, gram))
@@ -157,6 +150,5 @@ def _factor_from_gram(gram: Tensor) -> Tensor:
 
 
 def _with_linear_term(polynomial: Tensor) -> Tensor:
-    """Adds LINEAR to the diagonal of each matrix in `polynomial`, in place, and returns the same tensor."""
     polynomial.diagonal(dim1=1, dim2=2).add_(LINEAR)
     return polynomial

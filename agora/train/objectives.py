@@ -1,6 +1,6 @@
 """The objectives: the loss of a microbatch, summed over it, and the microbatch's weight in its step.
 
-Knows: logits, targets, marks. Must not know: stages, wire tensors, peers, data. A step divides the summed gradients by
+A step divides the summed gradients by
 the summed weights (Objective.loss_weight). Shapes: b rows, s positions, v token ids.
 """
 
@@ -54,7 +54,6 @@ class TokenBatch:
 
     @property
     def supervised_tokens(self) -> int:
-        """The number of supervised targets in the microbatch."""
         return int((self.targets >= 0).sum())
 
 
@@ -88,7 +87,6 @@ class LanguageModeling(Objective):
     """Objective lm: the cross entropy of every target that is not IGNORED. It has no metrics."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the targets' cross entropies; `references` are ignored."""
         return MicrobatchLoss(stage_loss(logits, batch.targets))
 
 
@@ -96,10 +94,6 @@ class SupervisedFineTuning(Objective):
     """Objective sft: the cross entropy of the supervised targets. Its metric: how many of them are predicted right."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the supervised targets' cross entropies, and how many of them have the highest logit.
-
-        Ignores `references`.
-        """
         right = (logits.detach().argmax(dim=-1) == batch.targets).sum()
         return MicrobatchLoss(stage_loss(logits, batch.targets), (float(right),))
 
@@ -123,15 +117,9 @@ class DirectPreference(Objective):
         self._section = section
 
     def loss_weight(self, batch: TokenBatch) -> int:
-        """Returns the weight b * s, however many tokens are supervised: a step is a mean over pairs, not tokens."""
         return batch.inputs.numel()
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the sum of the pairs' losses times 2 * s, and the metrics as sums over the pairs.
-
-        The metrics are the rewards of the chosen and of the rejected answers, how many chosen answers have the larger
-        reward, and the number of pairs. Raises ProtocolError unless there is one reference for each row.
-        """
         rows = batch.inputs.shape[0]
         if len(references) != rows:
             raise ProtocolError("bad-message", f"{len(references)} references came for {rows} rows")
@@ -145,11 +133,6 @@ class DirectPreference(Objective):
         return MicrobatchLoss(losses.sum() * (2 * batch.inputs.shape[1]), metrics)
 
     def _pair_losses(self, chosen: Tensor, rejected: Tensor, lengths: Tensor) -> Tensor:
-        """Returns each pair's loss [b / 2], by the class's table.
-
-        chosen, rejected: p - q of each pair's answers [b / 2]. lengths: the number of each row's supervised tokens [b],
-        at least 1.
-        """
         section = self._section
         if section.preference_loss == "ipo":
             return (chosen / lengths[0::2] - rejected / lengths[1::2] - 1 / (2 * section.beta)).square()

@@ -1,6 +1,5 @@
 """The optimizer step over one stage's flat weights: learning rate, clipping, AdamW, NAdam or Muon, moving average.
 
-Knows: the manifest's optimizer section, flat tensors. Must not know: microbatches, versions of weights, peers, clocks.
 To add an elementwise optimizer, add a function to UPDATES, and its name to the manifest's section.
 """
 
@@ -23,12 +22,10 @@ from agora.train.eight_bit import EightBitPart
 from agora.train.muon import MuonMatrices
 from agora.train.state_place import StatePlace
 
-MOMENTUM_DECAY = 4e-3
-"""NAdam's momentum decay; torch's own default."""
-MEAN, SQUARE = "mean", "square"
-"""The names of the gradient's moments; AVERAGE names the moving average of the weights."""
+MOMENTUM_DECAY = 4e-3  # NAdam's momentum decay; torch's own default
+MEAN, SQUARE = "mean", "square"  # the names of the gradient's moments; AVERAGE names the moving average of the weights
+# The averaging of the weights begins at this step: before, the loss falls so fast that older weights make it worse.
 AVERAGE_FROM: Final = 100
-"""The averaging of the weights begins at this step: before, the loss falls so fast that older weights make it worse."""
 
 
 def learning_rate(step: int, optimizer: OptimizerSection) -> float:
@@ -123,12 +120,6 @@ class StageOptimizer:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """The moments' values by name, float32 and flat: "mean", "square", and "average" if the run keeps one.
-
-        The mean and the moving average of the weights have a value for every element, the square (a mean square) for
-        every element that Muon does not update. Moments in 8 bits are decoded into new tensors; the others are
-        the held tensors themselves, and change with the next step.
-        """
         if not self._eight_bit:
             return self._held
         values_by_name = {}
@@ -145,7 +136,6 @@ class StageOptimizer:
 
     @property
     def average(self) -> Tensor | None:
-        """The moving average of the weights [numel], which changes with the next step; None if the run keeps none."""
         return self._held.get(AVERAGE)
 
     def step(self, weights: Tensor, gradient: Tensor, step: int, tokens: int = 1) -> StepResult | None:
@@ -179,7 +169,6 @@ class StageOptimizer:
         torch.autograd.graph.increment_version(weights)
 
     def _clip_factor(self, norm: float) -> float:
-        """Returns the factor that clips a mean gradient of this norm; 1 if it is not clipped."""
         return min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
 
     @torch.no_grad()
@@ -225,7 +214,6 @@ class StageOptimizer:
             part.momentum.fill_(momentum_product(self.section.beta1, updates))
 
     def _array_range(self, name: str, elements: slice) -> slice:
-        """Returns where the values for the weights `elements` lie in the exported float32 array of moment `name`."""
         return next(moment for moment in self.layout.moments if moment.name == name).array_range(elements)
 
 
@@ -307,42 +295,30 @@ class _WeightPart:
     def create(
         cls, section: OptimizerSection, part: slice, decay: float, place: StatePlace, mean: Tensor, square: Tensor
     ) -> _WeightPart:
-        """Returns the state of `part` before its first step. decay: its weight decay.
-
-        mean, square: views of its moments, which are kept at `place`.
-        """
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel needs its step count on the device; nadam's scalars stay on the CPU, as in torch's class.
         step = torch.zeros((), device="cpu" if section.name == "nadam" else place.device)
         return cls(part, place, mean, square, step, torch.ones(()), {**options, "maximize": False})
 
     def copy(self) -> _WeightPart:
-        """Returns a copy of the state, for a step that must not change it."""
+        # Returns a copy of the state, for a step that must not change it.
         state = {name: getattr(self, name).clone() for name in ("mean", "square", "step", "momentum")}
         return replace(self, **state)
 
 
 def _update_adamw(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
-    """Changes `weights`, which are those of `part` only, and the part's moments in place by one AdamW step.
-
-    gradient: of the same elements. rate: the learning rate.
-    """
     options: dict[str, Any] = {"fused": True, "amsgrad": False, "lr": rate, **part.options}
     with part.place.on_device(part.mean, part.square) as (mean, square):
         adamw([weights], [gradient], [mean], [square], [], [part.step], **options)
 
 
 def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
-    """Changes `weights`, which are those of `part` only, and the part's moments in place by one NAdam step.
-
-    Weight decay is decoupled. gradient: of the same elements. rate: the learning rate.
-    """
     options: dict[str, Any] = {"foreach": True, "decoupled_weight_decay": True, "momentum_decay": MOMENTUM_DECAY}
     options |= {"lr": rate, **part.options}
     with part.place.on_device(part.mean, part.square) as (mean, square):
         nadam([weights], [gradient], [mean], [square], [part.momentum], [part.step], **options)
 
 
+# By the manifest's `optimizer.name`, the function that updates one part of the weights in float32. Muon's matrices and
+# the matrices of adamw8bit are updated elsewhere.
 UPDATES = {"adamw": _update_adamw, "nadam": _update_nadam, "muon": _update_adamw, "adamw8bit": _update_adamw}
-"""By the manifest's `optimizer.name`, the function that updates one part of the weights in float32. Muon's matrices and
-the matrices of adamw8bit are updated elsewhere."""

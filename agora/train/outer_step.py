@@ -1,7 +1,5 @@
 """The outer optimizer of local steps: an anchor that is equal at all replicas, moved slice by slice.
 
-Knows: flat weights, which blocks a slice has. Must not know: rounds, replicas, how a mean difference is computed.
-
 A round over a slice gives each replica the mean a of anchor - s over the replicas, the same bytes at all of them; s is
 a replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum), and a momentum that is
 the manifest's outer_momentum for each step that a pass over all slices takes:
@@ -93,5 +91,4 @@ class OuterOptimizer:
         self._blocks_of(VELOCITY)[blocks] = 0.0
 
     def _blocks_of(self, moment: str) -> Tensor:
-        """Returns a view of "anchor" or "velocity", [all blocks, SLICE_BLOCK]."""
         return self.moments[moment].view(-1, SLICE_BLOCK)

@@ -1,7 +1,4 @@
-"""The stages of one span: forward, loss, backward, gradient sums. Everything here runs on the device thread.
-
-Knows: modules, weights, microbatches by id. Must not know: codecs, queues, event loops, peers.
-"""
+"""The stages of one span: forward, loss, backward, gradient sums. Everything here runs on the device thread."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ from agora.train.state_place import StatePlace
 from agora.train.weight_prediction import predicts_weights
 from agora.train.weight_versions import LIMIT_FACTOR, StashedForward, StashedForwards, WeightVersion
 
-MAX_LOSS_SUM = 1e30
-"""A larger sum of losses counts as not finite: the message Processed cannot carry it."""
+MAX_LOSS_SUM = 1e30  # A larger sum of losses counts as not finite: the message Processed cannot carry it
 
 
 class NonFinite(LocalError):
@@ -201,10 +197,6 @@ class SpanTrainer:
     def _reference(
         self, microbatch: MicrobatchId, entry_stage: int, logits: Tensor, batch: TokenBatch
     ) -> FinishedMicrobatch:
-        """Returns the result for the purpose "reference": the summed log-probability of each row's supervised tokens.
-
-        logits: of the reference model [b, s, v]. Raises NonFinite.
-        """
         rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
         self._require_finite(sum(rows), entry_stage, microbatch, "the reference's log-probability")
         return FinishedMicrobatch(0.0, self.objective.loss_weight(batch), log_probabilities=rows)
@@ -231,18 +223,12 @@ class SpanTrainer:
         return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
     def _stages_from(self, entry_stage: int) -> list[StageReplica]:
-        """Returns the span's stages from `entry_stage` on."""
         return [self.stages[number] for number in range(entry_stage, self.span.last + 1)]
 
     def _steps_from(self, entry_stage: int) -> tuple[int, ...]:
-        """Returns how many steps each of the span's stages from `entry_stage` on has taken."""
         return tuple(stage.step for stage in self._stages_from(entry_stage))
 
     def _versions_from(self, entry_stage: int, *, is_stashed: bool = False) -> tuple[WeightVersion, ...]:
-        """Returns the weights for the gradients of a microbatch, for each of the span's stages from `entry_stage` on.
-
-        is_stashed: whether its backward comes after those of the microbatches that are stashed already.
-        """
         return tuple(
             stage.training_version(self.stashed.tokens_in(stage.number) if is_stashed else 0)
             for stage in self._stages_from(entry_stage)
@@ -258,12 +244,6 @@ class SpanTrainer:
         run_layer: RunLayer = keep_graph,
         versions: Sequence[WeightVersion] = (),
     ) -> Tensor:
-        """Runs stages `entry_stage` to the span's last; returns their output: a boundary, or the logits.
-
-        versions: for the purpose "train", the weights of each of these stages. Other purposes use those of
-        TrainedStage.evaluated, "reference" without adapters. With gradients enabled, an `entry` that is a boundary is
-        set to require a gradient.
-        """
         if entry_stage > 0 and torch.is_grad_enabled():
             entry.requires_grad_()
         hidden = entry
@@ -276,11 +256,7 @@ class SpanTrainer:
 
     @contextmanager
     def _mode_for(self, module: Stage, purpose: str, microbatch: MicrobatchId, stage: int) -> Iterator[None]:
-        """Context manager: sets `module` up for `purpose`: dropout only for "train", no adapters for "reference".
-
-        Dropout's random seed is a hash of microbatch and stage, so that a second forward drops the same values. At the
-        end torch's random state is what it was before, and adapters are on again; the training flag stays.
-        """
+        # Dropout's random seed is a hash of microbatch and stage, so that a second forward drops the same values.
         with ExitStack() as stack:
             if purpose == "reference":
                 stack.enter_context(module.without_adapters())
@@ -294,11 +270,6 @@ class SpanTrainer:
     def _run_for_training(
         self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch
     ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        """Calls `_run` for a later backward; returns the output, and the weights of its graph, () without a graph.
-
-        Keeps the graph or not, by the class's table. With "auto", the first forward that enters at `entry_stage`
-        measures the graph's bytes and keeps no graph.
-        """
         versions = self._versions_from(entry_stage, is_stashed=True)
         if self.graphs.must_measure(entry_stage):
             return self._measure_graph(microbatch, entry_stage, entry, batch, versions), ()
@@ -317,10 +288,6 @@ class SpanTrainer:
         batch: TokenBatch,
         versions: Sequence[WeightVersion],
     ) -> Tensor:
-        """Calls `_run` with one layer's graph at a time; returns the output without a graph.
-
-        Records the bytes of all these graphs together in `graphs`, without those of the weights.
-        """
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
         output, others = memory.measure_saved_bytes(
@@ -332,10 +299,6 @@ class SpanTrainer:
     def _run_layer_for_gradients(
         self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch
     ) -> RunLayer:
-        """Returns the RunLayer for a forward with an immediate backward: keep_graph or repeat_in_backward.
-
-        First measures the graph if that is necessary to decide, by running the forward once more.
-        """
         if self.graphs.must_measure(entry_stage):
             self._measure_graph(microbatch, entry_stage, entry, batch, self._versions_from(entry_stage))
         return keep_graph if self.graphs.keeps_one(entry_stage) else repeat_in_backward
@@ -348,13 +311,6 @@ class SpanTrainer:
         gradient: Tensor | None,
         loss_sum: float = 0.0,
     ) -> Tensor | None:
-        """Computes a microbatch's gradients, adds them to the sums, and counts the microbatch in each of its stages.
-
-        Then reports MicrobatchCounted. forward: its entry, weights and steps are used. output: of the forward's graph.
-        gradient: of the loss sum with respect to `output`; None if `output` is the loss sum. loss_sum: for the counts.
-        Returns the gradient with respect to the entry, None at stage 0. Raises NonFinite if a gradient is not finite,
-        and then adds nothing and counts the microbatch as refused.
-        """
         entry_stage, name = forward.entry_stage, microbatch.hex()
         stages = self._stages_from(entry_stage)
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
@@ -371,10 +327,6 @@ class SpanTrainer:
         return entry_gradient
 
     def _require_finite(self, value: float, entry_stage: int, microbatch: MicrobatchId, what: str) -> None:
-        """Raises NonFinite, and counts the microbatch as refused at stage `entry_stage`, when `value` is not finite.
-
-        what: the value's name in the event and the error.
-        """
         if not math.isfinite(value):
             self.stages[entry_stage].record_refusal(microbatch.hex(), f"{what} is not finite")
             raise NonFinite(

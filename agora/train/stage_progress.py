@@ -1,7 +1,4 @@
-"""How far one of this peer's stages is with its training: a snapshot that any thread may read.
-
-Knows: steps, tokens, lineages. Must not know: tensors, how steps are taken.
-"""
+"""How far one of this peer's stages is with its training: a snapshot that any thread may read."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ class StageProgress:
     tokens_in_share: int  # counted here for the open share
     tokens_counted: int  # counted here since the stage was loaded
     tokens_total: int  # this replica's tokens in all steps and shares, those of a loaded state included
+    # Number of microbatches by how many steps old their gradient was; the last bin has all older ones.
     staleness: tuple[int, ...]
-    """Number of microbatches by how many steps old their gradient was; the last bin has all older ones."""
     tokens_predicted: int  # of those counted here, tokens whose gradient was computed at predicted weights
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
     account: StageAccount  # what became of the tokens counted here
@@ -33,13 +30,8 @@ class StageProgress:
 
     @property
     def agreed(self) -> int:
-        """Steps that this replica had taken at the last mean that it, or its loaded state, has applied; 0: none yet.
-
-        The mean is an exact step's gradient, or the slice that was due after a local step.
-        """
         return max(self.lineages)
 
     @property
     def lineage(self) -> int:
-        """The lineage of step `agreed`; 0 where that lineage is unknown, see train.lineage."""
         return self.lineages[self.agreed]

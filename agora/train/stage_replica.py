@@ -1,7 +1,4 @@
-"""A trained stage's exchange with its replicas on other peers: differences to the anchor, and its whole state.
-
-Knows: flat weights and moments, the anchor. Must not know: peers, rounds, how a mean is computed, files.
-"""
+"""A trained stage's exchange with its replicas on other peers: differences to the anchor, and its whole state."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ from agora.state.layout import Flat, Layout, StageState
 from agora.step_kinds import EXACT
 from agora.train.trained_stage import TrainedStage
 
-Blocks = NDArray[np.int64]
-"""Numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once."""
+Blocks = NDArray[np.int64]  # numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once
+# A slice's mean difference to the anchor, float32 [n], and for each of its parts whether the round gave a mean.
 AveragedSlice = tuple[Tensor, tuple[bool, ...]]
-"""A slice's mean difference to the anchor, float32 [n], and for each of its parts whether the round gave a mean."""
 
 
 class StageReplica(TrainedStage):
@@ -123,10 +119,6 @@ class StageReplica(TrainedStage):
         self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage, state.plan)
 
     def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
-        """Returns a state's array as a new tensor on the CPU, with its padding set to zero.
-
-        name: for the error. Raises ProtocolError for None, and unless the array is float32 [layout.numel] and finite.
-        """
         fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)
         if array is None or not fits or not np.isfinite(array).all():
             problem = "are missing, have another size than this run's, or are not finite"
@@ -136,5 +128,4 @@ class StageReplica(TrainedStage):
         return values
 
     def _block_numbers(self, blocks: Blocks) -> Tensor:
-        """Returns the block numbers as an int64 tensor on the device."""
         return torch.tensor(blocks, dtype=torch.int64, device=self.sum.flat.device)

@@ -4,8 +4,6 @@ In host memory the state takes nothing of the device but a piece at a time: a st
 updates them there and copies them back. The arithmetic is the device's in both cases, so that replicas that differ in
 this stay equal to the last bit. Source: state sharded and offloaded apart from compute, as in Cephalo (arXiv
 2411.01075) and ZeRO-Offload (arXiv 2101.06840), but with the update on the device.
-
-Knows: tensors, devices. Must not know: optimizers, layouts, when a step is due.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+# Maximum number of elements of a moment that are copied to the device at a time: 16 MiB in float32.
 PIECE: Final = 1 << 22
-"""Maximum number of elements of a moment that are copied to the device at a time: 16 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)

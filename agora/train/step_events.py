@@ -1,7 +1,4 @@
-"""Carries step events from the device thread to the event loop.
-
-Knows: one queue, asyncio. Must not know: what follows from a step.
-"""
+"""Carries step events from the device thread to the event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ class StepEvents:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def __aiter__(self) -> AsyncIterator[StepEvent]:
-        """Yields the events in order, and waits for the next ones; ends only when its task is cancelled."""
         while True:
             while self._events:
                 yield self._events.popleft()

@@ -1,7 +1,4 @@
-"""Counts what becomes of the tokens whose gradients this peer computes for one stage.
-
-Knows: tokens, steps that were taken. Must not know: gradients, weights, other peers.
-"""
+"""Counts what becomes of the tokens whose gradients this peer computes for one stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One stage in training: its weights, the gradient sum of its next step, and the step itself.
-
-Knows: weights, the optimizer, which graphs are alive. Must not know: how gradients are computed, queues, peers.
-"""
+"""One stage in training: its weights, the gradient sum of its next step, and the step itself."""
 
 from __future__ import annotations
 
@@ -30,10 +27,9 @@ from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_prediction import WeightPrediction
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion
 
+# Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows.
 MAX_CLOSED_SHARES = 2
-"""Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows."""
-STALENESS_BINS = 33
-"""Staleness 0, 1, ... 31, and one bin for everything older."""
+STALENESS_BINS = 33  # staleness 0, 1, ... 31, and one bin for everything older.
 
 
 def stage_layout(manifest: Manifest, stage: int) -> Layout:
@@ -74,8 +70,8 @@ class TrainedStage:
         self._averaging = manifest.averaging
         self._change_rule = ChangeRule.from_manifest(manifest)
         self.plan = first_step_plan(manifest)
+        # During local steps, the anchor and what moves it; None during exact ones.
         self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_local(0) else None
-        """During local steps, the anchor and what moves it; None during exact ones."""
         average = None if place.in_host else self.optimizer.average
         self._average = None if average is None else WeightVersion(average, layout, module)
         self.prediction: WeightPrediction | None = None
@@ -83,8 +79,8 @@ class TrainedStage:
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
         self._lineages = {0: INITIAL_LINEAGE}
+        # This replica's supervised tokens in the steps taken so far; those of a loaded state are included.
         self.tokens_stepped = 0
-        """This replica's supervised tokens in the steps taken so far; those of a loaded state are included."""
         self._stashed = stashed
         self._report = report
         self._on_step = on_step
@@ -99,7 +95,6 @@ class TrainedStage:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        """Sets `progress`, which other threads read, to a new snapshot of the stage's counts."""
         summed = self.sum.totals.tokens
         waiting = sum(share.totals.tokens for share in self._closed_shares) + summed
         self.progress = StageProgress(
@@ -149,21 +144,14 @@ class TrainedStage:
 
     @property
     def _open_step(self) -> int:
-        """The number of the step whose share is open: `step` + the number of closed shares."""
         return self.step + len(self._closed_shares)
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
-        """The moments of the stage's state by name: the optimizer's, and with local steps anchor and velocity."""
         return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
 
     @property
     def evaluated(self) -> WeightVersion:
-        """The weights that evaluations and exports use: the moving average, or without one the current weights.
-
-        The average changes in place at every step, so no graph on it may be kept. If it is in host memory, each read
-        returns a copy on the device, about as large as the gradients, which an evaluation does not have.
-        """
         average = self.optimizer.average
         if self._average or average is None:
             return self._average or self.weights.current
@@ -188,7 +176,6 @@ class TrainedStage:
         return self.prediction.version(gradients)
 
     def _ends_within(self, tokens: int) -> bool:
-        """Returns whether the open share will be complete, and its step taken or awaited, once `tokens` more count."""
         step, counted = self._open_step, self.sum.totals.tokens
         ends_here = self.policy.must_close(step, self.plan) or not self.policy.uses_mean_gradient(step, self.plan)
         return ends_here and counted + tokens >= self.policy.tokens_needed(step)
@@ -252,10 +239,6 @@ class TrainedStage:
         return self._closed_shares[0].gradient
 
     def _close_share(self) -> None:
-        """Moves the sum's mean to a new closed share on the CPU, clears the sum, and calls `on_step` with ShareClosed.
-
-        A mean that is not finite is counted as refused, and becomes zeros over 0 tokens.
-        """
         step = self._open_step
         mean = self.sum.mean().cpu()
         totals = self.sum.clear()
@@ -303,11 +286,9 @@ class TrainedStage:
         self._update_progress()
 
     def _new_outer(self) -> OuterOptimizer:
-        """Returns an outer optimizer whose anchor is the current weights."""
         return OuterOptimizer(self._averaging, self.layout, self.weights.current.flat)
 
     def _leave_lineage(self) -> None:
-        """Gives the present step a lineage that no other replica has, and drops those of all earlier steps."""
         self._lineages = {self.step: lineage_of_weights(self.weights.current.flat.cpu().numpy().data)}
         self._update_progress()
 
@@ -333,10 +314,6 @@ class TrainedStage:
         self._update_progress()
 
     def _step_with_sum(self) -> None:
-        """Takes and reports an optimizer step with the summed gradient divided by its tokens, and clears the sum.
-
-        A sum that is not finite is dropped and counted as refused; then no step is taken.
-        """
         result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.totals.tokens)
         totals = self.sum.clear()
         if result is None:
@@ -349,17 +326,6 @@ class TrainedStage:
     def _count_step(
         self, totals: SumTotals, result: StepResult | None, step_tokens: int | None = None, checksum: int = 0
     ) -> None:
-        """Adds 1 to `step` and the step to the accounts, reports StepTaken and calls `on_step`.
-
-        An exact step gets a lineage. Before the first local step an outer optimizer is made, with the weights as
-        anchor. After the last one it is dropped, and the lineage becomes one that no other replica has: so all replicas
-        but one fetch that one's state, and are equal again (averaging.divergence).
-
-        totals: this replica's totals in the step.
-        result: None if the weights did not change here; then the accounts leave the step out.
-        step_tokens: tokens of all replicas in the mean gradient; None if the step was not taken along such a mean.
-        checksum: of the gradient, for the lineage.
-        """
         now = time.monotonic()
         staleness = totals.staleness(self.step)
         if not self.plan.is_local(self.step):

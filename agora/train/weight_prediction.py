@@ -1,7 +1,5 @@
 """Predicts the weights of the step for which a microbatch will count, before the steps until then are taken.
 
-Knows: this replica's own gradients of the steps to come, the optimizer. Must not know: peers, rounds, microbatches.
-
 A microbatch counts for a later step than its forward sees in two cases: a share is closed and its mean gradient is
 still being formed; or the microbatches in progress before this one complete the open share. At the present weights its
 gradient would be a step old. It is computed at predicted weights instead: the present ones after the optimizer's step
@@ -21,8 +19,8 @@ from agora.train.gradient_sum import GradientShare
 from agora.train.optimizer import StageOptimizer
 from agora.train.weight_versions import StashedForwards, VersionedWeights, WeightVersion
 
+# Weights are predicted where that takes at most this fraction of the memory that the device has available.
 MAX_MEMORY_FRACTION: Final = 1 / 8
-"""Weights are predicted where that takes at most this fraction of the memory that the device has available."""
 
 
 def predicts_weights(manifest: Manifest, weights_bytes: int, available_bytes: int) -> bool:
@@ -43,8 +41,8 @@ class WeightPrediction:
         self._optimizer = optimizer
         self._stashed = stashed
         self._predicted = weights.twin()
+        # The steps that the predicted weights have taken beyond the stage's own; () before the first prediction.
         self._steps: tuple[int, ...] = ()
-        """The steps that the predicted weights have taken beyond the stage's own; () before the first prediction."""
 
     def forget(self) -> None:
         """Makes the prediction void, because the weights were replaced."""

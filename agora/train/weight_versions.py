@@ -1,8 +1,5 @@
 """The versions of a stage's weights, and the forwards that wait for their backward on one of them.
 
-Knows: flat weights, modules that view them, what is kept of a forward. Must not know: how forwards are computed,
-optimizers, peers, clocks.
-
 A graph that is kept for a backward needs its weights unchanged: call make_writable before each change.
 """
 
@@ -22,8 +19,8 @@ from agora.model import Stage
 from agora.state.layout import Layout, TensorSlot, lay_out
 from agora.train.objectives import TokenBatch
 
+# Stashed forwards and queued jobs are refused beyond this many times the usual number of microbatches in flight.
 LIMIT_FACTOR = 4
-"""Stashed forwards and queued jobs are refused beyond this many times the usual number of microbatches in flight."""
 
 
 def tensor_in(flat: Tensor, slot: TensorSlot) -> Tensor:
@@ -140,7 +137,6 @@ class StashedForwards:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Returns the number of forwards kept, with their graph or without."""
         return len(self._forwards)
 
     def require_room(self, microbatch: MicrobatchId, entry_stage: int) -> None:
