@@ -1,6 +1,6 @@
 """Writes the tables of SPEC.md from the code, so that they cannot drift apart: `python protocol/tables.py`.
 
-A test compares every table in SPEC.md with what this renders. Knows markdown and the package; nothing of the prose.
+A test compares every table in SPEC.md with what this renders.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ LIMITS: Final = {
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
-    """Returns a markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
@@ -155,12 +154,10 @@ def addresses_table() -> str:
 
 
 def _default(value: Any) -> str:
-    """Returns a default value as SPEC.md shows it; empty for a required field."""
     return "" if value is REQUIRED else f"`{toml_value(value)}`"
 
 
 def _structure(kind: type[Structure], title: str) -> str:
-    """Returns the section of one message or record: its title, its docstring, and the table of its fields."""
     text = f"#### {title}\n\n{' '.join((kind.__doc__ or '').split())}\n\n"
     rows = [[f"`{name}`", f.words, _default(f.default), f.doc] for name, f in kind.FIELDS.items()]
     return text + (_table(["field", "type", "usual", "meaning"], rows) if rows else "No fields.\n") + "\n"
@@ -191,7 +188,6 @@ def tickets_tables() -> str:
 
 
 def _bounds(field: Any) -> str:
-    """Returns the bounds of a manifest's field, such as ">= 1, <= 100"."""
     words = []
     for item in field.metadata:
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
@@ -201,7 +197,6 @@ def _bounds(field: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """Returns a type in words: str as "text", tuple[int, ...] as "list of int", Literal["a", "b"] as "a or b"."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is tuple:
         return f"list of {_type(inside[0])}"
@@ -228,7 +223,6 @@ def base_model_table() -> str:
 
 
 def _key_row(name: str, field: Any) -> list[str]:
-    """Returns the row of one key of a manifest."""
     return [f"`{name}`", _type(field.annotation), _bounds(field), _default(field.default), field.description or ""]
 
 

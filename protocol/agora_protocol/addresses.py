@@ -1,4 +1,4 @@
-"""Checks the multiaddrs that peers send each other before anything dials them. Knows their grammar only.
+"""Checks the multiaddrs that peers send each other before anything dials them.
 
 Only internet addresses are allowed: a stranger must not make this peer dial a Unix socket, for example.
 """
@@ -16,16 +16,13 @@ from agora_protocol.limits import MAX_ADDRESS_BYTES
 
 _HOST: Final = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_-]{1,63})*\.?\Z", re.ASCII)
 _HASH: Final = re.compile(r"[A-Za-z0-9_-]{1,128}\Z", re.ASCII)
+# By IP version, the leading bits of an address that addresses of one network have in common.
 PREFIX_BITS: Final = {4: 24, 6: 48}
-"""By IP version, the leading bits of an address that addresses of one network have in common."""
 _RELAY_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{46,60}\Z", re.ASCII)
 
 
 def _is_ip(version: int) -> Callable[[str], bool]:
-    """Returns a function that tests whether a text is an IP address of that version (4 or 6), without a zone."""
-
     def is_address(text: str) -> bool:
-        """Returns whether `text` is an IP address of `version` without a zone such as %eth0."""
         try:
             return ipaddress.ip_address(text).version == version and "%" not in text
         except ValueError:
@@ -35,22 +32,19 @@ def _is_ip(version: int) -> Callable[[str], bool]:
 
 
 def _is_port(text: str) -> bool:
-    """Returns whether `text` is a port number: 1 to 5 ASCII digits, at most 65535."""
     return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65_535
 
 
 def _is_host(text: str) -> bool:
-    """Returns whether `text` has the form of a DNS name: labels of letters, digits, - and _, at most 253 characters."""
     return _HOST.match(text) is not None
 
 
 def _is_hash(text: str) -> bool:
-    """Returns whether `text` is 1 to 128 characters of base64url, as a certificate's hash is written."""
     return _HASH.match(text) is not None
 
 
 def _is_any_peer_id(text: str) -> bool:
-    """Returns whether `text` is 46 to 60 base58 characters: a peer id of any key, since relays may not have Ed25519."""
+    # Returns whether `text` is 46 to 60 base58 characters: a peer id of any key, since relays may not have Ed25519.
     return _RELAY_ID.match(text) is not None
 
 
@@ -79,11 +73,6 @@ PARTS: Final[dict[str, Callable[[str], bool] | None]] = {
 
 @lru_cache(maxsize=4096)
 def _grammar_problem(text: str) -> str | None:
-    """Returns what is wrong with a multiaddr in words, or None.
-
-    Wrong are a part not in PARTS, a value that the part's check refuses, and an end other than /p2p/ and the peer id of
-    an Ed25519 key.
-    """
     words = text.split("/")
     if words[0] != "" or len(words) < 2:
         return "must begin with /"

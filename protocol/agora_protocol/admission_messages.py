@@ -1,6 +1,6 @@
 """The messages by which peers admit each other: HELLO, and the revocations that they pass on.
 
-Knows: fields and bounds. Must not know: the other messages, which revocation counts. SPEC.md sections 4 and 10.
+SPEC.md sections 4 and 10.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The messages by which replicas agree: gossip of steps, the parts of averaging rounds, and their means.
 
-Knows what a message must be; not which peers may send it, nor what a receiver does. SPEC.md, section 10.
+SPEC.md, section 10.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from agora_protocol.message_base import FrameType, Message
 _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
 _WHAT: Final = ("gradient", "slice")
 
+# How far a replica is, in the order that `replicas` of GossipSteps describes.
 GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int, int]
-"""How far a replica is, in the order that `replicas` of GossipSteps describes."""
 
 
 def _replica_steps(doc: str) -> Any:
-    """Declares a list field of replicas, documented by `doc`.
-
-    Each is [replica, step, open_step, tokens, tokens_counted, agreed, lineage, start_step, carried, age_ms].
-    """
     counts = (int_field(0, MAX_UINT) for _ in range(5))
     lineage, start_step, carried = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, MAX_UINT)
     entry = tuple_field(peer_id_field(), *counts, lineage, start_step, carried, int_field(0, MAX_DEADLINE_MS))

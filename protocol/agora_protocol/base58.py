@@ -1,4 +1,4 @@
-"""Encodes and decodes base58 with Bitcoin's alphabet, as libp2p writes peer ids. Knows nothing of what the bytes mean.
+"""Encodes and decodes base58 with Bitcoin's alphabet, as libp2p writes peer ids.
 
 The cost is quadratic in the length, so callers bound the length first.
 """

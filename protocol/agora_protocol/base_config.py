@@ -1,7 +1,4 @@
-"""The config.json of a Hugging Face model inside a manifest: its canonical text, and the sizes that it gives.
-
-Knows: JSON, names of keys. Must not know: files, layers, the package transformers.
-"""
+"""The config.json of a Hugging Face model inside a manifest: its canonical text, and the sizes that it gives."""
 
 from __future__ import annotations
 
@@ -12,22 +9,22 @@ from typing import Any, Final
 from agora_protocol.fields import describe
 from agora_protocol.limits import MAX_CONFIG_BYTES
 
+# The values of `model_type` that a run can train.
 MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
-"""The values of `model_type` that a run can train."""
+# The keys of config.json for each size: the usual one, and GPT-2's.
 SIZE_KEYS: Final[dict[str, tuple[str, str]]] = {
     "layers": ("num_hidden_layers", "n_layer"),
     "width": ("hidden_size", "n_embd"),
     "vocabulary": ("vocab_size", "vocab_size"),
     "positions": ("max_position_embeddings", "n_positions"),
 }
-"""The keys of config.json for each size: the usual one, and GPT-2's."""
+# Keys of config.json that must be false, null or empty, and why a model that sets one is refused.
 UNSUPPORTED: Final[dict[str, str]] = {
     "auto_map": "is computed by code of its own, which is never run",
     "quantization_config": "is quantised; use the folder of the unquantised model",
     "add_cross_attention": "has cross-attention, which is not a decoder alone",
     "use_bidirectional_attention": "attends to later tokens, and cannot learn to predict them",
 }
-"""Keys of config.json that must be false, null or empty, and why a model that sets one is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,6 @@ def sizes_in(config: dict[str, Any]) -> BaseSizes:
 
 
 def _size(config: dict[str, Any], key: str) -> int:
-    """Returns the config's value for `key`. Raises ValueError unless it is an integer from 1 to 2^31 - 1."""
     value = config.get(key)
     if type(value) is not int or not 0 < value < 2**31:
         raise ValueError(f"has {key} {describe(value)}, which is not a size")
@@ -82,5 +78,4 @@ def _size(config: dict[str, Any], key: str) -> int:
 
 
 def _refuse_constant(name: str) -> None:
-    """Raises ValueError; the JSON reader calls it for NaN and infinity."""
     raise ValueError(f"{name} is not a number")

@@ -1,7 +1,6 @@
 """The names of boundary codecs, and the dtype, shape and bytes of a wire tensor that follow from a name.
 
-A name is the value of a manifest's boundary.codec, such as "bf16", "int6/int3" or "top28:int8". Knows: names and sizes.
-Must not know: tensor libraries, nor how values become bytes (agora.codec).
+A name is the value of a manifest's boundary.codec, such as "bf16", "int6/int3" or "top28:int8".
 """
 
 from __future__ import annotations
@@ -17,24 +16,22 @@ from agora_protocol.limits import BOUNDARY_BLOCK
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
-Shape = tuple[int, int, int]
-"""The shape of a boundary, [b, s, k]: sequences, positions, values for each token."""
+Shape = tuple[int, int, int]  # the shape of a boundary, [b, s, k]: sequences, positions, values for each token
+# The number formats in which the values of an averaging round are sent; normal2 to normal4 take 2 to 4 bits each.
 WireName = Literal["normal2", "normal3", "normal4", "int8", "bf16", "float32"]
-"""The number formats in which the values of an averaging round are sent; normal2 to normal4 take 2 to 4 bits each."""
 WIRE_NAMES: Final[tuple[WireName, ...]] = get_args(WireName)
 
 UNCOMPRESSED_BYTES: Final = {"bf16": 2, "float32": 4}
 SCALE_BYTES: Final = 2
 BITS: Final = range(2, 9)
+# The codecs of one direction. A boundary codec is one of them for both directions, or two as FORWARD/BACKWARD.
 DIRECTION_CODEC_NAMES: Final = (
     *UNCOMPRESSED_BYTES,
     *(f"int{bits}{rotated}" for bits in reversed(BITS) for rotated in ("", "h")),
 )
-"""The codecs of one direction. A boundary codec is one of them for both directions, or two as FORWARD/BACKWARD."""
+# The prefix topN: of a codec that sends only N columns; not allowed before rotated codecs.
 TOP_COLUMNS: Final = re.compile(r"top([1-9][0-9]{0,4}):")
-"""The prefix topN: of a codec that sends only N columns; not allowed before rotated codecs."""
-COLUMN_BYTES: Final = 2
-"""Bytes of a column's number, which is below 65,536 as a model's width is."""
+COLUMN_BYTES: Final = 2  # bytes of a column's number, which is below 65,536 as a model's width is
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +132,10 @@ def parse_codec(name: str) -> CodecSpec:
 
 
 def _direction_codec(name: str) -> DirectionCodec:
-    """Returns the codec of one direction called `name`, one of DIRECTION_CODEC_NAMES."""
     return DirectionCodec(name, 0 if name in UNCOMPRESSED_BYTES else int(name[3]), name.endswith("h"))
 
 
 def _remedy(name: str) -> str:
-    """Returns the end of the error for an unknown `name`: a similar known name, if there is one, and all names."""
     close = difflib.get_close_matches(name[:64], DIRECTION_CODEC_NAMES, n=1)
     suggestion = f"did you mean {close[0]!r}? " if close else ""
     return (

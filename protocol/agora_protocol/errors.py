@@ -10,8 +10,7 @@
     |-- PeerFailed           a peer began and could not finish, for a reason of its own
     `-- LocalError           this machine cannot do it: DiskError | OutOfMemory | DeviceError | IdentityError
 
-Every text is one sentence; it ends with what the reader can do, where there is something to do. Knows nothing of the
-wire: refusals.py turns these errors into a Refusal and back.
+Every text is one sentence; it ends with what the reader can do, where there is something to do.
 """
 
 from collections.abc import Sequence

@@ -56,7 +56,6 @@ def int_field(low: int, high: int, *, default: Any = REQUIRED, doc: str = "") ->
     """Declares a field: an int, not a bool, from `low` to `high`."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not an int from `low` to `high` (a bool is not one); None if it is."""
         if type(value) is not int:
             return f"is {describe(value)}; it must be an integer"
         return None if low <= value <= high else f"is {describe(value)}; it must be from {low} to {high}"
@@ -68,7 +67,6 @@ def float_field(low: float, high: float, *, optional: bool = False, default: Any
     """Declares a field: a finite float from `low` to `high`, or None if `optional`; an int is refused."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not a finite float from `low` to `high`, nor None where `optional`; None if it is."""
         if value is None and optional:
             return None
         if not isinstance(value, float) or not math.isfinite(value):
@@ -82,7 +80,6 @@ def bool_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a field: a bool."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns in words what `value` is if it is not a bool; None if it is one."""
         return None if isinstance(value, bool) else f"is {describe(value)}; it must be true or false"
 
     return Field("bool", find_problem, default, doc)
@@ -93,7 +90,6 @@ def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED
     compiled = re.compile(pattern, re.ASCII) if pattern else None
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not valid Unicode of at most `most` bytes that matches `pattern`; None if it is."""
         if not isinstance(value, str):
             return f"is {describe(value)}; it must be a text"
         if len(value) > most or (not value.isascii() and _utf8_length(value) > most):
@@ -106,7 +102,6 @@ def text_field(most: int, *, pattern: str | None = None, default: Any = REQUIRED
 
 
 def _utf8_length(value: str) -> float:
-    """Returns the length of `value` in bytes of UTF-8; infinity when it cannot be encoded."""
     try:
         return len(value.encode())
     except UnicodeEncodeError:
@@ -118,7 +113,6 @@ def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED,
     words = " or ".join(map(str, lengths)) if most is None else f"<= {most}"
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not bytes of an allowed length; None if it is."""
         if not isinstance(value, bytes):
             return f"is {describe(value)}; it must be bytes"
         fits = len(value) in lengths if most is None else len(value) <= most
@@ -131,7 +125,6 @@ def choice_field(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a field: a text that is one of `words`."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not one of `words`; None if it is."""
         return (
             None
             if isinstance(value, str) and value in words
@@ -145,7 +138,6 @@ def peer_id_field(*, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a field: the base58 peer id of an Ed25519 key."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not the base58 peer id of an Ed25519 key; None if it is."""
         fits = isinstance(value, str) and is_peer_id(value)
         return None if fits else f"is {describe(value)}; it must be the peer id of an Ed25519 key"
 
@@ -156,13 +148,12 @@ def span_field(*, doc: str = "") -> Any:
     """Declares a field: a Span of at most MAX_SPAN_STAGES stages; on the wire it is [first, last]."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not a Span of at most MAX_SPAN_STAGES stages; None if it is."""
         if not isinstance(value, Span):
             return f"is {describe(value)}; it must be [first, last], two stages from 0 to {MAX_STAGES - 1} in order"
         return None if len(value) <= MAX_SPAN_STAGES else f"is {value}; a span has at most {MAX_SPAN_STAGES} stages"
 
     def load(value: Any) -> Any:
-        """Returns [first, last] from the wire as a Span; anything else unchanged, so that the check refuses it."""
+        # Returns [first, last] from the wire as a Span; anything else unchanged, so that the check refuses it.
         if isinstance(value, tuple) and len(value) == 2 and all(type(end) is int for end in value):
             try:
                 return Span(*value)
@@ -185,7 +176,6 @@ def list_field(item: Any, most: int, *, default: Any = REQUIRED, doc: str = "") 
     check_item: Check = item.check
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not a tuple of at most `most` items that are all valid; None if it is."""
         if not isinstance(value, tuple) or len(value) > most:
             return f"must be a list of at most {most}"
         for position, entry in enumerate(value):
@@ -200,7 +190,6 @@ def tuple_field(*items: Any) -> Any:
     """Declares a tuple of one value for each field of `items`, checked by it; for use as the item of a list_field."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not a tuple whose values fit `items` one by one; None if it is."""
         if not isinstance(value, tuple) or len(value) != len(items):
             return f"is {describe(value)}; it must be a list of {len(items)}"
         for item, part in zip(items, value, strict=True):
@@ -215,7 +204,6 @@ def addresses_field(*, doc: str = "") -> Any:
     """Declares a field: a tuple of at most MAX_ADDRESSES multiaddrs that each end in /p2p/PEER."""
 
     def find_problem(value: Any) -> str | None:
-        """Returns why `value` is not one multiaddr that ends in /p2p/PEER; None if it is."""
         if not isinstance(value, str):
             return f"is {describe(value)}; it must be a text"
         problem = address_problem(value)
@@ -252,7 +240,6 @@ class Structure:
     _dumps: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Makes the subclass a frozen dataclass of the Fields that it declares, with their defaults and checks."""
         cls.FIELDS = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         for name, field in cls.FIELDS.items():
             if field.default is REQUIRED:
@@ -264,7 +251,6 @@ class Structure:
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
-        """Checks the instance: raises ProtocolError for the first invalid field, then for what find_problem returns."""
         values = self.__dict__
         for name, _, check in self._checks:
             if problem := check(values[name]):
@@ -310,7 +296,6 @@ class Structure:
 
 
 def _key_problem(cls: type[Structure], fields: Mapping[str, Any]) -> str:
-    """Returns the error's sentence: it names keys of the map that `cls` does not have; without any, missing fields."""
     unknown = sorted(describe(key) for key in fields.keys() - cls.FIELDS.keys())
     missing = sorted(cls.FIELDS.keys() - fields.keys())
     if unknown:

@@ -1,4 +1,4 @@
-"""Encodes and decodes frames: a prefix of 16 bytes, a msgpack header, raw tensors. Knows the byte layout, no streams.
+"""Encodes and decodes frames: a prefix of 16 bytes, a msgpack header, raw tensors.
 
 A reader takes 16 bytes and calls Prefix.parse, which checks every length. It takes the header and calls decode_header,
 which checks every tensor. It reads the payload into one buffer and calls slice_payload, which copies nothing.
@@ -80,16 +80,11 @@ class Prefix(NamedTuple):
 
 
 def _check_call(kind: FrameType, call: int) -> None:
-    """Raises ProtocolError("bad-frame") unless `call` is 0 for HELLO and GOODBYE, 1 to MAX_CALL for others."""
     if (call == 0) != (kind in _OF_CONNECTION) or not 0 <= call <= MAX_CALL:
         raise ProtocolError("bad-frame", f"{kind.name} frames must not have call {call}.")
 
 
 def _check_lengths(kind: FrameType, header_bytes: int, payload_bytes: int, limits: FrameLimits) -> None:
-    """Raises ProtocolError: "too-large" for a length beyond `limits`, "bad-frame" for one that the type forbids.
-
-    Only REQUEST and ANSWER may have a payload. CANCEL has no header, GOODBYE may have one, all others must.
-    """
     most = limits.max_answer_header_bytes if kind is FrameType.ANSWER else limits.max_header_bytes
     if header_bytes > most:
         raise ProtocolError(
@@ -126,10 +121,6 @@ def encode_frame(
 
 
 def _check_message_fits(type: FrameType, message: Message, tensors: int) -> None:
-    """Raises ProtocolError if a frame of this type may not carry the message, with this number of `tensors`.
-
-    Its code is "bad-message" for the type, "bad-tensor" for the number.
-    """
     if type not in message.FRAMES:
         raise ProtocolError("bad-message", f"{message.__class__.__name__} does not travel in {type.name} frames.")
     fewest, most = message.TENSORS
@@ -164,7 +155,6 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
 
 
 def _read_specs(listed: Any) -> tuple[TensorSpec, ...]:
-    """Returns a header's list of [dtype, shape] as checked specs. Raises ProtocolError("bad-tensor")."""
     if not isinstance(listed, tuple) or len(listed) > MAX_TENSORS:
         raise ProtocolError("bad-tensor", f"A header lists at most {MAX_TENSORS} tensors.")
     specs = []

@@ -1,4 +1,4 @@
-"""A peer's Ed25519 key and its file, in libp2p's format. Knows keys and one small file; nothing of records or networks.
+"""A peer's Ed25519 key and its file, in libp2p's format.
 
 The file is the protobuf `PrivateKey {1: KeyType = Ed25519 (1), 2: data = 32 private bytes || 32 public bytes}`, 68
 bytes, mode 0600. It is the file that go-libp2p reads and writes, and so hivemind's daemon too.
@@ -88,11 +88,10 @@ class Identity:
         return KEY_FILE_PREFIX + self._private.private_bytes_raw() + self._private.public_key().public_bytes_raw()
 
     def __repr__(self) -> str:
-        """Returns a text with the peer id, without the secret."""
         return f"Identity({self.peer})"
 
     def __reduce__(self) -> str:
-        """Raises TypeError, so that the secret is never pickled or copied."""
+        # Raises TypeError, so that the secret is never pickled or copied.
         raise TypeError("an identity is not pickled")
 
 
@@ -111,7 +110,7 @@ def public_key_of(peer: PeerId) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _verifier(public_key: bytes) -> Ed25519PublicKey:
-    """Returns the key object for a raw public key; cached, since building one costs more than a check."""
+    # Returns the key object for a raw public key; cached, since building one costs more than a check.
     return Ed25519PublicKey.from_public_bytes(public_key)
 
 
@@ -128,7 +127,6 @@ def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
 
 
 def _write_new(path: Path, data: bytes) -> bool:
-    """Writes a new file of mode 0600, wholly or not at all, and makes missing folders; returns False if it exists."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -146,10 +144,6 @@ def _write_new(path: Path, data: bytes) -> bool:
 
 
 def _read_private_file(path: Path) -> bytes:
-    """Returns the first MAX_KEY_FILE_BYTES bytes of a file.
-
-    Raises IdentityError if it is missing, unreadable, no regular file, or accessible to other users.
-    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
@@ -172,10 +166,6 @@ def _read_private_file(path: Path) -> bytes:
 
 
 def _parse_key_file(data: bytes, path: Path) -> bytes:
-    """Returns the raw private key in a key file's bytes.
-
-    Raises IdentityError, which names `path`, for another form or type of key, and if the two halves do not match.
-    """
     kind = KEY_TYPES.get(data[1]) if len(data) > 2 and data[0] == 0x08 else None
     if kind is not None and kind != "Ed25519":
         raise IdentityError(

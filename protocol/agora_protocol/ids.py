@@ -1,4 +1,4 @@
-"""The ids of peers, runs and microbatches, and spans of stages. Knows their form, not what they name.
+"""The ids of peers, runs and microbatches, and spans of stages.
 
 A peer id is libp2p's: base58 of the identity multihash of the protobuf-wrapped Ed25519 public key, so the key itself
 can be read out of the id and no lookup is ever needed to check a signature.
@@ -37,7 +37,6 @@ class Span:
     last: int
 
     def __post_init__(self) -> None:
-        """Raises InputError unless 0 <= first <= last < MAX_STAGES."""
         if not 0 <= self.first <= self.last < MAX_STAGES:
             raise InputError(
                 f"{self.first}-{self.last} is not a span of stages; write it as 2 or 0-1, from 0 to {MAX_STAGES - 1}."
@@ -45,19 +44,15 @@ class Span:
 
     @property
     def stages(self) -> range:
-        """The stages of the span, in order."""
         return range(self.first, self.last + 1)
 
     def __contains__(self, stage: int) -> bool:
-        """Returns whether the stage lies in the span."""
         return self.first <= stage <= self.last
 
     def __len__(self) -> int:
-        """Returns the number of stages."""
         return self.last - self.first + 1
 
     def __str__(self) -> str:
-        """Returns the text that `parse` reads: "2" for one stage, "0-1" for several."""
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     @classmethod
@@ -93,7 +88,6 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 @lru_cache(maxsize=4096)
 def _decode_key(text: str) -> bytes | None:
-    """Returns the public key in a base58 text with the prefix of Ed25519 peer ids, or None."""
     try:
         data = base58.decode(text)
     except ValueError:

@@ -1,10 +1,4 @@
-"""Invites: texts that one person sends to another, who can join a run with it. Knows the form, nothing of networks.
-
-    agora://RUN/NAME@ADDRESS,ADDRESS
-    agora://RUN/NAME/TICKET@ADDRESS,ADDRESS
-
-RUN is the run id in hex, NAME the run's name percent-encoded, TICKET a ticket in base64url, each ADDRESS a
-multiaddr that ends in /p2p/PEER. Nothing in it needs quoting in a shell. The run id is the hash of the manifest, so an
+"""Invites: texts that one person sends to another, who can join a run with it. Nothing in it needs quoting in a shell. The run id is the hash of the manifest, so an
 invite cannot lead to another run than it names.
 """
 
@@ -40,7 +34,6 @@ class Invite:
     ticket: str = ""
 
     def __post_init__(self) -> None:
-        """Raises InputError for a run id, an address, a name or a ticket that is not valid."""
         if not is_run_id(self.run):
             raise InputError(f"The invite's run id is not 64 hex characters; {_ADVICE}")
         if not 1 <= len(self.addresses) <= MAX_ADDRESSES:
@@ -54,7 +47,6 @@ class Invite:
             raise InputError(f"The invite's name is longer than {MAX_NAME_BYTES} bytes or unprintable; {_ADVICE}")
 
     def __str__(self) -> str:
-        """Returns the text that a person sends: agora://RUN/NAME[/TICKET]@ADDRESS,ADDRESS."""
         ticket = f"/{self.ticket}" if self.ticket else ""
         return f"{SCHEME}{self.run}/{quote(self.name, safe='')}{ticket}@{','.join(self.addresses)}"
 

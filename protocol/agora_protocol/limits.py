@@ -1,6 +1,6 @@
 """Every number that two peers must agree on, or that bounds what a stranger's bytes can cost.
 
-Knows nothing but numbers. SPEC.md quotes them all; a test compares the two.
+SPEC.md quotes them all; a test compares the two.
 """
 
 from typing import Final

@@ -1,7 +1,7 @@
 """The manifest: the immutable description of a run, its TOML form, its canonical bytes, its hash and its signature.
 
-The run id is SHA-256(b"agora manifest 1\\0" || canonical bytes), the founder included, so nothing in a run can change
-under its name. Knows: text, bytes and keys. Must not know: files, machines.
+The run id is SHA-256(b"agora manifest 1\0" || canonical bytes), the founder included, so nothing in a run can change
+under its name.
 """
 
 from __future__ import annotations
@@ -149,12 +149,10 @@ class Manifest(Section):
 
     @property
     def run_id(self) -> RunId:
-        """The SHA-256 of RUN_TAG and the canonical bytes: 64 hex characters, which change with any field."""
         return RunId(hashlib.sha256(RUN_TAG + self.canonical()).hexdigest())
 
     @property
     def stage_count(self) -> int:
-        """Number of stages that the model is cut into."""
         return self.stages.count
 
     def layers_of(self, stage: int) -> range:
@@ -171,25 +169,18 @@ class Manifest(Section):
 
     @property
     def exact_steps(self) -> int:
-        """Number of initial steps along the mean gradient of all replicas: ALL_STEPS in synchronous runs."""
         return ALL_STEPS if self.schedule.kind == "synchronous" else self.averaging.exact_steps
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Number of tokens of one microbatch, b x s; without samples, all of them are supervised."""
         return self.schedule.microbatch * self.model.context
 
     @property
     def quota_tokens(self) -> int:
-        """Number of tokens in whose multiples steps and shares of steps are counted: those of a microbatch; 1 for sft.
-
-        Microbatches of sft differ in their number of supervised tokens.
-        """
         return 1 if self.objective.kind == "sft" else self.tokens_per_microbatch
 
     @property
     def has_marks(self) -> bool:
-        """Whether tokens are sent with marks, which say what is learnt and where sequences begin: True for samples."""
         return self.objective.kind != "lm"
 
     def tokens_shape(self) -> tuple[int, ...]:
@@ -203,10 +194,6 @@ class Manifest(Section):
 
     @property
     def max_payload_bytes(self) -> int:
-        """Bytes of the largest payload of a frame in this run.
-
-        It is the larger of STATE_CHUNK_BYTES and a boundary, in its larger direction, with its tokens of 4 bytes each.
-        """
         shape, codec = self.boundary_shape(), parse_codec(self.boundary.codec)
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
         return max(STATE_CHUNK_BYTES, boundary + 4 * math.prod(self.tokens_shape()))
@@ -231,12 +218,10 @@ class SignedManifest:
 
     @property
     def founder(self) -> PeerId:
-        """The peer that signed."""
         return PeerId(self.manifest.founder)
 
     @property
     def run_id(self) -> RunId:
-        """The id of the run that this manifest describes."""
         return self.manifest.run_id
 
     @classmethod
@@ -311,7 +296,6 @@ def is_signed(text: str, source: str = "manifest") -> bool:
 
 
 def _parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Returns the values of a TOML text. Raises ManifestError if it exceeds 4 x MAX_MANIFEST_BYTES or is not TOML."""
     if len(text.encode(errors="replace")) > 4 * MAX_MANIFEST_BYTES:
         raise ManifestError(f"{source}: the file has more than {4 * MAX_MANIFEST_BYTES} bytes; is it a manifest?")
     try:
@@ -321,12 +305,10 @@ def _parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def _source_of(info: ValidationInfo) -> str:
-    """Returns the `source` that from_values got, which begins the texts of errors; "manifest" without one."""
     return str((info.context or {}).get("source", "manifest"))
 
 
 def _normalise(values: Any) -> Any:
-    """Returns a copy of plain values with, at any depth, lists as tuples and -0.0 as 0.0."""
     if isinstance(values, dict):
         return {key: _normalise(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
@@ -335,7 +317,6 @@ def _normalise(values: Any) -> Any:
 
 
 def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a manifest's values with changes: tables key by key, [model] by its family, others replaced."""
     changed = values | changes
     for name in values.keys() & changes.keys():
         if isinstance(values[name], dict) and isinstance(changes[name], dict):

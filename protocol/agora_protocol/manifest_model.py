@@ -1,7 +1,6 @@
 """The model section of a manifest: what every family's section has, one class per family, and the choice by `family`.
 
-Adding a family: a subclass of ModelSection here, named in MODEL_SECTIONS, and a Family in agora.model. Knows: single
-values and how those of one section fit together. Must not know: layers, tensors, other sections.
+Adding a family: a subclass of ModelSection here, named in MODEL_SECTIONS, and a Family in agora.model.
 """
 
 from __future__ import annotations
@@ -42,17 +41,14 @@ class ModelSection(Section, abc.ABC):
 
     @property
     def can_learn_samples(self) -> bool:
-        """Whether the objectives sft and dpo can train it; False unless overridden."""
         return False
 
     @property
     def has_reference(self) -> bool:
-        """Whether training keeps the initial model as a reference, which dpo needs; False unless overridden."""
         return False
 
     @property
     def dropout(self) -> float:
-        """Share of values that training drops at random; 0 unless overridden."""
         return 0.0
 
     def full_boundary(self) -> dict[str, Any]:
@@ -104,33 +100,25 @@ class SubspaceSection(ModelSection):
 
     @property
     def is_embedding_fixed(self) -> bool:
-        """Whether every token has a fixed embedding row in addition to its learnt one.
-
-        True if `embedding` is "fixed", or if it is "auto" and subspace < width.
-        """
         return self.embedding == "fixed" or (self.embedding == "auto" and self.subspace < self.width)
 
     @property
     def boundary_width(self) -> int:
-        """`subspace`: a boundary carries that many coordinates of each token."""
         return self.subspace
 
     def full_boundary(self) -> dict[str, Any]:
-        """Returns the changes to [model] with which a boundary carries the whole width: {"subspace": width}."""
         return {"subspace": self.width}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence if heads, subspace or embedding do not fit the width, otherwise None."""
+        # Returns an error sentence if heads, subspace or embedding do not fit the width, otherwise None.
         return self._check_heads() or self._check_subspace()
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values, with `subspace` = `width` where `width` is given and `subspace` is not."""
         return {"subspace": values["width"], **values} if "width" in values else values
 
     @classmethod
     def with_changes(cls, values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        """Returns the changed values; a `subspace` that was `width` or link_subspace(width) follows a new width."""
         changed, width = values | changes, changes.get("width")
         if isinstance(width, int) and "subspace" not in changes:
             for rule in (int, link_subspace):
@@ -139,10 +127,6 @@ class SubspaceSection(ModelSection):
         return changed
 
     def _check_heads(self) -> str | None:
-        """Returns an error sentence unless heads divide width into even sizes, and key_value_heads divide heads.
-
-        Returns None if the rule holds.
-        """
         if self.width % self.heads:
             return (
                 f"[model] width {self.width} is not divisible by heads {self.heads}; "
@@ -163,10 +147,6 @@ class SubspaceSection(ModelSection):
         return None
 
     def _check_subspace(self) -> str | None:
-        """Returns an error sentence if `subspace` exceeds `width`, or is less while the embedding is learnt.
-
-        Returns None if the rule holds.
-        """
         if self.subspace > self.width:
             return f"[model] subspace {self.subspace} is more than width {self.width}; remove it, or set it to less."
         if self.subspace < self.width and not self.is_embedding_fixed:
@@ -213,27 +193,23 @@ class HfSection(ModelSection):
 
     @property
     def boundary_width(self) -> int:
-        """`width`: a boundary carries the whole residual stream."""
         return self.width
 
     @property
     def can_learn_samples(self) -> bool:
-        """True: attention can be limited to each sample of a row."""
         return True
 
     @property
     def has_reference(self) -> bool:
-        """Whether lora is trained: without its matrices, the model is the initial one."""
         return self.trained == "lora"
 
     @property
     def dropout(self) -> float:
-        """lora_dropout if lora is trained, otherwise 0; the base model's own dropout is off."""
+        # lora_dropout if lora is trained, otherwise 0; the base model's own dropout is off.
         return self.lora_dropout if self.trained == "lora" else 0.0
 
     @classmethod
     def with_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values with `config` in canonical form, and its sizes where they are not given."""
         try:
             config = parse_config(values["config"])
             sizes = sizes_in(config)
@@ -243,17 +219,9 @@ class HfSection(ModelSection):
         return {**known, **values, "config": canonical_config(config)}
 
     def check_values(self) -> str | None:
-        """Returns an error sentence if config or weights are missing or malformed, or do not fit the sizes.
-
-        Returns None if the rule holds.
-        """
         return self._check_config() or self._check_weights()
 
     def _check_config(self) -> str | None:
-        """Returns an error sentence unless `config` is of a known model of these sizes, with `context` positions.
-
-        Returns None if the rule holds.
-        """
         if not self.config:
             return f"[model] has no config, so there is no base model; {WRITE_ANEW}."
         try:
@@ -272,11 +240,7 @@ class HfSection(ModelSection):
         return None
 
     def _check_weights(self) -> str | None:
-        """Returns an error sentence unless `weights` has distinct plain names of safetensors files, each with a hash.
-
-        Also for a `tensors_hash` that is not a hash. Names must not be paths, so that a manifest cannot make a machine
-        read files in other folders.
-        """
+        # Names must not be paths, so that a manifest cannot make a machine read files in other folders.
         if not self.weights:
             return f"[model] weights names no file; {WRITE_ANEW}."
         for name, digest in self.weights:
@@ -334,6 +298,5 @@ def model_with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[
 
 
 def _section_of(values: dict[str, Any]) -> type[ModelSection] | None:
-    """Returns the ModelSection class of a [model] table's `family` (or DEFAULT_FAMILY); None for an unknown one."""
     family = values.get("family", DEFAULT_FAMILY)
     return MODEL_SECTIONS.get(family) if isinstance(family, str) else None

@@ -1,7 +1,6 @@
 """The rules between the sections of a manifest, and the sentences that explain a wrong manifest.
 
-A rule returns an error sentence, remedy included, or None if it holds. Knows: the sections. Must not know: files,
-bytes, how a family's values fit together (manifest_model).
+A rule returns an error sentence, remedy included, or None if it holds.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from agora_protocol.manifest_toml import toml_value
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
-SIGNING_BYTES: Final = 128
-"""Bytes kept free for founder, signature and their msgpack."""
+SIGNING_BYTES: Final = 128  # bytes kept free for founder, signature and their msgpack
 
 
 def nearest_multiple(value: int, of: int) -> int:
@@ -34,15 +32,11 @@ def nearest_multiple(value: int, of: int) -> int:
 
 
 def _check_model(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless the values of [model] fit together by its family's rules; None otherwise."""
+    # None otherwise.
     return manifest.model.check_values()
 
 
 def _check_stages(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless every stage has a layer.
-
-    first_layers, if given, must be `count` rising layers, the first of them 0.
-    """
     count, cuts, layers = manifest.stages.count, manifest.stages.first_layers, manifest.model.layers
     if layers < count:
         return (
@@ -62,7 +56,7 @@ def _check_stages(manifest: Manifest) -> str | None:
 
 
 def _check_step_tokens(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless target_tokens is a multiple of quota_tokens; None otherwise."""
+    # None otherwise.
     each, target = manifest.quota_tokens, manifest.optimizer.target_tokens
     if target % each:
         return (
@@ -74,7 +68,7 @@ def _check_step_tokens(manifest: Manifest) -> str | None:
 
 
 def _check_warmup(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless warmup_steps < total_steps; None otherwise."""
+    # None otherwise.
     if manifest.optimizer.warmup_steps >= manifest.optimizer.total_steps:
         return (
             f"[optimizer] warmup_steps {manifest.optimizer.warmup_steps} leaves nothing of total_steps "
@@ -84,10 +78,6 @@ def _check_warmup(manifest: Manifest) -> str | None:
 
 
 def _check_codec(manifest: Manifest) -> str | None:
-    """Returns an error sentence for an unknown codec, and for topN: with at least as many columns as a boundary has.
-
-    Returns None if the rule holds.
-    """
     try:
         codec = parse_codec(manifest.boundary.codec)
     except ManifestError as unknown:
@@ -101,10 +91,6 @@ def _check_codec(manifest: Manifest) -> str | None:
 
 
 def _check_payload(manifest: Manifest) -> str | None:
-    """Returns an error sentence when a boundary with its tokens exceeds MAX_PAYLOAD_BYTES, the payload of a frame.
-
-    Returns None if the rule holds.
-    """
     needed = manifest.max_payload_bytes
     if needed > MAX_PAYLOAD_BYTES:
         model = manifest.model
@@ -117,10 +103,6 @@ def _check_payload(manifest: Manifest) -> str | None:
 
 
 def _check_size(manifest: Manifest) -> str | None:
-    """Returns an error sentence for text that is not Unicode, and for more than MAX_MANIFEST_BYTES once signed.
-
-    Returns None if the rule holds.
-    """
     try:
         size = len(manifest.canonical()) + SIGNING_BYTES
     except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
@@ -134,10 +116,6 @@ def _check_size(manifest: Manifest) -> str | None:
 
 
 def _check_tokenizer(manifest: Manifest) -> str | None:
-    """Returns an error sentence when the bytes tokenizer is used with a vocabulary of fewer than its 256 ids.
-
-    Returns None if the rule holds.
-    """
     if manifest.data.tokenizer == "bytes" and manifest.model.vocabulary < 256:
         return (
             f"[model] vocabulary {manifest.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 "
@@ -147,10 +125,6 @@ def _check_tokenizer(manifest: Manifest) -> str | None:
 
 
 def _check_objective(manifest: Manifest) -> str | None:
-    """Returns an error sentence when the objective lacks samples, a base model, or for dpo a reference and pairs.
-
-    Returns None if the rule holds.
-    """
     kind, microbatch = manifest.objective.kind, manifest.schedule.microbatch
     if kind == "lm":
         if manifest.data.samples:
@@ -174,17 +148,13 @@ def _check_objective(manifest: Manifest) -> str | None:
 
 
 def _check_founder(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless the founder is a peer id, or empty; None otherwise."""
+    # None otherwise.
     if manifest.founder and not is_peer_id(manifest.founder):
         return "founder is not a peer id; remove it, joining signs the manifest and sets it."
     return None
 
 
 def _check_admission(manifest: Manifest) -> str | None:
-    """Returns an error sentence unless `peers` are distinct peer ids, some in mode listed and none in other modes.
-
-    Returns None if the rule holds.
-    """
     mode, peers = manifest.admission.mode, manifest.admission.peers
     for peer in peers:
         if not is_peer_id(peer):
@@ -243,13 +213,11 @@ def explain_error(error: ValidationError, section: type[BaseModel], source: str,
 
 
 def _key_text(path: Sequence[str | int]) -> str:
-    """Returns a path of keys as people write it: ("data", "corpus", 0) as "[data] corpus[0]"."""
     keys = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
     return f"[{path[0]}] {keys[1:]}" if keys else f"{path[0]}" if path else "the manifest"
 
 
 def _complaint_text(first: Mapping[str, Any]) -> str:
-    """Returns pydantic's reason why a value is wrong, in the words of a manifest file."""
     limits = first.get("ctx", {})
     match first["type"]:
         case "model_type" | "model_attributes_type":
@@ -268,7 +236,6 @@ def _complaint_text(first: Mapping[str, Any]) -> str:
 
 
 def _fields_beside(path: Sequence[str | int], section: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """Returns the fields of the table that holds the last key of `path`: `section` itself, or a section in it."""
     fields = section.model_fields
     if len(path) > 1 and isinstance(path[1], str):
         table = fields[str(path[0])].default
@@ -277,7 +244,6 @@ def _fields_beside(path: Sequence[str | int], section: type[BaseModel]) -> Mappi
 
 
 def _default_text(path: Sequence[str | int], section: type[BaseModel]) -> str | None:
-    """Returns the default of the field at `path` in TOML; None if it has none."""
     keys = [part for part in path if isinstance(part, str)]
     field = _fields_beside(path, section).get(keys[-1]) if keys else None
     default = field.default if field else None

@@ -1,7 +1,6 @@
 """The sections of a manifest except [model]: every field with its type, bounds, default and one line of documentation.
 
-The field descriptions become the comments of a manifest file. Knows: single values. Must not know: rules between them
-(manifest_rules), reading and writing (manifest), models (manifest_model).
+The field descriptions become the comments of a manifest file.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class ScheduleSection(Section):
     )
 
 
-ALL_STEPS: Final = 10**9
-"""As `averaging.exact_steps`: no step is local."""
+ALL_STEPS: Final = 10**9  # as `averaging.exact_steps`: no step is local
 
 
 class AveragingSection(Section):

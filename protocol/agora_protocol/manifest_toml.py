@@ -39,12 +39,10 @@ def signed_table(run: str, signature: bytes) -> str:
 
 
 def _section_summary(section: BaseModel) -> str:
-    """Returns the first line of the docstring of the section's class, which is the comment behind its [name]."""
     return (type(section).__doc__ or "").strip().splitlines()[0]
 
 
 def _key_line(name: str, value: Any, field: FieldInfo) -> str:
-    """Returns the line of one key, with its documentation as a comment."""
     return f"{f'{name} = {toml_value(value)}':<{_COLUMN}}  # {field.description}"
 
 
@@ -60,7 +58,7 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_text(value: str) -> str:
-    """Returns a TOML string: in single quotes if it has double quotes; otherwise as in JSON, with DEL escaped."""
+    # Returns a TOML string: in single quotes if it has double quotes; otherwise as in JSON, with DEL escaped.
     if '"' in value and "'" not in value and value.isprintable():
         return f"'{value}'"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

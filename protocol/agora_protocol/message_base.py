@@ -1,7 +1,4 @@
-"""The base of every message: its number, the frames that may carry it, how many tensors come with it.
-
-Knows: frame types. Must not know: which messages there are.
-"""
+"""The base of every message: its number, the frames that may carry it, how many tensors come with it."""
 
 from __future__ import annotations
 
@@ -37,10 +34,6 @@ class Message(Structure):
     def __init_subclass__(
         cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
     ) -> None:
-        """Registers the subclass in KINDS under number `kind`; sets FRAMES and TENSORS.
-
-        Raises TypeError for a taken kind.
-        """
         super().__init_subclass__(**rest)
         if kind in KINDS:
             raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")

@@ -1,6 +1,6 @@
 """Every message that peers send each other: its fields, their bounds, its frame types, and its tensors.
 
-Knows what a message must be; not how frames carry it, nor what a receiver does. SPEC.md sections 9 and 10.
+SPEC.md sections 9 and 10.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes msgpack in one form, and reads msgpack from any peer with every length and depth bounded beforehand.
 
-Knows msgpack; not what the values mean. Equal values in equal order give equal bytes: shortest integers, float64 for
+Equal values in equal order give equal bytes: shortest integers, float64 for
 every float, str for text, bin for bytes. `pack_canonical` also sorts the keys of every map.
 """
 
@@ -29,7 +29,6 @@ def pack_canonical(value: Any) -> bytes:
 
 
 def _sort_keys(value: Any) -> Any:
-    """Returns a copy of `value` in which the keys of every map are sorted."""
     if isinstance(value, dict):
         return {key: _sort_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list | tuple):
@@ -78,17 +77,14 @@ def is_version(value: object, version: int) -> bool:
 
 
 def _short(error: Exception) -> str:
-    """Returns the error's type and text, cut to 120 characters."""
     return f"{type(error).__name__}: {error}"[:120]
 
 
 def _refuse_extension(code: int, data: bytes) -> None:
-    """Raises ValueError; the msgpack reader calls it for every extension type, none of which is allowed."""
     raise ValueError("an extension type")
 
 
 def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the map of `pairs`; the msgpack reader calls it for every map. Raises ValueError for a repeated key."""
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a map names one key twice")
@@ -96,12 +92,6 @@ def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_structure(data: bytes, code: str, max_values: int) -> None:
-    """Raises ProtocolError(code) for nesting deeper than MAX_DEPTH and for more than `max_values` values.
-
-    It runs before msgpack's own reader, which allows 1024 levels and could reserve an array for each. Both problems
-    need many bytes that open a container. Honest headers have few, which a fast count shows; only if there are many are
-    the tokens walked, and that walk is bounded too.
-    """
     if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (
         problem := _find_structure_problem(data, max_values)
     ):
@@ -109,11 +99,6 @@ def _check_structure(data: bytes, code: str, max_values: int) -> None:
 
 
 def _token_sizes() -> tuple[tuple[int, int, int], ...]:
-    """Returns three numbers for every first byte of a msgpack token.
-
-    They are the bytes to skip, the bytes of the length field that follows, and the items for each unit of that length
-    (0 if the length counts bytes).
-    """
     sizes = [(1, 0, 0)] * 256
     for byte in range(0xA0, 0xC0):
         sizes[byte] = (1 + (byte & 0x1F), 0, 0)
@@ -145,7 +130,6 @@ _TOKENS: Final = _token_sizes()
 
 
 def _item_count(data: bytes, at: int) -> int:
-    """Returns how many items (a map's keys and values both count) the container at `at` holds; -1 for no container."""
     byte = data[at]
     if 0x90 <= byte < 0xA0:
         return byte & 0x0F
@@ -156,10 +140,6 @@ def _item_count(data: bytes, at: int) -> int:
 
 
 def _find_structure_problem(data: bytes, max_values: int) -> str | None:
-    """Returns what is wrong with the first value in `data`, or None; walks its tokens and builds nothing.
-
-    Wrong are nesting deeper than MAX_DEPTH and more than `max_values` values.
-    """
     open_items, at, end, seen = [1], 0, len(data), 0
     while open_items and at < end:
         open_items[-1] -= 1

@@ -1,7 +1,4 @@
-"""How a stage's weights are cut into slices, and a gradient or a slice into parts: one owner averages one part.
-
-Knows: numbers of elements. Must not know: owners, number formats.
-"""
+"""How a stage's weights are cut into slices, and a gradient or a slice into parts: one owner averages one part."""
 
 from __future__ import annotations
 

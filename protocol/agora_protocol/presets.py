@@ -11,7 +11,6 @@
 The three large ones are cut at every layer, so that a machine can hold as many as fit, next to each other. A step has
 at least 128 microbatches: with the usual staleness of an eighth, as many are in flight as the model has stages. Their
 vocabulary is 32,000: with 128,256 ids, no card of 12 GB could train the head of `8b` together with a layer.
-Knows: values. Must not know: how a manifest is read and checked (manifest).
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import Any, Final
 
 from agora_protocol.manifest_model import SubspaceSection, link_subspace
 
-LINK_CODEC: Final = "int6/int3"
-"""The codec of the presets, for slow links; docs/codecs.md says why."""
+LINK_CODEC: Final = "int6/int3"  # the codec of the presets, for slow links; docs/codecs.md says why
 
+# The values of each preset that are not the manifest's defaults.
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "tiny": {
         "name": "tiny",
@@ -123,4 +122,3 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "schedule": {"microbatch": 1},
     },
 }
-"""The values of each preset that are not the manifest's defaults."""

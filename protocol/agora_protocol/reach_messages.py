@@ -1,6 +1,6 @@
 """The messages by which peers find out whether they can be dialled, and meet through the NATs between them.
 
-Knows what a message must be; not which peers may send it, nor what a receiver does. SPEC.md, section 10.
+SPEC.md, section 10.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ _NOT_AN_ADDRESS: Final = "must be empty, or like /ip4/ADDRESS/tcp/PORT"
 
 
 def _find_address_problem(address: str) -> str | None:
-    """Returns why a text is neither empty nor a direct TCP address of a peer; None if it is."""
     if not address:
         return None
     words = address.split("/")
@@ -30,7 +29,6 @@ def _find_address_problem(address: str) -> str | None:
 
 
 def _port_field() -> Any:
-    """Declares a TCP port."""
     return int_field(1, 65_535)
 
 

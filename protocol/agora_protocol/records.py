@@ -1,7 +1,7 @@
-"""The signed records that peers publish in the DHT: claims, progress, ban lists. Knows bytes and rules, not the DHT.
+"""The signed records that peers publish in the DHT: claims, progress, ban lists.
 
 A record is msgpack [payload, signature]; payload is msgpack [1, kind, expires_unix, fields]; the signature is over
-b"agora record 1\\0" || run (32 bytes) || payload, by the peer that the fields and the DHT subkey both name.
+b"agora record 1\0" || run (32 bytes) || payload, by the peer that the fields and the DHT subkey both name.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from agora_protocol.shards import Shard, is_shard_bits, shard_hash
 RECORD_TAG: Final = b"agora record 1\0"
 RECORD_VERSION: Final = 1
 SIGNATURE_BYTES: Final = 64
+# The pattern of texts that people read on a terminal: printable ASCII, which cannot move the cursor.
 PRINTABLE: Final = "[ -~]*"
-"""The pattern of texts that people read on a terminal: printable ASCII, which cannot move the cursor."""
 
 
 class Record(Structure):
@@ -61,10 +61,6 @@ class Record(Structure):
     span: Span
 
     def __init_subclass__(cls, *, kind: int, name: str, **rest: Any) -> None:
-        """Registers the subclass in RECORDS under number `kind`, and sets the word `name` of its DHT keys.
-
-        Raises TypeError for a taken kind.
-        """
         super().__init_subclass__(**rest)
         if kind in RECORDS:
             raise TypeError(f"kind {kind} is {RECORDS[kind].__name__} already")
@@ -264,12 +260,10 @@ def read_unverified(data: bytes) -> tuple[Record, float]:
 
 
 def _signed_bytes(run: RunId, payload: bytes) -> bytes:
-    """Returns the bytes that a record's signature signs: RECORD_TAG, the run id's 32 bytes, the payload."""
     return RECORD_TAG + bytes.fromhex(run) + payload
 
 
 def _parse_key(run: RunId, key: str) -> tuple[str, Shard]:
-    """Returns the record's key word and the shard in a DHT key. Raises ProtocolError for a key that is not of `run`."""
     owner, name, stage, bits = (*key.split("/"), "", "", "")[:4]
     is_complete = key.count("/") == 2 or (key.count("/") == 3 and is_shard_bits(bits))
     if not is_complete or name not in NAMES or not (stage.isascii() and stage.isdigit() and len(stage) <= 4):
@@ -282,7 +276,6 @@ def _parse_key(run: RunId, key: str) -> tuple[str, Shard]:
 
 
 def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:
-    """Returns a record's payload and signature; verifies nothing. Raises ProtocolError unless it is these two."""
     parts = unpack(data, MAX_RECORD_BYTES, "bad-record")
     if not isinstance(parts, tuple) or len(parts) != 2 or not all(isinstance(part, bytes) for part in parts):
         raise ProtocolError("bad-record", "A record must be a list of payload and signature.")
@@ -292,7 +285,6 @@ def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _parse_payload(payload: bytes) -> tuple[Record, float]:
-    """Returns a payload's record and its unix time of expiry, which may have passed. Raises ProtocolError."""
     parts = unpack(payload, MAX_RECORD_BYTES, "bad-record")
     if not isinstance(parts, tuple) or len(parts) != 4 or not is_version(parts[0], RECORD_VERSION):
         raise ProtocolError("bad-record", "A record's payload must be a list of 1, kind, expiry and fields.")

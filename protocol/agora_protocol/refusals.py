@@ -1,7 +1,4 @@
-"""Turns errors into the Refusal that is sent, and a received Refusal into the error that it stands for.
-
-Knows: which errors may be sent to a peer. Must not know: frames, calls.
-"""
+"""Turns errors into the Refusal that is sent, and a received Refusal into the error that it stands for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The shards of a stage's records: under which DHT keys of a stage a peer's records are, by a hash of its id.
 
-Knows: the hash, shards and their bits. Must not know: records, the DHT, how many shards there should be.
-
 A shard of depth b holds the peers whose hash begins with its b bits. The shard of depth 0 holds all of them.
 """
 
@@ -15,8 +13,7 @@ from agora_protocol.limits import MAX_SHARD_BITS
 
 SHARD_TAG: Final = b"agora shard 1\0"
 HASH_BITS: Final = 64
-HASHES: Final = 1 << HASH_BITS
-"""The number of possible hashes; every shard hash is below it."""
+HASHES: Final = 1 << HASH_BITS  # the number of possible hashes; every shard hash is below it
 
 
 class Shard(NamedTuple):
@@ -27,12 +24,10 @@ class Shard(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Number of bits that name the shard; it holds about 1 / 2^depth of the stage's peers."""
         return len(self.bits)
 
     @property
     def first_hash(self) -> int:
-        """The smallest hash that belongs to the shard."""
         return int(self.bits or "0", 2) << (HASH_BITS - self.depth)
 
     def contains(self, peer_hash: int) -> bool:

@@ -2,7 +2,7 @@
 
 Peers that lack the model's files fetch tensors by it, in pieces: piece i of a tensor is its bytes from
 i * STATE_CHUNK_BYTES on, at most that many, raw little endian as in a safetensors file. Each piece has a hash of its
-own, so each is checked without the others. Knows: the list, pieces, hashes. Must not know: files, peers.
+own, so each is checked without the others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from agora_protocol.packing import is_version, pack, unpack
 
 VERSION: Final = 1
 HASH_BYTES: Final = 32
+# The dtypes of listed tensors, as safetensors calls them, and the bytes of a value.
 LISTED_DTYPES: Final = {"F32": 4, "BF16": 2, "F16": 2}
-"""The dtypes of listed tensors, as safetensors calls them, and the bytes of a value."""
 TENSOR_NAME: Final = re.compile(r"[!-~]{1,256}", re.ASCII)
 _MAX_VALUES: Final = 3 + MAX_BASE_TENSORS * (5 + MAX_DIMENSIONS)
 
@@ -44,12 +44,10 @@ class ListedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in bytes."""
         return size_in_bytes(self.dtype, self.shape)
 
     @property
     def piece_count(self) -> int:
-        """Number of pieces of the tensor."""
         return count_pieces(self.nbytes)
 
     def piece_bytes(self, piece: int) -> int:
@@ -79,7 +77,6 @@ class TensorList:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of `to_bytes`, in hex: the manifest's `tensors_hash`."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @classmethod
@@ -119,7 +116,6 @@ def count_pieces(nbytes: int) -> int:
 
 
 def _read_row(row: Any) -> ListedTensor:
-    """Returns one row of a list as a tensor. Raises ProtocolError("bad-message")."""
     if not isinstance(row, tuple) or len(row) != 4:
         raise ProtocolError("bad-message", f"A listed tensor is [name, dtype, shape, hashes], not {describe(row)}.")
     name, dtype, shape, hashes = row

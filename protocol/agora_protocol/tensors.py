@@ -1,4 +1,4 @@
-"""Tensors on the wire: a dtype, a shape, and raw little-endian row-major bytes. Knows no tensor library."""
+"""Tensors on the wire: a dtype, a shape, and raw little-endian row-major bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ ITEM_BYTES: Final = {
     "int8": 1,
     "uint8": 1,
 }
-TOKEN_DTYPES: Final = ("uint8", "int16", "int32")
-"""The dtypes in which token ids may be sent, from the narrowest."""
-SUPERVISED: Final = 1
-"""The bit of a token's mark that is set if its prediction by earlier tokens counts in the loss."""
-BEGINS: Final = 2
-"""The bit of a token's mark that is set if the token begins a sequence."""
+TOKEN_DTYPES: Final = ("uint8", "int16", "int32")  # the dtypes in which token ids may be sent, from the narrowest
+SUPERVISED: Final = 1  # the bit of a token's mark that is set if its prediction by earlier tokens counts in the loss
+BEGINS: Final = 2  # the bit of a token's mark that is set if the token begins a sequence
 
 
 class TensorSpec(NamedTuple):
@@ -66,7 +63,6 @@ class WireTensor:
     data: memoryview
 
     def __post_init__(self) -> None:
-        """Makes `data` flat. Raises ProtocolError("bad-tensor") unless it has exactly the bytes of dtype and shape."""
         view = self.data if isinstance(self.data, memoryview) else memoryview(self.data)
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")
@@ -89,5 +85,4 @@ class WireTensor:
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in bytes."""
         return self.data.nbytes

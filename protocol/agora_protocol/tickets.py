@@ -1,9 +1,6 @@
 """Tickets, by which a founder admits peers to a run, and revocations, by which it bans them: bytes and signatures.
 
-Knows: bytes, bounds, signatures. Must not know: which peers are admitted in the end (agora/swarm/admission.py), any
-clock.
-
-A ticket is msgpack [payload, signature]; payload is msgpack [1, fields]; the signature is over b"agora ticket 1\\0" ||
+A ticket is msgpack [payload, signature]; payload is msgpack [1, fields]; the signature is over b"agora ticket 1\0" ||
 run (32 bytes) || payload, by `issuer`. A proof is msgpack [ticket, ...]: the holder of each has issued the next, and
 the last one's holder is the peer that shows it. A revocation is sealed like a ticket, under a tag of its own.
 """
@@ -36,8 +33,7 @@ HELLO_TAG: Final = b"agora hello 1\0"
 TICKET_VERSION: Final = 1
 SIGNATURE_BYTES: Final = 64
 SECRET_BYTES: Final = 32
-MAX_UNIX: Final = 2**40
-"""The largest time of a ticket, in unix seconds: none that a sane clock shows."""
+MAX_UNIX: Final = 2**40  # the largest time of a ticket, in unix seconds: none that a sane clock shows
 
 MEMBER: Final = "member"
 READER: Final = "reader"
@@ -59,10 +55,7 @@ class Ticket(Structure):
     not_after: int = int_field(0, MAX_UNIX, doc="unix seconds after which the ticket counts no more")
 
     def find_problem(self) -> str | None:
-        """The check of Structure: returns what is wrong with a bearer ticket of a delegate, else None.
-
-        Such a ticket would make whoever finds it a delegate.
-        """
+        # Such a ticket would make whoever finds it a delegate.
         return "is a bearer ticket of a delegate" if self.bearer and self.role == DELEGATE else None
 
 
@@ -133,7 +126,6 @@ class InviteTicket:
     secret: bytes = field(default=b"", repr=False)
 
     def __str__(self) -> str:
-        """Returns it as base64url without padding: letters, digits, - and _."""
         return base64.urlsafe_b64encode(pack((self.proof, self.secret))).decode().rstrip("=")
 
     @classmethod
@@ -174,14 +166,12 @@ class InviteTicket:
 
 
 def _pair(value: object) -> tuple[bytes, bytes]:
-    """Returns `value` if it is a pair of byte strings. Raises ProtocolError "bad-ticket" for anything else."""
     if not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(part, bytes) for part in value):
         raise ProtocolError("bad-ticket", "It must be a list of two byte strings.")
     return value
 
 
 def _tickets_in(proof: bytes) -> tuple[bytes, ...]:
-    """Returns the sealed tickets in a proof, undecoded; () for b"". Raises ProtocolError "too-large", "bad-ticket"."""
     if not proof:
         return ()
     parts = unpack(proof, MAX_PROOF_BYTES, "bad-ticket")
@@ -193,7 +183,6 @@ def _tickets_in(proof: bytes) -> tuple[bytes, ...]:
 
 
 def _seal(structure: Ticket | Revocation, tag: bytes, run: RunId, issuer: Identity) -> bytes:
-    """Returns msgpack [payload, signature]. Raises ProtocolError "wrong-key" unless `issuer` is the structure's."""
     if structure.issuer != issuer.peer:
         raise ProtocolError("wrong-key", f"A {type(structure).__name__} can only be sealed by its issuer.")
     payload = pack((TICKET_VERSION, structure.to_fields()))
@@ -201,10 +190,6 @@ def _seal(structure: Ticket | Revocation, tag: bytes, run: RunId, issuer: Identi
 
 
 def _open(data: bytes, kind: type[Signed], tag: bytes, run: RunId, most: int) -> Signed:
-    """Returns the `kind` that `_seal` has sealed, after checking the signature; `data` may have `most` bytes.
-
-    Raises ProtocolError: "too-large", "bad-ticket", "bad-signature".
-    """
     payload, signature = _pair(unpack(data, most, "bad-ticket"))
     if len(signature) != SIGNATURE_BYTES:
         raise ProtocolError("bad-signature", f"A signature has {SIGNATURE_BYTES} bytes.")

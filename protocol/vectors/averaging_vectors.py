@@ -1,6 +1,6 @@
-"""The vectors of what replicas agree on: gossip of steps and epochs, and the parts of averaging; `make.py` writes them.
+"""The vectors of what replicas agree on: gossip of steps and epochs, and the parts of averaging.
 
-Knows: agora_protocol.messages. Must not know: files, the other vectors.
+`make.py` writes them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The vectors of a base model's tensors on the wire: messages, tensor lists, and lists that must be refused.
 
-make.py writes them to files with the others. Knows: examples. Must not know: files.
+make.py writes them to files with the others.
 """
 
 from __future__ import annotations
@@ -34,25 +34,21 @@ def base_model_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
 
 
 def _listed(name: str, dtype: str, *shape: int) -> ListedTensor:
-    """Returns a tensor whose pieces have some hashes."""
     pieces = range(count_pieces(size_in_bytes(dtype, shape)))
     return ListedTensor(name, dtype, shape, b"".join(hashlib.sha256(f"{name} {i}".encode()).digest() for i in pieces))
 
 
 def _examples() -> list[tuple[TensorList, list[int]]]:
-    """Returns tensor lists, and the numbers of the tensors that a peer has of each."""
     head = _listed("lm_head.weight", "F32", 1024, 1025)
     others = [_listed("model.norm.weight", "F16", 8), _listed(f"{LAYER}.weight", "BF16", 24, 8)]
     return [(TensorList.of([*others, head, _listed(f"{LAYER}.scale", "F32")]), [0, 3]), (TensorList.of([head]), [0])]
 
 
 def _refused() -> list[tuple[str, bytes]]:
-    """Returns tensor lists that must be refused as bad-message: what is wrong, the bytes."""
     name, dtype, shape, hashes = "a", "F32", [2], hashlib.sha256(b"agora vector").digest()
     row = [name, dtype, shape, hashes]
 
     def packed(*rows: Any) -> bytes:
-        """Returns the bytes of a list of these rows, which need not be valid."""
         return bytes(msgpack.packb([1, [*rows]]))
 
     return [

@@ -44,7 +44,6 @@ RELAYED: Final = f"/ip6/2001:db8::9/tcp/4001/p2p/{SECOND.peer}/p2p-circuit/p2p/{
 
 
 def _json(value: Any) -> Any:
-    """Returns `value` as JSON can hold it: bytes as {"hex": ...}, tuples as lists."""
     if isinstance(value, bytes | memoryview):
         return {"hex": bytes(value).hex()}
     if isinstance(value, dict):
@@ -93,7 +92,6 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def _records() -> list[tuple[Record, Identity, int, int]]:
-    """Returns the records of the vectors, who signs each, and the stage and depth of its shard."""
     account = (337_920, 6_144, 329_728, 1, 16_384, 15, 245_760, 0.1875)
     counted = Progress(
         SECOND.peer, Span(3, 3), 0, (40,), 4800.5, None, 1, 330, (account,), (0.625,), "6 tokens", "paused"
@@ -134,14 +132,12 @@ def records() -> list[dict[str, Any]]:
 
 
 def _tensors() -> tuple[WireTensor, WireTensor]:
-    """Returns a boundary and tokens that fit each other."""
     boundary = struct.pack("<12H", *(0x3F80 + 3 * n for n in range(12)))
     tokens = struct.pack("<8i", 72, 101, 108, 108, 111, 33, 10, 0)
     return WireTensor("bf16", (2, 3, 2), memoryview(boundary)), WireTensor("int32", (2, 4), memoryview(tokens))
 
 
 def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
-    """Returns frames of state transfers: type, call, message, tensors."""
     kind = FrameType
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
@@ -156,7 +152,6 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
 
 
 def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
-    """Returns all frames of the vectors: type, call, message, tensors."""
     boundary, tokens = _tensors()
     kind = FrameType
     return [
@@ -214,7 +209,6 @@ def frames() -> list[dict[str, Any]]:
 
 
 def _frame(kind: int, call: int, header: Any, payload: bytes = b"", /, **prefix: int) -> bytes:
-    """Returns a frame that need not be valid; `header` is packed unless it is bytes."""
     data = header if isinstance(header, bytes) else bytes(msgpack.packb(header))
     fields = {"magic": 0xA6, "type": kind, "reserved": 0, "call": call, "header": len(data), "payload": len(payload)}
     return struct.pack("<BBHIII", *(fields | prefix).values()) + data + payload
@@ -224,7 +218,6 @@ _PONG: Final = {"unix": 0.0}
 
 
 def _bad_frames() -> list[tuple[str, str, bytes]]:
-    """Returns frames that must be refused: what is wrong, the code, the bytes."""
     ping, tensor, twice = {"deadline_ms": 1}, ["int8", [4]], b"deadline_ms\x01\xabdeadline_ms\x01\x90"
     no_loss = {"loss_sum": 0.0, "tokens": 1, "busy_ms": 0.0, "path_ms": 0.0, "log_probabilities": [], "metrics": []}
     unknown = {"in_mean": 1, "contributors": 1, "weight": 1.0, "counted": True, "wire": "normal5"}
@@ -271,13 +264,11 @@ def _bad_frames() -> list[tuple[str, str, bytes]]:
 
 
 def _sealed(payload: Any, signer: Identity = FIRST, run: RunId = RUN) -> bytes:
-    """Returns a signed record that need not be valid."""
     data = bytes(msgpack.packb(payload))
     return bytes(msgpack.packb([data, signer.sign(RECORD_TAG + bytes.fromhex(run) + data)]))
 
 
 def _bad_records() -> list[tuple[str, str, bytes]]:
-    """Returns records that must be refused: what is wrong, the code, the bytes."""
     fields = Claim(FIRST.peer, Span(0, 1), 1, (), "serving", 0.0).to_fields()
     good = [1, 1, NOW_UNIX + 60, fields]
     stranger = f"/ip4/203.0.113.7/tcp/31000/p2p/{SECOND.peer}"
@@ -322,7 +313,6 @@ def _bad_records() -> list[tuple[str, str, bytes]]:
 
 
 def _bad_manifests() -> list[tuple[str, str, bytes]]:
-    """Returns signed manifests that must be refused: what is wrong, the code, the bytes."""
     values = SIGNED.manifest.model_dump()
 
     def signed(changed: dict[str, Any], sort: bool = True) -> bytes:

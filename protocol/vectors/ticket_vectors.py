@@ -1,7 +1,4 @@
-"""The vectors of admission: tickets, proofs, revocations, and how a HELLO names its run; `make.py` writes them.
-
-Knows: agora_protocol.tickets. Must not know: files, the other vectors.
-"""
+"""The vectors of admission: tickets, proofs, revocations, and how a HELLO names its run; `make.py` writes them."""
 
 from __future__ import annotations
 
@@ -108,7 +105,6 @@ def bad_proofs(run: RunId, founder: Identity, other: Identity, until_unix: int) 
     fields = Ticket(founder.peer, other.peer, False, "member", until_unix).to_fields()
 
     def sealed(payload: object, signer: Identity = founder, tag: bytes = TICKET_TAG) -> bytes:
-        """Returns a proof of one ticket with this payload."""
         data = bytes(msgpack.packb(payload))
         ticket = bytes(msgpack.packb([data, signer.sign(tag + bytes.fromhex(run) + data)]))
         return bytes(msgpack.packb([ticket]))
