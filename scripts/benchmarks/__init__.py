@@ -1,4 +1,4 @@
 """Benchmarks: live comparisons on this machine, behind `./scripts/bench NAME` and docs/benchmarks.md.
 
-Knows: everything in `agora`, as its users do. Must not be known by `agora`: the installed product has no benchmarks.
+Must not be known by `agora`: the installed product has no benchmarks.
 """

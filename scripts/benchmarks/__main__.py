@@ -1,7 +1,4 @@
-"""`./scripts/bench NAME [--quick] [--json] [--write]`: the command line of the benchmarks.
-
-Knows: the names of the benchmarks, the flags, where docs/benchmarks.md is. Must not know: how anything is measured.
-"""
+"""`./scripts/bench NAME [--quick] [--json] [--write]`: the command line of the benchmarks."""
 
 from __future__ import annotations
 
@@ -25,10 +22,9 @@ from benchmarks.report import Report, print_tables, write_section
 DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 
+# Measures, given whether to be quick and a temporary folder, and returns the report. One of WITH_OPTIONS gets, third,
+# the command line's options that are its own.
 Benchmark = Callable[..., Report]
-"""Measures, given whether to be quick and a temporary folder, and returns the report. One of WITH_OPTIONS gets, third,
-the command line's options that are its own.
-"""
 
 NAMES: Final = (
     "learning",
@@ -45,12 +41,12 @@ NAMES: Final = (
     "plan",
     "uneven",
 )
+# Name to `module:function`; a module is imported only when its benchmark runs.
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
-"""Name to `module:function`; a module is imported only when its benchmark runs."""
+# The same for benchmarks that have options of their own; used when some are given.
 WITH_OPTIONS: Final[Mapping[str, str]] = {
     name: f"benchmarks.{name}:run_with_options" for name in ("learning", "wan", "tuning", "simulate")
 }
-"""The same for benchmarks that have options of their own; used when some are given."""
 
 
 def run(

@@ -1,7 +1,6 @@
 """`./scripts/bench activations`: memory and time of a microbatch by what is kept between its forward and its backward.
 
-Each way runs in a process of its own, whose peak of resident memory the kernel reports. Knows: one span in the middle
-of a model, the trainer. Must not know: networks, peers.
+Each way runs in a process of its own, whose peak of resident memory the kernel reports.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from benchmarks.report import Cell, Ratio, Report
 
 LAYERS: Final = (2, 8)
 WIDTH, CONTEXT, SEQUENCES = 512, 256, 2
+# What is measured: the manifest's `schedule.activations`, and the microbatches that may be in flight.
 WAYS: Final[Mapping[str, tuple[str, int]]] = {
     "graph kept": ("keep", 1),
     "graph repeated": ("auto", 1 << 30),  # memory for all of these graphs is lacking, for one it is there
     "layers repeated": ("recompute", 1),
 }
-"""What is measured: the manifest's `schedule.activations`, and the microbatches that may be in flight."""
 CHILD_S: Final = 300.0
 
 
@@ -103,13 +102,11 @@ def train_microbatch(trainer: SpanTrainer, manifest: Manifest, number: int) -> N
 
 
 def _resident_kib(name: str) -> int:
-    """Returns a field of /proc/self/status in KiB: VmRSS, what is resident now, or VmHWM, the most that was."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _measure_row(way: str, layers: int, microbatches: int) -> dict[str, Cell]:
-    """Returns the row of one way, measured in a process of its own. Raises BenchFailed."""
     command = [sys.executable, "-m", "benchmarks.activations", way, str(layers), str(microbatches)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHILD_S, check=False)

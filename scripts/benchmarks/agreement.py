@@ -1,7 +1,6 @@
 """`./scripts/bench agreement`: the loss that replicas reach by gradients in few bits, by synchronous steps, and alone.
 
-Knows: settings, how child processes share the work, the ratios of the contract. Must not know: torch (only children
-import it). Every setting trains on the same samples from the same weights; a ratio is the median over seeds of the
+Every setting trains on the same samples from the same weights; a ratio is the median over seeds of the
 ratios within a seed. Nothing is timed, so the machine need not be calm.
 """
 
@@ -32,8 +31,7 @@ from benchmarks.window import print_progress
 
 TIMEOUT_S = 7200.0
 
-Found = Mapping[str, float]
-"""What a child answers, see agreement_replicas.train."""
+Found = Mapping[str, float]  # what a child answers, see agreement_replicas.train
 
 
 def run(quick: bool, folder: Path) -> Report:

@@ -1,6 +1,6 @@
 """Replicas of one small model that agree in a given way, in one process: what loss they reach, and at how many bytes.
 
-Knows: the trainer, the pure functions of averaging, the corpus. Must not know: other settings, networks, clocks. A
+A
 round does what it does between daemons: each member contributes its gradients of an exact step, or a slice's
 differences to the anchor, plus what was lost before; all get the mean in the same bytes, and apply that of a slice
 `delay` steps later.
@@ -53,7 +53,6 @@ class Replica:
 
     @property
     def flat(self) -> Tensor:
-        """All weights, float32 [numel]."""
         return self.stage.weights.current.flat
 
     def step_alone(self) -> None:
@@ -248,7 +247,6 @@ class Anchored:
 
     @staticmethod
     def _difference_of(replica: Replica, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """Returns a replica's difference to the anchor in `blocks`, and its weights there."""
         found = replica.stage.difference_to_anchor(blocks)
         assert found is not None, "the manifest of a setting with slices has local steps"
         return found
@@ -318,7 +316,6 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def _batch_of(tokens: Tensor) -> TokenBatch:
-    """Returns the batch of token ids [b, s + 1]."""
     return TokenBatch.from_wire(tokens, has_marks=False)
 
 

@@ -1,7 +1,4 @@
-"""What the agreement benchmark compares: ways to agree, and what they are tried on.
-
-Knows: names and numbers, the manifest. Must not know: torch, processes.
-"""
+"""What the agreement benchmark compares: ways to agree, and what they are tried on."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from agora.step_kinds import EXACT
 
 DEFAULTS: Final = AveragingSection()
 DEFAULT_OPTIMIZER: Final = preset("tiny").optimizer.name
+# The learning rate of each optimizer: the best of 3e-3, 6e-3 and 1.2e-2 for synchronous steps of this model.
 RATES: Final[Mapping[str, float]] = {"adamw": 6e-3, "muon": 1.2e-2}
-"""The learning rate of each optimizer: the best of 3e-3, 6e-3 and 1.2e-2 for synchronous steps of this model."""
 
 
+# Share of a step whose forwards begin before the mean of the step before is applied; more than measured of daemons.
 DELAY: Final = 0.125
-"""Share of a step whose forwards begin before the mean of the step before is applied; more than measured of daemons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,6 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As the table shows it: the optimizer, the scheme, what is not the default."""
         label: str = self.scheme
         if self.scheme == "slices":
             label = f"all weights in {self.slices * self.every} local steps as {self.wire}"
@@ -89,19 +85,19 @@ class Setting:
 
     @property
     def baseline(self) -> Setting:
-        """Synchronous steps with the same optimizer and as many replicas."""
         return Setting("synchronous", stale=0.0, optimizer=self.optimizer, replicas=self.replicas)
 
 
+# What a peer sends whose uplink carries 0.28 bytes for each parameter in a step: the fewest bits.
 FEWEST_BITS: Final = Setting("gradients", "normal2")
-"""What a peer sends whose uplink carries 0.28 bytes for each parameter in a step: the fewest bits."""
 SYNCHRONOUS: Final = FEWEST_BITS.baseline
 SYNCHRONOUS_ADAMW: Final = replace(SYNCHRONOUS, optimizer="adamw")
 NONE: Final = Setting("none")
+# What replicas agree by whose uplinks carry less, by the number of slices.
 SLICES: Final = {count: Setting("slices", DEFAULTS.slice_wire, count) for count in (2, 3, 5, 10, 20)}
-"""What replicas agree by whose uplinks carry less, by the number of slices."""
+# What the ratios are made of.
 NEEDED: Final = (SYNCHRONOUS, SYNCHRONOUS_ADAMW, NONE, FEWEST_BITS, SLICES[3], SLICES[20])
-"""What the ratios are made of."""
+# More replicas, unequal ones, contributions that come too late.
 HARDER: Final = tuple(
     changed
     for setting in (FEWEST_BITS, SLICES[3])
@@ -111,7 +107,7 @@ HARDER: Final = tuple(
         replace(setting, missing=0.1),
     )
 )
-"""More replicas, unequal ones, contributions that come too late."""
+# What is trained with the first seed only.
 MORE: Final = (
     replace(FEWEST_BITS, wire="normal3"),
     replace(FEWEST_BITS, wire="normal4"),
@@ -120,7 +116,6 @@ MORE: Final = (
     *SLICES.values(),
     *HARDER,
 )
-"""What is trained with the first seed only."""
 
 
 def sequences_of(total: int, replicas: int, unequal: bool) -> list[int]:
@@ -144,7 +139,6 @@ class Effort:
 
     @property
     def jobs(self) -> list[tuple[Setting, int]]:
-        """Every setting and seed to train, a setting's seeds in order; those of MORE with the first seed."""
         first = [(setting, self.seeds[0]) for setting in dict.fromkeys(MORE) if setting not in NEEDED]
         return [(setting, seed) for setting in dict.fromkeys(NEEDED) for seed in self.seeds] + first
 

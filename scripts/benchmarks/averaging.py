@@ -1,7 +1,6 @@
 """`./scripts/bench averaging`: a round of averaging beside hivemind's, and what training loses to averaging.
 
-Knows: the groups, the ratios of the contract. Must not know: torch (only children import
-it). For each number of members both sides' groups are started, and take turns round by round; a ratio is the median
+For each number of members both sides' groups are started, and take turns round by round; a ratio is the median
 over turns of the ratios within a turn. Groups that wait for their turn are idle (0.01 cores).
 """
 
@@ -23,8 +22,7 @@ from benchmarks.window import print_progress
 
 TRIES = 3
 SIZES = (2, 4, 8)
-COMPARED = 4
-"""The number of members with which precisions and bytes are compared."""
+COMPARED = 4  # the number of members with which precisions and bytes are compared
 SAME_PRECISION = "float32"
 
 TIMES: Mapping[str, tuple[str, str, str, str]] = {

@@ -1,6 +1,6 @@
-"""Groups of members that average the same 10 M values: one of the swarm's, one of hivemind's, each as child processes.
+"""Groups of members that average the same 10 M values: one of the swarm's, one of hivemind's.
 
-Knows: child processes and the orders they take, the loopback's counter. Must not know: torch, ratios, turns.
+Each as child processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from benchmarks.window import START_S
 
 NUMEL: Final = 10_000_000
 ROUND_S: Final = 90.0
+# A round in which a smaller share of the elements is on the mean has not done the work that is timed.
 WHOLE: Final = 0.999
-"""A round in which a smaller share of the elements is on the mean has not done the work that is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,7 @@ class Round:
     cpu_s: float
     others: float
     error: float
-    incomplete: int = 0
-    """Number of rounds before this one after which some member lacked the mean."""
+    incomplete: int = 0  # number of rounds before this one after which some member lacked the mean
 
 
 class Incomplete(BenchFailed):
@@ -58,7 +57,6 @@ class Group(ABC):
 
     @property
     def name(self) -> str:
-        """The name in the table: side, number of members, and the dtype where it is not the default."""
         return " ".join([self.side, str(self.size), *([self.wire] if self.wire else [])])
 
     @abstractmethod
@@ -110,7 +108,6 @@ class OurGroup(Group):
     role = "averaging-agora"
 
     def start(self) -> None:
-        """Starts all members, connects them, and runs one round that is not measured."""
         for index in range(self.size):
             self._start_member(index)
         known = [member.hear(START_S) for member in self._members]
@@ -129,7 +126,6 @@ class HivemindGroup(Group):
     role = "averaging-hivemind"
 
     def start(self) -> None:
-        """Starts all members, connects them, and runs one round that is not measured."""
         peers: Sequence[str] = self._start_member(0, peers=[]).hear(START_S)["addresses"]
         for index in range(1, self.size):
             self._start_member(index, peers=peers)

@@ -1,6 +1,6 @@
 """A member of hivemind's all-reduce, as a child process: its DHT node and its DecentralizedAverager, as they come.
 
-Knows: hivemind. Must not know: other contenders. hivemind's defaults are kept; only the group's size is set, as its
+hivemind's defaults are kept; only the group's size is set, as its
 users set it, and the compression where a spec names one.
 """
 
@@ -48,7 +48,7 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def _step(averager: DecentralizedAverager) -> bool:
-    """Runs one round with its matchmaking, and returns whether it ended; when a peer dies it may never end."""
+    # Runs one round with its matchmaking, and returns whether it ended; when a peer dies it may never end.
     step = averager.step(timeout=ROUND_S, wait=False)
     try:
         return step.result(ROUND_S) is not None

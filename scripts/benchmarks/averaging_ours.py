@@ -1,6 +1,6 @@
-"""A member of the swarm's rounds, as a child process: its own libp2p host, its own reducer, rounds over real streams.
+"""A member of the swarm's rounds, as a child process: its own libp2p host, its own reducer.
 
-Knows: the network and agora.averaging, wired as a daemon wires them. Must not know: other contenders.
+Rounds over real streams.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ class Member:
         return Reply(message, tensors)
 
     async def _meet(self, me: PeerId, network: Network, members: list[tuple[str, list[str]]]) -> None:
-        """Learns the members and opens a stream to each, as replicas that gossip their steps have."""
         self._members = {PeerId(peer): 0.0 for peer, _ in members}
         deadline = asyncio.get_running_loop().time() + MEET_S
         for peer, addresses in members:
@@ -122,7 +121,6 @@ class Member:
                 await network.call(peer, nothing, deadline=deadline)
 
     async def _round(self, reducer: PartReducer, number: int) -> dict[str, Any]:
-        """One round: when it began and ended here, on the machine's monotonic clock, and what it left."""
         begin = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._round_s
         number += INT8_ROUNDS  # a run's first rounds travel in more bits

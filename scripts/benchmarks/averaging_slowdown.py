@@ -1,7 +1,4 @@
-"""What training loses to averaging: three local swarms that differ in nothing but how they agree.
-
-Knows: swarms as contenders. Must not know: torch, rounds as such.
-"""
+"""What training loses to averaging: three local swarms that differ in nothing but how they agree."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from benchmarks.turns import Readings, row, start, take_turns
 from benchmarks.window import Window
 
 STAGES, REPLICAS = 2, 2
-TARGET_TOKENS = 16_384
-"""Tokens of an optimizer step: the presets' for a model of this size."""
+TARGET_TOKENS = 16_384  # tokens of an optimizer step: the presets' for a model of this size
 NEVER = 10**6
 
 DEFAULT, LOCAL, OFF = "swarm_averaging", "swarm_slices", "swarm_never"
@@ -40,11 +36,10 @@ class AveragingSwarm(SwarmContender):
 
     def __init__(self, name: str, manifest: Manifest, nursery: Nursery, folder: Path) -> None:
         super().__init__(manifest, nursery, folder, name, REPLICAS)
+        # For every round and stage replica, the share of the replicas that took part in the round.
         self.done: list[float] = []
-        """For every round and stage replica, the share of the replicas that took part in the round."""
 
     def measure(self, seconds: float) -> Window:
-        """Trains for about `seconds`; returns what was trained in that window."""
         window = super().measure(seconds)
         self.done += [float(done["contributors"]) / float(done["members"]) for done in self.rounds]
         return window

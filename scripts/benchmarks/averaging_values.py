@@ -1,6 +1,6 @@
 """What the members of a benchmarked round hold, and how near they come to the true mean.
 
-Knows: tensors of the benchmark's own making. Must not know: which program averages them, or how. Only child processes
+Only child processes
 import it.
 
 Every member holds the same pseudo-random values, moved by an offset of its own, as replicas of one model lie near one
@@ -15,12 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-SPREAD = 0.25
-"""How far an offset of 1 moves the values, whose root mean square is 1."""
-NEAR = 0.25
-"""An element has been averaged if the offset of the elements around it is this near to the true mean."""
-AROUND = 64
-"""Elements over which an offset is the mean: few bits round each of them by more than NEAR."""
+SPREAD = 0.25  # how far an offset of 1 moves the values, whose root mean square is 1
+NEAR = 0.25  # an element has been averaged if the offset of the elements around it is this near to the true mean
+AROUND = 64  # elements over which an offset is the mean: few bits round each of them by more than NEAR
 
 
 class Holding:

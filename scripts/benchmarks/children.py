@@ -1,6 +1,6 @@
 """Child processes of a benchmark: started here, spoken to in JSON lines, ended here, whatever happens.
 
-Knows: processes, pipes, deadlines. Must not know: what the children measure. Each child leads a process group of its
+Each child leads a process group of its
 own, so that what it forked (a libp2p daemon, hivemind's pools) ends with it.
 
 The talk: the parent writes one JSON object per line to the child's standard input and reads one per line from its
@@ -23,8 +23,8 @@ from typing import Any, Self, TypeVar
 
 STOP_S = 3.0
 TAIL_LINES = 12
+# The folder that holds the package `benchmarks`, for children that must import it, too.
 SCRIPTS = Path(__file__).resolve().parents[1]
-"""The folder that holds the package `benchmarks`, for children that must import it, too."""
 Name = TypeVar("Name")
 
 
@@ -50,7 +50,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id, which is also its group's."""
         return self.process.pid
 
     def tell(self, order: Mapping[str, object]) -> None:
@@ -129,7 +128,7 @@ def deal(
 
 
 def _first_to_answer(children: Sequence[Child], timeout_s: float) -> Child:
-    """Returns a child that has answered; the first one when none does in time, so that `hear` raises for it."""
+    # Returns a child that has answered; the first one when none does in time, so that `hear` raises for it.
     with selectors.DefaultSelector() as selector:
         for child in children:
             assert child.process.stdout is not None
@@ -238,7 +237,6 @@ def terminable() -> Iterator[None]:
 
 
 def _await_exits(children: Sequence[Child]) -> None:
-    """Waits until all have exited, at most STOP_S; reaps none."""
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline and not all(_exited(child.pid) for child in children):
         time.sleep(0.02)

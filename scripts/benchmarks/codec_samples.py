@@ -1,7 +1,4 @@
-"""What really crosses boundaries, and what it costs to change it: a small model trained in stages, in one process.
-
-Knows: the trainer and the corpus. Must not know: how codecs work (a crossing is a function), networks, clocks.
-"""
+"""What really crosses boundaries, and what it costs to change it: a small model trained in stages, in one process."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from agora.train.span_trainer import SpanTrainer
 ORIGIN: Final = PeerId("samples")
 HELD_OUT: Final = 8
 
+# Returns what arrives of a boundary [b, s, k] or its gradient, given direction, microbatch and the stage entered.
 Crossing = Callable[[Tensor, Direction, MicrobatchId, int], Tensor]
-"""Returns what arrives of a boundary [b, s, k] or its gradient, given direction, microbatch and the stage entered."""
 
 
 @dataclass(slots=True)

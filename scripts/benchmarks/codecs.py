@@ -1,7 +1,4 @@
-"""`./scripts/bench codecs`: bytes, error and speed of every boundary codec on real boundaries.
-
-Knows: the codecs. Must not know: networks, peers.
-"""
+"""`./scripts/bench codecs`: bytes, error and speed of every boundary codec on real boundaries."""
 
 from __future__ import annotations
 
@@ -124,7 +121,6 @@ def _relative(found: Tensor, true: Tensor) -> float:
 
 
 def _error_of_mean(draw: Callable[[int], Tensor], true: Tensor) -> float:
-    """Returns the relative error of the mean of DRAWS draws: the bias, which no sum over microbatches removes."""
     total = torch.zeros_like(true)
     for number in range(DRAWS):
         total += draw(number)
@@ -132,7 +128,7 @@ def _error_of_mean(draw: Callable[[int], Tensor], true: Tensor) -> float:
 
 
 def _gigabytes_per_s(values: Tensor, work: Callable[[], object], repeats: int) -> float:
-    """Returns gigabytes of float32 per second of processor time, so that other programs do not count."""
+    # Returns gigabytes of float32 per second of processor time, so that other programs do not count.
     taken = []
     for _ in range(repeats + 1):
         begin = time.process_time()

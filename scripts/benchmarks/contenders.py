@@ -1,7 +1,4 @@
-"""The ways to train that the pipeline benchmark compares, but for the swarm, which has a module of its own.
-
-Knows: child processes and the orders they take, what is fair to each. Must not know: torch, ratios, rounds.
-"""
+"""The ways to train that the pipeline benchmark compares, but for the swarm, which has a module of its own."""
 
 from __future__ import annotations
 

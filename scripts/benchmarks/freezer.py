@@ -1,6 +1,6 @@
 """Rest that costs nothing: process groups stopped by SIGSTOP while others are measured, and never left stopped.
 
-Knows: process groups, signals. Must not know: who the processes are. A stopped process does not notice that its parent
+A stopped process does not notice that its parent
 is gone, so a guardian process does: when the benchmark dies, the guardian kills the groups that were named to it.
 """
 
@@ -34,7 +34,6 @@ class Freezer:
 
     @property
     def guardian_pid(self) -> int:
-        """The process that kills the frozen groups if this process dies."""
         return self._guardian.pid
 
     def freeze(self, groups: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
 """The baseline that a datacentre would use: `torch.distributed.pipelining`, 1F1B, over gloo, one process per stage.
 
-Knows: the work, torch.distributed. Must not know: other contenders. Boundaries are float32, as the library sends what
+Boundaries are float32, as the library sends what
 the modules return; losses are sums divided by the step's tokens, so gradients need no scaling by the schedule.
 """
 
@@ -56,7 +56,6 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def _one_step(work: Work, schedule: Schedule1F1B, rank: int, step: int) -> list[float]:
-    """Forward and backward of a step's microbatches; the step's loss at the last rank, nothing elsewhere."""
     last = work.manifest.stage_count - 1
     tokens, targets = work.step_batch(step) if rank in (0, last) else (None, None)
     if rank == 0:

@@ -1,6 +1,6 @@
 """`./scripts/bench join`: how long a newcomer needs until it counts, on loopback and over a shaped link.
 
-Knows: the local swarm, its journals. Must not know: how state travels, torch. A swarm of two stages trains; then one
+A swarm of two stages trains; then one
 more daemon joins, and its journal has when it served, what it fetched, and when its values first had a weight in an
 average.
 """
@@ -97,7 +97,6 @@ def _median(joined: list[Joined], what: str) -> float:
 
 
 def _join(folder: Path, wanted: Manifest, link: str, number: int) -> Joined:
-    """Starts one swarm, lets one newcomer join it, and returns the figures from the newcomer's journal."""
     place = folder / f"join-{link or 'loopback'}-{number}"
     place.mkdir()
     swarm = LocalSwarm(place, wanted.to_toml(), corpus=corpus_cache(folder), flags=["--allow-files"])

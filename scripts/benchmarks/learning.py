@@ -1,8 +1,4 @@
-"""`./scripts/bench learning`: the held-out loss of a swarm by that of a plain loop at the same tokens.
-
-Knows: the order of things: runs, evaluations, the report. Must not know: torch (only children import it), how a swarm
-is watched, what is in journals.
-"""
+"""`./scripts/bench learning`: the held-out loss of a swarm by that of a plain loop at the same tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ from benchmarks.window import print_progress
 
 TIMEOUT_S: Final = 3600.0
 CALIBRATE_S: Final = 1.5
+# The ways in which OpenMP's threads may wait; see benchmarks.contenders.SingleLoop.
 WAITS: Final = {"default": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
-"""The ways in which OpenMP's threads may wait; see benchmarks.contenders.SingleLoop."""
+# Factor by which the plain loop trains longer, since a swarm may compute a few more tokens than it should.
 OVERSHOOT: Final = 1.1
-"""Factor by which the plain loop trains longer, since a swarm may compute a few more tokens than it should."""
 
 
 def run(quick: bool, folder: Path) -> Report:
@@ -76,7 +72,6 @@ class PlainChild:
 
     @property
     def group(self) -> int:
-        """The process group of the child."""
         return self._child.pid
 
     def train(self, job: Job) -> Trained:
@@ -94,12 +89,10 @@ class PlainChild:
         return losses
 
     def _ask(self, job: Job, order: Mapping[str, object]) -> dict[str, Any]:
-        """Gives the child an order about the manifest of a plain loop, and returns its answer."""
         whole = {"manifest": self._manifest_file(job), "heldout": self._effort.heldout_batches, **order}
         return self._child.ask(whole, TIMEOUT_S)
 
     def _manifest_file(self, job: Job) -> str:
-        """Writes the manifest of a plain loop and returns the file's path."""
         manifest = self._effort.manifest(job)
         file = self._folder / f"{manifest.name}.toml"
         file.write_text(manifest.to_toml(), encoding="utf-8")
@@ -122,7 +115,6 @@ def train_swarm(job: Job, effort: Effort, folder: Path, plain: PlainChild) -> Tr
 
 
 def _summary(trained: Trained) -> str:
-    """Returns a run's end in one line."""
     end, accounts = trained.end, trained.accounts
     text = f"  loss {end.loss:.4f} after {end.tokens:,} tokens in {end.seconds:.1f} s"
     if accounts is None:

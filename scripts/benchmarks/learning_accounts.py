@@ -1,6 +1,6 @@
 """What became of a swarm's tokens, from the journals of all its daemons, those that were killed included. Pure.
 
-Knows: the journal's events. Must not know: processes, files, losses. A token is computed when its microbatch has come
+A token is computed when its microbatch has come
 home to its origin. Each stage then counts it in an optimizer step (agora.cli.step_accounts has the rules), or loses it:
 
 | tokens that are lost | why |
@@ -20,8 +20,7 @@ from agora.cli.step_accounts import StageSteps
 from agora.observe import events
 from agora.observe.journal import from_json
 
-Journal = Sequence[Mapping[str, Any]]
-"""The events of one daemon, in order."""
+Journal = Sequence[Mapping[str, Any]]  # the events of one daemon, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +33,30 @@ class Accounts:
 
     @property
     def steps(self) -> list[int]:
-        """Optimizer steps that each stage has taken; one that several replicas took together is one."""
         return [stage.steps for stage in self.stages]
 
     @property
     def steps_per_token(self) -> float:
-        """Steps taken, of the stage with the fewest, times the target / tokens computed."""
         return min(self.steps) * self.target / self.computed
 
     @property
     def counted(self) -> float:
-        """Share of the computed tokens that went into a step, of the stage with the least."""
         return min(stage.counted_tokens for stage in self.stages) / self.computed
 
     @property
     def missed(self) -> float:
-        """Share of the computed tokens that came too late for the means of two steps, of the stage with the most."""
         return max(stage.missed for stage in self.stages) / self.computed
 
     @property
     def staleness(self) -> float:
-        """Mean age of the counted gradients in steps, of the stage where it is highest."""
         return max(stage.staleness or 0.0 for stage in self.stages)
 
     @property
     def fills(self) -> list[float]:
-        """Tokens that each step of each stage holds, by the target."""
         return [tokens / self.target for stage in self.stages for tokens in stage.tokens.values()]
 
     @property
     def spread(self) -> float:
-        """Standard deviation of `fills`; 0 for one step or none."""
         return statistics.stdev(self.fills) if len(self.fills) > 1 else 0.0
 
 

@@ -1,7 +1,4 @@
-"""Held-out losses over tokens and seconds: the loss at a number of tokens, the time to a loss. Pure.
-
-Knows: numbers. Must not know: what was trained.
-"""
+"""Held-out losses over tokens and seconds: the loss at a number of tokens, the time to a loss. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The plain training loop that swarms are compared with, and the evaluator of both: a child process with all threads.
 
-Knows: the trainer's weights and optimizer, the corpus. Must not know: networks, daemons, journals. The loop has no
+The loop has no
 codec, no peers and no staleness; the optimizer step is the daemons' own, so that both have the same optimizer.
 """
 
@@ -30,8 +30,8 @@ from benchmarks.worker import Channel
 
 ORIGIN: Final = PeerId("plain loop")
 NO_MICROBATCH: Final = MicrobatchId(bytes(16))
+# Sequences of one forward and backward, of which `calibrate` chooses one; a step's gradient is the same for all.
 CHUNKS: Final = (8, 16, 32, 64)
-"""Sequences of one forward and backward, of which `calibrate` chooses one; a step's gradient is the same for all."""
 
 
 class PlainLoop:
@@ -54,7 +54,6 @@ class PlainLoop:
 
     @property
     def sequences(self) -> int:
-        """Sequences of an optimizer step."""
         return self._manifest.optimizer.target_tokens // self._manifest.model.context
 
     def draw(self, first: int, count: int) -> Tensor:

@@ -1,7 +1,4 @@
-"""The results of the learning benchmark: losses at equal tokens, times to a loss; rows, ratios, notes. Pure.
-
-Knows: curves, accounts, the ratios of the contract. Must not know: torch, processes, how anything was trained.
-"""
+"""The results of the learning benchmark: losses at equal tokens, times to a loss; rows, ratios, notes. Pure."""
 
 from __future__ import annotations
 
@@ -147,13 +144,11 @@ def row(group: Group) -> dict[str, Cell]:
 
 
 def _steps(group: Group) -> str:
-    """Returns the optimizer steps of each stage, means over the seeds, such as 72/74; of the plain loop its length."""
     steps = [run.accounts.steps for run in group.runs if run.accounts is not None] or [[group.job.steps]]
     return "/".join(f"{statistics.fmean(of_stage):.0f}" for of_stage in zip(*steps, strict=True))
 
 
 def _mean(group: Group, value: Callable[[Accounts], float]) -> float | None:
-    """Returns the mean over seeds of a value of the accounts; None for the plain loop."""
     values = group.from_accounts(value)
     return round(statistics.fmean(values), 3) if values else None
 

@@ -1,7 +1,4 @@
-"""What the learning benchmark trains: swarms of several sizes, for how long, with which seeds; options by hand.
-
-Knows: names and numbers, the manifest, the command line's options. Must not know: torch, processes, clocks.
-"""
+"""What the learning benchmark trains: swarms of several sizes, for how long, with which seeds; options by hand."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from agora.net.link import LinkError, LinkSpec
 STAGES: Final = 2
 LINK: Final = "200Mbit,50ms"
 KILL_EVERY_S: Final = 10.0
-POINTS: Final = 20
-"""Evaluations of a run before its end."""
+POINTS: Final = 20  # evaluations of a run before its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,6 @@ class SwarmSetting:
 
     @property
     def name(self) -> str:
-        """The name in the table."""
         link = f", links of {self.link}" if self.link else ""
         kills = f", one killed every {self.kill_every_s:g} s" if self.kill_every_s else ""
         return f"{self.peers} peers{link}{kills}"
@@ -54,7 +49,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The name in the table."""
         return self.setting.name if self.setting else "plain loop"
 
 
@@ -73,7 +67,6 @@ class Effort:
 
     @property
     def jobs(self) -> list[Job]:
-        """Every run; the plain loop of a length and seed comes before the swarms that are compared with it."""
         return [
             Job(setting, steps, seed)
             for steps in self.lengths
@@ -116,12 +109,10 @@ def effort_of(options: Sequence[str], quick: bool) -> Effort:
 
 
 def _numbers(text: str) -> list[int]:
-    """Returns the numbers of a list such as 2,4,8. Raises ValueError."""
     return [int(part) for part in text.split(",")]
 
 
 def _link(text: str) -> str:
-    """Returns the text of a link unchanged. Raises ArgumentTypeError when the text is not a link."""
     try:
         LinkSpec.parse(text)
     except LinkError as error:
@@ -130,7 +121,6 @@ def _link(text: str) -> str:
 
 
 def _assignment(text: str) -> tuple[str, str, Any]:
-    """Returns section, field and value of SECTION.FIELD=VALUE; a value that is not valid TOML is a string."""
     name, equals, value = text.partition("=")
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):

@@ -1,6 +1,5 @@
 """One swarm of real daemons that trains on a given number of tokens; its journals, and its weights on the way.
 
-Knows: the local swarm, its daemons' journals and control sockets. Must not know: torch, what a loss is, the plain loop.
 The daemons start as in `swarm demo`: the first trains while the next ones join, at most one per core at a time.
 """
 
@@ -31,8 +30,8 @@ STALL_S: Final = 180.0
 DRAIN_S: Final = 100.0
 ANSWER_S: Final = 30.0
 QUIET_S: Final = 2.0
+# At the end, the swarm may still take its last steps: until no step came for QUIET_S, for SETTLE_S at most.
 SETTLE_S: Final = 20.0
-"""At the end, the swarm may still take its last steps: until no step came for QUIET_S, for SETTLE_S at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +94,6 @@ class LearningSwarm:
         return TrainedSwarm(accounts, [each for each in snapshots if each.models], len(self._journals), others)
 
     def _until_trained(self) -> Iterator[Snapshot]:
-        """Watches until all tokens are trained or in flight, and yields snapshots on the way.
-
-        Raises BenchFailed when nothing is completed for STALL_S.
-        """
         next_at = every = self._tokens / POINTS
         kill_every_s, began = self._setting.kill_every_s, time.monotonic()
         next_kill = began + (kill_every_s or 0.0)
@@ -122,12 +117,10 @@ class LearningSwarm:
             time.sleep(POLL_S)
 
     def _tokens_opened(self) -> int:
-        """Returns the tokens that are trained, and those that living origins have in flight."""
         in_flight = sum(len(self._totals.peer(index).unfinished) for index, _ in self._living(serving=True))
         return self._totals.tokens + in_flight * self._manifest.tokens_per_microbatch
 
     def _living(self, *, serving: bool) -> list[tuple[int, LocalDaemon]]:
-        """Returns the daemons that were not killed, with their indices: those that serve, or those that do not yet."""
         return [
             (index, daemon)
             for index, daemon in enumerate(self._swarm.daemons.values())
@@ -135,7 +128,6 @@ class LearningSwarm:
         ]
 
     def _start_one(self) -> None:
-        """Starts a daemon, with an invite of a daemon that serves now: the giver of the last invite may be dead."""
         answers = (daemon.try_ask("invite") for _, daemon in self._living(serving=True))
         self._swarm.invite = next((str(answer["invite"]) for answer in answers if answer), self._swarm.invite)
         daemon = self._swarm.start(f"peer-{len(self._swarm.daemons)}")
@@ -143,7 +135,6 @@ class LearningSwarm:
         self._not_started -= 1
 
     def _kill_one(self) -> bool:
-        """Kills a random daemon whose stages others hold, and counts one more to start. False: none can be killed."""
         stages = {index: self._totals.peer(index).stages for index, _ in self._living(serving=True)}
         replicas = Counter(stage for held in stages.values() for stage in held)
         spare = [index for index, held in stages.items() if held and all(replicas[stage] > 1 for stage in held)]
@@ -156,11 +147,8 @@ class LearningSwarm:
         return True
 
     def _drain(self) -> None:
-        """Stops the opening of microbatches at all origins concurrently, waits for those in flight and the last steps.
-
-        Kills daemons that do not serve yet: once they served, they would open microbatches beyond the tokens to train
-        on.
-        """
+        # Kills daemons that do not serve yet: once they served, they would open microbatches beyond the tokens to train
+        # on.
         for index, daemon in self._living(serving=False):
             daemon.kill_group()
             self._totals.peer(index).is_killed = True
@@ -175,11 +163,6 @@ class LearningSwarm:
             time.sleep(POLL_S)
 
     def _save_weights(self, name: str, *, of_all: bool) -> list[list[str]]:
-        """Returns models: for each a file with the weights of every stage, copied from where the daemons write them.
-
-        of_all: as many as the stage with the most replicas has, each replica in at least one; else one. No model when
-        a stage has no replica that answers.
-        """
         folder = self._folder / "weights"
         folder.mkdir(exist_ok=True)
         files: dict[int, list[str]] = {stage: [] for stage in range(self._manifest.stage_count)}
@@ -196,7 +179,6 @@ class LearningSwarm:
         return [[replicas[number % len(replicas)] for replicas in files.values()] for number in range(count)]
 
     def _read(self) -> None:
-        """Takes what is new in the journals."""
         for index, daemon in enumerate(self._swarm.daemons.values()):
             for event in daemon.new_events():
                 self._journals.setdefault(daemon.name, []).append(event)

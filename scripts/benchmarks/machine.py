@@ -1,8 +1,4 @@
-"""What a benchmark ran on: processor, cores, memory, versions, and how calm it was.
-
-Knows: /proc, the platform, nvidia-smi, package metadata. Must not know: torch as an import (its version is read from
-metadata), what is being measured.
-"""
+"""What a benchmark ran on: processor, cores, memory, versions, and how calm it was."""
 
 from __future__ import annotations
 
@@ -92,7 +88,6 @@ class Watch:
         return max(0.0, used / seconds) if seconds > 0 else 0.0
 
     def _our_seconds(self) -> float:
-        """Processor seconds of all processes of our groups so far."""
         ticks = 0
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):

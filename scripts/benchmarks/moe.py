@@ -1,6 +1,6 @@
 """The baseline on the same network stack: hivemind's own remote modules, what SWARM and Petals were built on.
 
-Knows: the work, `hivemind.moe`. Must not know: other contenders. Each stage is a `ModuleBackend` behind a hivemind
+Each stage is a `ModuleBackend` behind a hivemind
 `Server` in its own process; a trainer chains `RemoteExpert` calls and lets autograd run them backward, with a step's
 worth of microbatches in flight on threads. By hivemind's design the trainer carries every boundary itself (star, not
 chain), a stage runs its forward again inside its backward, and a backend steps on every call. Here a backend steps once
@@ -152,7 +152,6 @@ class Flow:
         return {"tokens": len(counted) * tokens, "seconds": last - first, "losses": losses, "trained": trained}
 
     def _run(self, more: Callable[[], bool]) -> list[tuple[float, int, float]]:
-        """Runs microbatches while `more`; (when it finished, number, loss sum) of each, in order of finishing."""
         self._finished, self._failures = [], []
         threads = [threading.Thread(target=self._work_on, args=(more,)) for _ in range(MICROBATCHES_PER_STEP)]
         for thread in threads:

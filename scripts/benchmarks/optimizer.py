@@ -1,7 +1,4 @@
-"""`./scripts/bench optimizer`: what an optimizer step costs beside the forwards and backwards of its tokens.
-
-Knows: one stage in the middle of a model, and its optimizers. Must not know: networks, peers.
-"""
+"""`./scripts/bench optimizer`: what an optimizer step costs beside the forwards and backwards of its tokens."""
 
 from __future__ import annotations
 
@@ -135,11 +132,6 @@ def train_microbatch(stage: Stage, manifest: Manifest, device: torch.device) -> 
 
 
 def _time_work(work: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, list[float]]:
-    """Returns the seconds of each piece of work in `repeats` turns, after one turn that is not counted.
-
-    They are processor time, or on a GPU the time until it has done the work.
-    """
-
     def now() -> float:
         if device.type != "cuda":
             return time.process_time()

@@ -1,7 +1,4 @@
-"""`./scripts/bench plan`: our plans beside brute force and beside other planners' rules, and the time of a plan.
-
-Knows: the planner, the workloads, the baselines. Must not know: daemons, torch.
-"""
+"""`./scripts/bench plan`: our plans beside brute force and beside other planners' rules, and the time of a plan."""
 
 from __future__ import annotations
 
@@ -28,8 +25,7 @@ from benchmarks.plan_workloads import CLUSTERS, HOME_SWARMS, MODELS, home_machin
 from benchmarks.report import Cell, Ratio, Report
 
 RULES: Final = ("proportional", "one_chain", "petals", "zorse", "cephalo")
-AS_GOOD: Final = 0.9995
-"""Our plan is first if no other rule's plan is better by more than this fraction."""
+AS_GOOD: Final = 0.9995  # our plan is first if no other rule's plan is better by more than this fraction
 WHY_SECOND: Final[Mapping[str, str]] = {
     "cephalo": "its ring does not cut the model, so that no whole layers have to match the groups' speeds",
     "petals": "its spans overlap, ours are equal or apart",
@@ -114,7 +110,6 @@ def standing(found: Comparison) -> str:
 
 
 def _row(found: Comparison) -> dict[str, Cell]:
-    """Returns one line of the table."""
     return {
         "machines": found.swarm,
         "model": found.model,
@@ -127,14 +122,12 @@ def _row(found: Comparison) -> dict[str, Cell]:
 
 
 def _mean_ratio(compared: Sequence[Comparison], rule: str) -> Ratio:
-    """Returns our mean part of the bound by another rule's, over all rows; a plan that does not fit counts as 0."""
     theirs = statistics.mean(found.theirs[rule] for found in compared)
     ours = statistics.mean(found.ours for found in compared)
     return Ratio(ours / theirs if theirs > 0 else math.inf, "> 1", f"our mean part of the bound by that of {rule}")
 
 
 def _rate(cost: RunCost, machines: Sequence[Machine]) -> float:
-    """Returns the rate of our plan; 0 if we find none."""
     try:
         return make_plan(cost, machines, random.Random(0)).rate
     except OutOfMemory:
@@ -150,7 +143,6 @@ def _of_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
 
 
 def _seconds_128(seed: int) -> float:
-    """Returns the processor seconds that one plan takes."""
     cost, machines = tuning_cost("70B"), home_machines("70B", random.Random(seed), 128, residential=True)
     begin = time.process_time()
     make_plan(cost, machines, random.Random(seed))

@@ -1,6 +1,6 @@
 """Other planners' rules, as spans that the same cost model judges: what ours is compared with.
 
-Knows: machines, costs. Must not know: our search. What a rule leaves open is tried, and the best counts.
+What a rule leaves open is tried, and the best counts.
 
 | rule | who holds what |
 |---|---|
@@ -25,8 +25,8 @@ from agora.plan.cuts import cut_for_groups
 from agora.plan.evaluation import plan_of_spans
 from agora.plan.machine import Machine
 
+# Of one optimizer step of the ring, which gathers the weights twice in each: as in Zorse's evaluation.
 STEP_TOKENS: Final = 2**20
-"""Of one optimizer step of the ring, which gathers the weights twice in each: as in Zorse's evaluation."""
 PETALS_TURNS: Final = 3
 
 
@@ -110,7 +110,6 @@ def ring_rate(cost: RunCost, machines: Sequence[Machine]) -> float:
 
 
 def _by_group_speed(cost: RunCost, groups: Sequence[Sequence[Machine]]) -> float:
-    """Returns the rate of groups in this order, each with at least one stage."""
     counts = [1 + n for n in _largest_remainders([_speed(group) for group in groups], cost.stage_count - len(groups))]
     machines = [machine for group in groups for machine in group]
     spans = [span for group, span in zip(groups, _spans_of(counts), strict=True) for _ in group]
@@ -118,7 +117,6 @@ def _by_group_speed(cost: RunCost, groups: Sequence[Sequence[Machine]]) -> float
 
 
 def _groups_of_kinds(machines: Sequence[Machine], size: int) -> list[list[Machine]]:
-    """Returns groups of at most `size` machines of like speed and memory, as even as can be."""
     kinds: dict[tuple[float, float], list[Machine]] = defaultdict(list)
     for machine in machines:
         kinds[machine.flops, machine.memory].append(machine)
@@ -134,10 +132,7 @@ def _speed(group: Sequence[Machine]) -> float:
 
 
 def _windows(cost: RunCost, machine: Machine) -> list[Span]:
-    """Returns the spans of the greatest length that fit the machine, and the longest that hold an end of the model.
-
-    The ends hold embedding and head; Petals leaves these to its clients, so that there all windows have one length.
-    """
+    # Petals leaves these to its clients, so that there all windows have one length.
     last = cost.stage_count - 1
     fitting = [
         [
@@ -163,7 +158,6 @@ def _add(stage_rates: list[float], span: Span | None, rate: float) -> None:
 
 
 def _largest_remainders(weights: Sequence[float], total: int) -> list[int]:
-    """Returns whole numbers in proportion to the weights that add up to `total`."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda index: counts[index] - exact[index])
@@ -173,7 +167,6 @@ def _largest_remainders(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _spans_of(counts: Sequence[int]) -> list[Span | None]:
-    """Returns consecutive spans of these lengths; None where the length is 0."""
     spans: list[Span | None] = []
     begin = 0
     for count in counts:

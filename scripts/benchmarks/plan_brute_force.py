@@ -1,7 +1,5 @@
 """The best plan of all plans with groups, for a few machines: every grouping in every order, every cut.
 
-Knows: the rates of machines at spans. Must not know: the planner's search.
-
 With best[M, j] the best rate of the slowest group when the machines of the set M hold stages 0 to j - 1 in any number
 of groups, and R_G the rate of group G:
 

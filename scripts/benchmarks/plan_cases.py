@@ -1,6 +1,6 @@
-"""Random runs and machines, small and uneven, some of them short of memory: for the benchmark and the tests of plans.
+"""Random runs and machines, small and uneven, some of them short of memory.
 
-Knows: costs and machines. Must not know: plans.
+For the benchmark and the tests of plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the benchmark of plans plans for: models tuned with QLoRA, and clusters and home machines to do it on.
-
-Knows: published layer times, formulas of a decoder's sizes. Must not know: planners.
-"""
+"""What the benchmark of plans plans for: models tuned with QLoRA, and clusters and home machines to do it on."""
 
 from __future__ import annotations
 
@@ -37,12 +34,10 @@ class Decoder:
 
     @property
     def layer_parameters(self) -> float:
-        """Returns the parameters of one layer: attention and a gated feed-forward network."""
         return 2 * self.width**2 + 2 * self.width * self.key_value_width + 3 * self.width * self.feed_forward
 
     @property
     def lora_parameters(self) -> float:
-        """Returns the parameters of the adapters on all linear maps of one layer."""
         attention = 4 * self.width + 2 * (self.width + self.key_value_width)
         return LORA_RANK * (attention + 3 * (self.width + self.feed_forward))
 
@@ -58,6 +53,9 @@ MODELS: Final[Mapping[str, Decoder]] = {
     "70B": Decoder(80, 8192, 28672, 1024, "33B"),
 }
 
+# Memory in GB, and of each model (sequence length, milliseconds of one layer's forward and backward of one sequence).
+#
+# Source: the layer times that Zorse (arXiv 2507.10392) and Cephalo (arXiv 2411.01075) publish with their code, fp16.
 LAYER_MS: Final[Mapping[str, tuple[float, Mapping[str, tuple[int, float]]]]] = {
     "H100": (94, {"7B": (512, 0.64 + 1.31), "13B": (1024, 1.89 + 4.42), "33B": (1024, 3.01 + 7.03)}),
     "A100-80": (80, {"7B": (1024, 2.09 + 4.15), "13B": (1024, 3.05 + 6.33), "33B": (1024, 4.95 + 10.49)}),
@@ -68,19 +66,15 @@ LAYER_MS: Final[Mapping[str, tuple[float, Mapping[str, tuple[int, float]]]]] = {
     "L4": (24, {"7B": (1024, 9.78 + 22.85), "13B": (1024, 15.07 + 35.68), "33B": (1024, 25.53 + 55.75)}),
     "T4": (16, {"7B": (1024, 15.24 + 42.58), "13B": (1024, 29.24 + 66.58), "33B": (1024, 47.54 + 111.3)}),
 }
-"""Memory in GB, and of each model (sequence length, milliseconds of one layer's forward and backward of one sequence).
 
-Source: the layer times that Zorse (arXiv 2507.10392) and Cephalo (arXiv 2411.01075) publish with their code, fp16.
-"""
-
+# The published clusters; their links are not published with them: 10 Gbit/s each way for every accelerator here.
 CLUSTERS: Final[Mapping[str, Mapping[str, int]]] = {
     "4 H100, 16 A100": {"H100": 4, "A100-80": 16},
     "8 A100, 16 A10G, 16 V100, 24 T4": {"A100-40": 8, "A10G": 16, "V100": 16, "T4": 24},
 }
-"""The published clusters; their links are not published with them: 10 Gbit/s each way for every accelerator here."""
 HOME_KINDS: Final = ("H100", "A100-80", "A6000", "V100", "A10G", "L4", "T4")
+# Megabits per second down and up, as home contracts have them; drawn alike.
 RESIDENTIAL_LINKS: Final = ((250, 40), (500, 50), (1000, 100), (1000, 500), (1000, 1000))
-"""Megabits per second down and up, as home contracts have them; drawn alike."""
 HOME_SWARMS: Final = ("32 mixed, 0.2-1 Gbit/s", "32 mixed, residential links")
 
 
@@ -152,7 +146,6 @@ def machines_of(swarm: str, model: str) -> list[Machine]:
 
 
 def _accelerator(kind: str, model: str, number: int, upload: float, download: float) -> Machine:
-    """Returns one accelerator; stages may take 90 % of its memory less 3 GB."""
     gigabytes, times = LAYER_MS[kind]
     measured = MODELS[model].like
     tokens, milliseconds = times[measured]

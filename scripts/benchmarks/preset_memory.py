@@ -3,8 +3,7 @@
     python -m benchmarks.preset_memory
 
 Source of the layer times: those that Zorse publishes with its code (arXiv 2507.10392), milliseconds of a forward and
-backward of one Llama-7B layer, 16-bit, for one sequence of 1,024 tokens. Knows: cards, presets, the cost model. Must
-not know: how costs are computed (agora.plan).
+backward of one Llama-7B layer, 16-bit, for one sequence of 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from agora.plan.machine import Machine
 NAMES: Final = ("150m", "1b", "8b")
 CARDS_GIB: Final = (8, 12, 24, 80)
 GIB: Final = 2**30
-OVERHEAD: Final = 1 * GIB
-"""What the GPU's context, its libraries and the display take of a card."""
+OVERHEAD: Final = 1 * GIB  # what the GPU's context, its libraries and the display take of a card
 LAYER_TOKENS: Final = 1024
+# Operations behind a layer time: products of Llama-7B's matrices and causal attention, forward and backward.
 LAYER_FLOPS: Final = 3 * (2 * LAYER_TOKENS * (4 * 4096**2 + 3 * 4096 * 11_008) + 2 * LAYER_TOKENS**2 * 4096)
-"""Operations behind a layer time: products of Llama-7B's matrices and causal attention, forward and backward."""
 LINKS_MBIT: Final = (20, 100, 1000)
 
 
@@ -42,7 +40,6 @@ class Card:
 
     @property
     def flops(self) -> float:
-        """The operations per second that it reaches."""
         return LAYER_FLOPS / self.layer_ms * 1e3
 
 

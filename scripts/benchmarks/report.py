@@ -1,8 +1,4 @@
-"""A benchmark's result and its three faces: JSON, tables on the terminal, a section of docs/benchmarks.md.
-
-Knows: rows, ratios, targets, markers, where figures lie. Must not know: how a figure is drawn, how anything was
-measured, clocks (the date is passed in).
-"""
+"""A benchmark's result and its three faces: JSON, tables on the terminal, a section of docs/benchmarks.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`./scripts/bench simulate`: what the daemon's own decisions make of thousands of machines, and how true that is.
 
-Knows: the scenarios, the ratios of the contract. Must not know: torch. Everything is simulated with a fixed seed, so
+Everything is simulated with a fixed seed, so
 those figures are the same on each machine; only the comparison with real daemons is measured.
 """
 
@@ -28,20 +28,20 @@ from benchmarks.simulate_real import CASES, observe_case, simulate
 from benchmarks.window import print_progress
 
 HOME_LINK = "200Mbit,50ms"
+# Microbatches that an origin keeps in flight for each stage, where schedule.max_in_flight of the manifest sets it.
+#
+# Callers choose by reports of a queue that are up to a minute old. N microbatches in a closed network of M equal
+# machines that are chosen at random keep N / (N + M - 1) of them busy: with 4 for each machine 0.80, with 12 for each
+# 0.92.
 PER_STAGE_IN_FLIGHT = 12
-"""Microbatches that an origin keeps in flight for each stage, where schedule.max_in_flight of the manifest sets it.
-
-Callers choose by reports of a queue that are up to a minute old. N microbatches in a closed network of M equal machines
-that are chosen at random keep N / (N + M - 1) of them busy: with 4 for each machine 0.80, with 12 for each 0.92.
-"""
 FIGURE = "simulate-scale.svg"
 TITLE = "Simulation: the daemon's decisions on many machines"
+# By part of the benchmark: the title of its section when it runs alone.
 TITLES = {
     "churn": "Simulation: placement under heavy churn",
     "fleets": "Simulation: ten thousand machines",
     "real": "Simulation beside real daemons",
 }
-"""By part of the benchmark: the title of its section when it runs alone."""
 ROWS_NOTE = (
     "of_bound divides by the maximum flow of the spans that are held. took_s: seconds of this machine's processor, on "
     "one core."
@@ -123,7 +123,6 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
 
 
 def _run_churn(extent: Extent, report: Report) -> None:
-    """Adds the rows, the ratio and the note of the placement under heavy churn."""
     moving, unmoved = (_simulate(heavy_churn(extent, moves, False), report) for moves in (True, False))
     _simulate(heavy_churn(extent, True, True), report)
     report.ratios["rebalancing_of_optimal"] = Ratio(
@@ -136,7 +135,6 @@ def _run_churn(extent: Extent, report: Report) -> None:
 
 
 def _run_fleets(extent: Extent, report: Report) -> None:
-    """Adds the rows, the ratio, the notes and the picture of fleets of all sizes."""
     _simulate(large_fleet(extent.sizes[0], extent.large_s, per_stage=0), report)
     fleets = {peers: _simulate(large_fleet(peers, extent.large_s), report) for peers in (*extent.sizes, extent.large)}
     report.pictures = {FIGURE: _picture_of(fleets)}
@@ -149,7 +147,6 @@ def _run_fleets(extent: Extent, report: Report) -> None:
 
 
 def _run_real_part(extent: Extent, folder: Path, report: Report) -> None:
-    """Adds the rows, the ratio and the notes of real daemons beside the same machines simulated."""
     errors = _compare(folder, extent.real_s, report)
     worst = max(map(abs, errors.values()))
     report.ratios["model_vs_real_worst"] = Ratio(worst, "<= 0.15", "worst relative error of the simulated throughput")
@@ -161,7 +158,6 @@ def _run_real_part(extent: Extent, folder: Path, report: Report) -> None:
 
 
 def _picture_of(fleets: Mapping[int, SimulationReport]) -> str:
-    """Returns the SVG picture of what a machine sends and reads, by the size of its fleet."""
     figures: dict[str, Callable[[Sample], float]] = {
         "messages sent": lambda sample: sample.messages,
         "keys of the directory read": lambda sample: sample.keys,
@@ -201,7 +197,6 @@ def _scenario(
     seconds: float,
     per_stage: int,
 ) -> Scenario:
-    """Returns a scenario of equal machines, each of which holds one stage."""
     in_flight = per_stage * stages
     model = SimulatedModel(
         (work,) * stages, 1e6, 1e6, (200e6,) * stages, slots=max(256, 2 * in_flight), max_in_flight=in_flight
@@ -213,7 +208,6 @@ def _scenario(
 
 
 def _simulate(scenario: Scenario, report: Report) -> SimulationReport:
-    """Runs a scenario, adds its row, and returns its report."""
     started = time.process_time()
     print_progress(f"simulating {scenario.name}")
     found = SimulationReport(scenario, Simulation(scenario).run())
@@ -240,7 +234,6 @@ def _simulate(scenario: Scenario, report: Report) -> SimulationReport:
 
 
 def _compare(folder: Path, seconds: float, report: Report) -> dict[str, float]:
-    """Runs each case with real daemons and in the simulator; returns the relative errors by case."""
     errors = {}
     for number, (name, case) in enumerate(CASES.items()):
         place = folder / f"case-{number}"

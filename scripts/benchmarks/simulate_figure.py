@@ -1,7 +1,4 @@
-"""Draws what a machine sends and reads by the size of its fleet, as an SVG picture.
-
-Knows: points, a logarithmic axis, SVG. Must not know: what was simulated, files.
-"""
+"""Draws what a machine sends and reads by the size of its fleet, as an SVG picture."""
 
 from __future__ import annotations
 
@@ -23,11 +20,9 @@ def draw(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     span = math.log10(sizes[-1] / sizes[0]) or 1.0
 
     def x(size: int) -> float:
-        """Returns the horizontal place of a size."""
         return LEFT + (WIDTH - LEFT - RIGHT) * math.log10(size / sizes[0]) / span
 
     def y(value: float) -> float:
-        """Returns the vertical place of a value."""
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top
 
     parts = [

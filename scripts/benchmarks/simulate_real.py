@@ -1,6 +1,6 @@
 """Eight real daemons beside the same eight in the simulator: what each has measured goes in, throughput is compared.
 
-Knows: the cases, the local swarm, the simulator. Must not know: torch. Each daemon's device is made slower on purpose
+Each daemon's device is made slower on purpose
 (AGORA_SLOWDOWN), so that two cores carry all of them; the simulator gets the device seconds that a microbatch has
 really taken at each peer and the links, but nothing about the throughput.
 """
@@ -23,14 +23,12 @@ from agora.sim.simulation import Simulation
 from agora.sim.simulation_report import SimulationReport
 
 STAGES = 4
+# Large enough that steps, whose waits are not simulated, are rare while a swarm is observed.
 MICROBATCHES_PER_STEP = 1024
-"""Large enough that steps, whose waits are not simulated, are rare while a swarm is observed."""
 IN_FLIGHT = 16
-LOOPBACK = "10Gbit,0.4ms"
-"""What stands for the network of one machine, where a case shapes no link."""
+LOOPBACK = "10Gbit,0.4ms"  # what stands for the network of one machine, where a case shapes no link
 SIMULATED_S = 400.0
-START_S = 240.0
-"""Seconds within which slowed daemons serve, and fill their pipeline."""
+START_S = 240.0  # seconds within which slowed daemons serve, and fill their pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,6 @@ class _Look:
 
 
 def _look(daemon: LocalDaemon) -> _Look:
-    """Asks a daemon what it has done so far."""
     report = daemon.ask("report")
     now, now_unix = time.monotonic(), time.time()
     born = float(daemon.events("StateChanged", state="serving")[0]["at_unix"])
@@ -167,11 +164,9 @@ def _look(daemon: LocalDaemon) -> _Look:
 
 
 def _count_completed(daemon: LocalDaemon) -> int:
-    """Returns how many training microbatches a daemon has brought home; 0 while it does not answer."""
     report = daemon.try_ask("report")
     return 0 if report is None else _completed_in(report)
 
 
 def _completed_in(report: Mapping[str, Any]) -> int:
-    """Returns the microbatches that a report says were brought home."""
     return int(report["microbatches"]["completed"])

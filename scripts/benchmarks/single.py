@@ -1,6 +1,6 @@
 """The baseline that needs no network: the same model in one process, in a plain PyTorch loop with all threads.
 
-Knows: the work. Must not know: other contenders. Kept as good as a plain loop gets: gradients set to None, fused AdamW,
+Kept as good as a plain loop gets: gradients set to None, fused AdamW,
 no copy, no synchronisation but the loss read once per microbatch.
 """
 

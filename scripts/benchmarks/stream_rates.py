@@ -1,6 +1,6 @@
-"""(e) as the benchmark sees it: alternating repeats of round trips and flows, agora.net's calls beside a bare stream.
+"""(e) as the benchmark sees it: alternating repeats of round trips and flows.
 
-Knows: the two processes of `streams`, medians. Must not know: the network (only children import it).
+Agora.net's calls beside a bare stream.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """(e) Boundaries on a stream: calls of agora.net beside a bare hivemind `P2P` stream, in the same two processes.
 
-Knows: the network room, hivemind's binary streams. Must not know: torch, the other contenders. Both go through the same
+Both go through the same
 two libp2p daemons on the same uvloop loops. A `trip` carries the payload there and back, as a boundary and its gradient
 travel; a `flow` sends payloads one way, several on their way at the same time, each answered by a few bytes.
 The bare stream is written the natural way: eight bytes of length, then the payload, `readexactly` at the other end.
@@ -193,7 +193,6 @@ async def join(key: Path, handler: Handler) -> tuple[Host, Network]:
 
 
 async def _answer(call: IncomingCall) -> Reply:
-    """Answers a training call with its boundary as the gradient, any other call with a few bytes."""
     assert isinstance(call.message, Process)
     answer = Processed(loss_sum=0.0, tokens=1, busy_ms=0.0)
     return Reply(answer, [call.tensors[0]] if call.message.purpose == "train" else [])

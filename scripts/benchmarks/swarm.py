@@ -1,6 +1,5 @@
 """(b) A local swarm: one `agora-node join` per stage, each its own process with its own libp2p host and DHT node.
 
-Knows: the local swarm, its daemons' control sockets and journals. Must not know: how daemons work, torch.
 The completions in the origin's journal carry their times, so a window begins and ends exactly at a completion.
 """
 
@@ -46,14 +45,12 @@ class SwarmContender:
         self.name = name or f"swarm{manifest.stage_count}"
         self.processes = replicas * manifest.stage_count
         self.threads = self.processes * stage_threads(self.processes)
-        self.rounds: list[dict[str, Any]] = []
-        """RoundDone events of the last window, its filling and draining included."""
+        self.rounds: list[dict[str, Any]] = []  # RoundDone events of the last window, its filling and draining included
+        # Unix time and tokens of every microbatch that has come home in the last window, in order of time.
         self.completed: list[tuple[float, int]] = []
-        """Unix time and tokens of every microbatch that has come home in the last window, in order of time."""
+        # The optimizer steps that each stage has taken since the start.
         self.steps = [StageSteps() for _ in range(manifest.stage_count)]
-        """The optimizer steps that each stage has taken since the start."""
-        self.tokens_computed = 0
-        """Tokens of the microbatches that have come home since the start."""
+        self.tokens_computed = 0  # tokens of the microbatches that have come home since the start
         self._replicas, self._stages = replicas, manifest.stage_count
         self._flags = ["--allow-files", *(["--link", link] if link else [])]
         self._manifest, self._nursery, self._folder = manifest.with_values(name=self.name), nursery, folder
@@ -64,7 +61,6 @@ class SwarmContender:
 
     @property
     def swarm(self) -> LocalSwarm:
-        """The daemons. Raises BenchFailed before they are started."""
         if self._swarm is None:
             raise BenchFailed(f"{self.name} has not been started")
         return self._swarm
@@ -152,14 +148,12 @@ class SwarmContender:
             raise BenchFailed(f"{self.name}: {failed}") from failed
 
     def _is_complete(self) -> bool:
-        """Whether every daemon serves and every stage has its replicas."""
         held = [stage for first, last in self._spans.values() for stage in range(first, last + 1)]
         return len(self._serving) == self.processes and all(
             held.count(stage) >= self._replicas for stage in range(self._stages)
         )
 
     def _rest(self) -> None:
-        """Lets the origins open no further microbatches, and waits until those in flight are back."""
         self._ask_origins("drain", STALL_S)
 
     def _ask_origins(self, question: str, timeout_s: float = ANSWER_S) -> None:
@@ -168,7 +162,6 @@ class SwarmContender:
                 raise BenchFailed(f"{self.name}: an origin did not {question}; the end of its log:\n{origin.log()}")
 
     def _read(self) -> None:
-        """Takes what is new in the journals."""
         for daemon in self.swarm.daemons.values():
             for fields in daemon.new_events():
                 self._take(daemon.name, fields)

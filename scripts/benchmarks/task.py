@@ -1,7 +1,4 @@
-"""What the pipeline benchmark trains, as a manifest: the one description that every contender is built from.
-
-Knows: the manifest, the corpus. Must not know: torch, processes.
-"""
+"""What the pipeline benchmark trains, as a manifest: the one description that every contender is built from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`./scripts/bench tuning`: LoRA and QLoRA through a swarm beside one process with peft, and what codecs cost there.
-
-Knows: the order of things: base models, losses, speeds, the report. Must not know: torch (only children import it), how
-anything is measured.
-"""
+"""`./scripts/bench tuning`: LoRA and QLoRA through a swarm beside one process with peft, and what codecs cost there."""
 
 from __future__ import annotations
 
@@ -47,7 +43,6 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
 
 
 def _speeds(effort: Effort, folder: Path) -> Speeds:
-    """Makes a base model of random weights, and times its tuning."""
     base = folder / "random"
     with Nursery(folder) as nursery:
         spec = {"cache": str(corpus_cache(folder)), "threads": usable_cores()}
@@ -58,7 +53,6 @@ def _speeds(effort: Effort, folder: Path) -> Speeds:
 
 
 def _losses(effort: Effort, folder: Path) -> Losses:
-    """Makes the pretrained base models, and tunes them through each codec."""
     with Nursery(folder) as nursery:
         bases = pretrain_bases(effort, folder, nursery)
         return measure_losses(bases, effort, folder, nursery)

@@ -1,6 +1,6 @@
 """The base models of the tuning benchmark, made here: one with random weights, and two pretrained for about a minute.
 
-Knows: transformers, the corpus, a plain training loop. Must not know: LoRA, stages, codecs, daemons. Text is bytes, so
+Text is bytes, so
 the vocabulary is 256 and no tokenizer file is needed.
 
 Large pretrained models have a few columns of the residual stream that are tens of times larger than the others, in
@@ -30,8 +30,7 @@ from agora.model.tuning_packages import import_tuning
 from agora.train.memory import keep_freed_memory
 from benchmarks.worker import Channel
 
-SEQUENCES: Final = 16
-"""Sequences of a step of pretraining."""
+SEQUENCES: Final = 16  # sequences of a step of pretraining
 PEAK_RATE: Final = 3e-3
 HELD_OUT: Final = 0.01
 SEED: Final = 1
@@ -105,7 +104,6 @@ def write_tuned_text(file: Path) -> None:
 
 
 def _docstrings(folder: Path) -> Iterator[str]:
-    """Yields the docstrings of all files of the standard library."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for file in find_files([STDLIB], folder):
         for piece in file.pieces():

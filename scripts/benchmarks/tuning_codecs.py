@@ -1,7 +1,4 @@
-"""Loss runs of the tuning benchmark, dealt out to child processes of one thread each.
-
-Knows: child processes and their orders. Must not know: torch, codecs, what is made of the losses.
-"""
+"""Loss runs of the tuning benchmark, dealt out to child processes of one thread each."""
 
 from __future__ import annotations
 
@@ -56,7 +53,6 @@ def measure_losses(bases: Mapping[BaseName, Path], effort: Effort, folder: Path,
 def _orders(
     jobs: Mapping[LossJob, int], bases: Mapping[BaseName, Path], effort: Effort, folder: Path
 ) -> Iterator[tuple[LossJob, dict[str, object]]]:
-    """Yields each job with its order, whose manifest is written when it is asked for. jobs: with numbers of steps."""
     for number, (job, steps) in enumerate(jobs.items()):
         manifest = loss_manifest(bases[job.base], folder / TUNED_TEXT, job, effort)
         file = folder / f"losses-{steps}-{number}.toml"

@@ -1,6 +1,6 @@
 """A loss run: a pretrained model tuned with LoRA in one process, cut into stages, boundaries crossing by one codec.
 
-Knows: the trainer, the codecs, the corpus. Must not know: other codecs' losses, networks, clocks. A microbatch is
+A microbatch is
 finished, and its step taken, before the next begins.
 """
 
@@ -64,7 +64,6 @@ class TunedStages:
         return loss_sum / tokens
 
     def _run_forward(self, name: MicrobatchId, batch: TokenBatch, purpose: str, cross: Crossing) -> Tensor:
-        """Runs all stages but the last; returns what enters that one."""
         entry = batch.inputs
         for number, stage in enumerate(self._stages[:-1]):
             boundary, _ = stage.forward(name, number, entry, batch, purpose)
@@ -97,7 +96,6 @@ def serve(spec: dict[str, Any], channel: Channel) -> None:
 
 
 def _trainer(manifest: Manifest, number: int, base_model: Path) -> SpanTrainer:
-    """Returns the trainer of one stage, which steps after each microbatch."""
     trainer = SpanTrainer(
         manifest,
         Span(number, number),

@@ -1,7 +1,6 @@
 """The baseline of the tuning benchmark: one process that tunes the whole model with transformers and peft.
 
-Knows: transformers, peft, bitsandbytes, the samples and the optimizer of the manifest. Must not know: the swarm's
-stages and layers. Kept as good as a plain loop gets: no gradient checkpointing, gradients set to None, fused AdamW, the
+Kept as good as a plain loop gets: no gradient checkpointing, gradients set to None, fused AdamW, the
 loss read once per microbatch.
 """
 

@@ -1,7 +1,4 @@
-"""The results of the tuning benchmark: ratios, the rows of the codecs, notes.
-
-Knows: speeds, losses. Must not know: torch, processes, how anything was measured.
-"""
+"""The results of the tuning benchmark: ratios, the rows of the codecs, notes."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ class TunedLoss:
 
     @property
     def worse(self) -> float:
-        """The higher of the two."""
         return max(self.loss, self.exported_loss)
 
 
@@ -113,18 +109,15 @@ def _loss_row(losses: TunedLosses, base: BaseName, codec: str) -> dict[str, Cell
 
 
 def _worst_ratio(losses: TunedLosses, codec: str) -> float:
-    """Returns the mean over seeds of the loss ratio to EXACT, on the base model where it is higher."""
     return max(statistics.fmean(_loss_ratios(losses, base, codec)) for base in BASES)
 
 
 def _loss_ratios(losses: TunedLosses, base: BaseName, codec: str) -> list[float]:
-    """Returns for each seed the worse loss with `codec` / the loss with EXACT."""
     seeds = [job.seed for job in losses if (job.base, job.codec) == (base, codec)]
     return [losses[LossJob(base, codec, seed)].worse / losses[LossJob(base, EXACT, seed)].loss for seed in seeds]
 
 
 def _codecs(losses: TunedLosses) -> list[str]:
-    """Returns the measured codecs, each once, in the order of their runs."""
     return list(dict.fromkeys(job.codec for job in losses))
 
 

@@ -1,7 +1,4 @@
-"""What the tuning benchmark compares: the models, the manifests, how long each part is measured, the options.
-
-Knows: names and numbers, the manifest, files of a base model. Must not know: processes, clocks, how layers compute.
-"""
+"""What the tuning benchmark compares: the models, the manifests, how long each part is measured, the options."""
 
 from __future__ import annotations
 
@@ -24,8 +21,9 @@ RANK: Final = 16
 STAGES: Final = 2
 CONTEXT: Final = 256
 SEQUENCES: Final = 2
+# As `swarm new --base-model` has it: 32 microbatches a step, so that the default staleness lets four be in flight.
 TARGET_TOKENS: Final = 16_384
-"""As `swarm new --base-model` has it: 32 microbatches a step, so that the default staleness lets four be in flight."""
+# Of the model whose tuning is timed: 12.9 M parameters, random weights.
 SPEED_SIZES: Final[Mapping[str, int]] = {
     "hidden_size": 384,
     "intermediate_size": 1056,
@@ -34,7 +32,7 @@ SPEED_SIZES: Final[Mapping[str, int]] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
 }
-"""Of the model whose tuning is timed: 12.9 M parameters, random weights."""
+# Of the pretrained models whose losses are compared: 0.8 M parameters.
 LOSS_SIZES: Final[Mapping[str, int]] = {
     "hidden_size": 128,
     "intermediate_size": 352,
@@ -43,16 +41,12 @@ LOSS_SIZES: Final[Mapping[str, int]] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-"""Of the pretrained models whose losses are compared: 0.8 M parameters."""
 LOSS_SEQUENCES: Final = 8
-LOSS_RATE: Final = 1e-2
-"""The learning rate of the loss runs: the best of 1e-3, 3e-3 and 1e-2 after 150 steps."""
+LOSS_RATE: Final = 1e-2  # the learning rate of the loss runs: the best of 1e-3, 3e-3 and 1e-2 after 150 steps
 TUNED_TEXT: Final = "tuned.txt"
 BASES: Final[tuple[BaseName, ...]] = ("ordinary", "outliers")
-EXACT, REFERENCE = "float32", "bf16"
-"""The codecs that a loss, and bytes, are compared with."""
-FEWER: Final = 4.0
-"""Times fewer bytes than bf16 that the ratio `codec_4x_loss` asks for."""
+EXACT, REFERENCE = "float32", "bf16"  # the codecs that a loss, and bytes, are compared with
+FEWER: Final = 4.0  # times fewer bytes than bf16 that the ratio `codec_4x_loss` asks for
 QUICK_CODECS: Final = (
     EXACT,
     REFERENCE,
@@ -112,7 +106,6 @@ class Effort:
 
     @property
     def loss_jobs(self) -> list[LossJob]:
-        """Returns the loss runs, those of one seed after those of another."""
         return [LossJob(base, codec, seed) for seed in self.seeds for base in BASES for codec in self.codecs]
 
 
@@ -187,7 +180,6 @@ def _boundary_bytes(codec: str) -> int:
 
 
 def _model(base: Path, context: int, frozen_as: FrozenAs) -> dict[str, Any]:
-    """Returns the [model] table of a run that trains LoRA beside the model in the folder `base`."""
     return {
         "family": "hf",
         "config": read_config(base),
@@ -201,7 +193,6 @@ def _model(base: Path, context: int, frozen_as: FrozenAs) -> dict[str, Any]:
 
 
 def _codecs(text: str) -> list[str]:
-    """Returns the codecs of a list such as int8,int4h/int3h. Raises ArgumentTypeError for an unknown one."""
     names = text.split(",")
     try:
         for name in names:

@@ -1,7 +1,4 @@
-"""The two ways to tune a model that the benchmark times: one process with peft, and a swarm of two daemons.
-
-Knows: child processes and their orders, the local swarm, processor time of threads. Must not know: torch, ratios.
-"""
+"""The two ways to tune a model that the benchmark times: one process with peft, and a swarm of two daemons."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ from benchmarks.turns import Readings, row, start, take_turns
 from benchmarks.window import START_S, TIMEOUT_S, Window
 
 WARM_S: Final = 2.0
+# Completions after which the pipeline is full: twice what the default staleness lets be in flight here.
 FILLED_AFTER: Final = 8
-"""Completions after which the pipeline is full: twice what the default staleness lets be in flight here."""
+# What the names of contenders and ratios begin with, by how the frozen weights are kept.
 PREFIXES: Final[Mapping[FrozenAs, str]] = {"float32": "", "nf4": "nf4_"}
-"""What the names of contenders and ratios begin with, by how the frozen weights are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +110,11 @@ class TuningSwarm(SwarmContender):
         self._spent: list[Spent] = []
 
     def fill(self) -> None:
-        """Returns when as much is in flight as will be; notes when that was, and the processor time until then."""
         self.until(lambda: len(self.completed) > FILLED_AFTER, "to fill its pipeline", STALL_S)
         self._began_at, self._before = time.time(), self._processor_times()
 
     def measure(self, seconds: float) -> Window:
-        """Also notes what the processor time since the pipeline was full was spent on."""
+        # Also notes what the processor time since the pipeline was full was spent on.
         window = super().measure(seconds)
         counted = [(at, tokens) for at, tokens in self.completed if at > self._began_at]
         tokens, taken = sum(tokens for _, tokens in counted), counted[-1][0] - self._began_at
@@ -144,7 +140,6 @@ class TuningSwarm(SwarmContender):
         }
 
     def _processor_times(self) -> dict[int, ProcessorTime]:
-        """Returns the processor times of the daemons by their first stages."""
         return {self._spans[name][0]: processor_time(daemon.process.pid) for name, daemon in self.swarm.daemons.items()}
 
 
@@ -167,12 +162,10 @@ class ProcessorTime:
 
     @property
     def busiest(self) -> float:
-        """The seconds of the thread that has used most; in a daemon's window that is the compute thread."""
         return max(self.threads.values(), default=0.0)
 
     @property
     def total(self) -> float:
-        """The seconds of all threads and children."""
         return sum(self.threads.values()) + self.children
 
     def since(self, before: ProcessorTime) -> ProcessorTime:

@@ -1,7 +1,4 @@
-"""What a benchmark compares takes turns on one machine, the others frozen or at rest: what drifts hits all alike.
-
-Knows: contenders, processor time, the freezer. Must not know: what a contender is, which ratios are made of its rates.
-"""
+"""What a benchmark compares takes turns on one machine, the others frozen or at rest: what drifts hits all alike."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`./scripts/bench uneven`: real daemons of uneven speed, with the spans of a plan and with equal ones.
 
-Knows: the planner, this machine's profile, the local swarm. Must not know: how daemons route. Each daemon's device is
+Each daemon's device is
 slowed down (AGORA_SLOWDOWN: it sleeps), so that two cores carry all of them; the slowest is ten times slower than the
 fastest. The plan knows the profile of this machine, in seconds of the processor, and each daemon's slowdown.
 """
@@ -34,19 +34,16 @@ from benchmarks.report import Cell, Ratio, Report
 from benchmarks.simulate_real import Observation, RealPeer, observe
 
 STAGES: Final = 8
+# How many stages a machine of the plan has the memory for; with more, each would hold the whole model.
 MAX_STAGES_COMPARED: Final = 4
-"""How many stages a machine of the plan has the memory for; with more, each would hold the whole model."""
 MICROBATCH, IN_FLIGHT = 2, 8
+# Large enough that steps, whose waits the plan does not know, are rare while a swarm is observed.
 MICROBATCHES_PER_STEP: Final = 1024
-"""Large enough that steps, whose waits the plan does not know, are rare while a swarm is observed."""
 BASE: Final = 32.0
-FACTORS: Final = (1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 10.0, 10.0)
-"""Each daemon's slowdown, as a multiple of BASE."""
+FACTORS: Final = (1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 10.0, 10.0)  # each daemon's slowdown, as a multiple of BASE
 PROFILE_S: Final = 3.0
-WARM: Final = 48
-"""Microbatches before a swarm is observed: each daemon has had some, and routing knows its speed."""
-WARM_EVEN: Final = 16
-"""Microbatches before a swarm is observed whose routing does not learn, and which is slow."""
+WARM: Final = 48  # microbatches before a swarm is observed: each daemon has had some, and routing knows its speed
+WARM_EVEN: Final = 16  # microbatches before a swarm is observed whose routing does not learn, and which is slow
 SHORT_S, LONG_S = 40.0, 120.0
 
 
@@ -167,7 +164,6 @@ def run(quick: bool, folder: Path) -> Report:
 def _observe_case(
     folder: Path, described: Manifest, seconds: float, report: Report, case: Case, predicted: float | None
 ) -> Observation:
-    """Runs a case in a folder of its own, adds its row, and ends its daemons whatever happens."""
     place, started = folder / case.name.replace(" ", "-"), time.monotonic()
     place.mkdir()
     swarm = LocalSwarm(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.uniform_node join ...
 
-What routing by measured speeds is compared with. Knows: the router's table. Must not know: anything else of a daemon.
+What routing by measured speeds is compared with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class EvenTable(RoutingTable):
         self._asked: defaultdict[int, Counter[PeerId]] = defaultdict(Counter)
 
     def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
-        """Chooses the peer of `stage` that was asked least often; no peer (None) until that peer is ready."""
         candidates = list_candidates(now, self.callees(stage), payload_bytes)
         if not candidates:
             return super().choose(now, microbatch, stage, payload_bytes, hint)
@@ -35,12 +34,10 @@ class EvenTable(RoutingTable):
         return Choice(turn.peer, "its turn")
 
     def record_sent(self, now: float, stage: int, peer: PeerId, payload_bytes: int, deadline: float) -> Attempt:
-        """Charges `peer` for one microbatch, and counts it as asked."""
         self._asked[stage][peer] += 1
         return super().record_sent(now, stage, peer, payload_bytes, deadline)
 
     def record_abandoned(self, attempt: Attempt) -> None:
-        """Takes back the charge and the count of an attempt that ended without work."""
         self._asked[attempt.stage][attempt.peer] -= 1
         super().record_abandoned(attempt)
 

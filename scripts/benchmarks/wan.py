@@ -1,7 +1,6 @@
-"""`./scripts/bench wan`: the time to a target loss over slow links, of what may cross a boundary, with two optimizers.
+"""`./scripts/bench wan`: the time to a target loss over slow links, of what may cross a boundary.
 
-Knows: the order of things: loss runs, which choose the boundaries, then speeds of real swarms behind shaped links.
-Must not know: torch (only children import it), how a target is chosen, what a swarm is made of.
+With two optimizers.
 """
 
 from __future__ import annotations

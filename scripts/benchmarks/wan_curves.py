@@ -1,7 +1,4 @@
-"""Held-out losses over steps: how many steps a run needs to a target, and when it may end.
-
-Knows: numbers. Must not know: what was trained, links, time.
-"""
+"""Held-out losses over steps: how many steps a run needs to a target, and when it may end."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-Curve = Sequence[tuple[int, float]]
-"""(step, held-out loss), by step."""
+Curve = Sequence[tuple[int, float]]  # (step, held-out loss), by step
 
 NEIGHBOURS: Final = 2
 

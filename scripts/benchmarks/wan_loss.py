@@ -1,6 +1,6 @@
 """A loss run: all stages of a small model in one process, boundaries crossing by the daemons' codecs, both ways.
 
-Knows: the trainer, the codecs, the corpus. Must not know: other settings, networks, clocks. A microbatch is
+A microbatch is
 finished before the next begins: a swarm's delay between forward and backward is the same for all settings.
 """
 

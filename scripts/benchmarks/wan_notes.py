@@ -1,7 +1,4 @@
-"""What the published page says below the table of slow links: speeds, what limits them, and what makes it fair.
-
-Knows: results. Must not know: how anything was measured.
-"""
+"""What the published page says below the table of slow links: speeds, what limits them, and what makes it fair."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ def _speeds(results: Results, speeds: Speeds) -> str:
 
 
 def _over_link(results: Results, speeds: Speeds, rate: str, bits_per_s: float) -> str:
-    """Returns a sentence on one width and link: its rate, what limits both sides with Muon, the ratios and factors."""
     ours, published = results.runs.chosen("muon", rate), Recipe(PUBLISHED, "muon")
     sides = [(recipe.setting, speeds.of(recipe.setting, rate)) for recipe in (published, ours)]
     limits = "; ".join(f"{setting.name}: {_limit(speed)}" for setting, speed in sides if speed is not None)
@@ -66,7 +62,6 @@ def _over_link(results: Results, speeds: Speeds, rate: str, bits_per_s: float) -
 
 
 def _limit(speed: Speed) -> str:
-    """Returns which of wire and processors limits, with the shares of time and cores that are busy."""
     words = {
         "wire": "the wire limits",
         "processor": "PROCESSOR TIME, not the wire, limits",

@@ -1,6 +1,6 @@
 """The links of the benchmark: their rates by the machine's pace, what limits a swarm over them, which boundary suits.
 
-Pure. Knows: bytes of boundaries, measured speeds. Must not know: processes, clocks, losses but as steps to a target.
+Pure.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Final
 from benchmarks.wan_settings import DENSE, PUBLISHED, Setting
 
 RTT_MS: Final = 50
+# Of a step of the boundary that a link is made for: what it would take without the link. The wire does the rest.
 FREE_SHARE: Final = 0.15
-"""Of a step of the boundary that a link is made for: what it would take without the link. The wire does the rest."""
-BUSY: Final = 0.8
-"""Processors or a wire that are busy for at least this share of the time limit a swarm."""
+BUSY: Final = 0.8  # processors or a wire that are busy for at least this share of the time limit a swarm
 
-SHARPNESS: Final = 1.8
-"""The exponent of `expected_step`."""
+SHARPNESS: Final = 1.8  # the exponent of `expected_step`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +41,11 @@ class LinkRate:
         return setting.sent_per_token(width) / (self.reference.sent_per_token(width) * FREE_SHARE * self.times)
 
 
+# Today's link binds dense bf16, `bound` the published recipe, `fast` is five times as fast as today's.
 RATES: Final[Mapping[str, LinkRate]] = {
     rate.name: rate
     for rate in (LinkRate("today", DENSE, 1.0), LinkRate("bound", PUBLISHED, 1.0), LinkRate("fast", DENSE, 5.0))
 }
-"""Today's link binds dense bf16, `bound` the published recipe, `fast` is five times as fast as today's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,6 @@ class Speed:
 
     @property
     def limit(self) -> str:
-        """What limits the swarm: the busier of wire and processors; neither, if both are busy for less than BUSY."""
         share, name = max((self.wire, "wire"), (self.processor + self.others, "processor"))
         return name if share >= BUSY else "neither"
 

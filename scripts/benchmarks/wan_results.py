@@ -1,7 +1,4 @@
-"""The results of the benchmark of slow links: times to a target loss, rows, ratios.
-
-Knows: loss runs, speeds. Must not know: torch, processes, how anything was measured or chosen.
-"""
+"""The results of the benchmark of slow links: times to a target loss, rows, ratios."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class Results:
 
     @property
     def effort(self) -> Effort:
-        """What was trained and measured."""
         return self.runs.effort
 
     def tokens_per_s(self, recipe: Recipe, rate: str) -> float:
@@ -72,13 +68,11 @@ class Results:
 
     @property
     def kept(self) -> float:
-        """Throughput of the presets' boundary over today's link / without a link; NaN where not measured."""
         found = self.speeds.of(PRESET, "today") if self.speeds is not None else None
         return math.nan if found is None else found.pace_share
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Returns the median over seeds of ours / theirs; NaN when a time is not finite, or a seed lacks on one side."""
     if len(ours) != len(theirs) or not all(map(math.isfinite, (*ours, *theirs))):
         return math.nan
     return statistics.median(own / their for own, their in zip(ours, theirs, strict=True))
@@ -114,8 +108,8 @@ def row(results: Results, recipe: Recipe) -> dict[str, Cell]:
     return cells
 
 
+# By link: the end of a ratio's name, and of its meaning.
 LINK_NAMES = {"today": ("", ""), "bound": ("_bound", ", the wire-bound link"), "fast": ("_fast", ", the fast link")}
-"""By link: the end of a ratio's name, and of its meaning."""
 
 
 def ratios(found: Sequence[Results]) -> dict[str, Ratio]:
@@ -139,7 +133,6 @@ def ratios(found: Sequence[Results]) -> dict[str, Ratio]:
 
 
 def _ratios_over(found: Sequence[Results], rate: str, end: str, over: str) -> dict[str, Ratio]:
-    """Returns the ratios against the published recipe over one link."""
     name, what = "time_to_loss_vs_subspace_reference", f"our boundary against {PUBLISHED.name}"
     muon, adamw = (
         worst([results.against_published(each, rate) for results in found], max) for each in OPTIMIZERS[::-1]

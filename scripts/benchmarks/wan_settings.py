@@ -1,7 +1,4 @@
-"""What the benchmark of slow links compares: boundaries and optimizers, how long each is trained and measured.
-
-Knows: names and numbers, the manifest, the command line's options. Must not know: torch, processes, clocks.
-"""
+"""What the benchmark of slow links compares: boundaries and optimizers, how long each is trained and measured."""
 
 from __future__ import annotations
 
@@ -18,14 +15,11 @@ Optimizer = Literal["adamw", "muon"]
 OPTIMIZERS: Final[tuple[Optimizer, ...]] = get_args(Optimizer)
 
 PUBLISHED_PARTS: Final = 6.4
-SWARM_SEQUENCES: Final = 16
-"""Sequences of a microbatch where speed is measured."""
-SWARM_MICROBATCHES: Final = 16
-"""Microbatches of an optimizer step where speed is measured; a loss run steps after each."""
+SWARM_SEQUENCES: Final = 16  # sequences of a microbatch where speed is measured
+SWARM_MICROBATCHES: Final = 16  # microbatches of an optimizer step where speed is measured; a loss run steps after each
+# Where speed is measured the pipeline is as full as the link needs, as it would be with steps of many microbatches.
 UNBOUNDED_STALENESS: Final = 64.0
-"""Where speed is measured the pipeline is as full as the link needs, as it would be with steps of many microbatches."""
-TOKEN_BYTES: Final = 1
-"""A token's id, which goes forward with its coordinates; of the bytes tokenizer."""
+TOKEN_BYTES: Final = 1  # A token's id, which goes forward with its coordinates; of the bytes tokenizer
 WARMUP_STEPS: Final = 50
 LEARNING_RATE: Final = 3e-3
 
@@ -40,7 +34,6 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The name in the table: the boundary's size and its codec."""
         share = {1.0: "d", 16 / 7: "7d/16"}.get(self.parts, f"d/{self.parts:g}")
         label = f"k = {share}, {self.codec}"
         return label if self.embedding == "fixed" else f"{label}, learnt embedding"
@@ -61,15 +54,14 @@ class Setting:
 
 DENSE: Final = Setting(1, "bf16")
 DENSE_LEARNT: Final = Setting(1, "bf16", "learnt")
+# Settings that send the same bytes and compute the same, so that only one of them is measured.
 SAME_SPEED: Final[Mapping[Setting, Setting]] = {DENSE_LEARNT: DENSE}
-"""Settings that send the same bytes and compute the same, so that only one of them is measured."""
 PUBLISHED: Final = Setting(PUBLISHED_PARTS, "bf16")
-PRESET: Final = Setting(16 / 7, LINK_CODEC)
-"""The boundary of the presets, which `throughput_kept_50ms` is about."""
+PRESET: Final = Setting(16 / 7, LINK_CODEC)  # the boundary of the presets, which `throughput_kept_50ms` is about
+# The published recipe's rank in fewer bits, which its loss hardly feels under Muon.
 NARROW: Final = tuple(Setting(PUBLISHED_PARTS, codec) for codec in ("int6/int3", "int5/int3", "int4/int3"))
-"""The published recipe's rank in fewer bits, which its loss hardly feels under Muon."""
+# Our boundaries under each optimizer; the one that is chosen for a link is compared over it.
 CANDIDATES: Final[Mapping[Optimizer, tuple[Setting, ...]]] = {"adamw": (PRESET,), "muon": (PRESET, *NARROW)}
-"""Our boundaries under each optimizer; the one that is chosen for a link is compared over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +113,10 @@ class Effort:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step of a loss run."""
         return self.context * self.sequences
 
     @property
     def recipes(self) -> list[Recipe]:
-        """Returns all that the first seed trains."""
         return [
             Recipe(setting, optimizer)
             for optimizer in OPTIMIZERS

@@ -1,7 +1,4 @@
-"""Measures the speeds of real swarms of one width, over links whose rates follow the pace of the machine.
-
-Knows: swarms that take turns, links. Must not know: losses, optimizers, what is compared with what.
-"""
+"""Measures the speeds of real swarms of one width, over links whose rates follow the pace of the machine."""
 
 from __future__ import annotations
 
@@ -39,12 +36,10 @@ class Speeds:
     free: Mapping[Setting, Speed]
     over: Mapping[tuple[Setting, str], Speed]
     others: float
-    failures: Sequence[str] = ()
-    """Why swarms that should have been measured were not."""
+    failures: Sequence[str] = ()  # why swarms that should have been measured were not
 
     @property
     def pace(self) -> float:
-        """The median tokens per second of the pace."""
         return statistics.median(self.paces)
 
     def of(self, setting: Setting, rate: str) -> Speed | None:
@@ -93,10 +88,8 @@ class Swarms:
         return Speeds(self._paces, free, over, self._others, failures)
 
     def _measure(self, setting: Setting, links: Sequence[PacedLink | None]) -> dict[PacedLink | None, Speed]:
-        """Returns the speed of one swarm over each of the links, which it has one after the other in every turn.
-
-        [None] measures it without a link, in twice as many turns, since the rates of links follow from that.
-        """
+        # Returns the speed of one swarm over each of the links, which it has one after the other in every turn. [None]
+        # measures it without a link, in twice as many turns, since the rates of links follow from that.
         is_free = None in links
         swarm = self.new_swarm(setting, None if is_free else f"{START_RATE},{RTT_MS}ms")
         turns: dict[PacedLink | None, list[Turn]] = {link: [] for link in links}
@@ -116,7 +109,6 @@ class Swarms:
         return speeds
 
     def _take_turn(self, swarm: SteadySwarm, link: PacedLink | None) -> Turn:
-        """Measures the pace, gives the swarm the link that follows from it, and measures the swarm."""
         pace, bits_per_s = self._window(self._pace).rates[0], None
         if link is not None:
             bits_per_s = link.bits_per_s(self._width, pace)

@@ -1,7 +1,4 @@
-"""How many steps each recipe of one width needs to a target, and which settings the first seed's runs choose. Pure.
-
-Knows: curves, how a target is chosen, the links' rules. Must not know: speeds, processes, how anything was trained.
-"""
+"""How many steps each recipe of one width needs to a target, and which settings the first seed's runs choose. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class LossRuns:
 
     @property
     def recipes(self) -> list[Recipe]:
-        """Returns what was trained, in the order of the table."""
         return [recipe for recipe in self.effort.recipes if self.seeds(recipe)]
 
     def seeds(self, recipe: Recipe) -> list[int]:

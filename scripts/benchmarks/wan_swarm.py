@@ -1,8 +1,4 @@
-"""How fast a real swarm trains over links of a given rate and latency, once everything has settled.
-
-Knows: the local swarm of daemons, their reports and journals. Must not know: codecs, losses, what is compared with
-what.
-"""
+"""How fast a real swarm trains over links of a given rate and latency, once everything has settled."""
 
 from __future__ import annotations
 
@@ -29,7 +25,6 @@ class SteadySwarm(SwarmContender):
             daemon.ask("link", ANSWER_S, rate=rate)
 
     def fill(self) -> None:
-        """Waits until the origin's credit has settled, and as many microbatches have come home as were in flight."""
         credits: list[int] = []
         until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:

@@ -1,7 +1,4 @@
-"""Trains the loss runs of the benchmark of slow links in child processes, each of one thread.
-
-Knows: the order of runs, and when each may end. Must not know: torch, links, speeds.
-"""
+"""Trains the loss runs of the benchmark of slow links in child processes, each of one thread."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from benchmarks.wan_steps import LossRuns
 from benchmarks.window import print_progress
 
 TIMEOUT_S: Final = 3600.0
+# All but the published recipe, whose loss at its end is the target, may take so many times its steps.
 SLACK: Final = 1.25
-"""All but the published recipe, whose loss at its end is the target, may take so many times its steps."""
 
 
 def train_all(effort: Effort, folder: Path) -> list[LossRuns]:

@@ -1,7 +1,4 @@
-"""What contenders of the pipeline benchmark have in common: a measured window, a timeout, the sharing of cores.
-
-Knows: numbers. Must not know: any contender.
-"""
+"""What contenders of the pipeline benchmark have in common: a measured window, a timeout, the sharing of cores."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ class Window:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
         return self.tokens / self.seconds
 
 

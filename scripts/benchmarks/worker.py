@@ -1,7 +1,4 @@
-"""The entry point of every child process of a benchmark: `python -m benchmarks.worker ROLE SPEC`.
-
-Knows: which role lives in which module, and the JSON lines that a role is asked in. Must not know: what a role does.
-"""
+"""The entry point of every child process of a benchmark: `python -m benchmarks.worker ROLE SPEC`."""
 
 from __future__ import annotations
 

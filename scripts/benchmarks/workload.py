@@ -1,7 +1,6 @@
 """The work that every contender of the pipeline benchmark does: one model, one corpus, one optimizer, one cadence.
 
-Knows: the manifest and what gives it meaning (agora.model, data, train). Must not know: processes,
-networks, clocks. Imports torch: only child processes import this module; `manifest_for` lives apart, in `task.py`.
+Imports torch: only child processes import this module; `manifest_for` lives apart, in `task.py`.
 """
 
 from __future__ import annotations

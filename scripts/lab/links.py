@@ -1,6 +1,6 @@
 """Holds `--link`, which shapes inside the process, against the kernel's own shaping between network namespaces.
 
-Knows: `ip`, `tc`, and one small program at each end of a link. Must not know: how either way of shaping works. Needs
+Needs
 root; makes two network namespaces of its own names, keeps all traffic inside them, and removes them however it ends.
 The kernel's side is a token bucket (tbf) for the rate, and netem for the delay; where the kernel has no netem, two tun
 devices with a relay between them that holds every packet for half the RTT.

@@ -1,6 +1,6 @@
 """Measures what a direct path, a punched hole and a relay carry between two peers, in network namespaces.
 
-Knows: the NATs of the tests, and one small program on each machine. Must not know: daemons, runs. Needs root, ip, tc
+Needs root, ip, tc
 and nft. Keeps all traffic inside namespaces of its own, and removes them however it ends.
 
     PYTHONPATH=.:protocol .venv/bin/python scripts/lab/nat.py --rate 200mbit
@@ -43,8 +43,7 @@ ROUND_TRIPS: Final = 21
 CALL_BYTES: Final = 4 * 2**20
 CALLS, IN_FLIGHT, REPEATS = 16, 4, 3
 CALL_S: Final = 300.0
-KINDS: Final = {"direct": None, "punched": RESTRICTED, "relayed": SYMMETRIC}
-"""By path, the NAT of both peers."""
+KINDS: Final = {"direct": None, "punched": RESTRICTED, "relayed": SYMMETRIC}  # by path, the NAT of both peers
 
 
 async def swallow(_: IncomingCall) -> Reply:
@@ -97,12 +96,10 @@ async def measure(network: Network, peer: PeerId) -> dict[str, Any]:
     """Returns the path to a peer, the median round trip in seconds, and bytes per second of each repetition."""
 
     async def seconds(size: int, count: int) -> float:
-        """Returns the seconds of `count` calls with `size` bytes each, IN_FLIGHT of them at once."""
         limit = asyncio.Semaphore(IN_FLIGHT)
         payload, tokens = tensor(size), WireTensor("int32", (1, 2), memoryview(bytes(8)))
 
         async def call() -> None:
-            """Makes one call."""
             request = Process(MicrobatchId(os.urandom(16)), peer, 0, "train", int(CALL_S * 1000), ())
             async with limit:
                 deadline = asyncio.get_running_loop().time() + CALL_S
@@ -137,7 +134,6 @@ class Machine:
         return self._answer()
 
     def _answer(self) -> Any:
-        """Returns the next line that the peer says. Exits when it has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

@@ -1,4 +1,4 @@
-"""`./scripts/tiny-base DIR`: makes a tiny base model, its tokenizer and example data, so that tuning needs no download.
+"""`./scripts/tiny-base DIR`: makes a tiny base model, its tokenizer and example data.
 
-Knows: the standard library's source, transformers. Must not know: peers, runs, manifests.
+So that tuning needs no download.
 """

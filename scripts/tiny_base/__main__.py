@@ -1,6 +1,6 @@
 """`./scripts/tiny-base DIR`: the command line of the tiny base model.
 
-Knows: the flags, what is printed. Must not know: how anything is made. Loads torch only once the flags are right.
+Loads torch only once the flags are right.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def make(
 
 
 def _make_base(place: Path, steps: int | None, seconds: float, seed: int) -> TinyBase:
-    """Makes the folder from the running Python's standard library. SIGTERM raises KeyboardInterrupt, as Ctrl-C does."""
     with terminable():
         from agora.data import text_sources
         from tiny_base.model_folder import make_base

@@ -1,6 +1,6 @@
 """Example data for tuning, made of what the standard library says of itself: answers to questions, and preferences.
 
-Knows: documented names, the records that `swarm data` reads. Must not know: tokens, models. The same names give the
+The same names give the
 same records, in the same order.
 
 | file | a record | what can be learnt from it |
@@ -80,10 +80,8 @@ def shout(sentence: str) -> str:
 
 
 def _message(role: str, content: str) -> dict[str, str]:
-    """Returns one message of a conversation."""
     return {"role": role, "content": content}
 
 
 def _digest(text: str) -> bytes:
-    """Returns SHA-256 of a text: it orders and chooses in the same way everywhere."""
     return hashlib.sha256(text.encode()).digest()

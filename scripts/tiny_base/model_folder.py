@@ -1,7 +1,4 @@
-"""Makes the folder of a tiny base model: weights in two shards, config, tokenizer, chat template and example data.
-
-Knows: the order of the work, what lies where in the folder. Must not know: command lines, how any part is made.
-"""
+"""Makes the folder of a tiny base model: weights in two shards, config, tokenizer, chat template and example data."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from tiny_base.stdlib_docs import documented_names, read_sources
 from tiny_base.turn_tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer, write_tokenizer
 
 DATA_FOLDER: Final = "data"
+# The most of all bytes that a shard holds: no tensor has more than a quarter of them, so there are two shards.
 SHARE_OF_FIRST_SHARD: Final = 0.6
-"""The most of all bytes that a shard holds: no tensor has more than a quarter of them, so there are two shards."""
 FOLDER_BYTES: Final = 64 << 20
 TEXTS_AT_ONCE: Final = 32
 SAMPLE_TOKENS: Final = 80
@@ -69,27 +66,23 @@ def make_base(place: Path, files: Sequence[SourceFile], budget: Budget, seed: in
 
 
 def _encode(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
-    """Returns the token ids of all texts, one after the other, int64 [n]; between batches it can be interrupted."""
     batches = (texts[first : first + TEXTS_AT_ONCE] for first in range(0, len(texts), TEXTS_AT_ONCE))
     encodings = (tokenizer.encode_batch(batch, add_special_tokens=False) for batch in batches)
     return torch.cat([torch.tensor(encoding.ids, dtype=torch.int64) for batch in encodings for encoding in batch])
 
 
 def _pretrain(model: Any, ids: torch.Tensor, budget: Budget, seed: int) -> Pretrained:
-    """Pretrains the model, and shows how far it has come."""
     steps = f" of {budget.steps}" if budget.steps is not None else ""
     until = f"for {budget.seconds:.0f} s" if budget.steps is None else f"for {budget.steps} steps"
     with ProgressDisplay(f"pretraining on {len(ids):,} tokens {until}", 1.0) as display:
 
         def report(step: int, loss: float, spent: float) -> None:
-            """Shows the step that was taken."""
             display.show(spent, f"step {step}{steps}  loss {loss:.3f}")
 
         return pretrain(model, ids, budget, seed, report)
 
 
 def _save_model(model: Any, folder: Path) -> int:
-    """Writes config and weights as transformers does, in two shards; returns the number of parameters."""
     import_module("transformers.utils.logging").disable_progress_bar()
     sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
     model.save_pretrained(folder, max_shard_size=int(SHARE_OF_FIRST_SHARD * sum(sizes)))

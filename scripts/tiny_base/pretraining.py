@@ -1,6 +1,5 @@
 """Makes the tiny Llama and pretrains it for some steps or some seconds.
 
-Knows: sizes, windows of tokens, the optimizer, how the learning rate moves. Must not know: files, what the text is.
 Embedding, head and norms learn by AdamW, the matrices of the layers by Muon: after 400 steps the held-out loss is 4.17
 instead of the 4.88 that AdamW alone reaches.
 """
@@ -40,8 +39,8 @@ WEIGHT_DECAY: Final = 0.1
 CLIP: Final = 1.0
 RECENT_STEPS: Final = 20
 
+# Hears after each step its number, the recent loss, and the share of the budget that is spent.
 Report = Callable[[int, float, float], None]
-"""Hears after each step its number, the recent loss, and the share of the budget that is spent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,6 @@ class MatrixOptimizer:
             self._step_matrices(group, mean, rate)
 
     def _step_matrices(self, group: Sequence[Tensor], mean: Tensor, rate: float) -> None:
-        """Takes a Muon step with matrices [rows, columns] of one shape. mean: of their gradients, changed in place."""
         gradients = torch.stack([parameter.grad for parameter in group if parameter.grad is not None])
         mean.lerp_(gradients, 1.0 - MOMENTUM)
         looking_ahead = gradients.lerp(mean, MOMENTUM)
@@ -193,5 +191,4 @@ class MatrixOptimizer:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Returns the mean of at least one value."""
     return sum(values) / len(values)

@@ -1,6 +1,6 @@
 """The text that the tiny model is pretrained on: source files, and some conversations made of their paragraphs.
 
-Knows: source text, the tokens that separate documents and turns. Must not know: models, ids. The conversations teach
+The conversations teach
 what follows the tokens of a turn, and nothing about the questions in the example data.
 """
 

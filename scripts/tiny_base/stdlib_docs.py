@@ -1,6 +1,6 @@
 """What the source of the standard library says: its files' text, and the functions and classes that it documents.
 
-Knows: Python's syntax. Must not know: tokens, models, formats of data files. Nothing is imported or executed.
+Nothing is imported or executed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,10 @@ def read_sources(files: Sequence[SourceFile]) -> list[SourceText]:
 
 
 def _common_root(paths: Sequence[Path]) -> Path:
-    """Returns the folder that holds the shallowest of the files: that of the standard library, for its files."""
     return min((path.parent for path in paths), key=lambda folder: len(folder.parts))
 
 
 def _module_name(path: Path) -> str:
-    """Returns the dotted name of the module in a file: json/decoder.py is json.decoder, json/__init__.py is json."""
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -77,7 +75,6 @@ def documented_names(sources: Sequence[SourceText]) -> list[DocumentedName]:
 
 
 def _names_within(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[DocumentedName]:
-    """Yields what a module or class defines and documents, and what the classes in it do."""
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -90,13 +87,11 @@ def _names_within(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[Docu
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
-    """Returns the name with its parameters, or with the base classes."""
     inside = ", ".join(map(ast.unparse, node.bases)) if isinstance(node, ast.ClassDef) else ast.unparse(node.args)
     return f"{node.name}({inside})"
 
 
 def _summary(docstring: str) -> str:
-    """Returns the first line of a docstring, with a full stop; "" if it is not a sentence of its own, or unusable."""
     first, _, rest = docstring.partition("\n")
     first, next_line = first.strip(), rest.partition("\n")[0]
     is_whole = not next_line.strip() or first.endswith(".")

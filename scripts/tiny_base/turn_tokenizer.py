@@ -1,7 +1,4 @@
-"""The tokenizer of the tiny model: byte-level BPE with tokens for turns, and the chat template that uses them.
-
-Knows: the package tokenizers, the files that transformers reads. Must not know: models, what the text is.
-"""
+"""The tokenizer of the tiny model: byte-level BPE with tokens for turns, and the chat template that uses them."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any, Final
 
 VOCABULARY: Final = 4096
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# The tokens with ids 0, 1 and 2: what separates documents, begins a turn, and ends a turn, which is also eos.
 SPECIAL_TOKENS: Final = (END_OF_TEXT, TURN, END_OF_TURN)
-"""The tokens with ids 0, 1 and 2: what separates documents, begins a turn, and ends a turn, which is also eos."""
 
 CHAT_TEMPLATE: Final = (
     "{%- for message in messages -%}"
