@@ -1,4 +1,4 @@
-"""The house rules, checked: linters, types, who may know whom, how long a thing may grow."""
+"""The house rules, checked: linters, types, who may import whom."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = [ROOT / "agora", ROOT / "protocol", ROOT / "scripts"]
 
-MAX_FUNCTION_LINES = 45
-MAX_FILE_LINES = 400
-MAX_PARAMETERS = 9
 # `except Exception` stands only where a task, a job or a process ends, and where a library raises nothing narrower.
 # What cleans up and raises again is not counted. A file is added only with the reason in the commit.
 BROAD_EXCEPTS = {
@@ -76,79 +73,9 @@ def test_packages_import_only_what_they_may() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_function_grows_past_a_screen() -> None:
-    tall = [
-        f"{path}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for path, tree in parsed()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
-    ]
-    assert not tall, "\n".join(tall)
-
-
-def test_no_file_grows_past_its_ceiling() -> None:
-    big = {str(p): n for p in product_files() if (n := p.read_text().count("\n")) > MAX_FILE_LINES}
-    assert not big
-
-
-def named_modules() -> Iterator[tuple[str, Path]]:
-    """(Name, path) of every module and folder of modules that the product can import."""
-    for room in (ROOT / "agora", ROOT / "protocol" / "agora_protocol"):
-        for path in room.rglob("*.py"):
-            yield (path.parent.name if path.name == "__init__.py" else path.stem), path.relative_to(ROOT)
-
-
-def shared_names(named: Iterable[tuple[str, Path]]) -> list[str]:
-    places: dict[str, list[str]] = {}
-    for name, path in named:
-        places.setdefault(name, []).append(str(path))
-    return [f"{name}: {', '.join(sorted(paths))}" for name, paths in sorted(places.items()) if len(paths) > 1]
-
-
-def test_no_two_modules_share_a_name() -> None:
-    """Not with a folder either: whoever reads a name knows which file is meant."""
-    assert not shared_names(named_modules())
-
-
-def test_no_two_classes_share_a_name() -> None:
-    classes = [
-        (node.name, path)
-        for _, path in named_modules()
-        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    assert not shared_names(classes)
-
-
-def test_no_function_takes_too_many_parameters() -> None:
-    """The commands are exempt: there a parameter is a flag, and the flags are the contract."""
-    wide = [
-        f"{path}:{node.lineno} {node.name}"
-        for path, tree in parsed()
-        if "cli" not in path.parts
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and len([*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs]) > MAX_PARAMETERS
-    ]
-    assert not wide, "\n".join(wide)
-
-
-def test_every_module_says_what_it_knows() -> None:
+def test_every_module_says_what_it_is() -> None:
     silent = [str(path) for path, tree in parsed() if tree.body and not ast.get_docstring(tree)]
     assert not silent
-
-
-def test_every_public_class_and_function_has_a_docstring() -> None:
-    silent = [
-        f"{path}:{node.lineno} {node.name}"
-        for path, tree in parsed()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and not node.name.startswith("_")
-        and not ast.get_docstring(node)
-    ]
-    assert not silent, "\n".join(silent)
 
 
 def test_broad_excepts_stand_only_where_they_are_known() -> None:
