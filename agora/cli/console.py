@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agora.terminal_text import printable
+from agora.core.terminal_text import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -64,7 +64,7 @@ class DemoPlan:
         """
         from agora_protocol.errors import ManifestError
 
-        from agora.net.link import LinkError, LinkSpec
+        from agora.net.shaping.link import LinkError, LinkSpec
 
         if self.peers < self.stages:
             why = f"--peers {self.peers} cannot hold {self.stages} stages; give --peers {self.stages} or more"

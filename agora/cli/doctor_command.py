@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from agora.cli import console
+from agora.core.terminal_text import printable
 from agora.node import paths
-from agora.node.machine_checks import Check, State, judge_machine, worst_state
-from agora.node.readings import take_readings
-from agora.terminal_text import printable
+from agora.node.doctor.checks import Check, State, judge_machine, worst_state
+from agora.node.doctor.probes import take_readings
 
 EXIT_CODES: Mapping[State, int] = {"pass": console.DONE, "warn": console.DEGRADED, "fail": console.FAILED}
 SIGNS: Mapping[State, str] = {"pass": "ok  ", "warn": "warn", "fail": "FAIL"}

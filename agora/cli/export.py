@@ -27,11 +27,9 @@ from agora_protocol.manifest import Manifest
 from agora.cli import console
 from agora.cli.console import USAGE, Failure, ProgressDisplay, print_to_stderr
 from agora.cli.stage_sources import StageSources, base_model_folder, collect_stages, find_run, steps_by_stage
-from agora.data.exported_tokenizer import pretrained_tokenizer_files
-from agora.data.model_tokenizer import open_training_tokenizer
 from agora.data.tokenizer import tokenizer_files
-from agora.data.turn_ends import turn_end_ids
-from agora.node import control_client, paths
+from agora.node import paths
+from agora.node.control import control_client
 from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
 from agora.state.merged_model import (
     ITEM_BYTES,
@@ -47,6 +45,9 @@ from agora.state.merged_model import (
     write_weights_file,
 )
 from agora.state.model_card import ExportDescription, Kind, model_card
+from agora.tuning.exported_tokenizer import pretrained_tokenizer_files
+from agora.tuning.model_tokenizer import open_training_tokenizer
+from agora.tuning.turn_ends import turn_end_ids
 
 if TYPE_CHECKING:
     from agora.model import Family

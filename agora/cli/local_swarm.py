@@ -19,7 +19,8 @@ from typing import Any, Final, TypeVar
 
 from agora_protocol.errors import LocalError
 
-from agora.node import control_client, paths
+from agora.node import paths
+from agora.node.control import control_client
 from agora.observe.journal import Follower
 
 T = TypeVar("T")

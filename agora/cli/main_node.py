@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from agora.cli import console
-from agora.node import control_client, paths
+from agora.node import paths
+from agora.node.control import control_client
 
 app = console.new_app("Contribute this machine to a training run.\n\nExample: agora-node join agora://...")
 
@@ -95,7 +96,8 @@ def join(
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
     """
-    from agora.node import base_model_folder, daemon
+    from agora.node.process import daemon
+    from agora.node.span import base_model_folder
 
     flags: dict[str, Any] = {
         "listen": tuple(listen) if listen else None,
@@ -228,7 +230,7 @@ def ban(
     Example:
       agora-node ban 12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB
     """
-    from agora.node import admission_files
+    from agora.node.peer import admission_files
 
     if run is None and not _entries_in(directory):
         home = paths.home_at(directory)

@@ -20,10 +20,10 @@ from typing import Final
 from agora_protocol.ids import Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
-from agora import step_kinds
-from agora.averaging.gradient_wire import GradientWire, MeasuredUplink, choose_gradient_wire
-from agora.plan.assignment import Plan
-from agora.plan.cost import RunCost
+from agora.core import sync_mode
+from agora.cost.stage_cost import RunCost
+from agora.planning.assignment import Plan
+from agora.replica.gradient_wire import GradientWire, MeasuredUplink, choose_gradient_wire
 
 GRADIENTS: Final = f"averaging.exact_steps = {ALL_STEPS}"
 
@@ -94,18 +94,18 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
 
 
 def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire]) -> str:
-    rule = step_kinds.ChangeRule.from_manifest(manifest)
+    rule = sync_mode.ChangeRule.from_manifest(manifest)
     if not rule.may_change:
         return "so that steps last longer: local steps (averaging.exact_steps = 0) need a twentieth"
     local = []
     for stage in range(manifest.stage_count):
         uplinks = [
-            step_kinds.ReplicaUplink(assignment.share, wires[place].carried)
+            sync_mode.ReplicaUplink(assignment.share, wires[place].carried)
             for place, assignment in enumerate(plan.assignments)
             if assignment.span is not None and stage in assignment.span and place in wires
         ]
-        slices, _ = step_kinds.wanted_slices(step_kinds.EXACT, uplinks, rule.most_slices)
-        if slices != step_kinds.EXACT:
+        slices, _ = sync_mode.wanted_slices(sync_mode.EXACT, uplinks, rule.most_slices)
+        if slices != sync_mode.EXACT:
             local.append(f"stage {stage} in {slices} slices")
     if not local:
         return "so that their gradients come late and are lost in part"

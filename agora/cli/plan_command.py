@@ -16,15 +16,15 @@ from agora_protocol.manifest import Manifest
 from agora.cli import console
 from agora.cli.plan_agreement import PlannedAgreement, plan_agreement
 from agora.cli.stage_sources import find_run
+from agora.cost.machine import Machine
+from agora.cost.run_cost import run_cost
+from agora.cost.stage_cost import ALL_ACTIVATIONS, RunCost
 from agora.node import paths, runs
-from agora.plan.advice import MachineGain, explain_bottleneck, gain_of_one_more
-from agora.plan.assignment import Assignment, Plan
-from agora.plan.cost import ALL_ACTIVATIONS, RunCost
-from agora.plan.cost_of_run import run_cost
-from agora.plan.drawing import picture_lines, picture_svg, plan_table
-from agora.plan.machine import Machine
-from agora.plan.peers_file import PeersFile, read_peers
-from agora.plan.search import make_plan
+from agora.planning.advice import MachineGain, explain_bottleneck, gain_of_one_more
+from agora.planning.assignment import Assignment, Plan
+from agora.planning.drawing import picture_lines, picture_svg, plan_table
+from agora.planning.peers_file import PeersFile, read_peers
+from agora.planning.search import make_plan
 
 SEED: Final = 0  # seed of the search: the same file gives the same plan
 MAX_KINDS: Final = 12  # maximum number of kinds of machines for which the command says what one more would add

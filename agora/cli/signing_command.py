@@ -33,7 +33,9 @@ from agora_protocol.tickets import (
 from agora.cli import console
 from agora.cli.console import STALLED, USAGE, Failure
 from agora.cli.stage_sources import FoundRun, find_run
-from agora.node import admission_files, control_client, runs
+from agora.node import runs
+from agora.node.control import control_client
+from agora.node.peer import admission_files
 from agora.swarm.admission import LISTED, TICKET, Admission, Revocations, judge_proof
 
 DAY_S: Final = 86_400
@@ -212,12 +214,12 @@ def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list
     Returns ["a peer of the run"]. run: as the user named it. Raises Failure if no peer can be reached, or if the peer
     does not accept the revocation.
     """
-    from agora.net import light
+    from agora.net.dht import status_client
 
     addresses = _known_addresses(run, found)
-    credentials = light.Credentials(signer.identity, signer.proof)
+    credentials = status_client.Credentials(signer.identity, signer.proof)
     try:
-        took: TookRevocations = light.share_revocations(addresses, found.signed.run_id, [sealed], credentials)
+        took: TookRevocations = status_client.share_revocations(addresses, found.signed.run_id, [sealed], credentials)
     except AgoraError as error:
         text = f"nobody could be told ({error}); it is kept here, and a daemon that starts here passes it on"
         raise Failure(text, STALLED) from None

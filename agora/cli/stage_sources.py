@@ -12,9 +12,10 @@ from agora_protocol.errors import InputError
 from agora_protocol.manifest import SignedManifest
 
 from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
-from agora.node import control_client, paths, runs, settings
-from agora.node.base_model_folder import absolute_name, with_fetched_base_model
+from agora.node import paths, runs, settings
+from agora.node.control import control_client
 from agora.node.runs import RunReference
+from agora.node.span.base_model_folder import absolute_name, with_fetched_base_model
 from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
 from agora.state.layout import AVERAGE
 from agora.state.merged_model import StageFile

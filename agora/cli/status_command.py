@@ -14,8 +14,10 @@ from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError
 from agora_protocol.ids import RunId
 
 from agora.cli import console
-from agora.node import admission_files, control_client, paths, runs
-from agora.terminal_text import printable
+from agora.core.terminal_text import printable
+from agora.node import paths, runs
+from agora.node.control import control_client
+from agora.node.peer import admission_files
 
 if TYPE_CHECKING:
     from agora_protocol.identity import Identity
@@ -77,12 +79,12 @@ def fetch(run: str, home: paths.Home) -> Status:
     why = "no daemon of this run answers on this machine, and no address of a peer is known"
     do = "give the invite (agora://...), or start `agora-node join`"
     if reference.addresses:
-        from agora.net import light
+        from agora.net.dht import status_client
 
         try:
             identity, proof = _credentials(reference, home)
-            credentials = light.Credentials(identity, proof) if identity is not None else None
-            status = light.fetch_status(reference.addresses, RunId(reference.run), credentials=credentials)
+            credentials = status_client.Credentials(identity, proof) if identity is not None else None
+            status = status_client.fetch_status(reference.addresses, RunId(reference.run), credentials=credentials)
             check_status(status)
             return status
         except AgoraError as error:

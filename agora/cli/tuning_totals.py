@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agora.metrics import named_means
+from agora.core.metrics import named_means
 
 SAMPLE_COUNTS: Final = ("seen", "repeated", "missed")
 

@@ -8,8 +8,8 @@ from agora_protocol.manifest import ModelSection
 from agora_protocol.manifest_rules import suggest
 
 from agora.model.family import Family, RunLayer, Stage, keep_graph, stage_loss
-from agora.model.hf_family import HfFamily
 from agora.model.subspace_family import SubspaceFamily
+from agora.tuning.hf_family import HfFamily
 
 __all__ = ["FAMILIES", "Family", "RunLayer", "Stage", "family_of", "keep_graph", "stage_loss"]
 

@@ -16,9 +16,9 @@ from agora_protocol.ids import Span
 from agora_protocol.limits import MAX_RELAYED_PEERS
 from pydantic import AfterValidator
 
-from agora.net.link import LinkSpec
-from agora.net.rate_limits import RateLimits, parse_rate
-from agora.node.hours import Hours
+from agora.net.shaping.link import LinkSpec
+from agora.net.shaping.rate_limits import RateLimits, parse_rate
+from agora.node.limits.hours import Hours
 
 PREFIX = "AGORA_"
 FLAGS = "the command line"

@@ -99,7 +99,7 @@ class MicrobatchStarted(Event):
 class MicrobatchCompleted(Event):
     """Event: the origin received a microbatch's answer, `seconds` after it started the microbatch.
 
-    loss_sum: mean loss in nats * `tokens`, the loss weight: supervised tokens, of dpo all. metrics: see agora.metrics.
+    loss_sum: mean loss in nats * `tokens`, the loss weight: supervised tokens, of dpo all. metrics: see core.metrics.
     """
 
     microbatch: str
@@ -168,7 +168,7 @@ class RouteChanged(Event):
 
 
 class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} over {tokens} tokens in {seconds:.1f} s"):
-    """Event: this origin evaluated the held-out loss per token through the swarm. metrics: sums, see agora.metrics."""
+    """Event: this origin evaluated the held-out loss per token through the swarm. metrics: sums, see core.metrics."""
 
     loss: float
     tokens: int
@@ -274,7 +274,7 @@ class HealthChanged(Event, level="info", template="health {state}: {why}; {do}")
 class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
     """Event: a peer did what no honest peer does.
 
-    offence: a value of conduct.Offence. text: what it did. follows: the consequence, for a person to read.
+    offence: a value of conduct.Violation. text: what it did. follows: the consequence, for a person to read.
     """
 
     peer: str

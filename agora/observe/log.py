@@ -10,9 +10,9 @@ import sys
 import time
 from typing import TextIO
 
+from agora.core.terminal_text import printable
 from agora.observe import journal
 from agora.observe.events import Event
-from agora.terminal_text import printable
 
 LEVELS = ("debug", "info", "warning", "error")  # in rising order
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m"}

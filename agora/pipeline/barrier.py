@@ -9,7 +9,7 @@ from collections.abc import Callable
 from agora_protocol.errors import Busy
 from agora_protocol.ids import Span
 
-from agora.clock import loop_time
+from agora.core.clock import loop_time
 
 # A microbatch waits here for at most this part of its remaining time; the rest is left for asking another peer.
 MAX_WAIT_FRACTION = 0.5

@@ -13,17 +13,17 @@ from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import CallProgress, Process, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import OnProgress
-from agora.clock import loop_time
-from agora.fair_share import Consumer
-from agora.moving_average import MovingAverage
+from agora.core.calls import OnProgress
+from agora.core.clock import loop_time
+from agora.core.fair_share import Client
+from agora.core.moving_average import MovingAverage
+from agora.core.stepping import SpanResult
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
 from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
 from agora.pipeline.router import Router
 from agora.pipeline.routing import deadline_for_others
-from agora.stepping import SpanResult
 
 MIN_USEFUL_S = 0.001  # A hop that has less than this many seconds left starts nothing
 PATH_SAMPLES = 33  # number of latest samples whose median is `Hop.path_s`
@@ -38,7 +38,7 @@ class HopRequest:
     boundary: WireTensor | None  # what enters stage `message.stage`; None at stage 0
     tokens: WireTensor
     deadline: float  # loop time by which its answer is due
-    consumer: Consumer | None = None  # the calling peer and its address prefix; None for this peer's own origin
+    consumer: Client | None = None  # the calling peer and its address prefix; None for this peer's own origin
 
     @property
     def is_training(self) -> bool:
@@ -85,7 +85,7 @@ class Hop:
         tensors: Sequence[WireTensor],
         deadline: float,
         on_progress: OnProgress,
-        consumer: Consumer | None = None,
+        consumer: Client | None = None,
     ) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 

@@ -10,12 +10,12 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.messages import Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.stepping import SpanResult
+from agora.core.calls import Reply
+from agora.core.stepping import SpanResult
 
 
 class SpanCompute(Protocol):
-    """Protocol: the device that computes this peer's span of stages; implemented by train.Compute.
+    """Protocol: the device that computes this peer's span of stages; implemented by train.DeviceWorker.
 
     entry_stage: the stage at which the microbatch enters the span. boundary: the hidden state that enters there, None
     at stage 0. purpose, references: see the message Process. Every failure is an AgoraError, and a cancelled job leaves

@@ -15,10 +15,10 @@ from agora_protocol.errors import AgoraError, Busy, OutOfMemory, PeerFailed
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.messages import CallProgress, Process
 
-from agora.calls import OnProgress
-from agora.clock import loop_time
-from agora.fair_share import Consumer, may_acquire
-from agora.moving_average import MovingAverage
+from agora.core.calls import OnProgress
+from agora.core.clock import loop_time
+from agora.core.fair_share import Client, may_acquire
+from agora.core.moving_average import MovingAverage
 from agora.observe import events
 from agora.pipeline.interfaces import HopAnswer
 
@@ -114,7 +114,7 @@ class RunningWork:
 
     task: asyncio.Task[HopAnswer]
 
-    def __init__(self, key: WorkKey, last_stage: int, consumer: Consumer | None = None) -> None:
+    def __init__(self, key: WorkKey, last_stage: int, consumer: Client | None = None) -> None:
         """consumer: the peer that asked for it first; None for this peer itself."""
         self.key = key
         self.last_stage = last_stage
@@ -200,7 +200,7 @@ class WorkLedger:
         deadline: float,
         on_progress: OnProgress,
         start: StartWork,
-        consumer: Consumer | None = None,
+        consumer: Client | None = None,
     ) -> HopAnswer:
         """Joins the running work `key`, or starts it as `start(work)` on a free slot; waits for and returns the answer.
 
@@ -255,7 +255,7 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(self, key: WorkKey, last_stage: int, start: StartWork, consumer: Consumer | None) -> RunningWork:
+    def _start(self, key: WorkKey, last_stage: int, start: StartWork, consumer: Client | None) -> RunningWork:
         if refusal := self._refusal or self.shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
         held = Counter(work.consumer for work in self._works.values() if work.consumer is not None)

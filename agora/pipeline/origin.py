@@ -18,15 +18,15 @@ from agora_protocol.limits import MAX_DEADLINE_MS, MAX_HINTS
 from agora_protocol.messages import CallProgress, Process
 from agora_protocol.tensors import WireTensor
 
-from agora.clock import loop_time
-from agora.metrics import add_sums, named_means
-from agora.moving_average import MovingAverage
+from agora.core.clock import loop_time
+from agora.core.metrics import add_sums, named_means
+from agora.core.moving_average import MovingAverage
 from agora.observe import events
-from agora.pipeline import opening
+from agora.pipeline import flow_control
 from agora.pipeline.barrier import ChangeNotifier
+from agora.pipeline.flow_control import Pace, SendDecision, SendInputs, SendWindow, StepQuota
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import HopAnswer, MicrobatchSource, NewMicrobatch
-from agora.pipeline.opening import Credit, OpeningDecision, OpeningInputs, Pace, StepQuota
 from agora.pipeline.reference_cache import ReferenceCache
 
 MIN_TIMEOUT_S = 20.0  # an attempt may take at least this number of seconds, once an earlier attempt was measured
@@ -101,7 +101,7 @@ class Origin:
         hop: Hop,
         source: MicrobatchSource,
         report: events.Report,
-        look: Callable[[], OpeningInputs] = OpeningInputs,
+        look: Callable[[], SendInputs] = SendInputs,
         *,
         session: bytes | None = None,
     ) -> None:
@@ -119,13 +119,15 @@ class Origin:
         self._leaving = False
         self._quota = StepQuota()
         self._pace = Pace()
-        self._credit_ceiling = opening.PER_STAGE * config.stage_count  # at most doubles in a round trip, as TCP starts
+        self._credit_ceiling = (
+            flow_control.PER_STAGE * config.stage_count
+        )  # at most doubles in a round trip, as TCP starts
         self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
         self.microbatch_tokens = MovingAverage(0.1)
         self.metrics: dict[str, MovingAverage] = {}
         self.completed = 0
-        self.credit = Credit(1, "not measured yet")
+        self.credit = SendWindow(1, "not measured yet")
 
     @property
     def open_count(self) -> int:
@@ -229,29 +231,29 @@ class Origin:
             until = None if is_notified else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)
 
-    def _decide(self, seen: OpeningInputs) -> OpeningDecision:
+    def _decide(self, seen: SendInputs) -> SendDecision:
         ceiling = self._config.ceiling
         is_synchronous = seen.step is not None
-        credit = Credit(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_credit(seen)
-        decision = opening.next_opening(
+        credit = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_credit(seen)
+        decision = flow_control.next_send(
             loop_time(), self._quota, credit, seen, len(self._open), leaving=self._leaving, paused=self._paused
         )
         if not is_synchronous:
             self.credit = credit
         elif decision.action == "open" and not self._open:
             left = decision.quota.left + 1
-            self.credit = Credit(min(left, ceiling), f"{left} microbatches to the step")
+            self.credit = SendWindow(min(left, ceiling), f"{left} microbatches to the step")
         self._quota = decision.quota
         return decision
 
-    def _measured_credit(self, seen: OpeningInputs) -> Credit:
+    def _measured_credit(self, seen: SendInputs) -> SendWindow:
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
-            return Credit(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
+            return SendWindow(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
         ceiling = min(self._credit_ceiling, config.ceiling)
         period_s = self._pace.period_s.value
-        return opening.measured_credit(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness)
+        return flow_control.measured_window(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)

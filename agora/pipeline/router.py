@@ -13,18 +13,18 @@ from agora_protocol.limits import MAX_HINTS
 from agora_protocol.messages import CallProgress, Process, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Caller, OnProgress, Reply
-from agora.clock import loop_time
+from agora.core.calls import Caller, OnProgress, Reply
+from agora.core.clock import loop_time
 from agora.observe import events
 from agora.pipeline.barrier import ChangeNotifier
+from agora.pipeline.flow_control import Pace
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import Pace
 from agora.pipeline.peer_choice import Choice, PathHint
 from agora.pipeline.routing import Attempt, RoutingTable
 from agora.pipeline.wire_rules import WireRules
-from agora.swarm.conduct import Offence
-from agora.swarm.offences import OffenceLog
+from agora.swarm.peer_score import Violation
 from agora.swarm.view import View
+from agora.swarm.violations import ViolationLog
 
 MIN_ATTEMPT_S = 0.001  # with less than this many seconds left, no peer is asked
 MAX_REASONS = 8  # number of peers whose reasons an Unavailable names; the last ones
@@ -110,7 +110,7 @@ class Router:
         stage_count: int,
         wire_rules: WireRules,
         report: events.Report,
-        offences: OffenceLog,
+        offences: ViolationLog,
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
     ) -> None:
         self.table = RoutingTable(me, stage_count)
@@ -120,7 +120,7 @@ class Router:
         self.stage_count = stage_count
         self.wire_rules = wire_rules
         self._report = report
-        self._offences = offences
+        self._violations = offences
         self._round_trip_s = round_trip_s
         self._changed = ChangeNotifier()
         self._empty_stages: set[int] = set()
@@ -162,7 +162,7 @@ class Router:
         view = self._view_of()
         replicas = view.replicas(stage)
         me = view.peers.get(self._me)
-        suspended_s = {seen.peer: s for seen in replicas if (s := self._offences.suspended_s(seen.peer)) > 0.0}
+        suspended_s = {seen.peer: s for seen in replicas if (s := self._violations.suspended_s(seen.peer)) > 0.0}
         self.table.update(stage, replicas, suspended_s.keys(), me.reachability if me is not None else "unknown")
         choice = self.table.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
         if suspended_s:  # the end of a suspension brings a candidate, as a change of the view does
@@ -232,7 +232,7 @@ class Router:
             problem = ProtocolError("bad-message", wrong)
         else:
             return HopAnswer(message, tensors, peer)
-        self._offences.report_offence(peer, Offence.BAD_ANSWER, f"{problem.code}: {problem}")
+        self._violations.report_violation(peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
         raise problem
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
@@ -260,5 +260,5 @@ class Router:
 
         So other peers of the stage are asked next.
         """
-        self._offences.report_offence(peer, Offence.USELESS_GRADIENT, f"{error.code}: {error}")
+        self._violations.report_violation(peer, Violation.USELESS_GRADIENT, f"{error.code}: {error}")
         self.table.record_rejected(loop_time(), stage, peer)

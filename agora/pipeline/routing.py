@@ -16,7 +16,7 @@ from statistics import median, median_high
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
-from agora.moving_average import MovingAverage
+from agora.core.moving_average import MovingAverage
 from agora.pipeline.callees import choose_callees, rendezvous_key
 from agora.pipeline.peer_choice import (
     BACKOFF_S,

@@ -11,7 +11,7 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
-from agora.metrics import are_plausible
+from agora.core.metrics import are_plausible
 
 # The lowest log-probability of a token under the reference that an answer may contain, in nats.
 MIN_LOG_PROBABILITY: Final = -1000.0

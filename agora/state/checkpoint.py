@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from agora.core.sync_mode import ALL_EXACT, EXACT, StepPlan
 from agora.state.files import FileDigest, fresh_path, put_in_place, write_file, write_tensors
 from agora.state.layout import Layout, StageState
-from agora.step_kinds import ALL_EXACT, EXACT, StepPlan
 
 WEIGHTS: Final = "weights.safetensors"
 MOMENTS: Final = "moments.safetensors"

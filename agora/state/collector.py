@@ -17,17 +17,17 @@ from agora_protocol.errors import Busy, DiskError, LocalError, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
-from agora.calls import Caller
-from agora.clock import loop_time
+from agora.core.calls import Caller
+from agora.core.clock import loop_time
+from agora.core.sync_mode import ChangeRule
+from agora.core.threads import run_in_thread
 from agora.state.files import fresh_path, make_folder, put_in_place, replace_tensors
 from agora.state.keeper import ClaimedSteps, KeptStages
 from agora.state.layout import Layout, StageState
 from agora.state.merged_model import SOURCE_BYTES, StageFile
 from agora.state.rules import LAG_LIMIT, most_advanced_first, plausibility_bound
 from agora.state.transfer import StateFetch
-from agora.step_kinds import ChangeRule
-from agora.swarm.conduct import ReportOffence
-from agora.threads import run_in_thread
+from agora.swarm.peer_score import ReportViolation
 
 COLLECT_S: Final = 3500.0
 RETRY_MS: Final = 1000
@@ -49,7 +49,7 @@ class StageCollector:
         stages: KeptStages,
         serving: ClaimedSteps,
         caller: Caller,
-        report_offence: ReportOffence,
+        report_violation: ReportViolation,
     ) -> None:
         """layouts: returns the layout of each stage of the run, in stage order; it is called in a thread.
 
@@ -62,7 +62,7 @@ class StageCollector:
         self._stages = stages
         self._serving = serving
         self._caller = caller
-        self._report_offence = report_offence
+        self._report_violation = report_violation
         self._task: asyncio.Task[list[StageFile]] | None = None
         self._closed = False
 
@@ -138,7 +138,7 @@ class StageCollector:
             self._caller,
             stage,
             layout,
-            self._report_offence,
+            self._report_violation,
             self._change_rule,
             highest_plausible_step=lambda: plausibility_bound(self._serving(stage).values(), LAG_LIMIT),
         )

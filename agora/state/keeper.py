@@ -12,8 +12,10 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GetChunk, GetState
 
-from agora.calls import Caller, Reply
-from agora.clock import loop_time
+from agora.core.calls import Caller, Reply
+from agora.core.clock import loop_time
+from agora.core.sync_mode import ChangeRule
+from agora.core.threads import run_in_thread
 from agora.observe import events
 from agora.observe.events import Report
 from agora.state import rules
@@ -21,9 +23,7 @@ from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoin
 from agora.state.layout import Layout, StageState
 from agora.state.snapshot import SnapshotServer
 from agora.state.transfer import StateFetch
-from agora.step_kinds import ChangeRule
-from agora.swarm.conduct import ReportOffence
-from agora.threads import run_in_thread
+from agora.swarm.peer_score import ReportViolation
 
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
 TIMEOUT_S: Final = 300.0  # seconds for which a joiner without a checkpoint looks for new sources when all have failed
@@ -95,7 +95,7 @@ class StateKeeper:
         holders: StageHolders,
         caller: Caller,
         report: Report,
-        report_offence: ReportOffence,
+        report_violation: ReportViolation,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
     ) -> None:
         """folder: below it lie the checkpoints. on_written(stage, step): called after each checkpoint was written."""
@@ -110,7 +110,7 @@ class StateKeeper:
         self._holders = holders
         self._caller = caller
         self._report = report
-        self._report_offence = report_offence
+        self._report_violation = report_violation
         self._found_checkpoints: dict[int, Checkpoint] = {}
         self._filled_stages: set[int] = set()
         self._checkpoint_steps: dict[int, int] = {}  # the step of each stage's last checkpoint
@@ -216,7 +216,7 @@ class StateKeeper:
             self._caller,
             stage,
             self._stages.layout(stage),
-            self._report_offence,
+            self._report_violation,
             ChangeRule.from_manifest(self._manifest),
             highest_plausible_step=lambda: self._highest_plausible_step(stage),
         )

@@ -18,7 +18,7 @@ import numpy as np
 from agora_protocol.limits import SLICE_BLOCK, STATE_CHUNK_BYTES
 from numpy.typing import NDArray
 
-from agora.step_kinds import ALL_EXACT, StepPlan
+from agora.core.sync_mode import ALL_EXACT, StepPlan
 
 # float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has.
 Flat = NDArray[np.float32]

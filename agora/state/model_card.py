@@ -16,7 +16,7 @@ from typing import Final, Literal
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import Manifest
 
-from agora.terminal_text import one_line
+from agora.core.terminal_text import one_line
 
 Kind = Literal["model", "adapter", "merged"]
 

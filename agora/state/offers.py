@@ -10,10 +10,10 @@ from agora_protocol.errors import ProtocolError, Refused
 from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import Chunk, StateIndex
 
-from agora.calls import Reply
-from agora.clock import loop_time
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.core.sync_mode import EXACT, ChangeRule, StepPlan
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, unpack_chunk
-from agora.step_kinds import EXACT, ChangeRule, StepPlan
 
 
 class CorruptStateError(ProtocolError):

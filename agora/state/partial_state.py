@@ -9,10 +9,10 @@ import numpy as np
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import StateIndex
 
+from agora.core.sync_mode import StepPlan
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.layout import Flat, Layout, StageState
 from agora.state.offers import mixing_key
-from agora.step_kinds import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

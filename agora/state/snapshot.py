@@ -13,10 +13,10 @@ from agora_protocol.errors import Busy, ProtocolError, Refused
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.clock import loop_time
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.core.sync_mode import ALL_EXACT
 from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
-from agora.step_kinds import ALL_EXACT
 
 RETRY_MS: Final = 1000
 # A snapshot is given for at most this many seconds: an older one would leave the joiner too many steps behind.

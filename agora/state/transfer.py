@@ -16,16 +16,16 @@ from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unav
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetChunk, GetState, StateIndex
 
-from agora.calls import Caller
-from agora.clock import loop_time
+from agora.core.calls import Caller
+from agora.core.clock import loop_time
+from agora.core.sync_mode import ChangeRule
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.chunk_source import CHUNK_S, FAILURES, PAUSE_S, SLOW_S, SOURCES, TICK_S, ChunkSource, cancel_and_await
 from agora.state.layout import Layout, StageState
 from agora.state.offers import CorruptStateError, Offer, check_chunk, check_offer, milliseconds_until, mixing_key
 from agora.state.partial_state import ArrivedChunk, PartialState
 from agora.state.sample_check import ChunkSample, find_corrupt_sources
-from agora.step_kinds import ChangeRule
-from agora.swarm.conduct import Offence, ReportOffence
+from agora.swarm.peer_score import ReportViolation, Violation
 
 OFFER_S: Final = 30.0  # seconds a source may take to make its snapshot
 GATHER_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
@@ -66,12 +66,12 @@ class StateFetch:
         caller: Caller,
         stage: int,
         layout: Layout,
-        report_offence: ReportOffence,
+        report_violation: ReportViolation,
         change_rule: ChangeRule,
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """layout: of the stage during exact steps. report_offence: called for sources that send corrupt data.
+        """layout: of the stage during exact steps. report_violation: called for sources that send corrupt data.
 
         change_rule: of the run; offers whose step plan it does not allow are corrupt.
         highest_plausible_step: offers above the step that it returns are not used.
@@ -80,7 +80,7 @@ class StateFetch:
         self._stage = stage
         self._exact_layout = layout
         self._partial = PartialState(layout)
-        self._report_offence = report_offence
+        self._report_violation = report_violation
         self._change_rule = change_rule
         self._highest_plausible_step = highest_plausible_step
         self._sources: list[_Source] = []
@@ -267,7 +267,7 @@ class StateFetch:
         for peer, verdict in verdicts.items():
             reason = "its chunks are not near those of other sources, as replicas' are"
             if verdict == "corrupt":
-                self._report_offence(peer, Offence.FALSE_STATE, reason)
+                self._report_violation(peer, Violation.FALSE_STATE, reason)
             for source in self._sources:
                 if source.peer == peer:
                     self._give_up(source, reason)
@@ -302,7 +302,7 @@ class StateFetch:
         if source.given_up:
             return
         if isinstance(error, CorruptStateError):
-            self._report_offence(source.peer, Offence.FALSE_STATE, f"{error.code}: {error}")
+            self._report_violation(source.peer, Violation.FALSE_STATE, f"{error.code}: {error}")
         is_refusal = isinstance(error, Refused) and not isinstance(error, Busy)
         if isinstance(error, ProtocolError) or (is_refusal and offer is None):
             self._give_up(source, str(error))

@@ -3,5 +3,5 @@
 The
 first lines of each module say whether it is pure or deterministic; an object of a deterministic module changes only
 itself, and only by the calls to it, and `now` is an argument. Only `membership.py`, `directory_reader.py` and
-`offences.py` have effects.
+`violations.py` have effects.
 """

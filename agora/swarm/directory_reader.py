@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 from agora_protocol.shards import Shard, shard_hash
 
-from agora.clock import loop_time
+from agora.core.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_shards import (

@@ -5,7 +5,7 @@ answer but whose weights do not change is STALLED.
 
 | state | when |
 |---|---|
-| PAUSED | this peer is paused: by its owner, or it is outside its hours; see node/pausing.py |
+| PAUSED | this peer is paused: by its owner, or it is outside its hours; see node/limits/pausing.py |
 | UNREACHABLE | the view is empty |
 | STALLED | a stage has no serving peer, or took no step within its time limit |
 | DEGRADED | a stage has not taken its first step, still within its time limit; or it has a single replica |

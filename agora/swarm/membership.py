@@ -13,12 +13,13 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 
-from agora.clock import loop_time
+from agora.core.clock import loop_time
+from agora.net.nat.reachability import Announcement
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
+from agora.swarm.handshakes import Acquaintances, AllHandshaken, Meetings
 from agora.swarm.lost_peers import LostPeers
-from agora.swarm.meetings import Acquaintances, AllHandshaken, Meetings
 from agora.swarm.placement import (
     Ability,
     Placement,
@@ -29,8 +30,7 @@ from agora.swarm.placement import (
     next_settling_step,
     place_as_pinned,
 )
-from agora.swarm.reachability import Announcement
-from agora.swarm.stage_supply import equal_demands
+from agora.swarm.stage_capacity import equal_demands
 from agora.swarm.view import StageEstimate, View, merge
 
 # Maximum number of seconds for which a newcomer dials those whose claims it has read, before it chooses a span.

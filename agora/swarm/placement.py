@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from agora_protocol.ids import PeerId, RunId, Span
 
-from agora.swarm.stage_supply import Ability, StageDemands, StageSupply, spans_of_length, spans_that_fit
+from agora.swarm.stage_capacity import Ability, StageDemands, StageSupply, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
 
 __all__ = [

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from agora_protocol.ids import PeerId, Span
 
 from agora.swarm.placement import Ability, Placement, StageDemands
-from agora.swarm.stage_supply import ENOUGH_HOLDERS, StageSupply, spans_of_length, spans_that_fit
+from agora.swarm.stage_capacity import ENOUGH_HOLDERS, StageSupply, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
 
 # A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.

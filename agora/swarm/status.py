@@ -12,7 +12,7 @@ from typing import Any
 from agora_protocol.ids import PeerId, peer_name
 from agora_protocol.manifest import Manifest
 
-from agora.metrics import METRIC_NAMES
+from agora.core.metrics import METRIC_NAMES
 from agora.swarm.health import Health
 from agora.swarm.stage_tokens import sum_accounts
 from agora.swarm.view import PeerView, View

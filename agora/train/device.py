@@ -58,7 +58,7 @@ class DeviceOptions:
     """Which device a span is computed on, and how.
 
     name: "auto", "cpu", "cuda" or "cuda:N", see choose_device.
-    state_in_host: the optimizer's state is in host memory, see StatePlace.
+    state_in_host: the optimizer's state is in host memory, see OptimizerOffload.
     slowdown: factor on the time of each job, at least 1.
     fault: test hook, called with "device.job" at the start of each job.
     """

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from agora_protocol.manifest import OptimizerSection
 from torch import Tensor
 
-from agora.model.tuning_packages import import_tuning
-from agora.train.state_place import StatePlace
+from agora.train.optimizer_offload import OptimizerOffload
+from agora.tuning.packages import import_tuning
 
 BLOCK: Final = 256  # how many values share a scale; bitsandbytes' update supports no other block size
 # How many values are updated at a time: on the CPU the update makes float32 copies of their moments.
@@ -31,7 +31,7 @@ class QuantisedMoment:
     same codes and scales. Moments can therefore travel as float32, and replicas stay equal to the last bit.
     """
 
-    def __init__(self, count: int, place: StatePlace, *, is_signed: bool) -> None:
+    def __init__(self, count: int, place: OptimizerOffload, *, is_signed: bool) -> None:
         """Starts with `count` zeros at `place`. is_signed: values may be negative.
 
         Raises TuningMissing without bitsandbytes.
@@ -73,7 +73,7 @@ class EightBitPart:
     elements: the range. mean, square: the running means of the gradient and of its square.
     """
 
-    def __init__(self, section: OptimizerSection, elements: slice, decay: float, place: StatePlace) -> None:
+    def __init__(self, section: OptimizerSection, elements: slice, decay: float, place: OptimizerOffload) -> None:
         """Starts with zero moments, which are kept at `place`. decay: weight decay of this range.
 
         Raises TuningMissing without bitsandbytes.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agora.state.layout import Layout, TensorSlot
 from agora.train.device import has_native_bf16
-from agora.train.state_place import StatePlace
+from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.weight_versions import tensor_in
 
 ITERATIONS: Final = 5
@@ -47,7 +47,7 @@ class MuonMatrices:
     The mean is its only state; the optimizer owns it. Equal gradients give equal bits on equal machines.
     """
 
-    def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor, place: StatePlace) -> None:
+    def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor, place: OptimizerOffload) -> None:
         """layout: of the stage. place: of `mean`.
 
         mean: float32 [numel]; each step changes the elements of hidden matrices in place.

@@ -20,7 +20,7 @@ from torch.optim.nadam import nadam
 from agora.state.layout import AVERAGE, Layout, MomentSpec, TensorSlot
 from agora.train.eight_bit import EightBitPart
 from agora.train.muon import MuonMatrices
-from agora.train.state_place import StatePlace
+from agora.train.optimizer_offload import OptimizerOffload
 
 MOMENTUM_DECAY = 4e-3  # NAdam's momentum decay; torch's own default
 MEAN, SQUARE = "mean", "square"  # the names of the gradient's moments; AVERAGE names the moving average of the weights
@@ -89,7 +89,7 @@ class StageOptimizer:
         stage_count: int,
         layout: Layout,
         weights: Tensor,
-        place: StatePlace | None = None,
+        place: OptimizerOffload | None = None,
     ) -> None:
         """Starts with zero moments, and with a copy of `weights` [numel], the initial ones, as their average.
 
@@ -101,7 +101,7 @@ class StageOptimizer:
         place: where the moments are kept; None: on the weights' device.
         """
         self.layout = with_moments(section, layout)
-        self._place = place = place or StatePlace(weights.device)
+        self._place = place = place or OptimizerOffload(weights.device)
         ranges = eight_bit_ranges(section, layout)
         self._eight_bit = [EightBitPart(section, part, section.weight_decay, place) for part in ranges]
         self._specs = float32_moments(section, self.layout)
@@ -284,7 +284,7 @@ class _WeightPart:
     """
 
     elements: slice
-    place: StatePlace
+    place: OptimizerOffload
     mean: Tensor
     square: Tensor
     step: Tensor
@@ -293,7 +293,7 @@ class _WeightPart:
 
     @classmethod
     def create(
-        cls, section: OptimizerSection, part: slice, decay: float, place: StatePlace, mean: Tensor, square: Tensor
+        cls, section: OptimizerSection, part: slice, decay: float, place: OptimizerOffload, mean: Tensor, square: Tensor
     ) -> _WeightPart:
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel needs its step count on the device; nadam's scalars stay on the CPU, as in torch's class.

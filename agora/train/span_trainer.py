@@ -16,16 +16,16 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from agora.core.stepping import StepEvent
 from agora.model import RunLayer, Stage, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
-from agora.stepping import StepEvent
 from agora.train import memory
+from agora.train.activation_checkpointing import GraphMeasure, repeat_in_backward
 from agora.train.device import has_native_bf16
-from agora.train.graph_memory import GraphMemory
-from agora.train.layer_graphs import GraphMeasure, repeat_in_backward
+from agora.train.graph_budget import GraphMemory
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
+from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage_replica import StageReplica
-from agora.train.state_place import StatePlace
 from agora.train.weight_prediction import predicts_weights
 from agora.train.weight_versions import LIMIT_FACTOR, StashedForward, StashedForwards, WeightVersion
 
@@ -45,7 +45,7 @@ class FinishedMicrobatch:
     loss_sum: the summed loss; 0 for the purpose "reference".
     tokens: the microbatch's weight in a step.
     gradient: of loss_sum with respect to the boundary that entered [b, s, k]; None at stage 0 and when not trained.
-    metrics: sums, see agora.metrics.
+    metrics: sums, see agora.core.metrics.
     log_probabilities: the sum over each row's supervised tokens, for the purpose "reference" only.
     """
 
@@ -110,7 +110,7 @@ class SpanTrainer:
         family = family_of(manifest.model)
         for number in span.stages:
             module = family.build_stage(manifest.layers_of(number), manifest.seed, base_model)
-            place = StatePlace(device, state_in_host)
+            place = OptimizerOffload(device, state_in_host)
             self.stages[number] = StageReplica(number, module, place, manifest, self.stashed, report, on_step)
         weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
         self.predicts_weights = predicts_weights(manifest, weights_bytes, memory.available_bytes(device))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from agora_protocol.records import StageAccount
 
-from agora.step_kinds import StepPlan
+from agora.core.sync_mode import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

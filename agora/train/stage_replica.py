@@ -11,8 +11,8 @@ from agora_protocol.limits import SLICE_BLOCK
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agora.core.sync_mode import EXACT
 from agora.state.layout import Flat, Layout, StageState
-from agora.step_kinds import EXACT
 from agora.train.trained_stage import TrainedStage
 
 Blocks = NDArray[np.int64]  # numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final
 
-from agora.stepping import StepEvent
+from agora.core.stepping import StepEvent
 
 MAX_EVENTS: Final = 4096  # maximum number of step events that wait for their reader; the oldest are dropped
 

@@ -12,17 +12,17 @@ from agora_protocol.errors import LocalError, ProtocolError
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
+from agora.core.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
+from agora.core.sync_mode import EXACT, ChangeRule, StepPlan, first_step_plan
 from agora.model import Stage, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import Layout, lay_out
-from agora.step_kinds import EXACT, ChangeRule, StepPlan, first_step_plan
-from agora.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
+from agora.train.diloco import OuterOptimizer
 from agora.train.gradient_sum import ClosedShare, GradientShare, GradientSum, SumTotals
-from agora.train.lineage import INITIAL_LINEAGE, lineage_of_weights, with_step
+from agora.train.history_hash import INITIAL_LINEAGE, lineage_of_weights, with_step
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
-from agora.train.outer_step import OuterOptimizer
+from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage_progress import StageProgress
-from agora.train.state_place import StatePlace
 from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_prediction import WeightPrediction
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion
@@ -52,7 +52,7 @@ class TrainedStage:
         self,
         number: int,
         module: Stage,
-        place: StatePlace,
+        place: OptimizerOffload,
         manifest: Manifest,
         stashed: StashedForwards,  # their graphs may need the weights
         report: Report,

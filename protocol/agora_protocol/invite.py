@@ -1,5 +1,6 @@
-"""Invites: texts that one person sends to another, who can join a run with it. Nothing in it needs quoting in a shell. The run id is the hash of the manifest, so an
-invite cannot lead to another run than it names.
+"""Invites: texts that one person sends to another, who can join a run with it. Nothing in it needs quoting in a shell.
+
+The run id is the hash of the manifest, so an invite cannot lead to another run than it names.
 """
 
 from __future__ import annotations

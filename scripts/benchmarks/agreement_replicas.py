@@ -22,13 +22,13 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.averaging.part_averager import Part, PartAverager, RoundConfig
-from agora.averaging.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
+from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import EXACT
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.step_kinds import EXACT
-from agora.stepping import StepPolicy
+from agora.replica.part_averager import Part, PartAverager, RoundConfig
+from agora.replica.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage_replica import Blocks

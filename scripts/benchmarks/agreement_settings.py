@@ -9,7 +9,7 @@ from typing import Final, Literal
 from agora_protocol.codec_names import WireName
 from agora_protocol.manifest import ALL_STEPS, AveragingSection, Manifest, preset
 
-from agora.step_kinds import EXACT
+from agora.core.sync_mode import EXACT
 
 DEFAULTS: Final = AveragingSection()
 DEFAULT_OPTIMIZER: Final = preset("tiny").optimizer.name

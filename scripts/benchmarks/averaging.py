@@ -136,7 +136,7 @@ def notes(effort: Effort) -> list[str]:
         f"A round: every member has {NUMEL / 1e6:.0f} M float32 values of its own, and ends with their mean. Each is a "
         "process with its own libp2p host on loopback, numeric libraries at one thread; a round lasts from the first "
         "member's begin to the last one's end, on the machine's monotonic clock.",
-        "`agora N`: agora.averaging over agora.net with a manifest's defaults, the slice being the whole vector: int8 "
+        "`agora N`: agora.replica over agora.net with a manifest's defaults, the slice being the whole vector: int8 "
         "on the wire, owners by rendezvous, members known beforehand, as replicas are.",
         "`hivemind N`: DecentralizedAverager with its defaults, float32 on the wire, matchmaking in every round as it "
         "has no other way; only the group's size is told. Its 16-bit and 8-bit compressions leave values unaveraged "

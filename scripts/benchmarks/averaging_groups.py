@@ -102,7 +102,7 @@ class Group(ABC):
 
 
 class OurGroup(Group):
-    """Members of the swarm: hosts and streams of agora.net, rounds of agora.averaging."""
+    """Members of the swarm: hosts and streams of agora.net, rounds of agora.replica."""
 
     side = "agora"
     role = "averaging-agora"

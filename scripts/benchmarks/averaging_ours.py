@@ -19,13 +19,13 @@ from agora_protocol.manifest import AveragingSection
 from agora_protocol.message_base import Message
 from agora_protocol.messages import Contribute, Recall
 
-from agora.averaging.part_averager import INT8_ROUNDS, Part, RoundConfig
-from agora.averaging.partition import cut_into_parts
-from agora.averaging.reducer import PartReducer
-from agora.averaging.rounds import Round
-from agora.calls import Reply
-from agora.net.incoming import IncomingCall
-from agora.net.network import Network
+from agora.core.calls import Reply
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.network import Network
+from agora.replica.part_averager import INT8_ROUNDS, Part, RoundConfig
+from agora.replica.partition import cut_into_parts
+from agora.replica.reducer import PartReducer
+from agora.replica.rounds import Round
 from agora.train.memory import keep_freed_memory
 from benchmarks.averaging_values import Holding
 from benchmarks.streams import join

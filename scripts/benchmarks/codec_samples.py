@@ -13,10 +13,10 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
+from agora.core.stepping import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.stepping import StepPolicy
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 

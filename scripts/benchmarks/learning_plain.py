@@ -17,11 +17,11 @@ from agora_protocol.manifest import Manifest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from agora.core.stepping import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.model import stage_loss
-from agora.stepping import StepPolicy
 from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch

@@ -11,7 +11,7 @@ from typing import Any, Final
 from agora_protocol.manifest import Manifest
 
 from agora.cli.demo import DemoPlan
-from agora.net.link import LinkError, LinkSpec
+from agora.net.shaping.link import LinkError, LinkSpec
 
 STAGES: Final = 2
 LINK: Final = "200Mbit,50ms"

@@ -18,7 +18,7 @@ from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from agora.train.muon import MuonMatrices
 from agora.train.optimizer import StageOptimizer
-from agora.train.state_place import StatePlace
+from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.weight_versions import StageWeights
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
@@ -98,7 +98,7 @@ def measure_stage(size: StageSize, device: torch.device, repeats: int) -> dict[s
     weights = StageWeights(stage, device, stage.hidden_matrices())
     layout, flat = weights.layout, weights.current.flat
     adamw, muon = (StageOptimizer(size.manifest(name).optimizer, 3, layout, flat) for name in ("adamw", "muon"))
-    hidden = MuonMatrices(manifest.optimizer, layout, torch.zeros_like(flat), StatePlace(device))
+    hidden = MuonMatrices(manifest.optimizer, layout, torch.zeros_like(flat), OptimizerOffload(device))
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1)).to(device)
     work: dict[str, Callable[[], object]] = {
         "microbatch": lambda: train_microbatch(stage, manifest, device),

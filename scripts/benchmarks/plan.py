@@ -13,10 +13,10 @@ from typing import Final
 
 from agora_protocol.errors import OutOfMemory
 
-from agora.plan.compute_bound import compute_bound
-from agora.plan.cost import RunCost
-from agora.plan.machine import Machine
-from agora.plan.search import make_plan
+from agora.cost.machine import Machine
+from agora.cost.stage_cost import RunCost
+from agora.planning.compute_bound import compute_bound
+from agora.planning.search import make_plan
 from benchmarks.machine import describe
 from benchmarks.plan_baselines import baseline_rates
 from benchmarks.plan_brute_force import brute_force_rate

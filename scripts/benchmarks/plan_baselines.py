@@ -20,10 +20,10 @@ from typing import Final
 
 from agora_protocol.ids import Span
 
-from agora.plan.cost import RunCost
-from agora.plan.cuts import cut_for_groups
-from agora.plan.evaluation import plan_of_spans
-from agora.plan.machine import Machine
+from agora.cost.machine import Machine
+from agora.cost.stage_cost import RunCost
+from agora.planning.cuts import cut_for_groups
+from agora.planning.evaluation import plan_of_spans
 
 # Of one optimizer step of the ring, which gathers the weights twice in each: as in Zorse's evaluation.
 STEP_TOKENS: Final = 2**20

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agora.plan.cost import RunCost
-from agora.plan.machine import Machine
-from agora.plan.span_rates import span_rates
+from agora.cost.machine import Machine
+from agora.cost.stage_cost import RunCost
+from agora.planning.span_rates import span_rates
 
 
 def brute_force_rate(cost: RunCost, machines: Sequence[Machine]) -> float:

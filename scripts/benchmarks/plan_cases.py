@@ -9,8 +9,8 @@ import random
 
 from agora_protocol.ids import Span
 
-from agora.plan.cost import RunCost, StageCost
-from agora.plan.machine import Machine
+from agora.cost.machine import Machine
+from agora.cost.stage_cost import RunCost, StageCost
 
 
 def random_run(rng: random.Random, stages: int) -> RunCost:

@@ -16,9 +16,9 @@ from typing import Final
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.plan.cost import RunCost
-from agora.plan.cost_of_run import run_cost
-from agora.plan.machine import Machine
+from agora.cost.machine import Machine
+from agora.cost.run_cost import run_cost
+from agora.cost.stage_cost import RunCost
 
 NAMES: Final = ("150m", "1b", "8b")
 CARDS_GIB: Final = (8, 12, 24, 80)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agora.cli.local_swarm import SwarmFailed
-from agora.net.link import LinkSpec
-from agora.sim.churn import SHAPES
-from agora.sim.measurements import Sample
-from agora.sim.scenario import MachineGroup, Scenario, SimulatedModel
-from agora.sim.simulation import Simulation
-from agora.sim.simulation_report import SimulationReport
+from agora.net.shaping.link import LinkSpec
+from agora.planning.simulator.churn import SHAPES
+from agora.planning.simulator.measurements import Sample
+from agora.planning.simulator.scenario import MachineGroup, Scenario, SimulatedModel
+from agora.planning.simulator.simulation import Simulation
+from agora.planning.simulator.simulation_report import SimulationReport
 from benchmarks.children import BenchFailed
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report

@@ -17,10 +17,10 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
-from agora.net.link import LinkSpec
-from agora.sim.scenario import MachineGroup, Scenario, SimulatedModel
-from agora.sim.simulation import Simulation
-from agora.sim.simulation_report import SimulationReport
+from agora.net.shaping.link import LinkSpec
+from agora.planning.simulator.scenario import MachineGroup, Scenario, SimulatedModel
+from agora.planning.simulator.simulation import Simulation
+from agora.planning.simulator.simulation_report import SimulationReport
 
 STAGES = 4
 # Large enough that steps, whose waits are not simulated, are rare while a swarm is observed.

@@ -22,11 +22,11 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 from hivemind.p2p import PeerID
 
-from agora.calls import Reply
-from agora.net.gate import Gate
-from agora.net.host import Host
-from agora.net.incoming import Handler, IncomingCall
-from agora.net.network import Network
+from agora.core.calls import Reply
+from agora.net.p2pd.host import Host
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import Handler, IncomingCall
+from agora.net.rpc.network import Network
 from benchmarks.worker import Channel
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)

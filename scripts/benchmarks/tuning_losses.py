@@ -15,10 +15,10 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.codec import BoundaryCodec
+from agora.core.stepping import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.stepping import StepPolicy
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer

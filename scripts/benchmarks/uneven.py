@@ -22,12 +22,12 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 
 from agora.cli.local_swarm import Launch, LocalSwarm, SwarmFailed, start_interpreter
-from agora.plan.assignment import Plan
-from agora.plan.cost import RunCost
-from agora.plan.cost_of_run import run_cost
-from agora.plan.machine import Machine
-from agora.plan.profile import measure_profile
-from agora.plan.search import make_plan
+from agora.cost.machine import Machine
+from agora.cost.run_cost import run_cost
+from agora.cost.stage_cost import RunCost
+from agora.planning.assignment import Plan
+from agora.planning.search import make_plan
+from agora.train.machine_profile import measure_profile
 from benchmarks.children import BenchFailed
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report

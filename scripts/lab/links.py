@@ -39,12 +39,12 @@ from agora_protocol.ids import MicrobatchId, RunId
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.net.gate import Gate
-from agora.net.host import Host
-from agora.net.incoming import IncomingCall
-from agora.net.link import LinkSpec
-from agora.net.network import Network
+from agora.core.calls import Reply
+from agora.net.p2pd.host import Host
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.network import Network
+from agora.net.shaping.link import LinkSpec
 
 RUN: Final = RunId("07" * 32)
 ROUND_TRIPS: Final = 21

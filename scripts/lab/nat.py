@@ -27,14 +27,14 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.net import relay
-from agora.net.gate import Gate
-from agora.net.hole_punching import HolePuncher
-from agora.net.host import Host
-from agora.net.incoming import IncomingCall
-from agora.net.network import Network
-from agora.net.relay import RelayService
+from agora.core.calls import Reply
+from agora.net.nat import relay
+from agora.net.nat.hole_punching import HolePuncher
+from agora.net.nat.relay import RelayService
+from agora.net.p2pd.host import Host
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.network import Network
 from tests.process.nat_lab import RESTRICTED, SYMMETRIC, NatLab
 
 RUN: Final = RunId("00" * 32)

@@ -9,8 +9,8 @@ from agora_protocol.ids import Span
 from benchmarks.simulate import QUICK, heavy_churn, large_fleet
 from benchmarks.simulate_real import CASES, LOOPBACK, STAGES, Observation, manifest, simulate
 
-from agora.sim.simulation import Simulation
-from agora.sim.simulation_report import SimulationReport
+from agora.planning.simulator.simulation import Simulation
+from agora.planning.simulator.simulation_report import SimulationReport
 
 
 def test_every_case_has_eight_daemons_and_covers_all_stages() -> None:

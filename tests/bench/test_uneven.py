@@ -20,8 +20,8 @@ from benchmarks.uneven import (
 )
 from benchmarks.uniform_node import EvenTable
 
+from agora.cost.run_cost import run_cost
 from agora.pipeline.peer_choice import PathHint
-from agora.plan.cost_of_run import run_cost
 from agora.swarm.view import PeerView
 
 

@@ -25,7 +25,7 @@ from benchmarks.wan_settings import DENSE, DENSE_LEARNT, NARROW, PRESET, PUBLISH
 from benchmarks.wan_speeds import Speeds, Swarms
 from benchmarks.window import Window
 
-from agora.net.link import LinkSpec
+from agora.net.shaping.link import LinkSpec
 
 # --- rates
 

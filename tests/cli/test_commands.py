@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from agora.cli import console, main_node, main_swarm, status_command
 from agora.cli.console import Failure, explain
-from agora.node import control_client, paths
+from agora.node import paths
+from agora.node.control import control_client
 
 Completed = subprocess.CompletedProcess[str]
 COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume", "move")]
@@ -48,7 +49,16 @@ def one_sentence(done: Completed, code: int, *expected: str) -> None:
 
 
 def test_importing_the_commands_imports_nothing_heavy() -> None:
-    heavy = {"torch", "transformers", "tokenizers", "hivemind", "libp2p", "trio", "uvloop", "agora.node.lifecycle"}
+    heavy = {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "hivemind",
+        "libp2p",
+        "trio",
+        "uvloop",
+        "agora.node.process.lifecycle",
+    }
     instant_help = {"safetensors", "numpy", "pydantic", "rich", "cryptography", "msgpack", "agora_protocol.manifest"}
     names = ("main_node", "main_swarm", "status_command", "local_swarm", "demo")
     instant = ", ".join(f"agora.cli.{name}" for name in names)

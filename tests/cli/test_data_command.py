@@ -14,10 +14,10 @@ import pytest
 
 from agora.cli import console, data_command
 from agora.cli.data_command import DataOptions
-from agora.data.data_survey import DataSurvey
-from agora.data.sample_rows import open_sample_rows
-from tests.data.chat_folders import CHATML, write_folder
-from tests.data.sample_runs import completions, sample_run
+from agora.tuning.data_survey import DataSurvey
+from agora.tuning.sample_rows import open_sample_rows
+from tests.tuning.chat_folders import CHATML, write_folder
+from tests.tuning.sample_runs import completions, sample_run
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 Run = Callable[..., str]

@@ -27,10 +27,7 @@ from typer.testing import CliRunner
 from agora.cli import console, export
 from agora.cli.console import Failure
 from agora.cli.main_swarm import app
-from agora.data.data_hashes import hash_tokenizer
-from agora.data.model_tokenizer import open_training_tokenizer
 from agora.model import Stage
-from agora.model.base_model import BaseModelError
 from agora.node import paths, runs
 from agora.node.settings import SettingsError
 from agora.state.checkpoint import write_checkpoint
@@ -38,10 +35,13 @@ from agora.state.files import replace_tensors
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
 from agora.train.trained_stage import stage_layout
+from agora.tuning.base_model import BaseModelError
+from agora.tuning.data_hashes import hash_tokenizer
+from agora.tuning.model_tokenizer import open_training_tokenizer
 from tests.cli.test_export import Answer, daemon
-from tests.data.chat_folders import CHATML, write_folder
-from tests.model.test_lora_layers import LORA, relative_error
 from tests.model.tiny_models import DECODER, logits_of, manifest_of, save, some_tokens, stages_of
+from tests.tuning.chat_folders import CHATML, write_folder
+from tests.tuning.test_lora_layers import LORA, relative_error
 
 STEPS = (5, 7)
 SFT = {"kind": "sft"}

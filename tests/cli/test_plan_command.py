@@ -12,9 +12,9 @@ from agora_protocol.manifest import ALL_STEPS, preset
 
 from agora.cli import console, plan_command
 from agora.cli.plan_command import PlanOptions, plan_run
+from agora.cost.run_cost import run_cost
 from agora.node import paths
-from agora.plan.cost_of_run import run_cost
-from agora.plan.peers_file import read_peers
+from agora.planning.peers_file import read_peers
 
 PEERS = """
 [[machine]]

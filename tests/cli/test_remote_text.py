@@ -17,10 +17,10 @@ from agora_protocol.invite import Invite
 import agora.net
 from agora.cli import console, sample_command
 from agora.cli.status_command import fetch, lines_of
+from agora.core.terminal_text import printable
 from agora.node import paths
 from agora.observe import events
 from agora.observe.log import EventLog
-from agora.terminal_text import printable
 
 COMMANDS = [
     "\x1b[2J\x1b[H",  # clears the screen

@@ -23,8 +23,9 @@ from agora.cli import main_node, signing_command
 from agora.cli.console import Failure
 from agora.cli.signing_command import InviteRequest
 from agora.cli.stage_sources import FoundRun
-from agora.node import admission_files, runs
+from agora.node import runs
 from agora.node.paths import Home
+from agora.node.peer import admission_files
 
 PEER = Identity(bytes([7]) * 32).peer
 
@@ -158,7 +159,7 @@ def test_a_data_directory_without_the_run_costs_no_address(tmp_path: Path, monke
 
     # A fake module: the real one's packages cannot be imported beside those of other tests.
     light = SimpleNamespace(share_revocations=share, Credentials=lambda identity, proof: None)
-    monkeypatch.setitem(sys.modules, "agora.net.light", light)
+    monkeypatch.setitem(sys.modules, "agora.net.dht.status_client", light)
     monkeypatch.setattr(agora.net, "light", light, raising=False)
     found = FoundRun(founder.signed, (founder.home, Home(tmp_path / "without")), (), tmp_path)
     signer = signing_command._find_signer(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agora.cli import console, simulate_command
-from agora.sim.scenario import ScenarioError
+from agora.planning.simulator.scenario import ScenarioError
 
 SMALL = """
 seconds = 60

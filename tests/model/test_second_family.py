@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agora.cli import export
+from agora.cost.stage_cost import MemoryNeed
 from agora.model import FAMILIES, Family, RunLayer, Stage, family_of, keep_graph
-from agora.node import doctor, paths, runs
-from agora.node.memory_offer import MemoryOffer
-from agora.plan.cost import MemoryNeed
+from agora.node import paths, runs
+from agora.node.doctor import preflight
+from agora.node.limits.memory_budget import MemoryOffer
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportedTensor
@@ -178,8 +179,8 @@ def test_its_boundaries_cross_and_its_stages_learn(manifest: Manifest) -> None:
 
 def test_its_memory_decides_whether_a_span_fits(manifest: Manifest) -> None:
     with pytest.raises(OutOfMemory, match=r"Stages 0-1 need 3,328 MiB of memory and 3,072 MiB may be used"):
-        doctor.check_memory(manifest, Span(0, 1), MemoryOffer(3 * 2**30))
-    note = doctor.check_memory(manifest, Span(1, 1), MemoryOffer(3 * 2**30))
+        preflight.check_memory(manifest, Span(0, 1), MemoryOffer(3 * 2**30))
+    note = preflight.check_memory(manifest, Span(1, 1), MemoryOffer(3 * 2**30))
     assert note == "2,304 MiB of 3,072 MiB memory needed"
 
 

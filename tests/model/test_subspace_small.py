@@ -18,9 +18,9 @@ from torch import Tensor
 
 from agora.model import Stage, family_of, fixed_tensors, stage_loss
 from agora.model.subspace_stage import FIXED_SCALE
-from tests.model.test_llama_equivalence import attention, hugging_face_name, norm
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
+from tests.tuning.test_llama_equivalence import attention, hugging_face_name, norm
 
 SEED, WIDTH, RANK, VOCABULARY = 9, 48, 10, 50
 MODEL = SubspaceSection(

@@ -20,14 +20,14 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import Process, Processed, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.net.gate import Gate
-from agora.net.host import Host
-from agora.net.incoming import Handler, IncomingCall, NetLimits
-from agora.net.link import LinkSpec
-from agora.net.network import Network
-from agora.net.rate_limits import UNLIMITED, RateLimits
-from agora.swarm.offences import OffenceLog
+from agora.core.calls import Reply
+from agora.net.p2pd.host import Host
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import Handler, IncomingCall, NetLimits
+from agora.net.rpc.network import Network
+from agora.net.shaping.link import LinkSpec
+from agora.net.shaping.rate_limits import UNLIMITED, RateLimits
+from agora.swarm.violations import ViolationLog
 
 T = TypeVar("T")
 RUN = "ab" * 32
@@ -90,7 +90,7 @@ async def make_peer(
     run_id: str = RUN,
     version: int = 1,
     link: LinkSpec | None = None,
-    offences: OffenceLog | None = None,
+    offences: ViolationLog | None = None,
     gate: dict[str, Any] | None = None,
     rates: RateLimits = UNLIMITED,
     allow_private: bool = True,

@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from agora.calls import Reply
-from agora.net.incoming import IncomingCall
+from agora.core.calls import Reply
+from agora.net.rpc.incoming import IncomingCall
 from tests.net.helpers import make_peer, run
 
 

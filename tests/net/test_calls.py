@@ -20,9 +20,9 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tickets import READER
 
-from agora.calls import Reply
-from agora.net.incoming import IncomingCall, NetLimits
-from agora.net.network_errors import ConnectionBroken, DeadlinePassed, SimultaneousOpen
+from agora.core.calls import Reply
+from agora.net.rpc.incoming import IncomingCall, NetLimits
+from agora.net.rpc.network_errors import ConnectionBroken, DeadlinePassed, SimultaneousOpen
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, introduce, make_peer, peers, process, run, until
 
 
@@ -129,8 +129,8 @@ class Crossing:
 def test_after_a_simultaneous_open_the_lower_peer_dials_again_and_the_other_takes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
-    monkeypatch.setattr("agora.net.dialling.TURN_S", 5.0)
+    monkeypatch.setattr("agora.net.nat.dialling.DIAL_AGAIN_S", 0.1)
+    monkeypatch.setattr("agora.net.nat.dialling.TURN_S", 5.0)
 
     async def main() -> None:
         async with peers(echo, echo) as made:
@@ -149,7 +149,7 @@ def test_after_a_simultaneous_open_the_lower_peer_dials_again_and_the_other_take
 
 
 def test_repeated_simultaneous_opens_end_with_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
+    monkeypatch.setattr("agora.net.nat.dialling.DIAL_AGAIN_S", 0.1)
 
     async def main() -> None:
         async with peers(echo, echo, limits=NetLimits(dial_s=2.0)) as (a, b):
@@ -162,7 +162,7 @@ def test_repeated_simultaneous_opens_end_with_the_dial(monkeypatch: pytest.Monke
 
 
 def test_a_peer_that_is_gone_when_dialled_again_fails_the_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agora.net.dialling.DIAL_AGAIN_S", 0.1)
+    monkeypatch.setattr("agora.net.nat.dialling.DIAL_AGAIN_S", 0.1)
 
     async def main() -> None:
         async with peers(echo, echo) as (a, b):

@@ -7,7 +7,7 @@ import random
 import pytest
 from agora_protocol.identity import Identity
 
-from agora.net.circuit_wire import (
+from agora.net.nat.circuit_wire import (
     CircuitMessage,
     HopType,
     Status,

@@ -15,17 +15,17 @@ from agora_protocol.message_base import Message
 from agora_protocol.messages import CallProgress, Processed, Refusal
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.net.answer_budget import AnswerBudget
-from agora.net.connection import Connection
-from agora.net.gate import Gate
-from agora.net.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
-from agora.net.network_errors import ConnectionBroken
-from agora.net.send_queue import DROPPABLE_BYTES
-from agora.net.streams import HEAD_BYTES, FrameStream
-from agora.sim.virtual_time import VirtualLoop, run
+from agora.core.calls import Reply
+from agora.net.p2pd.streams import HEAD_BYTES, FrameStream
+from agora.net.rpc.answer_budget import AnswerBudget
+from agora.net.rpc.connection import Connection
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
+from agora.net.rpc.network_errors import ConnectionBroken
+from agora.net.rpc.send_queue import DROPPABLE_BYTES
 from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
+from tests.virtual_time import VirtualLoop, run
 
 LARGE = 2 * GUARANTEED_BYTES
 ME = Identity(bytes(32)).peer

@@ -29,12 +29,12 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from agora.calls import Reply
-from agora.net import bounded_dht
-from agora.net.bounded_dht import BoundedP2P
-from agora.net.dht_guard import OpenGuard
-from agora.net.incoming import IncomingCall, NetLimits
-from agora.net.stored_records import SignedRecords
+from agora.core.calls import Reply
+from agora.net.dht import bounded_dht
+from agora.net.dht.bounded_dht import BoundedP2P
+from agora.net.dht.dht_guard import OpenGuard
+from agora.net.dht.stored_records import SignedRecords
+from agora.net.rpc.incoming import IncomingCall, NetLimits
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
 from tests.net.helpers import Peer, after, boundary, echo, peers, process, run
 from tests.net.test_hostile import raw_stream

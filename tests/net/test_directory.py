@@ -19,11 +19,11 @@ from agora_protocol.shards import Shard, shard_bits, shard_hash
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
-from agora.net import directory, stored_records
-from agora.net.directory import Directory
-from agora.net.hive import set_dht_time
-from agora.net.key_holders import HOLDERS
-from agora.net.stored_records import BoundedStorage, SignedRecords
+from agora.net.dht import directory, stored_records
+from agora.net.dht.directory import Directory
+from agora.net.dht.key_holders import HOLDERS
+from agora.net.dht.stored_records import BoundedStorage, SignedRecords
+from agora.net.p2pd.hivemind_shim import set_dht_time
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
 from tests.net.helpers import kill_p2pd, make_host, run
 

@@ -13,8 +13,8 @@ from agora_protocol.errors import NotMyStage
 from agora_protocol.identity import Identity
 from agora_protocol.messages import GetStatus, StatusAnswer
 
-from agora.calls import Reply
-from agora.net.incoming import IncomingCall
+from agora.core.calls import Reply
+from agora.net.rpc.incoming import IncomingCall
 from tests.net.helpers import peers, run
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import InputError
 
-from agora.clock import loop_time
-from agora.net import relay
-from agora.net.link import LinkSpec
-from agora.net.rate_limits import MIN_SHARE, RateLimits, StreamBrake, parse_rate
-from agora.net.shaping import AccessLink
-from agora.net.socket_bytes import SocketCounter
+from agora.core.clock import loop_time
+from agora.net.nat import relay
+from agora.net.shaping.link import LinkSpec
+from agora.net.shaping.rate_limits import MIN_SHARE, RateLimits, Throttle, parse_rate
+from agora.net.shaping.shaper import AccessLink
+from agora.net.shaping.socket_bytes import SocketCounter
 from tests.net.helpers import after, boundary, echo, make_host, make_peer, peers, process, run
 
 
@@ -38,7 +38,7 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
 
 def carried_in(seconds: float, limit: float, other: float, *, overhead: float = 1.03, dt: float = 0.25) -> float:
     """Bytes per second on the line when streams take all that they may, beside `other` that nobody can brake."""
-    brake, rng, carried, streamed, now = StreamBrake(limit), random.Random(1), 0.0, 0.0, 0.0
+    brake, rng, carried, streamed, now = Throttle(limit), random.Random(1), 0.0, 0.0, 0.0
     begun = 0.0
     while now < seconds:
         rate = brake.update(now, int(carried), int(streamed))
@@ -56,15 +56,15 @@ def test_streams_and_all_else_together_keep_within_a_tenth_of_the_limit(limit: f
 
 
 def test_streams_keep_a_tenth_where_something_else_fills_the_line() -> None:
-    brake = StreamBrake(1e6)
+    brake = Throttle(1e6)
     for step in range(100):
         brake.update(step * 0.25, step * 500_000, 0)
     assert brake.rate == MIN_SHARE * 1e6
 
 
 def test_where_nobody_can_count_streams_get_nine_tenths() -> None:
-    assert StreamBrake(1e6).update(1.0, None, 5) == 9e5
-    assert StreamBrake(math.inf).update(1.0, None, 5) == math.inf
+    assert Throttle(1e6).update(1.0, None, 5) == 9e5
+    assert Throttle(math.inf).update(1.0, None, 5) == math.inf
 
 
 def test_a_limit_holds_beside_an_emulated_link_and_through_a_change_of_its_rate() -> None:

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import pytest
 from agora_protocol.messages import Processed
 
-from agora.calls import Reply
-from agora.net.incoming import IncomingCall
-from agora.net.link import CHUNK_S, MAX_CHUNK, DelayLine, LinkError, LinkSpec, TokenBucket
-from agora.net.shaping import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, ShapedTransport
+from agora.core.calls import Reply
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, DelayLine, LinkError, LinkSpec, TokenBucket
+from agora.net.shaping.shaper import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, ShapedTransport
 from tests.net.helpers import Peer, after, boundary, introduce, make_peer, process, run
 
 T = TypeVar("T")

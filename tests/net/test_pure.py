@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from agora_protocol.identity import Identity
 
-from agora.net import address_book
-from agora.net.address_book import AddressBook
-from agora.net.liveness import LivenessCheck, Verdict
+from agora.net.nat import address_book
+from agora.net.nat.address_book import AddressBook
+from agora.net.rpc.liveness import LivenessCheck, Verdict
 
 
 def judged(

@@ -12,13 +12,13 @@ import pytest
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 
-from agora.net import relay
-from agora.net.circuit_wire import HOP_PROTOCOL, CircuitMessage, HopType, Status, decode_hop, encode_hop
-from agora.net.hole_punching import HolePuncher
-from agora.net.host import Host
-from agora.net.network_errors import ConnectionBroken
-from agora.net.reaching import WaysToReach, relays_of
-from agora.net.relay import RelayService
+from agora.net.nat import relay
+from agora.net.nat.circuit_wire import HOP_PROTOCOL, CircuitMessage, HopType, Status, decode_hop, encode_hop
+from agora.net.nat.dial_strategy import DialStrategy, relays_of
+from agora.net.nat.hole_punching import HolePuncher
+from agora.net.nat.relay import RelayService
+from agora.net.p2pd.host import Host
+from agora.net.rpc.network_errors import ConnectionBroken
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, make_host, make_peer, peers, process, run, until
 
 
@@ -116,7 +116,7 @@ def test_a_call_goes_through_a_hole_where_there_is_one_and_both_ends_know(tmp_pa
                 asked.append((peer, relay_peer))
                 await holes.connect(peer, other.addresses[0].partition("/p2p/")[0])
 
-            one.network.set_ways_to_reach(WaysToReach(punch_hole=punch_hole))
+            one.network.set_ways_to_reach(DialStrategy(punch_hole=punch_hole))
             circuit = f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{other.id}"
             one.network.learn(other.id, [circuit])
             try:
@@ -158,7 +158,7 @@ def test_without_an_open_hole_or_a_relay_there_is_an_error_that_says_what_was_tr
             async def punch_hole(_peer: PeerId, _relay: PeerId) -> None:
                 raise ConnectionBroken("no hole today")
 
-            one.network.set_ways_to_reach(WaysToReach(punch_hole=punch_hole))
+            one.network.set_ways_to_reach(DialStrategy(punch_hole=punch_hole))
             one.network.learn(PeerId(gone), [f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{gone}"])
             with pytest.raises(AgoraError, match="no hole today"):
                 await one.network.connect(PeerId(gone))
@@ -172,7 +172,7 @@ def test_what_may_not_be_dialled_is_not_learnt_from_those_who_announce_it(tmp_pa
             one, other = [await make_peer(tmp_path, name) for name in ("one", "other")]
             stack.push_async_callback(one.close)
             stack.push_async_callback(other.close)
-            one.network.set_ways_to_reach(WaysToReach(may_dial=lambda address: "/127." not in address))
+            one.network.set_ways_to_reach(DialStrategy(may_dial=lambda address: "/127." not in address))
             one.network.learn_announced(other.id, other.addresses)
             with pytest.raises(ConnectionBroken):
                 await one.network.connect(other.id)

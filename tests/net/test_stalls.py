@@ -13,19 +13,19 @@ from agora_protocol.limits import STATE_CHUNK_BYTES
 from agora_protocol.messages import Chunk, GetChunk, GetStatus, Refusal, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.net.answer_budget import MAX_FRACTION_EACH, STATUS_BURST
-from agora.net.gate import Gate
-from agora.net.incoming import IncomingCall, NetLimits
-from agora.net.network import Network
-from agora.net.progress_watch import PRESSED_S, STALLED_S, TransferWatch
-from agora.sim.virtual_time import run
+from agora.core.calls import Reply
+from agora.net.rpc.answer_budget import MAX_FRACTION_EACH, STATUS_BURST
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import IncomingCall, NetLimits
+from agora.net.rpc.network import Network
+from agora.net.rpc.stall_detector import PRESSED_S, STALLED_S, StallDetector
 from tests.net.helpers import RUN
 from tests.net.test_connection import LARGE, Line, Owner, frame, request
+from tests.virtual_time import run
 
 
 def test_a_transfer_is_stalled_when_it_brings_nothing_or_under_pressure_too_little() -> None:
-    watch = TransferWatch()
+    watch = StallDetector()
     for now, moved in ((0.0, 0), (STALLED_S, 1), (2 * STALLED_S, 2)):
         assert not watch.is_stalled(now, moved, under_way=True, pressed=False), "a byte in time is enough"
     assert watch.is_stalled(3 * STALLED_S, 2, under_way=True, pressed=False)

@@ -15,9 +15,9 @@ from agora_protocol.ids import PeerId
 from agora_protocol.message_base import Message
 from agora_protocol.messages import CallProgress, Ping, Refusal, StatusAnswer
 
-from agora.net.network_errors import ConnectionBroken
-from agora.net.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES
-from agora.net.streams import SCRATCH_BYTES, Frame, FrameStream, PayloadAction
+from agora.net.p2pd.streams import SCRATCH_BYTES, Frame, FrameStream, PayloadAction
+from agora.net.rpc.network_errors import ConnectionBroken
+from agora.net.rpc.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES
 from tests.net.helpers import boundary, process, run
 
 PEER = PeerId("12D3KooWLTVCHqFgoXPTuCtNrhfyyqHzrPHGiJnmwkdonRVHXhyw")

@@ -9,12 +9,12 @@ from typing import Any
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.balancing import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_ability
+from agora.node.peer.balancing import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_ability
 from agora.observe.events import MoveChosen
-from agora.sim.virtual_time import run
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S
-from agora.swarm.stage_supply import Ability, equal_demands
+from agora.swarm.stage_capacity import Ability, equal_demands
 from agora.swarm.view import PeerView, View
+from tests.virtual_time import run
 
 ME = PeerId("me")
 

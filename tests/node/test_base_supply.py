@@ -15,21 +15,21 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest, preset
 from agora_protocol.messages import GetBase
 
-from agora.clock import loop_time
+from agora.core.clock import loop_time
 from agora.model import family_of
-from agora.model.base_model import tensor_list_hash, weight_files
-from agora.net.incoming import IncomingCall
-from agora.node import base_supply
-from agora.node.base_supply import BaseSupply, FetchPlan, describe_fetch
+from agora.net.rpc.incoming import IncomingCall
 from agora.node.paths import Home
-from agora.node.startup import StartSteps
-from agora.node.watchdog import Notifier
+from agora.node.process.startup import StartSteps
+from agora.node.process.watchdog import Notifier
+from agora.node.span import base_supply
+from agora.node.span.base_supply import BaseSupply, FetchPlan, describe_fetch
 from agora.observe import events
-from agora.sim.memory_network import MemoryCall, MemoryNetwork
-from agora.state import base_fetch
 from agora.state.stored_tensors import BaseModelError
-from agora.swarm.conduct import Offence
+from agora.swarm.peer_score import Violation
 from agora.swarm.view import PeerView, View
+from agora.tuning import base_fetch
+from agora.tuning.base_model import tensor_list_hash, weight_files
+from tests.memory_network import MemoryCall, MemoryNetwork
 from tests.model.tiny_models import make_model, manifest_of, save
 
 STAGES = 3
@@ -54,7 +54,7 @@ class Swarm:
         self.views: dict[PeerId, PeerView] = {}
         self.supplies: dict[PeerId, BaseSupply] = {}
         self.events: list[events.Event] = []
-        self.offences: list[tuple[PeerId, Offence]] = []
+        self.offences: list[tuple[PeerId, Violation]] = []
 
     def add(self, name: str, folder: Path | None = None, *, stage: int = 0, state: str = "serving") -> BaseSupply:
         peer = PeerId(name)
@@ -66,7 +66,7 @@ class Swarm:
             steps=StartSteps(self.events.append, Notifier({})),
         )
         joined = self.network.join(peer, self.handle)
-        supply = BaseSupply(startup, self.manifest, joined, lambda: View(self.views), self.report_offence)  # type: ignore[arg-type]
+        supply = BaseSupply(startup, self.manifest, joined, lambda: View(self.views), self.report_violation)  # type: ignore[arg-type]
         self.views[peer] = PeerView(peer, Span(stage, stage), 1, state=state)
         self.supplies[peer] = supply
         joined.handler = lambda call: self.handle(call, peer)
@@ -75,7 +75,7 @@ class Swarm:
     async def handle(self, call: MemoryCall, peer: PeerId = PeerId("")) -> Any:
         return await self.supplies[peer].answer(IncomingCall(call.peer, call.message, [], call.deadline))
 
-    def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
+    def report_violation(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None:
         self.offences.append((peer, offence))
 
     @property
@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_before_anything_is_fetched(tmp_path: Path, whole: P
         swarm = Swarm(tmp_path, run_of(whole))
         swarm.add("giver", whole)
         usage = SimpleNamespace(free=10**6)
-        monkeypatch.setattr("agora.state.tensor_store.shutil.disk_usage", lambda path: usage)
+        monkeypatch.setattr("agora.tuning.tensor_store.shutil.disk_usage", lambda path: usage)
         with pytest.raises(DiskError, match=r"The base model for stages 0 needs .* are free; free some space"):
             await swarm.add("joiner").provide(Span(0, 0))
 

@@ -14,9 +14,9 @@ from agora_protocol.identity import Identity
 from agora_protocol.manifest import SignedManifest, preset
 
 from agora.cli.doctor_command import lines_of
-from agora.node.machine_checks import Check, PackageReading, PeerReading, Readings, judge_machine, worst_state
+from agora.node.doctor.checks import Check, PackageReading, PeerReading, Readings, judge_machine, worst_state
+from agora.node.doctor.probes import find_listen_problem, take_readings, time_connections
 from agora.node.paths import Home
-from agora.node.readings import find_listen_problem, take_readings, time_connections
 
 TORCH = PackageReading("torch", ">=2.6", "2.13.0", True)
 HEALTHY = Readings(

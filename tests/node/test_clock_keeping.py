@@ -12,14 +12,14 @@ from agora_protocol.ids import PeerId
 from agora_protocol.message_base import Message
 from agora_protocol.messages import Pong
 
-from agora.calls import Reply
-from agora.clock import loop_time
-from agora.net.network_errors import ConnectionBroken
-from agora.node.clock_keeping import ASK_S, MORE_ANSWERS_S, ClockKeeper
-from agora.node.startup import StartSteps
-from agora.node.watchdog import Notifier
-from agora.sim import virtual_time
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.net.rpc.network_errors import ConnectionBroken
+from agora.node.peer.clock_keeping import ASK_S, MORE_ANSWERS_S, ClockKeeper
+from agora.node.process.startup import StartSteps
+from agora.node.process.watchdog import Notifier
 from agora.swarm.swarm_clock import SwarmClock
+from tests import virtual_time
 
 QUICK, SILENT, GONE = PeerId("quick"), PeerId("silent"), PeerId("gone")
 

@@ -11,10 +11,10 @@ import pytest
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.hours import Hours
-from agora.node.lifecycle import Daemon
+from agora.node.limits.hours import Hours
 from agora.node.paths import RUNTIME_VARIABLE, Home
-from agora.node.watchdog import Notifier
+from agora.node.process.lifecycle import Daemon
+from agora.node.process.watchdog import Notifier
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
 

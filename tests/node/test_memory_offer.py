@@ -8,10 +8,11 @@ from agora_protocol.errors import OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.node import doctor, memory_offer
-from agora.node.memory_offer import MemoryOffer, keeps_state_in_host, limit_offer, measure_offer
-from agora.node.own_ability import longest_spans
-from agora.plan.cost_of_run import min_memory, run_cost
+from agora.cost.run_cost import min_memory, run_cost
+from agora.node.doctor import preflight
+from agora.node.limits import memory_budget
+from agora.node.limits.memory_budget import MemoryOffer, keeps_state_in_host, limit_offer, measure_offer
+from agora.node.span.capacity_probe import longest_spans
 
 SMALL = preset("small")
 SPAN = Span(0, 1)
@@ -42,8 +43,8 @@ def test_an_owners_limit_holds_for_each_kind_of_memory() -> None:
 
 def test_a_gpu_is_measured_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cpu": 2**36, "cuda": 2**33}
-    monkeypatch.setattr(memory_offer, "choose_device", lambda name: torch.device(name))
-    monkeypatch.setattr(memory_offer, "available_bytes", lambda device, within_limit: free[device.type])
+    monkeypatch.setattr(memory_budget, "choose_device", lambda name: torch.device(name))
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda device, within_limit: free[device.type])
     assert measure_offer("cuda", 0.0) == MemoryOffer(2**36, 2**33)
     assert measure_offer("cuda", 4.0) == MemoryOffer(2**32, 2**32)
     assert measure_offer("cpu", 0.0) == MemoryOffer(2**36)
@@ -73,10 +74,10 @@ def test_spans_are_as_long_as_the_gpu_allows_not_the_host() -> None:
 
 def test_a_note_says_where_the_state_lies_and_a_refusal_names_both_memories() -> None:
     least, whole = min_memory(SMALL, SPAN, state_in_host=True), min_memory(SMALL, SPAN)
-    assert "GPU memory needed" in doctor.check_memory(SMALL, SPAN, gpu_with(whole.device), BASE)
-    note = doctor.check_memory(SMALL, SPAN, gpu_with(least.device), BASE)
+    assert "GPU memory needed" in preflight.check_memory(SMALL, SPAN, gpu_with(whole.device), BASE)
+    note = preflight.check_memory(SMALL, SPAN, gpu_with(least.device), BASE)
     assert note.endswith("GPU memory needed, the optimizer's state in host memory")
     with pytest.raises(OutOfMemory, match=r"of GPU memory and .* of host memory at least, and .* fewer stages"):
-        doctor.check_memory(SMALL, SPAN, gpu_with(least.device - 2**20), BASE)
+        preflight.check_memory(SMALL, SPAN, gpu_with(least.device - 2**20), BASE)
     with pytest.raises(OutOfMemory, match="of host memory at least"):
-        doctor.check_memory(SMALL, SPAN, gpu_with(least.device, host=BASE), BASE)
+        preflight.check_memory(SMALL, SPAN, gpu_with(least.device, host=BASE), BASE)

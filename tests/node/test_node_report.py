@@ -9,9 +9,9 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import Span, peer_name
 from agora_protocol.records import Claim, StageAccount
 
-from agora.averaging.gradient_wire import GradientWire
 from agora.cli import status_command
-from agora.node.node_report import (
+from agora.core.sync_mode import ALL_EXACT, StepPlan
+from agora.node.control.node_report import (
     NodeReport,
     SpanReport,
     WindowedRate,
@@ -21,10 +21,10 @@ from agora.node.node_report import (
     service_status,
     status_json,
 )
-from agora.node.watchdog import Notifier, Watchdog
+from agora.node.process.watchdog import Notifier, Watchdog
 from agora.observe import events
 from agora.observe.reporter import Counters
-from agora.step_kinds import ALL_EXACT, StepPlan
+from agora.replica.gradient_wire import GradientWire
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge

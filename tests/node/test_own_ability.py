@@ -10,13 +10,13 @@ import torch
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 
-from agora.node import doctor
-from agora.node.own_ability import OwnAbility, demands_of, longest_spans
+from agora.cost.machine import Machine
+from agora.cost.run_cost import run_cost
+from agora.cost.stage_cost import RunCost, StageCost
+from agora.node.doctor import preflight
 from agora.node.settings import Settings
-from agora.plan.cost import RunCost, StageCost
-from agora.plan.cost_of_run import run_cost
-from agora.plan.machine import Machine
-from agora.plan.profile import Profile, profile_key, write_profile
+from agora.node.span.capacity_probe import OwnAbility, demands_of, longest_spans
+from agora.train.machine_profile import Profile, profile_key, write_profile
 
 FLOPS = 1e10
 
@@ -72,7 +72,7 @@ def test_the_profile_gives_the_speed_and_a_brake_divides_it(tmp_path: Path) -> N
 def test_owners_limits_shorten_the_spans(tmp_path: Path) -> None:
     assert ability(tmp_path).ability.max_span_lengths == (4, 3, 2, 1), "room for all of a tiny model"
     assert ability(tmp_path, most_stages=2).ability.max_span_lengths == (2, 2, 2, 1)
-    assert ability(tmp_path, memory_gib=doctor.BASE_BYTES / 2**30).ability.max_span_lengths == (0, 0, 0, 0)
+    assert ability(tmp_path, memory_gib=preflight.BASE_BYTES / 2**30).ability.max_span_lengths == (0, 0, 0, 0)
 
 
 def test_measured_work_replaces_the_profile_and_a_silent_uplink_changes_nothing(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from agora_protocol.errors import InputError, LocalError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
-from agora.node import admission_files
+from agora.node.control.control_api import ControlApi
 from agora.node.paths import Home
-from agora.node.questions import ControlAnswers
+from agora.node.peer import admission_files
 
 PEER = Identity(bytes([7]) * 32).peer
 
 
-def answers_of(home: Path, banned_now: list[PeerId] | None = None, pause_reason: str = "") -> ControlAnswers:
+def answers_of(home: Path, banned_now: list[PeerId] | None = None, pause_reason: str = "") -> ControlApi:
     """The answers of a daemon that works and bans into `banned_now`; without that, one that starts or is paused."""
     daemon = SimpleNamespace(
         startup=SimpleNamespace(home=Home(home)),
@@ -29,7 +29,7 @@ def answers_of(home: Path, banned_now: list[PeerId] | None = None, pause_reason:
     )
     if banned_now is not None:
         daemon.local_peer = cast(Any, SimpleNamespace(admission=SimpleNamespace(ban_here=banned_now.append)))
-    return ControlAnswers(cast(Any, daemon))
+    return ControlApi(cast(Any, daemon))
 
 
 def test_a_ban_is_noted_and_holds_at_once(tmp_path: Path) -> None:

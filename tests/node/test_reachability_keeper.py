@@ -15,12 +15,12 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.message_base import Message
 from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting, Pong
 
-from agora.calls import Reply
-from agora.net.hole_punching import HolePuncher
-from agora.net.incoming import IncomingCall
-from agora.net.network_errors import ConnectionBroken
-from agora.node.reachability_keeper import MAX_HELPED, ReachabilityKeeper
-from agora.swarm.reachability import Announcement
+from agora.core.calls import Reply
+from agora.net.nat.hole_punching import HolePuncher
+from agora.net.nat.reachability import Announcement
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.network_errors import ConnectionBroken
+from agora.node.peer.reachability_keeper import MAX_HELPED, ReachabilityKeeper
 from agora.swarm.view import PeerView, View
 
 ME, CALLER, OTHER = (Identity.generate().peer for _ in range(3))

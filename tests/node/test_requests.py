@@ -31,13 +31,13 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.clock import loop_time
-from agora.net.incoming import IncomingCall
-from agora.node.requests import BASE_REQUESTS, RequestHandler, SentTensors, encode_status
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.net.rpc.incoming import IncomingCall
+from agora.node.peer.requests import BASE_REQUESTS, RequestHandler, SentTensors, encode_status
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
-from agora.swarm.conduct import Offence
+from agora.swarm.peer_score import Violation
 
 ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
 SIGNED = SignedManifest.sign(preset("tiny"), ME)
@@ -48,11 +48,11 @@ class Peer:
     """A request handler with a ledger, and nothing else of a daemon."""
 
     def __init__(self, signed: SignedManifest = SIGNED) -> None:
-        self.offences: list[tuple[PeerId, Offence]] = []
+        self.offences: list[tuple[PeerId, Violation]] = []
         self.ledger = WorkLedger(ME.peer, 4, lambda event: None)
-        self.requests = RequestHandler(signed, lambda: {"peers": []}, self.report_offence, self.ledger)
+        self.requests = RequestHandler(signed, lambda: {"peers": []}, self.report_violation, self.ledger)
 
-    def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
+    def report_violation(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None:
         self.offences.append((peer, offence))
 
     async def ask(self, message: Message, *, peer: PeerId = OTHER.peer) -> Message:
@@ -131,7 +131,7 @@ def test_tensors_of_the_base_model_are_given_without_a_span_and_a_malformed_requ
             assert await peer.ask(GetBase()) == BaseIndex(5)
             with pytest.raises(ProtocolError):
                 await peer.ask(GetPiece(7, 0))
-        assert peer.offences == [(OTHER.peer, Offence.BAD_REQUEST)]
+        assert peer.offences == [(OTHER.peer, Violation.BAD_REQUEST)]
 
     run(work)
 
@@ -146,7 +146,7 @@ def test_a_malformed_request_for_state_is_an_offence_and_a_malformed_microbatch_
             for message in (process(1), GetState(0)):
                 with pytest.raises(ProtocolError):
                     await peer.ask(message)
-        assert peer.offences == [(OTHER.peer, Offence.BAD_REQUEST)]
+        assert peer.offences == [(OTHER.peer, Violation.BAD_REQUEST)]
 
     run(work)
 

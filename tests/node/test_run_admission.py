@@ -29,14 +29,15 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import dht_pb2
 
-from agora.calls import Reply
-from agora.net.directory import Directory
-from agora.net.gate import Gate
-from agora.net.incoming import IncomingCall
-from agora.net.network import Network
-from agora.node import admission_files, joining
+from agora.core.calls import Reply
+from agora.net.dht.directory import Directory
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.network import Network
 from agora.node.paths import Home
-from agora.node.run_admission import RunAdmission
+from agora.node.peer import admission_files
+from agora.node.peer.run_admission import RunAdmission
+from agora.node.process import joining
 from tests.net.helpers import Peer, after, echo, introduce, make_host, run, until
 from tests.net.test_hostile import raw_stream
 from tests.protocol.conftest import PROTOCOL

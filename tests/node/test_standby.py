@@ -12,11 +12,11 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
 from agora.node.settings import Settings
-from agora.node.span_loading import _claim_or_stand_by
-from agora.sim.virtual_time import run
+from agora.node.span.span_loading import _claim_or_stand_by
 from agora.swarm.placement import Placement
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S, MIN_JUDGE_INTERVAL_S
-from agora.swarm.stage_supply import Ability, equal_demands
+from agora.swarm.stage_capacity import Ability, equal_demands
+from tests.virtual_time import run
 
 WAIT = Placement(None, "it would do 1.0% of what others do, and no stage has fewer than two peers")
 

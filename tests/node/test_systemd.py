@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.node.watchdog import Notifier, may_feed
+from agora.node.process.watchdog import Notifier, may_feed
 from agora.observe import events
 from agora.observe.reporter import Reporter
 

@@ -9,7 +9,7 @@ from agora_protocol.errors import Busy
 from agora_protocol.ids import Span
 
 from agora.pipeline.barrier import LOOK_S, MAX_WAIT_FRACTION, RETRY_MS, MeanBarrier, StepBarrier
-from agora.sim.virtual_time import VirtualLoop, run
+from tests.virtual_time import VirtualLoop, run
 
 
 class Stages:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import pytest
 
 from agora.pipeline.origin import Origin
-from agora.sim.virtual_time import run
 from tests.pipeline.world import NetworkFaults, Node, World, completed, dropped, started, train
+from tests.virtual_time import run
 
 SEEDS = 198
 GROUP = 33

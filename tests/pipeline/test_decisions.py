@@ -11,8 +11,8 @@ from agora_protocol.ids import PeerId, Span, microbatch_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agora.pipeline.flow_control import Pace, StalenessCeiling, equal_quota, measured_window, staleness_ceiling
 from agora.pipeline.hop import is_hopeless
-from agora.pipeline.opening import Pace, StalenessCeiling, equal_quota, measured_credit, staleness_ceiling
 from agora.pipeline.peer_choice import (
     MAX_BACKOFF_IF_ALL_FAIL_S,
     MAX_BACKOFF_S,
@@ -349,26 +349,26 @@ def test_a_deadline_is_hopeless_when_half_the_usual_work_does_not_fit() -> None:
 
 
 def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:
-    assert measured_credit(None, None, 4, 64).limit == 8
-    short, long = measured_credit(0.4, 0.1, 4, 1000), measured_credit(10.0, 0.1, 4, 1000)
+    assert measured_window(None, None, 4, 64).limit == 8
+    short, long = measured_window(0.4, 0.1, 4, 1000), measured_window(10.0, 0.1, 4, 1000)
     assert short.limit == 12
     assert long.limit == 140
-    assert measured_credit(10.0, 0.1, 4, 32).limit == 32
-    assert "bounded by 32" in measured_credit(10.0, 0.1, 4, 32).reason
-    assert measured_credit(None, None, 8, 3).limit == 3
-    assert measured_credit(1.0, 0.0, 1, 8).limit == 2
+    assert measured_window(10.0, 0.1, 4, 32).limit == 32
+    assert "bounded by 32" in measured_window(10.0, 0.1, 4, 32).reason
+    assert measured_window(None, None, 8, 3).limit == 3
+    assert measured_window(1.0, 0.0, 1, 8).limit == 2
 
 
 def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_settings_change_that() -> None:
-    free, bounded = measured_credit(0.4, 0.1, 2, 64), measured_credit(0.4, 0.1, 2, 64, StalenessCeiling(2, 2))
+    free, bounded = measured_window(0.4, 0.1, 2, 64), measured_window(0.4, 0.1, 2, 64, StalenessCeiling(2, 2))
     assert (free.limit, free.shortage) == (12, "")
     assert bounded.limit == 2
     assert bounded.reason.endswith("bounded by 2 by schedule.staleness")
     assert "would use 12 in flight, schedule.staleness allows it 2" in bounded.shortage
     assert "optimizer.target_tokens" in bounded.shortage
-    assert measured_credit(0.4, 0.1, 2, 64, StalenessCeiling(12, 24)).shortage == "", "it has all that it would use"
-    assert measured_credit(0.4, 0.1, 2, 8, StalenessCeiling(9, 9)).shortage == "", "memory bounds it before that"
-    unmeasured = measured_credit(None, None, 2, 64, StalenessCeiling(1, 2))
+    assert measured_window(0.4, 0.1, 2, 64, StalenessCeiling(12, 24)).shortage == "", "it has all that it would use"
+    assert measured_window(0.4, 0.1, 2, 8, StalenessCeiling(9, 9)).shortage == "", "memory bounds it before that"
+    unmeasured = measured_window(None, None, 2, 64, StalenessCeiling(1, 2))
     assert unmeasured.reason == "1: 2 per stage until the round trip is measured, bounded by 1 by schedule.staleness"
 
 
@@ -385,26 +385,26 @@ def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_se
 def test_where_weights_are_predicted_more_are_in_flight_if_the_round_trip_needs_them(
     round_trip: float, slots: int, limit: int, corrected: bool
 ) -> None:
-    credit = measured_credit(round_trip, 0.1, 1, slots, StalenessCeiling(4, 8))
+    credit = measured_window(round_trip, 0.1, 1, slots, StalenessCeiling(4, 8))
     assert credit.limit == limit and bool(credit.correction) == corrected
     if corrected:
         needed = min(round(round_trip / 0.1 + 0.499), slots)
         assert f"needs {needed} in flight; it has {limit}, more than schedule.staleness (4)" in credit.correction
-    assert measured_credit(round_trip, 0.1, 1, slots, StalenessCeiling(4, 4)).limit == 4
+    assert measured_window(round_trip, 0.1, 1, slots, StalenessCeiling(4, 4)).limit == 4
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 64), st.integers(1, 512))
 def test_credit_is_bounded_and_grows_with_the_round_trip(round_trip, period, stages, ceiling) -> None:
-    credit = measured_credit(round_trip, period, stages, ceiling)
+    credit = measured_window(round_trip, period, stages, ceiling)
     assert 1 <= credit.limit <= ceiling
-    assert measured_credit(round_trip * 2, period, stages, ceiling).limit >= credit.limit
+    assert measured_window(round_trip * 2, period, stages, ceiling).limit >= credit.limit
 
 
 def test_credit_finds_the_bottleneck_by_itself() -> None:
     round_trip, bottleneck, limit = 2.0, 0.05, 4
     for _ in range(20):
         period = max(bottleneck, round_trip / limit)
-        limit = measured_credit(round_trip, period, 2, 10_000).limit
+        limit = measured_window(round_trip, period, 2, 10_000).limit
     assert 40 <= limit <= 70, "40 cover the round trip"
 
 

@@ -9,12 +9,12 @@ from agora_protocol.errors import Busy, NotMyStage, OutOfMemory, PeerFailed
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import CallProgress, Process, Processed
 
-from agora.fair_share import Consumer
+from agora.core.fair_share import Client
 from agora.observe.events import Event, RepeatServed, SlotsChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
-from agora.sim.virtual_time import run
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
+from tests.virtual_time import run
 
 MB = microbatch_id(b"session0", 1)
 
@@ -194,9 +194,9 @@ def test_work_that_runs_out_of_memory_costs_a_slot_which_comes_back_after_many_a
 def test_a_caller_that_has_its_share_of_the_slots_leaves_the_last_one_to_others() -> None:
     async def work() -> None:
         entries, waiting = Entries(slots=8), list[asyncio.Task[HopAnswer]]()
-        greedy, other = Consumer("203.0.113.0/24", peer_id("greedy")), Consumer("198.51.100.0/24", peer_id("other"))
+        greedy, other = Client("203.0.113.0/24", peer_id("greedy")), Client("198.51.100.0/24", peer_id("other"))
 
-        async def ask(consumer: Consumer) -> str:
+        async def ask(consumer: Client) -> str:
             key = WorkKey(microbatch_id(b"session0", len(waiting)), 1)
             ends = asyncio.get_running_loop().time() + 60.0
             waiting.append(asyncio.create_task(entries.ledger.run(key, 1, ends, print, entries.work, consumer)))

@@ -1,4 +1,4 @@
-"""Credit over long and slow links, in virtual time: enough in flight to hide them, and no more."""
+"""SendWindow over long and slow links, in virtual time: enough in flight to hide them, and no more."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from agora.net.link import LinkSpec
-from agora.pipeline.opening import SAFETY
+from agora.net.shaping.link import LinkSpec
+from agora.pipeline.flow_control import SAFETY
 from agora.pipeline.origin import Origin
 from agora.pipeline.peer_choice import ACCEPTANCE_WAITS, PeerStats
-from agora.sim.virtual_time import run
 from tests.pipeline.test_decisions import A, sent, table_of
 from tests.pipeline.world import World
+from tests.virtual_time import run
 
 STAGES, SERVICE_S = 4, 0.1
 WARM, MEASURED = 60, 50

@@ -6,32 +6,32 @@ from typing import Any
 
 import pytest
 
-from agora.pipeline.opening import (
+from agora.pipeline.flow_control import (
     GRACE_S,
-    Credit,
-    OpeningDecision,
-    OpeningInputs,
+    SendDecision,
+    SendInputs,
+    SendWindow,
     StepQuota,
     StepState,
-    next_opening,
+    next_send,
 )
 
-ASYNCHRONOUS = OpeningInputs()
-SYNCHRONOUS = OpeningInputs(step=StepState(step=7, microbatches=9, lacking=9, rank=0, origins=2))
+ASYNCHRONOUS = SendInputs()
+SYNCHRONOUS = SendInputs(step=StepState(step=7, microbatches=9, lacking=9, rank=0, origins=2))
 NONE = StepQuota()
 
 
 def decide(
-    now: float = 100.0, quota: StepQuota = NONE, seen: OpeningInputs = ASYNCHRONOUS, open_count: int = 0, **flags: bool
-) -> OpeningDecision:
-    return next_opening(now, quota, Credit(4, "4: measured"), seen, open_count, **flags)
+    now: float = 100.0, quota: StepQuota = NONE, seen: SendInputs = ASYNCHRONOUS, open_count: int = 0, **flags: bool
+) -> SendDecision:
+    return next_send(now, quota, SendWindow(4, "4: measured"), seen, open_count, **flags)
 
 
 @pytest.mark.parametrize(
     ("state", "action", "reason"),
     [
         ({"leaving": True, "paused": True}, "stop", "this peer is leaving"),
-        ({"seen": OpeningInputs(ready=False), "paused": True}, "wait", "too few replicas serve the run"),
+        ({"seen": SendInputs(ready=False), "paused": True}, "wait", "too few replicas serve the run"),
         ({"paused": True}, "wait", "paused by its owner"),
         ({"open_count": 4}, "wait", "4 microbatches are open; credit 4: measured"),
         ({"open_count": 3}, "open", "4: measured"),
@@ -48,7 +48,7 @@ def test_the_first_row_that_holds_decides(state: dict[str, Any], action: str, re
 
 def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
     for before, open_count, action in (None, 3, "open"), (2, 1, "open"), (2, 2, "wait"), (-1, 0, "wait"):
-        opening = decide(seen=OpeningInputs(before_mean=before), open_count=open_count)
+        opening = decide(seen=SendInputs(before_mean=before), open_count=open_count)
         assert opening.action == action
     assert opening.reason == "its share of a step is opened, and the mean gradient awaited"
 
@@ -69,11 +69,11 @@ def test_a_quota_is_not_renewed_before_everything_opened_is_back() -> None:
 
 
 def test_an_origin_with_a_quota_of_nothing_waits() -> None:
-    assert decide(seen=OpeningInputs(step=StepState(7, 9, 9, 19, 20))).action == "wait"
+    assert decide(seen=SendInputs(step=StepState(7, 9, 9, 19, 20))).action == "wait"
 
 
 def test_what_a_step_lacks_is_opened_in_parts_after_a_grace_period() -> None:
-    seen = OpeningInputs(step=StepState(7, 9, 3, 0, 2))
+    seen = SendInputs(step=StepState(7, 9, 3, 0, 2))
     first = decide(quota=StepQuota(7, 0), seen=seen)
     assert (first.action, first.quota.idle_since) == ("wait", 100.0)
     before = decide(100.0 + GRACE_S - 0.01, first.quota, seen)
@@ -83,7 +83,7 @@ def test_what_a_step_lacks_is_opened_in_parts_after_a_grace_period() -> None:
 
 
 def test_a_step_that_lacks_nothing_is_not_topped_up_and_the_grace_period_begins_again() -> None:
-    seen = OpeningInputs(step=StepState(7, 9, 0, 0, 2))
+    seen = SendInputs(step=StepState(7, 9, 0, 0, 2))
     after = decide(100.0 + GRACE_S, StepQuota(7, 0, idle_since=100.0), seen)
     assert (after.action, after.quota) == ("wait", StepQuota(7))
 

@@ -12,10 +12,9 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import EvaluationDone, Event, MicrobatchDropped, MicrobatchRerouted
+from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import OpeningInputs, StepState
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.sim.virtual_time import run
 from tests.pipeline.world import (
     TOKENS,
     Source,
@@ -28,6 +27,7 @@ from tests.pipeline.world import (
     tokens_of,
     train,
 )
+from tests.virtual_time import run
 
 
 class Entrance:
@@ -69,10 +69,10 @@ def origin_of(
     values = {"me": peer_id("origin"), "stage_count": 2, "ceiling": 16} | settings
     report = (lambda e: None) if events is None else events.append
 
-    def look() -> OpeningInputs:
+    def look() -> SendInputs:
         step, counted = divmod(entrance.answered, STEP)
         state = StepState(step, STEP, STEP - counted, *rank)
-        return OpeningInputs(True, state if synchronous else None, path_s)
+        return SendInputs(True, state if synchronous else None, path_s)
 
     return Origin(OriginConfig(**values), entrance, source or Source(), report, look, session=b"origin00")
 

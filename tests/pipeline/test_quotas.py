@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
+from agora.pipeline.flow_control import GRACE_S, SendInputs, StepState, equal_quota
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.opening import GRACE_S, OpeningInputs, StepState, equal_quota
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
-from agora.sim.virtual_time import run
 from tests.pipeline.world import TOKENS, Source, peer_id
+from tests.virtual_time import run
 
 STEP = 8
 """Microbatches that make a step."""
@@ -39,9 +39,9 @@ class Stage:
     def _origin(self, index: int, ceiling: int) -> Origin:
         config = OriginConfig(peer_id(f"origin {index}"), 2, ceiling)
 
-        def look() -> OpeningInputs:
+        def look() -> SendInputs:
             lacking = STEP - self.tokens // TOKENS
-            return OpeningInputs(self.ready[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
+            return SendInputs(self.ready[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
 
         entrance, session = _Entrance(self, index), bytes([index]) * 8
         return Origin(config, entrance, Source(), lambda event: None, look, session=session)

@@ -8,11 +8,11 @@ import numpy as np
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
-from agora.data.epoch_batches import EpochBatches
-from agora.data.sample_rows import open_sample_rows
 from agora.pipeline.reference_cache import ReferenceCache
-from tests.data.sample_runs import sample_run, write_records
+from agora.tuning.epoch_batches import EpochBatches
+from agora.tuning.sample_rows import open_sample_rows
 from tests.pipeline.world import peer_id
+from tests.tuning.sample_runs import sample_run, write_records
 
 EPOCHS = 3
 

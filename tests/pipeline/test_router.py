@@ -10,13 +10,12 @@ from agora_protocol.errors import PeerFailed, Unavailable
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import CallProgress, Pong, Process, Processed
 
-from agora.net.network_errors import ConnectionBroken
+from agora.net.rpc.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.peer_choice import PathHint
 from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, RoutedCall
-from agora.sim.virtual_time import run
-from agora.swarm.conduct import PENALTIES, POINTS_TO_SUSPEND, Offence
+from agora.swarm.peer_score import PENALTIES, POINTS_TO_SUSPEND, Violation
 from tests.pipeline.world import (
     NetworkFaults,
     Node,
@@ -29,6 +28,7 @@ from tests.pipeline.world import (
     tokens_of,
     train,
 )
+from tests.virtual_time import run
 
 MB = microbatch_id(b"session0", 1)
 
@@ -434,11 +434,11 @@ def test_a_microbatch_that_finds_only_peers_that_are_suspended_is_sent_when_the_
         world = World(2)
         node, only = world.add("first", "0"), world.add("only", "1")
         for _ in range(POINTS_TO_SUSPEND):
-            node.offences.report_offence(only.peer, Offence.BAD_FRAME, "nothing that is a frame")
+            node.offences.report_violation(only.peer, Violation.BAD_FRAME, "nothing that is a frame")
         began = asyncio.get_running_loop().time()
         assert (await send(node, within_s=3600.0)).peer == only.peer, "no view has changed, and no other call has ended"
         assert asyncio.get_running_loop().time() - began == pytest.approx(
-            PENALTIES[Offence.BAD_FRAME].suspension_s, abs=1.0
+            PENALTIES[Violation.BAD_FRAME].suspension_s, abs=1.0
         )
 
     run(work())

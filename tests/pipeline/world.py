@@ -17,8 +17,9 @@ from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.net.link import LinkSpec
+from agora.core.calls import Reply
+from agora.core.stepping import SpanResult
+from agora.net.shaping.link import LinkSpec
 from agora.observe.events import (
     Event,
     MicrobatchCompleted,
@@ -28,16 +29,15 @@ from agora.observe.events import (
     OffenceRecorded,
 )
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
+from agora.pipeline.flow_control import SendInputs
 from agora.pipeline.hop import Hop
 from agora.pipeline.ledger import WorkLedger
-from agora.pipeline.opening import OpeningInputs
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.router import Router
 from agora.pipeline.wire_rules import TensorForm, WireRules
-from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
-from agora.stepping import SpanResult
-from agora.swarm.offences import OffenceLog
 from agora.swarm.view import PeerView, View
+from agora.swarm.violations import ViolationLog
+from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 WIRE_RULES = WireRules(TensorForm("float32", (1, 2, 4)), TensorForm("float32", (1, 2, 4)), (1, 3))
 TOKENS = 2
@@ -199,7 +199,7 @@ class Node:
         self.ledger = WorkLedger(self.peer, slots, self.events.append)
         self.reached: Counter[str] = Counter()
         self.view_of = lambda: world.view
-        self.offences = OffenceLog(self.events.append)
+        self.offences = ViolationLog(self.events.append)
         self.router = Router(
             self.caller,
             lambda: self.view_of(),
@@ -313,7 +313,7 @@ class World:
         values = {"ceiling": 16, "first_timeout_s": 30.0} | settings
         config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
         session = hashlib.sha256(node.name.encode()).digest()[:8]
-        look = lambda: OpeningInputs(path_s=node.hop.path_s())  # noqa: E731
+        look = lambda: SendInputs(path_s=node.hop.path_s())  # noqa: E731
         return Origin(config, node.hop, Source(), node.events.append, look, session=session)
 
     def counts(self, stage: int, microbatch: bytes) -> dict[PeerId, int]:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from agora.node import paths
-from agora.node.control_client import DaemonRefused
+from agora.node.control.control_client import DaemonRefused
 from tests.process.forked import Forked
 from tests.process.harness import LEAVE_S, WAIT_S, Daemon, Swarm, p2pd_of, swarm, tiny
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import open_tokenizer
-from agora.node import control_client
+from agora.node.control import control_client
 from tests.process.harness import Daemon, drained, settled, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]

@@ -9,7 +9,7 @@ import pytest
 from agora_protocol.errors import InputError
 
 from agora.cli.local_swarm import LocalDaemon
-from agora.node.control_client import DaemonRefused
+from agora.node.control.control_client import DaemonRefused
 from tests.process.harness import (
     WAIT_S,
     Swarm,

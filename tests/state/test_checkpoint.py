@@ -17,6 +17,7 @@ from agora_protocol.errors import DiskError
 from agora_protocol.messages import GetState, StateIndex
 from safetensors.numpy import load_file
 
+from agora.core.sync_mode import StepPlan
 from agora.state import checkpoint as module
 from agora.state import files
 from agora.state.checkpoint import (
@@ -31,7 +32,6 @@ from agora.state.checkpoint import (
 from agora.state.files import replace_tensors
 from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, chunk_hashes
 from agora.state.snapshot import SnapshotServer
-from agora.step_kinds import StepPlan
 from tests.state.test_layout import slots_of
 
 RUN = "ab" * 32

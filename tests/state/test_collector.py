@@ -86,7 +86,7 @@ class Scene:
             self.held,
             lambda stage: {holder.peer: holder.step_of(stage) for holder in self.view.replicas(stage)},
             self.world,
-            self.world.report_offence,
+            self.world.report_violation,
         )
 
     def add(self, name: str, stage: int, *, claimed: int = 1) -> Replica:

@@ -34,7 +34,7 @@ def keeper_of(
     """A keeper of stage 0 where the peers in `claims` serve it and claim to be at these steps."""
     world = world or World()
     holders = StageHolders(ME, lambda _: claims, lambda _: claims, ask)
-    return StateKeeper(MANIFEST, folder, stages, holders, world, Events(), world.report_offence)
+    return StateKeeper(MANIFEST, folder, stages, holders, world, Events(), world.report_violation)
 
 
 async def given_state(keeper: StateKeeper) -> StateIndex:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from agora_protocol.messages import GetState
 
-from agora.calls import Reply
-from agora.net.incoming import IncomingCall
+from agora.core.calls import Reply
+from agora.net.rpc.incoming import IncomingCall
 from agora.state.snapshot import SnapshotServer
 from agora.state.transfer import StateFetch
 from tests.net.helpers import after, echo, peers, run
@@ -41,7 +41,7 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
     async def main() -> None:
         async with peers(echo, handle, handle, handle) as (joiner, *sources):
             first_source.append(sources[0])
-            fetch = StateFetch(joiner.network, 0, layout_of(NUMEL), World().report_offence, CHANGE_RULE)
+            fetch = StateFetch(joiner.network, 0, layout_of(NUMEL), World().report_violation, CHANGE_RULE)
             got = await fetch.run([source.id for source in sources], deadline=after(60))
             for name in ("weights", "mean", "square"):
                 np.testing.assert_array_equal(got.arrays[name], given.arrays[name])

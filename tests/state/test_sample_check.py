@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from agora.sim.virtual_time import run
 from agora.state.sample_check import FAR, ChunkSample, distance, judge_sample
 from agora.state.transfer import StateFetch
 from tests.state.world import CHANGE_RULE, World, chunks, layout_of, state
+from tests.virtual_time import run
 
 NUMEL = chunks(5.5)
 RANDOM = np.random.default_rng(7)
@@ -70,7 +70,7 @@ def test_replicas_of_different_steps_may_differ_more_but_not_without_bound() -> 
 
 
 async def fetched(world: World, **options: object):
-    fetch = StateFetch(world, 0, layout_of(NUMEL), world.report_offence, CHANGE_RULE, **options)  # type: ignore[arg-type]
+    fetch = StateFetch(world, 0, layout_of(NUMEL), world.report_violation, CHANGE_RULE, **options)  # type: ignore[arg-type]
     return await fetch.run(list(world.replicas), deadline=asyncio.get_running_loop().time() + 300.0)
 
 

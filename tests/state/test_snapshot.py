@@ -10,10 +10,10 @@ from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
 from agora_protocol.manifest import ALL_STEPS
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
-from agora.sim.virtual_time import run
 from agora.state.layout import StageState, pack_chunk
 from agora.state.snapshot import MAX_BYTES, SnapshotServer
 from tests.state.world import chunks, state
+from tests.virtual_time import run
 
 NUMEL = chunks(2.5)
 NBYTES = 12 * NUMEL

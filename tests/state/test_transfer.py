@@ -14,13 +14,13 @@ from agora_protocol.errors import Busy, PeerFailed, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import StateIndex
 
-from agora.calls import Reply
-from agora.sim.virtual_time import run
+from agora.core.calls import Reply
+from agora.core.sync_mode import ALL_EXACT, StepPlan
 from agora.state import sample_check, transfer
 from agora.state.layout import ANCHOR, StageState
 from agora.state.transfer import StateFetch
-from agora.step_kinds import ALL_EXACT, StepPlan
 from tests.state.world import CHANGE_RULE, WINDOW, World, chunks, flipped, layout_of, state
+from tests.virtual_time import run
 
 NUMEL = chunks(11.5)
 COUNT = 12
@@ -42,7 +42,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fetcher(world: World) -> StateFetch:
-    return StateFetch(world, 0, layout_of(NUMEL), world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
+    return StateFetch(world, 0, layout_of(NUMEL), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
 
 
 async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
@@ -454,7 +454,7 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
         got, _ = await fetched(
             world,
             StateFetch(
-                world, 0, layout_of(NUMEL), world.report_offence, CHANGE_RULE, highest_plausible_step=lambda: 600.0
+                world, 0, layout_of(NUMEL), world.report_violation, CHANGE_RULE, highest_plausible_step=lambda: 600.0
             ),
         )
         assert got.step == 500
@@ -624,7 +624,7 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
                 replica.die()
         sound = world.add("sound", of_step(100), uplink=1e6)
         stepping = asyncio.create_task(step_on())
-        fetch = StateFetch(world, 0, layout_of(small), world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, layout_of(small), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         got = await fetch.run(list(world.replicas), deadline=began + 600)
         stepping.cancel()
         assert_equal(got, of_step(got.step))

@@ -16,12 +16,12 @@ from agora_protocol.message_base import Message
 from agora_protocol.messages import GetChunk, GetState
 from agora_protocol.tensors import WireTensor
 
-from agora.calls import Reply
-from agora.sim.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
+from agora.core.calls import Reply
+from agora.core.sync_mode import ALL_EXACT, ChangeRule, StepPlan
 from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.snapshot import SnapshotServer
-from agora.step_kinds import ALL_EXACT, ChangeRule, StepPlan
-from agora.swarm.conduct import Offence
+from agora.swarm.peer_score import Violation
+from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 CHANGE_RULE = ChangeRule(may_change=True, every=1, most_slices=20)
 WINDOW = 3
@@ -169,8 +169,8 @@ class World:
         replica = self.replicas[peer] = Replica(self, peer, state, Link(uplink), **faults)  # type: ignore[arg-type]
         return replica
 
-    def report_offence(self, peer: PeerId, offence: Offence, text: str, occasion: str = "") -> None:
-        assert offence is Offence.FALSE_STATE
+    def report_violation(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None:
+        assert offence is Violation.FALSE_STATE
         self.offences.append((peer, text))
 
     def asked(self) -> int:

@@ -16,7 +16,6 @@ from agora_protocol.records import Claim, Progress, Record
 from agora_protocol.shards import Shard, shard_bits, shard_hash
 
 from agora.observe.events import PeerGone
-from agora.sim.virtual_time import run
 from agora.swarm.directory_shards import (
     MIN_CYCLES_FOR_OTHERS,
     SHARDS_PER_READ,
@@ -26,8 +25,9 @@ from agora.swarm.directory_shards import (
     shards_to_publish,
 )
 from agora.swarm.membership import Membership, MembershipConfig
-from agora.swarm.stage_supply import Ability, equal_demands
+from agora.swarm.stage_capacity import Ability, equal_demands
 from tests.swarm.makers import RUN, peer_id
+from tests.virtual_time import run
 
 EPOCH = 1_700_000_000.0
 STAGES = 8

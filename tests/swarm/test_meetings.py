@@ -11,14 +11,14 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim
 from agora_protocol.shards import Shard
 
-from agora.sim.virtual_time import run
+from agora.swarm.handshakes import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, Meetings
 from agora.swarm.health import assess_health
-from agora.swarm.meetings import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, Meetings
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.placement import Ability
-from agora.swarm.stage_supply import equal_demands
+from agora.swarm.stage_capacity import equal_demands
 from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.test_membership import RUN, Peer, Store, unix
+from tests.virtual_time import run
 
 
 def address_of(peer: PeerId) -> str:

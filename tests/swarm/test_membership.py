@@ -15,12 +15,12 @@ from agora_protocol.records import Claim, Progress, Record
 from agora_protocol.shards import Shard
 
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
-from agora.sim.virtual_time import run
 from agora.swarm.directory_reader import JITTER, SLOW_READ_S, linger_s, read_interval_s
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.placement import Ability
-from agora.swarm.stage_supply import equal_demands
+from agora.swarm.stage_capacity import equal_demands
 from tests.swarm.makers import RUN
+from tests.virtual_time import run
 
 EPOCH = 1_700_000_000.0
 

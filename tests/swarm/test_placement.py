@@ -20,7 +20,7 @@ from agora.swarm.placement import (
     place_as_pinned,
     settling_order_key,
 )
-from agora.swarm.stage_supply import StageDemands, equal_demands, spans_that_fit
+from agora.swarm.stage_capacity import StageDemands, equal_demands, spans_that_fit
 from agora.swarm.view import StageEstimate, View
 from tests.swarm.makers import RUN, seen, view
 

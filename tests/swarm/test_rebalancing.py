@@ -18,7 +18,7 @@ from agora.swarm.rebalancing import (
     judge_interval_s,
     judge_move,
 )
-from agora.swarm.stage_supply import StageDemands, StageSupply, equal_demands
+from agora.swarm.stage_capacity import StageDemands, StageSupply, equal_demands
 from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.makers import peer_id, seen, view
 

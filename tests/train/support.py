@@ -1,4 +1,4 @@
-"""What the tests of train/ share: a small run, its batches, and a pipeline of Compute facades driven by hand."""
+"""What the tests of train/ share: a small run, its batches, and a pipeline of DeviceWorker facades driven by hand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agora_protocol.manifest import Manifest, OptimizerSection
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
+from agora.core.stepping import StageStepped, StepPolicy
 from agora.observe.events import Event
 from agora.state.layout import VALUE_BYTES, Layout
-from agora.stepping import StageStepped, StepPolicy
-from agora.train.compute import Compute
 from agora.train.device import DeviceOptions
+from agora.train.device_worker import DeviceWorker
 from agora.train.optimizer import float32_moments
 
 torch.set_num_threads(1)
@@ -70,25 +70,27 @@ def values_of(tensor: WireTensor) -> np.ndarray:
 
 
 @asynccontextmanager
-async def pipeline_of(manifest: Manifest, spans: Sequence[str], **options: Any) -> AsyncIterator[list[Compute]]:
-    """One Compute per span, closed at the end; their events are in the `events` of the first one."""
+async def pipeline_of(manifest: Manifest, spans: Sequence[str], **options: Any) -> AsyncIterator[list[DeviceWorker]]:
+    """One DeviceWorker per span, closed at the end; their events are in the `events` of the first one."""
     async with AsyncExitStack() as stack:
         computes = []
         for span in spans:
             options.setdefault("report", lambda event: None)
-            compute = await Compute.create(manifest, Span.parse(span), **{"device": DeviceOptions("cpu"), **options})
+            compute = await DeviceWorker.create(
+                manifest, Span.parse(span), **{"device": DeviceOptions("cpu"), **options}
+            )
             stack.push_async_callback(compute.close)
             computes.append(compute)
         yield computes
 
 
-def never_step(compute: Compute) -> None:
+def never_step(compute: DeviceWorker) -> None:
     """From now on no stage of `compute` takes a step by itself."""
     for stage in compute.span.stages:
         compute.set_step_policy(stage, StepPolicy(target_tokens=1 << 40))
 
 
-async def read_steps(compute: Compute, count: int) -> list[tuple[int, int, int]]:
+async def read_steps(compute: DeviceWorker, count: int) -> list[tuple[int, int, int]]:
     """The next `count` steps among the events: stage, steps taken, own tokens."""
     read: list[StageStepped] = []
     async for event in compute.step_events():
@@ -109,7 +111,7 @@ class Events(list[Event]):
         return [event for event in self if isinstance(event, kind)]
 
 
-async def train_step(pipeline: Sequence[Compute], microbatches: Sequence[np.ndarray], number: int) -> float:
+async def train_step(pipeline: Sequence[DeviceWorker], microbatches: Sequence[np.ndarray], number: int) -> float:
     """One step of the synchronous schedule, all its microbatches in flight; the mean loss per token."""
     *inner, last = pipeline
     ids = [microbatch_id(number * 1000 + i) for i in range(len(microbatches))]

@@ -14,10 +14,10 @@ from agora_protocol.ids import Span
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
+from agora.core.stepping import StepPolicy
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
-from agora.stepping import StepPolicy
-from agora.train.compute import Compute
 from agora.train.device import DeviceOptions
+from agora.train.device_worker import DeviceWorker
 from tests.train.support import (
     Events,
     batches_for,
@@ -34,8 +34,8 @@ from tests.train.support import (
 M = microbatch_id(0)
 
 
-def with_compute(span: str, test: Callable[[Compute], Awaitable[None]], stages: int = 2, **options: Any) -> Events:
-    """Runs the test on one Compute; the events it reported."""
+def with_compute(span: str, test: Callable[[DeviceWorker], Awaitable[None]], stages: int = 2, **options: Any) -> Events:
+    """Runs the test on one DeviceWorker; the events it reported."""
     events = Events()
 
     async def whole() -> None:
@@ -89,7 +89,7 @@ BAD_TOKENS = {
 
 @pytest.mark.parametrize("name", BAD_BOUNDARIES)
 def test_a_boundary_that_the_run_does_not_allow_is_refused(name: str) -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         for train in (True, False):
             with pytest.raises(ProtocolError) as refused:
                 await compute.run_last_stages(M, 1, BAD_BOUNDARIES[name], a_batch(), train)
@@ -101,7 +101,7 @@ def test_a_boundary_that_the_run_does_not_allow_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_tokens_that_the_run_does_not_allow_are_refused(name: str) -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         with pytest.raises(ProtocolError) as refused:
             await compute.forward(M, 0, None, BAD_TOKENS[name], "train")
         assert refused.value.code == "bad-tensor"
@@ -110,7 +110,7 @@ def test_tokens_that_the_run_does_not_allow_are_refused(name: str) -> None:
 
 
 def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         with pytest.raises(ProtocolError, match="token ids only"):
             await compute.forward(M, 0, a_boundary(), a_batch(), "train")
         with pytest.raises(NotMyStage):
@@ -123,7 +123,7 @@ def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> 
 
 @pytest.mark.parametrize("name", [n for n in BAD_BOUNDARIES if n != "none"])
 def test_a_bad_gradient_is_refused_and_a_good_one_from_another_replica_may_follow(name: str) -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await compute.forward(M, 0, None, a_batch(), "train")
         with pytest.raises(ProtocolError):
             await compute.backward(M, 0, BAD_BOUNDARIES[name])
@@ -138,7 +138,7 @@ def test_a_bad_gradient_is_refused_and_a_good_one_from_another_replica_may_follo
 
 
 def test_a_gradient_that_would_overflow_here_is_refused_and_another_peers_gradient_takes_its_place() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         untouched = await compute.copy_weights(0)
         await compute.forward(M, 0, None, a_batch(), "train")
         with pytest.raises(ProtocolError, match="plausible"):
@@ -155,7 +155,7 @@ def test_a_gradient_that_would_overflow_here_is_refused_and_another_peers_gradie
 
 
 def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         compute.set_step_policy(1, StepPolicy(64))
         untouched = await compute.copy_weights(1)
         await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "train")
@@ -183,7 +183,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
 
 
 def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         compute.set_step_policy(1, StepPolicy(32))
         for number in range(3):
             await compute.run_last_stages(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
@@ -196,7 +196,7 @@ def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
 
 
 def test_targets_that_are_not_supervised_are_not_counted() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         ids = batches_for(small_manifest(), 1)[0][0].copy()
         ids[0, -5:] = -1
         done = await compute.run_last_stages(M, 1, a_boundary(), encode_tokens(ids), "train")
@@ -229,7 +229,7 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
 
 
 def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         never_step(compute)
         done = await compute.run_last_stages(M, 2, a_boundary(), a_batch(), "train")
         assert done.gradient is not None
@@ -241,7 +241,7 @@ def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
 
 
 def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         seen = await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "evaluate")
         assert seen.gradient is None
         assert compute.progress()[0].tokens_total == 0
@@ -251,7 +251,7 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
 
     assert len(with_compute("1", test).of(MicrobatchCounted)) == 1
 
-    async def forward_only(compute: Compute) -> None:
+    async def forward_only(compute: DeviceWorker) -> None:
         await compute.forward(M, 0, None, a_batch(), "evaluate")
         assert len(compute.trainer.stashed) == 0
 
@@ -259,7 +259,7 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
 
 
 def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await compute.forward(M, 0, None, a_batch(), "train")
         compute.forget(M, 0)
         compute.forget(M, 0)
@@ -292,7 +292,7 @@ def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() ->
 
 
 def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         stashed = compute.trainer.stashed
         await compute.forward(M, 0, None, a_batch(), "train")
         old = stashed.take(M, 0)
@@ -319,7 +319,7 @@ def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
             entered.set()
             assert opened.wait(30)
 
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         nonlocal armed
         armed = True
         running = asyncio.ensure_future(compute.forward(M, 0, None, a_batch(), "train"))
@@ -340,7 +340,7 @@ def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
 
 
 def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         def broken(*arguments: object) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
@@ -354,7 +354,7 @@ def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
 
 
 def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         def broken(*arguments: object) -> None:
             raise RuntimeError("no memory for the moments")
 
@@ -368,7 +368,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 
 
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await compute.forward(M, 0, None, a_batch(), "train")
         forward = compute.trainer.stashed.take(M, 0)
         compute.trainer.stashed.add(M, forward)
@@ -401,7 +401,7 @@ def test_bf16_boundaries_train_close_to_float32_ones() -> None:
 def test_an_unknown_device_is_refused_before_anything_is_built() -> None:
     async def whole() -> None:
         with pytest.raises(DeviceError, match="not known"):
-            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device=DeviceOptions("tpu"))
+            await DeviceWorker.create(small_manifest(), Span(0, 0), report=Events(), device=DeviceOptions("tpu"))
 
     before = threading.active_count()
     asyncio.run(whole())
@@ -416,7 +416,7 @@ def test_what_cannot_be_built_leaves_no_thread_behind(monkeypatch: pytest.Monkey
 
     async def whole() -> None:
         with pytest.raises(ManifestError, match="no such family"):
-            await Compute.create(small_manifest(), Span(0, 0), report=Events(), device=DeviceOptions("cpu"))
+            await DeviceWorker.create(small_manifest(), Span(0, 0), report=Events(), device=DeviceOptions("cpu"))
         assert "device" not in {thread.name for thread in threading.enumerate()}
 
     asyncio.run(whole())

@@ -12,12 +12,12 @@ from agora_protocol.manifest import Manifest
 from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
 
-from agora.model.tuning_packages import TuningMissing
 from agora.state.layout import lay_out
 from agora.train.eight_bit import BLOCK, CHUNK, QuantisedMoment, chunks
 from agora.train.optimizer import StageOptimizer
-from agora.train.state_place import StatePlace
+from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.trained_stage import stage_layout
+from agora.tuning.packages import TuningMissing
 from tests.train.support import batches_for, moment_bytes, pipeline_of, small_manifest, train_step
 from tests.train.test_optimizer import section
 
@@ -41,7 +41,7 @@ def test_decoding_and_encoding_again_changes_no_bit(count: int, is_signed: bool)
     values[: BLOCK // 2] = 0.0
     if count == BLOCK:
         values[200] = -9.0 if is_signed else 9.0  # the largest of a block may be negative
-    first, second = (QuantisedMoment(count, StatePlace(CPU), is_signed=is_signed) for _ in range(2))
+    first, second = (QuantisedMoment(count, OptimizerOffload(CPU), is_signed=is_signed) for _ in range(2))
     assert not first.decode().any()
     first.encode(values)
     second.encode(first.decode())

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from agora.model import RunLayer, keep_graph
 from agora.train import memory
-from agora.train.layer_graphs import GraphMeasure, repeat_in_backward
+from agora.train.activation_checkpointing import GraphMeasure, repeat_in_backward
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from tests.train.support import microbatch_id, small_manifest
@@ -162,7 +162,7 @@ def test_autograd_raises_should_weights_change_before_a_layer_is_repeated() -> N
 
 def test_a_run_that_repeats_layers_imports_no_compiler() -> None:
     code = (
-        "import sys, torch; from agora.train.layer_graphs import repeat_in_backward as repeat;"
+        "import sys, torch; from agora.train.activation_checkpointing import repeat_in_backward as repeat;"
         "layer = torch.nn.Linear(2, 2); output = repeat(layer, layer, torch.ones(1, 2, requires_grad=True));"
         "torch.autograd.grad([output.sum()], list(layer.parameters())); print('torch._dynamo' in sys.modules)"
     )

@@ -24,7 +24,7 @@ from agora.train.muon import (
     orthogonalise,
 )
 from agora.train.optimizer import StageOptimizer, learning_rate
-from agora.train.state_place import StatePlace
+from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.weight_versions import StageWeights, tensor_in
 
 CPU = torch.device("cpu")
@@ -189,7 +189,7 @@ def test_batches_of_matrices_change_nothing_but_rounding(monkeypatch: pytest.Mon
     for elements in (muon.BATCH_ELEMENTS, 1):
         monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
         weights, optimizer = stage()
-        hidden = MuonMatrices(optimizer.section, weights.layout, optimizer.moments["mean"], StatePlace(CPU))
+        hidden = MuonMatrices(optimizer.section, weights.layout, optimizer.moments["mean"], OptimizerOffload(CPU))
         updates.append({slot.name: found for slot, found in hidden.directions(gradient_of(weights, 0))})
     assert updates[0].keys() == updates[1].keys() == set(HIDDEN)
     for name in HIDDEN:

@@ -10,14 +10,14 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 
-from agora.calls import Reply
-from agora.clock import loop_time
-from agora.node import doctor
-from agora.node.memory_offer import MemoryOffer
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.node.doctor import preflight
+from agora.node.limits.memory_budget import MemoryOffer
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import StageState
 from agora.state.transfer import StateFetch
-from agora.train.compute import Compute
+from agora.train.device_worker import DeviceWorker
 from agora.train.trained_stage import stage_layout
 from tests.state.world import CHANGE_RULE, World
 from tests.train.support import batches_for, pipeline_of, small_manifest, train_step
@@ -34,7 +34,7 @@ def hidden_bytes(manifest: Manifest, stage: int = 0) -> int:
     return 4 * sum(part.stop - part.start for part in layout.ranges(lambda slot: slot.is_hidden_matrix))
 
 
-async def trained(compute: Compute, manifest: Manifest, first: int, last: int) -> list[float]:
+async def trained(compute: DeviceWorker, manifest: Manifest, first: int, last: int) -> list[float]:
     batches = batches_for(manifest, last)
     return [await train_step([compute], batches[number], number) for number in range(first, last)]
 
@@ -51,7 +51,7 @@ def run_with(name: str, use) -> None:
     asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-async def check_that_it_trains_on(state: StageState, compute: Compute, manifest: Manifest) -> None:
+async def check_that_it_trains_on(state: StageState, compute: DeviceWorker, manifest: Manifest) -> None:
     """A fresh stage that loads `state` takes the same three steps as the one that it was exported from."""
     async with pipeline_of(manifest, ["0"]) as (fresh,):
         await fresh.load_state(state)
@@ -64,7 +64,7 @@ def test_squares_exist_only_where_adamw_needs_them() -> None:
     held = {}
     for name in ("adamw", "muon"):
 
-        async def use(compute: Compute, state: StageState, manifest: Manifest) -> None:
+        async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
             optimizer = compute.trainer.stage(0).optimizer
             held[name] = sum(tensor.untyped_storage().nbytes() for tensor in optimizer.moments.values())
             assert state.layout == stage_layout(manifest, 0) == compute.layout(0)
@@ -84,7 +84,7 @@ def test_a_checkpoint_has_fewer_bytes_and_training_goes_on_from_it(tmp_path: Pat
     sizes = {}
     for name in ("adamw", "muon"):
 
-        async def use(compute: Compute, state: StageState, manifest: Manifest) -> None:
+        async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
             written = write_checkpoint(tmp_path / name, RUN, state, keep=1)
             sizes[name] = (written.path / "moments.safetensors").stat().st_size
             found = newest_checkpoint(tmp_path / name, RUN, 0)
@@ -98,7 +98,7 @@ def test_a_checkpoint_has_fewer_bytes_and_training_goes_on_from_it(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_fetched_state_has_come_in_as_many_bytes_as_the_optimizer_keeps(name: str) -> None:
-    async def use(compute: Compute, state: StageState, manifest: Manifest) -> None:
+    async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
         came = []
 
         def count(answer: Reply, _: int) -> Reply:
@@ -107,7 +107,7 @@ def test_a_fetched_state_has_come_in_as_many_bytes_as_the_optimizer_keeps(name: 
 
         world = World()
         world.add("a", state, fault=count)
-        fetch = StateFetch(world, 0, compute.layout(0), world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, compute.layout(0), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         fetched = await fetch.run(list(world.replicas), deadline=loop_time() + 30)
         weights = 4 * state.layout.numel
         expected = 4 * weights - (hidden_bytes(manifest) if name == "muon" else 0)
@@ -118,11 +118,11 @@ def test_a_fetched_state_has_come_in_as_many_bytes_as_the_optimizer_keeps(name: 
 
 
 def test_a_peer_of_a_run_with_adamw_gives_a_state_of_another_size() -> None:
-    async def use(compute: Compute, state: StageState, manifest: Manifest) -> None:
+    async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
         world = World()
         world.add("liar", state)
         layout = stage_layout(manifest_of("muon"), 0)
-        fetch = StateFetch(world, 0, layout, world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, layout, world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         with pytest.raises(Exception, match=f"has {16 * layout.numel} bytes, not {layout.nbytes}"):
             await fetch.run(list(world.replicas), deadline=loop_time() + 30)
 
@@ -133,7 +133,7 @@ def test_the_memory_that_a_span_needs_follows_the_moments() -> None:
     needs = {}
     for name in ("adamw", "muon"):
         manifest = preset("small", optimizer={"name": name})
-        note = doctor.check_memory(manifest, Span(1, 2), MemoryOffer(2**40))
+        note = preflight.check_memory(manifest, Span(1, 2), MemoryOffer(2**40))
         needs[name] = int(note.split(" MiB")[0].replace(",", ""))
     saved = sum(hidden_bytes(manifest, stage) for stage in (1, 2))
     assert needs["adamw"] - needs["muon"] == pytest.approx(saved / 2**20, abs=1)

@@ -12,7 +12,7 @@ from agora_protocol.manifest import ObjectiveSection
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from torch import Tensor
 
-from agora.metrics import MAX_REWARD, add_sums, are_plausible, named_means
+from agora.core.metrics import MAX_REWARD, add_sums, are_plausible, named_means
 from agora.model.family import IGNORED
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 

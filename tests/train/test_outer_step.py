@@ -7,9 +7,9 @@ import torch
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.manifest_sections import AveragingSection
 
+from agora.core.sync_mode import StepPlan
 from agora.state.layout import ANCHOR, VELOCITY, lay_out
-from agora.step_kinds import StepPlan
-from agora.train.outer_step import MAX_MOMENTUM, OuterOptimizer
+from agora.train.diloco import MAX_MOMENTUM, OuterOptimizer
 
 SECTION = AveragingSection(outer_rate=0.7, outer_momentum=0.03)
 PASS_STEPS = 20

@@ -14,10 +14,10 @@ from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest
 
+from agora.core.stepping import ShareClosed, StageStepped, StepPolicy
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
-from agora.stepping import ShareClosed, StageStepped, StepPolicy
-from agora.train.compute import Compute
+from agora.train.device_worker import DeviceWorker
 from agora.train.optimizer import momentum_product
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
 from tests.train.support import (
@@ -50,7 +50,7 @@ def uneven_batches(manifest: Manifest) -> list[list[np.ndarray]]:
 # --- a step together
 
 
-async def exchange(stage: Sequence[Compute], number: int) -> None:
+async def exchange(stage: Sequence[DeviceWorker], number: int) -> None:
     """One step of a stage's replicas along the exact mean of their gradients."""
     shares = [await compute.take_gradient_share(number) for compute in stage]
     tokens = sum(share.tokens for share in shares)
@@ -113,7 +113,7 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
     asyncio.run(whole())
 
 
-async def one_microbatch(compute: Compute, number: int) -> None:
+async def one_microbatch(compute: DeviceWorker, number: int) -> None:
     """A microbatch through stage 0, with an arbitrary gradient."""
     wired = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
     out = await compute.forward(microbatch_id(number), 0, None, wired, "train")
@@ -121,7 +121,7 @@ async def one_microbatch(compute: Compute, number: int) -> None:
 
 
 def with_stage_0(test: Any, **overrides: Any) -> Events:
-    """Runs the test on a Compute of stage 0 that takes no step of its own accord; the events it reported."""
+    """Runs the test on a DeviceWorker of stage 0 that takes no step of its own accord; the events it reported."""
     events = Events()
 
     async def whole() -> None:
@@ -135,7 +135,7 @@ def with_stage_0(test: Any, **overrides: Any) -> Events:
 
 @pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
 def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step(kind: str) -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await one_microbatch(compute, 0)
         share = await compute.take_gradient_share(0)
         await one_microbatch(compute, 1)
@@ -157,7 +157,7 @@ def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step
 
 
 def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         numel = compute.layout(0).numel
         with pytest.raises(LocalError, match="takes step 0 next"):
             await compute.step_with_gradient(0, 1, torch.zeros(numel), 1)
@@ -179,7 +179,7 @@ def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
 
 
 def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await one_microbatch(compute, 0)
         compute.trainer.stage(0).sum.flat[7] = float("inf")
         share = await compute.take_gradient_share(0)
@@ -189,7 +189,7 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
 
 
 def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts_for_the_next_step() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         compute.set_step_policy(0, StepPolicy(1 << 20, True, step=0, own_tokens=64, closes_share=True))
         for number in range(3):
             await one_microbatch(compute, number)
@@ -212,7 +212,7 @@ def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts
 
 
 def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await one_microbatch(compute, 0)
         before = await compute.export_state(0)
         await compute.step_with_gradient(0, 0, torch.ones(compute.layout(0).numel), 4096)
@@ -226,7 +226,7 @@ def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
 
 
 def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         compute.set_step_policy(0, StepPolicy(32, True, step=1, own_tokens=32, alone=True))
         await one_microbatch(compute, 0)
         await one_microbatch(compute, 1)
@@ -245,7 +245,7 @@ def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken(
 
 
 def test_one_step_behind_what_was_counted_goes_into_the_step() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         before = await compute.export_state(0)
         await one_microbatch(compute, 0)
         await compute.catch_up(0, 1)
@@ -262,7 +262,7 @@ def test_one_step_behind_what_was_counted_goes_into_the_step() -> None:
 
 
 def test_further_behind_what_was_counted_is_dropped_and_said_and_the_rate_follows_the_stages_step() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         before = await compute.export_state(0)
         await one_microbatch(compute, 0)
         await compute.catch_up(0, 4)
@@ -281,7 +281,7 @@ def test_further_behind_what_was_counted_is_dropped_and_said_and_the_rate_follow
 
 
 def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await one_microbatch(compute, 0)
         compute.trainer.stage(0).sum.flat[7] = float("nan")
         await compute.catch_up(0, 1)
@@ -293,7 +293,7 @@ def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it()
 
 
 def test_a_stage_whose_share_is_given_does_not_catch_up_before_it() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await one_microbatch(compute, 0)
         share = await compute.take_gradient_share(0)
         await compute.catch_up(0, 3)
@@ -308,7 +308,7 @@ def test_a_stage_whose_share_is_given_does_not_catch_up_before_it() -> None:
 # --- whole states
 
 
-async def train(pipeline: Sequence[Compute], manifest: Manifest, steps: range) -> list[float]:
+async def train(pipeline: Sequence[DeviceWorker], manifest: Manifest, steps: range) -> list[float]:
     batches = batches_for(manifest, steps.stop)
     return [await train_step(pipeline, batches[n], n) for n in steps]
 
@@ -335,7 +335,7 @@ def test_a_state_loaded_elsewhere_goes_on_bit_for_bit(name: str) -> None:
 
 
 def test_what_a_stage_has_agreed_on_travels_with_its_state() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         gradient = torch.ones(compute.layout(0).numel)
         state = replace(await compute.export_state(0), step=9, agreed=7, lineage=5)
         await compute.load_state(state)
@@ -357,7 +357,7 @@ def same_state(one: StageState, other: StageState) -> bool:
 
 
 def test_updates_and_steps_are_two_numbers_and_both_travel() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         await one_microbatch(compute, 0)
         await compute.catch_up(0, 1)
         await compute.catch_up(0, 7)
@@ -393,7 +393,7 @@ def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
 
 
 def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         state, layout = await compute.export_state(0), compute.layout(0)
         named = layout.views(state.weights)
         weights = await compute.copy_weights(0)
@@ -409,7 +409,7 @@ def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
 
 @pytest.mark.parametrize("what", ["weights", "mean", "square", "average"])
 def test_a_state_that_is_not_this_stages_is_refused_whole(what: str) -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         good = await compute.export_state(0)
         array = good.arrays[what]
         spoiled = array.copy()
@@ -438,7 +438,7 @@ def test_nadams_product_is_recomputed_to_the_last_bit(beta1: float) -> None:
 
 
 def test_a_stage_that_is_not_held_is_refused() -> None:
-    async def test(compute: Compute) -> None:
+    async def test(compute: DeviceWorker) -> None:
         for refused in (
             compute.take_gradient_share(1),
             compute.catch_up(1, 3),

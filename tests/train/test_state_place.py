@@ -7,9 +7,9 @@ import torch
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 
-from agora.train import state_place
+from agora.train import optimizer_offload
+from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.span_trainer import SpanTrainer
-from agora.train.state_place import StatePlace
 
 CPU = torch.device("cpu")
 WHOLE = Span(0, 0)
@@ -19,7 +19,7 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that every tensor of the tiny model has several; a multiple of the CPU's vectors, for equal bits."""
-    monkeypatch.setattr(state_place, "PIECE", 1 << 12)
+    monkeypatch.setattr(optimizer_offload, "PIECE", 1 << 12)
 
 
 def manifest_with(optimizer: str) -> Manifest:
@@ -77,16 +77,16 @@ def test_the_average_of_the_weights_is_evaluated_from_host_memory() -> None:
 
 def test_pieces_cover_ranges_without_a_gap() -> None:
     ranges = [slice(3, 3 + 5000), slice(9000, 9001), slice(9100, 9100)]
-    pieces = list(StatePlace(CPU, in_host=True).pieces(ranges))
+    pieces = list(OptimizerOffload(CPU, in_host=True).pieces(ranges))
     assert [element for piece in pieces for element in range(piece.start, piece.stop)] == [
         element for whole in ranges for element in range(whole.start, whole.stop)
     ]
     assert max(piece.stop - piece.start for piece in pieces) == 1 << 12
-    assert list(StatePlace(CPU).pieces(ranges[:2])) == ranges[:2]
+    assert list(OptimizerOffload(CPU).pieces(ranges[:2])) == ranges[:2]
 
 
 def test_a_block_that_raises_changes_no_state_in_host_memory() -> None:
-    place, state = StatePlace(CPU, in_host=True), torch.zeros(4)
+    place, state = OptimizerOffload(CPU, in_host=True), torch.zeros(4)
     with pytest.raises(ValueError, match="in between"), place.on_device(state) as (copy,):
         copy.fill_(1.0)
         raise ValueError("in between")

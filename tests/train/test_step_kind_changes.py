@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from agora_protocol.limits import SLICE_BLOCK
 
+from agora.core.sync_mode import ALL_EXACT, EXACT, MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, StepPlan
 from agora.state.layout import ANCHOR, VELOCITY
-from agora.step_kinds import ALL_EXACT, EXACT, MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, StepPlan
 from agora.train.stage_replica import StageReplica
 from tests.train.test_weight_versions import Bench
 

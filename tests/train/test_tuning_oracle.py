@@ -13,9 +13,9 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import BEGINS, SUPERVISED, WireTensor
 from transformers import PreTrainedModel
 
-from agora.metrics import METRIC_NAMES, add_sums, named_means
-from agora.stepping import SpanResult
-from agora.train.compute import Compute
+from agora.core.metrics import METRIC_NAMES, add_sums, named_means
+from agora.core.stepping import SpanResult
+from agora.train.device_worker import DeviceWorker
 from tests.model.tiny_models import CONFIGS, CONTEXT, make_model, manifest_of, save
 from tests.oracle import relative_difference
 from tests.train.support import microbatch_id, never_step, pipeline_of, tokens_of
@@ -67,7 +67,7 @@ def pair_batches(pairs: Sequence[Pair]) -> list[np.ndarray]:
 
 
 async def run_forwards(
-    pipeline: Sequence[Compute], number: int, tokens: WireTensor, purpose: str
+    pipeline: Sequence[DeviceWorker], number: int, tokens: WireTensor, purpose: str
 ) -> list[WireTensor | None]:
     """The boundaries that enter the stages' computes, of which the first is None."""
     boundaries: list[WireTensor | None] = [None]
@@ -77,7 +77,7 @@ async def run_forwards(
     return boundaries
 
 
-async def learn(pipeline: Sequence[Compute], number: int, batch: np.ndarray, kind: str) -> SpanResult:
+async def learn(pipeline: Sequence[DeviceWorker], number: int, batch: np.ndarray, kind: str) -> SpanResult:
     """One microbatch through the pipeline and back; for dpo the reference is asked before."""
     *inner, last = pipeline
     tokens, references = tokens_of(batch), ()
@@ -96,7 +96,7 @@ async def learn(pipeline: Sequence[Compute], number: int, batch: np.ndarray, kin
     return done
 
 
-async def adapter_of(pipeline: Sequence[Compute]) -> dict[str, np.ndarray]:
+async def adapter_of(pipeline: Sequence[DeviceWorker]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for compute in pipeline:
         for stage in compute.span.stages:
@@ -133,7 +133,7 @@ async def tune(
     return first, TrlRun(logs, adapters[0])
 
 
-async def step_together(pipelines: Sequence[Sequence[Compute]], step: int) -> None:
+async def step_together(pipelines: Sequence[Sequence[DeviceWorker]], step: int) -> None:
     """Every stage takes the step along the mean gradient of its replicas, weighted by their tokens."""
     for replicas in zip(*pipelines, strict=True):
         stage = replicas[0].span.first

@@ -12,12 +12,12 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
-from agora.clock import loop_time
+from agora.core.clock import loop_time
+from agora.core.sync_mode import ALL_EXACT
 from agora.model import family_of, stage_loss
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import AVERAGE, StageState
 from agora.state.transfer import StateFetch
-from agora.step_kinds import ALL_EXACT
 from agora.train.objectives import TokenBatch
 from agora.train.optimizer import average_decay
 from agora.train.span_trainer import SpanTrainer
@@ -174,12 +174,12 @@ def test_a_fetched_state_has_it_and_one_that_is_not_finite_is_an_offence() -> No
     async def whole() -> None:
         world = World()
         world.add("honest", state)
-        fetch = StateFetch(world, 0, state.layout, world.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, state.layout, world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         check_that_it_goes_on(await fetch.run(list(world.replicas), deadline=loop_time() + 30), stage)
         assert not world.offences
         liars = World()
         liars.add("liar", StageState(0, 123, 3, 0, state.layout, state.weights, {**state.moments, AVERAGE: spoiled}))
-        fetch = StateFetch(liars, 0, state.layout, liars.report_offence, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(liars, 0, state.layout, liars.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         with pytest.raises(Exception, match="not finite"):
             await fetch.run(list(liars.replicas), deadline=loop_time() + 30)
         assert len(liars.offences) == 1

@@ -12,8 +12,8 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import AveragingSection
 from torch import Tensor
 
+from agora.core.sync_mode import StepPlan
 from agora.state.layout import ANCHOR, VELOCITY
-from agora.step_kinds import StepPlan
 from agora.train.trained_stage import stage_layout
 from tests.train.test_weight_versions import Bench, same
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from agora.core.stepping import StepPolicy
 from agora.observe.events import StepTaken
-from agora.stepping import StepPolicy
 from agora.train.stage_replica import StageReplica
 from agora.train.weight_prediction import MAX_MEMORY_FRACTION, predicts_weights
 from tests.train.support import small_manifest

@@ -1,0 +1,1 @@
+"""Ground floor: clocks, threads, rates, the interface of a call, metrics."""

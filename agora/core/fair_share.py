@@ -1,0 +1,153 @@
+"""Decides how much each consumer may use of what this peer shares: work per second, slots, bytes. Deterministic.
+
+A consumer's prefix matters because anyone can create as many peer ids as they
+like, but not as many networks.
+
+| shared | rule | function |
+|---|---|---|
+| work per second | each consumer has a bucket that fills at a rate; a request takes its price out of it | RateLimiter |
+| slots, bytes | a fraction is free to all; each prefix may have an equal part, a peer one of that | may_acquire |
+| slots, all taken | a consumer with more than its part gives one up, the largest consumer first | largest_consumer |
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from agora_protocol.ids import PeerId
+
+# Maximum number of consumers whose buckets are remembered; the one that asked longest ago is forgotten first.
+MAX_CONSUMERS: Final = 16_384
+FREE_FRACTION: Final = 0.5  # the fraction of a capacity that any consumer may take, whichever consumers have the rest
+
+
+class Client(NamedTuple):
+    """A user of a part of what is shared: a peer, and the prefix of the address that it comes from ("" if unknown)."""
+
+    prefix: str
+    peer: PeerId
+
+
+@dataclass(slots=True)
+class WorkBucket:
+    """A token bucket: it holds at most `burst` tokens, and gains `rate` of them a second.
+
+    level: the tokens that it held at time `at`, in seconds.
+    """
+
+    rate: float
+    burst: float
+    level: float
+    at: float
+
+    def take(self, now: float, price: float) -> bool:
+        """Adds the tokens gained until `now`; takes `price` tokens, if it holds as many; returns whether it did."""
+        self.level = min(self.burst, self.level + self.rate * max(0.0, now - self.at))
+        self.at = max(self.at, now)
+        if price > self.level:
+            return False
+        self.level -= price
+        return True
+
+
+class RateLimiter:
+    """Limits the work per second of each consumer: keeps a token bucket for each, full at its first request.
+
+    Keeps at most MAX_CONSUMERS buckets: then the consumer that asked longest ago is forgotten, and would begin with a
+    full bucket again.
+    """
+
+    def __init__(self, rate: float, burst: float) -> None:
+        """rate: tokens that a bucket gains each second. burst: the most that it holds, and so the highest price."""
+        self.rate = rate
+        self.burst = burst
+        self._buckets: OrderedDict[Hashable, WorkBucket] = OrderedDict()
+
+    def take(self, consumer: Hashable, now: float, price: float = 1.0) -> bool:
+        """Takes `price` tokens out of the consumer's bucket if it has that many by `now`; returns whether it did."""
+        bucket = self._buckets.get(consumer)
+        if bucket is None:
+            bucket = self._buckets[consumer] = WorkBucket(self.rate, self.burst, self.burst, now)
+            if len(self._buckets) > MAX_CONSUMERS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(consumer)
+        return bucket.take(now, price)
+
+
+def may_acquire(
+    held: Mapping[Client, int], consumer: Client, capacity: int, size: int = 1, free: float = FREE_FRACTION
+) -> bool:
+    """Returns whether `consumer` may take `size` more of a `capacity` (of slots or bytes). held: what each has now.
+
+    | taken in all afterwards | which consumers may take it |
+    |---|---|
+    | at most free * capacity | all |
+    | more | a consumer that stays within its fair share, see fair_share_of, or that has nothing yet |
+    | more than the capacity | none |
+    """
+    taken = sum(held.values()) + size
+    own = held.get(consumer, 0)
+    if taken > capacity:
+        return False
+    return taken <= free * capacity or not own or own + size <= fair_share_of(held, consumer, capacity)
+
+
+def fair_share_of(held: Mapping[Client, int], consumer: Client, capacity: int) -> float:
+    """Returns capacity / number of prefixes / number of peers in the consumer's prefix: the consumer's fair share.
+
+    Counts only consumers that have something (held: what each has now), and `consumer` itself.
+    """
+    peers: dict[str, set[PeerId]] = {consumer.prefix: {consumer.peer}}
+    for other, count in held.items():
+        if count:
+            peers.setdefault(other.prefix, set()).add(other.peer)
+    return capacity / len(peers) / len(peers[consumer.prefix])
+
+
+def largest_consumer(held: Mapping[Client, int], newcomer: Client) -> Client | None:
+    """Returns which consumer should give up a slot for `newcomer`: the largest consumer of the prefix that holds most.
+
+    That prefix may be the newcomer's own. held: how many slots each consumer has now. Returns None if no consumer has
+    any, if the largest consumer is the newcomer itself, or if another prefix is chosen but the newcomer's holds as
+    much.
+    """
+    by_prefix: Counter[str] = Counter()
+    for consumer, count in held.items():
+        by_prefix[consumer.prefix] += count
+    if not by_prefix:
+        return None
+    prefix = max(by_prefix, key=lambda known: (by_prefix[known], known))
+    if by_prefix[newcomer.prefix] >= by_prefix[prefix] and prefix != newcomer.prefix:
+        return None
+    largest = max((h for h in held if h.prefix == prefix and held[h]), key=lambda h: (held[h], h.peer), default=None)
+    return None if largest is None or largest == newcomer else largest
+
+
+class SharedCapacity:
+    """A capacity of `limit` slots or bytes that consumers share: counts what each has (`held`); see may_acquire."""
+
+    def __init__(self, limit: int, max_fraction_each: float = 1.0) -> None:
+        """max_fraction_each: the fraction of the capacity that one consumer may have, even if no other wants any."""
+        self.limit = limit
+        self.held: Counter[Client] = Counter()
+        self._max_fraction_each = max_fraction_each
+
+    def acquire(self, consumer: Client, size: int = 1) -> bool:
+        """Takes `size` of the capacity for `consumer` if max_fraction_each and may_acquire allow; False if not.
+
+        If not, takes nothing.
+        """
+        exceeds_own_limit = self.held[consumer] + size > self._max_fraction_each * self.limit
+        if exceeds_own_limit or not may_acquire(self.held, consumer, self.limit, size):
+            return False
+        self.held[consumer] += size
+        return True
+
+    def release(self, consumer: Client, size: int = 1) -> None:
+        """Releases `size` of what the consumer has, or all of it if that is less."""
+        self.held[consumer] -= size
+        if self.held[consumer] <= 0:
+            del self.held[consumer]

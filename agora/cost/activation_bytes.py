@@ -1,0 +1,151 @@
+"""Computes how many bytes autograd keeps of a microbatch between forward and backward, layer by layer. Pure.
+
+The counts are of the tensors that torch's backward formulas need, checked against what autograd really saves.
+
+| value of a token              | copies kept                                                                          |
+|-------------------------------|--------------------------------------------------------------------------------------|
+| input of an RMSNorm           | 1; where its weight is trained also the input divided by its root mean square        |
+| input of a LayerNorm          | 1                                                                                    |
+| input of linear layers        | 1 in float32, which they share; in bf16 one for each, where its matrix or LoRA learns|
+| queries, keys, values         | 1 of each; with a mask, keys and values are repeated for every query head            |
+| output of attention           | 1, in bf16 one more                                                                  |
+| inner values, gated           | 3: gate, activation and up                                                           |
+| inner values, GPT-2's GELU    | 4                                                                                    |
+| eager attention               | also 2 for each pair of tokens and head                                              |
+
+In bf16, autocast also keeps a bf16 copy of each float32 matrix with the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from agora.cost.decoder_sizes import DecoderSizes, LinearSize
+
+FLOAT: Final = 4  # bytes of a float32 value
+HALF: Final = 2  # bytes of a bf16 value
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchSize:
+    """The size of a microbatch: `rows` of `context` tokens. has_segments: whether a row holds several sequences."""
+
+    rows: int
+    context: int
+    has_segments: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.context
+
+
+def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *, in_bf16: bool) -> float:
+    """Returns how many bytes the graph of decoder layer number `layer` keeps for a microbatch, by the module's table.
+
+    in_bf16: products are in bf16, as on a GPU; then autocast's bf16 copies of the layer's float32 matrices count too.
+    """
+    value = HALF if in_bf16 else FLOAT
+    per_token: float = FLOAT * _norm_values(sizes, layer) + value * (
+        _linear_inputs(sizes, in_bf16) + _inner_values(sizes)
+    )
+    has_mask = layer in sizes.masked_layers or batch.has_segments
+    per_token += value * _attention_values(sizes, has_mask, in_bf16) + _dropout_bytes(sizes, value)
+    per_token += value * sizes.lora_rank * sum(sizes.has_lora(linear) for linear in sizes.linears)
+    pairs = _attention_pairs(sizes, has_mask, batch, value)
+    return batch.tokens * per_token + pairs + _weight_copies(sizes, layer, in_bf16)
+
+
+def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
+    """Returns how many bytes the graphs of the final norm and the head keep for a microbatch, without the loss.
+
+    in_bf16: products are in bf16; then autocast's bf16 copy of a head in float32 counts too.
+    """
+    value = HALF if in_bf16 else FLOAT
+    capped = value * sizes.vocabulary if sizes.caps_logits else 0
+    head_input = value * sizes.width if sizes.frozen_as is None else 0
+    copied = HALF * sizes.vocabulary * sizes.width if in_bf16 and sizes.frozen_as in (None, "float32") else 0
+    return batch.tokens * (FLOAT * sizes.width * _norm_copies(sizes) + head_input + capped) + copied
+
+
+def loss_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
+    """Returns how many bytes logits, log-probabilities and the logits' gradient take together around the loss.
+
+    in_bf16: the head's product is in bf16; then two bf16 copies of the logits' size count too.
+    """
+    copies = 3 * FLOAT + (2 * HALF if in_bf16 else 0)
+    return batch.tokens * sizes.vocabulary * copies
+
+
+def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
+    """Returns the maximum number of bytes that a layer's backward pass takes in addition to its graph.
+
+    These are the gradients of its widest values and of the stream and, where frozen matrices are kept in fewer bits
+    than float32, the largest of them dequantised.
+    """
+    value = HALF if in_bf16 else FLOAT
+    widest = max(2 * sizes.inner_width, 3 * sizes.query_width)
+    gradients = batch.tokens * (value * widest + 2 * FLOAT * sizes.width)
+    whole = (
+        0 if sizes.frozen_as in (None, "float32") else max(linear.inputs * linear.outputs for linear in sizes.linears)
+    )
+    return gradients + value * whole
+
+
+def _norm_copies(sizes: DecoderSizes) -> int:
+    # Returns how many copies of a norm's input its graph keeps: 2 for a trained RMSNorm, otherwise 1.
+    return 2 if sizes.frozen_as is None and sizes.norm_vectors == 1 else 1
+
+
+def _norm_values(sizes: DecoderSizes, layer: int) -> int:
+    of_heads = sizes.query_width + sizes.key_value_width if sizes.head_norms else 0
+    needless = sizes.width if layer == 0 and sizes.frozen_as is not None else 0
+    return _norm_copies(sizes) * (sizes.norms * sizes.width + of_heads) - needless
+
+
+def _needs_input(sizes: DecoderSizes, linear: LinearSize) -> bool:
+    return sizes.frozen_as is None or sizes.has_lora(linear)
+
+
+def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
+    values = 0
+    for kind, group in groupby(sizes.linears, key=lambda linear: linear.input_kind):
+        learning = [linear for linear in group if _needs_input(sizes, linear)]
+        if learning and (kind != "attended" or in_bf16 or sizes.copies_attended):
+            values += learning[0].inputs * (len(learning) if in_bf16 and kind in ("attention", "feed-forward") else 1)
+    return values
+
+
+def _inner_values(sizes: DecoderSizes) -> int:
+    return (3 if sizes.is_gated else 4) * sizes.inner_width
+
+
+def _attention_values(sizes: DecoderSizes, has_mask: bool, in_bf16: bool) -> float:
+    shared = sizes.query_width if sizes.is_attention_eager or has_mask else sizes.key_value_width
+    return 2 * sizes.query_width + 2 * shared + (0 if sizes.is_attention_eager else sizes.heads * (2 if in_bf16 else 1))
+
+
+def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize, value: int) -> float:
+    # A mask is one for each row where rows have segments, otherwise one for all rows; 0 without a mask. value: bytes of
+    # one value.
+    pairs = batch.context**2
+    if sizes.is_attention_eager:
+        return 2.0 * value * batch.rows * sizes.heads * pairs
+    if batch.has_segments:
+        return float(value * batch.rows * pairs)
+    return float(value * pairs) if has_mask else 0.0
+
+
+def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
+    if not sizes.dropout:
+        return 0.0
+    return sum(linear.inputs * (value + 1) for linear in sizes.linears if sizes.has_lora(linear))
+
+
+def _weight_copies(sizes: DecoderSizes, layer: int, in_bf16: bool) -> float:
+    if not in_bf16:
+        return 0.0
+    matrices = sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)
+    lora = sizes.lora_rank * sum(lin.inputs + lin.outputs for lin in sizes.linears if sizes.has_lora(lin))
+    return HALF * ((matrices if sizes.frozen_as in (None, "float32") else 0) + lora)

@@ -1,0 +1,233 @@
+"""What stages cost a machine: floating-point operations, bytes held, bytes sent; and the resulting rates. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, Literal
+
+from agora_protocol.ids import Span
+
+from agora.cost.machine import Machine
+
+Activations = Literal["keep", "recompute", "layers"]
+# From the fewest operations and most memory to the reverse.
+ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
+# How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it.
+FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
+# What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0.
+Limit = Literal["compute", "upload", "download", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage costs the machine that holds it.
+
+    forward_flops, backward_flops: for each microbatch; backward_flops does not contain recomputed forward passes.
+    head_flops: the part of forward_flops after the last layer.
+    frozen_bytes: of weights that never change, in the format in which they are kept.
+    trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them.
+    version_bytes: of a second version of the weights, needed where graphs are kept while steps are taken.
+    optimizer_bytes: of moments and of the moving average, which may be in host memory.
+    kept_bytes: of the autograd graph of all layers for one microbatch.
+    peak_bytes: in addition to all of the above, the most that a forward and a backward pass take temporarily.
+    layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where the graph of one layer is kept at a
+        time.
+    state_bytes: what a newcomer fetches before it can begin.
+    trained_values: for how many values replicas average the gradients.
+    """
+
+    forward_flops: float
+    backward_flops: float
+    frozen_bytes: float = 0.0
+    trained_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    state_bytes: float = 0.0
+    head_flops: float = 0.0
+    version_bytes: float = 0.0
+    layer_inputs_bytes: float = 0.0
+    layer_peak_bytes: float = 0.0
+    trained_values: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """The bytes that training a span takes: on the device, and in addition in host memory. Immutable."""
+
+    device: float
+    host: float = 0.0
+
+    def fits(self, machine: Machine) -> bool:
+        """Returns whether the memory of `machine`, and its host memory, are each at least as large."""
+        return self.device <= machine.memory and self.host <= machine.host_memory
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRate:
+    """How many microbatches per second a machine does at a span, and what bounds that number.
+
+    microbatches: per second; 0, with the limit "memory", where the span does not fit. activations: how the machine
+    keeps graphs, see the module's table. in_host: whether its optimizer state is in host memory.
+    """
+
+    microbatches: float
+    limit: Limit
+    activations: Activations = "recompute"
+    in_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMode:
+    """One way to train a span: how graphs are kept, and whether optimizer state is in host memory.
+
+    flops: floating-point operations per microbatch, recomputed forward passes included. need: the memory that must be
+    available; it may be more than the mode fills, see RunCost.training_modes.
+    """
+
+    activations: Activations
+    in_host: bool
+    flops: float
+    need: MemoryNeed
+
+
+class RunCost:
+    """The costs of all stages of a run, and of what two peers send each other; computes the costs of spans of stages.
+
+    forward_bytes, backward_bytes: of one microbatch's boundary, and of the boundary's gradient.
+    tokens: of one microbatch.
+    in_flight: how many microbatches a peer holds between forward and backward.
+    activations: how all peers keep graphs; with None each peer chooses the fastest way that fits its memory, its graphs
+        taking at most half of what is free, as daemons do.
+    can_offload: optimizer state may be in host memory.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageCost],
+        *,
+        forward_bytes: float,
+        backward_bytes: float,
+        tokens: int,
+        in_flight: int,
+        activations: Activations | None = "recompute",
+        can_offload: bool = True,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.forward_bytes = forward_bytes
+        self.backward_bytes = backward_bytes
+        self.tokens = tokens
+        self.in_flight = in_flight
+        self.activations = activations
+        self.activation_choices: tuple[Activations, ...] = ALL_ACTIVATIONS if activations is None else (activations,)
+        self._offloads = (False, True) if can_offload else (False,)
+        self._layer_flops = _prefix_sums(stage.forward_flops - stage.head_flops for stage in self.stages)
+        self._flops_once = _prefix_sums(stage.forward_flops + stage.backward_flops for stage in self.stages)
+        self._version_bytes = _prefix_sums(stage.version_bytes for stage in self.stages)
+        self._layer_inputs_bytes = _prefix_sums(stage.layer_inputs_bytes for stage in self.stages)
+        self._weight_bytes = _prefix_sums(s.frozen_bytes + s.trained_bytes for s in self.stages)
+        self._optimizer_bytes = _prefix_sums(stage.optimizer_bytes for stage in self.stages)
+        self._kept_bytes = _prefix_sums(stage.kept_bytes for stage in self.stages)
+
+    @property
+    def stage_count(self) -> int:
+        return len(self.stages)
+
+    def flops(self, span: Span, activations: Activations | None = None) -> float:
+        """Returns the floating-point operations of one microbatch in the stages of `span`, forward and backward.
+
+        Recomputed forward passes count too; how often layers are recomputed is in the module's table, the head never
+        is. activations: None means the one with the fewest operations that peers may choose.
+        """
+        repeats = FORWARDS[activations or self.activation_choices[0]][self._has_last_stage(span)] - 1
+        return _sum_over(self._flops_once, span) + repeats * _sum_over(self._layer_flops, span)
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        flops = [self.flops(Span(stage, stage)) for stage in range(self.stage_count)]
+        mean = sum(flops) / self.stage_count
+        return tuple(amount / mean for amount in flops)
+
+    def upload_bytes(self, span: Span) -> float:
+        """Returns how many bytes a holder of `span` sends for each microbatch: a boundary on, a gradient back.
+
+        A span with the first stage sends no gradient, one with the last stage no boundary.
+        """
+        return self._boundary_bytes(span, self.forward_bytes, self.backward_bytes)
+
+    def download_bytes(self, span: Span) -> float:
+        """Returns how many bytes a holder of `span` receives for each microbatch: a boundary, later a gradient.
+
+        A span with the first stage receives no boundary, one with the last stage no gradient.
+        """
+        return self._boundary_bytes(span, self.backward_bytes, self.forward_bytes)
+
+    def memory(self, span: Span, activations: Activations | None = None, *, in_host: bool = False) -> MemoryNeed:
+        """Returns how many bytes training `span` takes, boundaries of all microbatches in flight included.
+
+        activations: None means the one with the least memory that peers may choose. in_host: optimizer state counts as
+        host memory, otherwise as device memory.
+        """
+        chosen = activations or self.activation_choices[-1]
+        stages = self.stages[span.first : span.last + 1]
+        device = _sum_over(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)
+        if chosen == "layers":
+            device += _sum_over(self._layer_inputs_bytes, span) + max(stage.layer_peak_bytes for stage in stages)
+        else:
+            device += self._autograd_graph_bytes(span, chosen) + max(stage.peak_bytes for stage in stages)
+        optimizer = _sum_over(self._optimizer_bytes, span)
+        return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
+
+    def training_modes(self, span: Span) -> Iterator[TrainingMode]:
+        """Yields the ways to train `span` that peers may choose: fewest operations first, then state on the device.
+
+        Where peers choose for themselves, the need of "keep" and "recompute" counts the graphs twice, since daemons let
+        graphs fill only half of the free memory. With optimizer state in host memory only if the run can offload it.
+        """
+        for activations in self.activation_choices:
+            counts_twice = self.activations is None and activations != "layers"
+            reserve = self._autograd_graph_bytes(span, activations) if counts_twice else 0.0
+            for in_host in self._offloads:
+                need = self.memory(span, activations, in_host=in_host)
+                need = MemoryNeed(need.device + reserve, need.host)
+                yield TrainingMode(activations, in_host, self.flops(span, activations), need)
+
+    def rate(self, machine: Machine, span: Span) -> SpanRate:
+        """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download) in seconds per microbatch.
+
+        The longest of the three is the rate's limit. The training mode is the first of `training_modes` that fits the
+        machine; if none does, the rate is 0 and the limit "memory". Assumes that sending, receiving and computing
+        overlap, since many microbatches are in flight.
+        """
+        mode = next((mode for mode in self.training_modes(span) if mode.need.fits(machine)), None)
+        if mode is None:
+            return SpanRate(0.0, "memory")
+        seconds: dict[Limit, float] = {
+            "compute": mode.flops / machine.flops,
+            "upload": self.upload_bytes(span) / machine.upload,
+            "download": self.download_bytes(span) / machine.download,
+        }
+        limit = max(seconds, key=lambda name: seconds[name])
+        return SpanRate(1.0 / seconds[limit], limit, mode.activations, mode.in_host)
+
+    def _has_last_stage(self, span: Span) -> bool:
+        return span.last == self.stage_count - 1
+
+    def _autograd_graph_bytes(self, span: Span, activations: Activations) -> float:
+        kept = _sum_over(self._kept_bytes, span)
+        if activations == "keep" and not self._has_last_stage(span):
+            return self.in_flight * kept + _sum_over(self._version_bytes, span)
+        return kept
+
+    def _boundary_bytes(self, span: Span, at_end: float, at_start: float) -> float:
+        return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
+
+
+def _prefix_sums(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
+
+
+def _sum_over(sums: Sequence[float], span: Span) -> float:
+    return sums[span.last + 1] - sums[span.first]

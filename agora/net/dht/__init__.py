@@ -1,0 +1,1 @@
+"""The directory of signed records: storage, search, and a reader without a daemon."""

@@ -1,0 +1,1 @@
+"""Reachability: addresses, dialling, relays, hole punching."""

@@ -1,0 +1,1 @@
+"""The libp2p process and its streams. Nothing else knows hivemind."""

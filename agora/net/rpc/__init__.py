@@ -1,0 +1,1 @@
+"""Calls between peers: frames, connections, admission, budgets."""

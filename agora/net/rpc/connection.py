@@ -1,0 +1,372 @@
+"""One stream between two peers, from HELLO to GOODBYE, and the calls that both sides have open on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from agora_protocol import refusals
+from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, Refused
+from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES
+from agora_protocol.message_base import Message
+from agora_protocol.messages import ANSWER_OF, GetManifest, GetStatus, Hello, Ping, Pong, Refusal, ShareRevocations
+from agora_protocol.tensors import WireTensor
+from agora_protocol.tickets import MEMBER
+
+from agora.core.calls import OnProgress, Reply
+from agora.core.clock import boot_time, loop_time
+from agora.core.fair_share import Client
+from agora.core.moving_average import MovingAverage
+from agora.net.p2pd.streams import Frame, FrameStream, PayloadAction
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import CallServices, IncomingCalls
+from agora.net.rpc.liveness import LivenessCheck, Verdict
+from agora.net.rpc.network_errors import ConnectionBroken
+from agora.net.rpc.stall_detector import StallDetector
+
+READER_REQUESTS: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of a reader
+LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
+LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
+GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, which loses what this side has not sent yet
+ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.round_trip
+
+
+class ConnectionOwner(CallServices, Protocol):
+    """Protocol: what a connection needs of its Network, besides what IncomingCalls needs."""
+
+    gate: Gate  # makes this peer's HELLO, and judges the other's
+    report_protocol_error: Callable[[PeerId, ProtocolError], None]  # called when a peer broke the protocol
+    suspended_s: Callable[[PeerId], float]  # returns for how many more seconds a peer is not answered
+
+    def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
+        """Called when both sides have sent HELLO. addresses: those that the peer announces for dials."""
+
+    def on_gone(self, connection: Connection) -> None:
+        """Called once, when the connection has broken or ended, even if `start` has not returned yet."""
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A call made here and not yet answered. request_type decides which messages answer it."""
+
+    reply: asyncio.Future[Reply]
+    request_type: type[Message]
+    on_progress: OnProgress | None
+
+
+class Connection:
+    """One connection: exchanges HELLO with a peer on one stream, then carries the calls of both sides on it.
+
+    Lives until the stream breaks, either side ends the connection, or the peer is silent or stalls for too long. All
+    open calls then fail, and `broken` holds the error. stream: opened, but not attached yet.
+    """
+
+    def __init__(
+        self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, is_initiator: bool, path: str
+    ) -> None:
+        """is_initiator: this side opened the stream. path: "direct", "punched" or "relayed"."""
+        self.peer = peer
+        self.is_initiator = is_initiator
+        self.path = path
+        self.stream = stream
+        self.broken: AgoraError | None = None
+        self._owner = owner
+        self._limits = owner.limits
+        self.role: str | None = None  # the role given by the gate; None until the peer's HELLO has come
+        self.proof = b""  # the proof in its HELLO
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._peer_leaves = False
+        self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
+        self.boot_unix: float | None = None  # unix time when this machine's boot_time was 0, as the peer's clock has it
+        self._liveness = LivenessCheck(self._limits.ping_after_s, self._limits.pong_within_s, loop_time())
+        self._incoming_watch, self._outgoing_watch = StallDetector(), StallDetector()
+        self._next_call = 1 if is_initiator else 2
+        self._open: dict[int, _OpenCall] = {}
+        self._slots = asyncio.Semaphore(min(self._limits.max_calls, MAX_CALLS_PER_CONNECTION))
+        self._unanswered_calls = 0  # made here, not counting pings
+        self.incoming = IncomingCalls(owner, stream, peer, self._close_when_idle)
+
+    # --- from HELLO to GOODBYE
+
+    async def start(self) -> None:
+        """Exchanges HELLOs: this side's comes first if it opened the stream, else once the peer is admitted.
+
+        Raises NotAdmitted, WrongRun or ProtocolError "wrong-version" if the gate does not admit the peer, and the error
+        in the peer's GOODBYE if it sends one instead. Raises ConnectionBroken when the stream ends, when no HELLO comes
+        within `hello_s`, and when the HELLO breaks the protocol, for example with a malformed proof.
+        """
+        self.stream.attach(self)
+        if self.is_initiator:
+            self._say_hello()
+        try:
+            async with asyncio.timeout(self._limits.hello_s):
+                await self._ready
+        except TimeoutError:
+            reason = f"no HELLO came within {self._limits.hello_s:g} s"
+            self.abort(reason)
+            raise ConnectionBroken(reason) from None
+
+    @property
+    def is_usable(self) -> bool:
+        has_numbers = self._next_call <= LAST_CALL - 2
+        return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
+
+    @property
+    def consumer(self) -> Client:
+        return Client(self.stream.address_prefix, self.peer)
+
+    @property
+    def is_reader(self) -> bool:
+        return self.role != MEMBER
+
+    def close(self, error: AgoraError, reason: str) -> None:
+        """Queues a GOODBYE with `error`, closes the stream once it is sent; calls made here raise ConnectionBroken."""
+        self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusals.refusal_to_wire(error)))
+        self.stream.close()
+        self.on_lost(reason)
+
+    def abort(self, reason: str) -> None:
+        """Aborts the stream without GOODBYE; calls made here raise ConnectionBroken. No-op if broken already."""
+        if self.broken is None:
+            self.on_lost(reason)
+            self.stream.abort()
+
+    def on_lost(self, reason: str) -> None:
+        """Marks the connection as broken, unless it is: `start` and every open call raise ConnectionBroken(reason)."""
+        self._mark_broken(ConnectionBroken(reason))
+
+    def _mark_broken(self, error: AgoraError, handshake_error: AgoraError | None = None) -> None:
+        if self.broken is not None:
+            return
+        self.broken = error
+        if not self._ready.done():
+            self._ready.set_exception(handshake_error or error)
+            self._ready.exception()
+        for number in list(self._open):
+            self._settle(number, error)
+        self.incoming.on_lost()
+        self._owner.on_gone(self)
+
+    def _close_when_idle(self) -> None:
+        if self._peer_leaves and not self._unanswered_calls and not len(self.incoming):
+            self.abort("the peer is leaving")
+
+    # --- calls of this side, and whether the peer is still there
+
+    async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
+        """Has `count_sent` count the request, sends it once fewer than `max_calls` are open; the rest: see `_ask`."""
+        self._owner.count_sent(request, tensors)
+        async with self._slots:
+            self._unanswered_calls += 1
+            try:
+                return await self._ask(request, tensors, on_progress)
+            finally:
+                self._unanswered_calls -= 1
+                self._close_when_idle()
+
+    async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
+        # When cancelled, drops a request that is still queued, otherwise sends CANCEL if no reply has come.
+        if self.broken is not None:
+            raise self.broken
+        number, self._next_call = self._next_call, self._next_call + 2
+        call = _OpenCall(asyncio.get_running_loop().create_future(), type(request), on_progress)
+        buffers = encode_frame(FrameType.REQUEST, number, request, tensors)
+        self._open[number] = call
+        is_sent = False
+        try:
+            await self.stream.send(buffers, number)
+            is_sent = True
+            return await call.reply
+        except asyncio.CancelledError:
+            is_answered = call.reply.done() and not call.reply.cancelled()
+            if is_sent and not is_answered and not self.stream.withdraw(number):
+                self.stream.enqueue(encode_frame(FrameType.CANCEL, number, None))
+            raise
+        finally:
+            del self._open[number]
+
+    async def ping(self) -> None:
+        """Sends a Ping and awaits its Pong, which updates `round_trip` and, if it has a time, `boot_unix`.
+
+        Changes nothing when the peer refuses, the connection breaks, or no Pong comes in ping_after_s + pong_within_s.
+        """
+        started = boot_time()  # uvloop's clock has only millisecond resolution
+        try:
+            async with asyncio.timeout(self._limits.ping_after_s + self._limits.pong_within_s):
+                reply = await self._ask(Ping(), (), None)
+        except (AgoraError, TimeoutError):
+            return
+        took_s = boot_time() - started
+        self.round_trip = self.round_trip.with_sample(took_s)
+        if isinstance(reply.message, Pong) and reply.message.unix:  # the Pong was sent half a round trip ago
+            self.boot_unix = reply.message.unix - (started + took_s / 2)
+
+    def tick(self, now: float) -> None:
+        """Called twice a second: pings a peer that owes an answer and is silent; aborts if it stays silent.
+
+        Also pings while a long payload is being received, so that its sender gets a sign of life; aborts when a
+        payload, or the peer's reading of what this side sends, stalls. Does nothing before the peer's HELLO.
+        """
+        if self.role is None or self.broken is not None:
+            return
+        if why := self._find_stall(now):
+            self.abort(why)
+            return
+        stream = self.stream
+        spawn = self._owner.spawn
+        if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.ping_after_s / 2:
+            spawn(self.ping())  # on a slow link the payload's sender may receive nothing else for long
+        verdict = self._liveness.decide(
+            now,
+            owed=self._unanswered_calls > 0 and not stream.is_waiting,
+            heard_at=stream.last_heard,
+            flushed=stream.bytes_out - stream.unsent,
+            backlog=stream.backlog,
+        )
+        if verdict is Verdict.PING:
+            spawn(self.ping())
+        elif verdict is Verdict.GONE:
+            self.abort(f"the peer has been silent for {now - self._liveness.alive_at:.0f} s")
+
+    def _find_stall(self, now: float) -> str:
+        stream = self.stream
+        budget = self._owner.budget
+        is_reading = stream.is_mid_payload and not stream.is_waiting
+        if self._incoming_watch.is_stalled(now, stream.bytes_in, under_way=is_reading, pressed=budget.is_pressed):
+            return "a payload that it began did not go on"
+        flushed = stream.bytes_out - stream.unsent
+        if self._outgoing_watch.is_stalled(now, flushed, under_way=stream.backlog > 0, pressed=False):
+            return "the peer reads nothing of what it has asked for"
+        return ""
+
+    # --- what arrives
+
+    def on_prefix(self, prefix: Prefix) -> None:
+        """Raises ProtocolError for a prefix whose frame comes before HELLO (GOODBYE may), or has too long a header.
+
+        A header may exceed MAX_HEADER_BYTES only in a frame of an open call whose request is in LONG_ANSWERS.
+        """
+        if self.role is None and prefix.type not in (FrameType.HELLO, FrameType.GOODBYE):
+            raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
+        call = self._open.get(prefix.call)
+        if prefix.header_bytes > MAX_HEADER_BYTES and not (call and call.request_type in LONG_ANSWERS):
+            raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes that nobody asked for.")
+
+    def on_header(self, prefix: Prefix, message: Message | None) -> PayloadAction:
+        """Decides whether a frame's payload is read: `incoming` decides for a request; an answer's if its call is open.
+
+        Reserves memory for an answer. Refuses requests that a reader must not make, and every request of a suspended
+        peer. Raises ProtocolError for a call number of the wrong side or never used, or an answer of the wrong type.
+        """
+        if prefix.type in (FrameType.REQUEST, FrameType.CANCEL) and self._is_own(prefix.call):
+            raise ProtocolError("out-of-order", f"A {prefix.type.name} of call {prefix.call}, which is not the peer's.")
+        if prefix.type is FrameType.REQUEST:
+            refusal = None
+            if self.is_reader and not isinstance(message, READER_REQUESTS):
+                refusal = NotAdmitted("A reader may only ask for the manifest and the status.")
+            elif self._owner.suspended_s(self.peer) > 0:
+                refusal = NotAdmitted("This peer answers nothing to you for now; ask another.")
+            return self.incoming.on_request_header(prefix, message, refusal)
+        if prefix.type is FrameType.ANSWER:
+            call = self._find_open(prefix.call)
+            if call is None:
+                return PayloadAction.DROP
+            if not isinstance(message, ANSWER_OF[call.request_type]):
+                request = call.request_type.__name__
+                raise ProtocolError("bad-message", f"{type(message).__name__} is not an answer to {request}.")
+            self.incoming.payloads.reserve(prefix.payload_bytes)
+        return PayloadAction.TAKE
+
+    def on_frame(self, frame: Frame) -> None:
+        """Gives a peer's request or CANCEL to `incoming`, ends or advances a call made here, handles HELLO and GOODBYE.
+
+        Releases an answer's reserved memory. Calls on_progress later in the event loop. May raise ProtocolError.
+        """
+        message: Any = frame.message  # its class was checked with the header
+        payloads = self.incoming.payloads
+        match frame.type:
+            case FrameType.REQUEST:
+                self.incoming.on_request(frame, message)
+            case FrameType.ANSWER:
+                payloads.release(payloads.take_arrived())  # others may go on immediately, and end this connection
+                tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
+                self._settle(frame.call, Reply(message, tensors))
+            case FrameType.PROGRESS:
+                call = self._find_open(frame.call)
+                if call is not None and call.on_progress is not None:
+                    asyncio.get_running_loop().call_soon(call.on_progress, message)  # outside the read callback
+            case FrameType.REFUSAL:
+                self._settle(frame.call, refusals.refusal_from_wire(message))
+            case FrameType.CANCEL:
+                self.incoming.on_cancel(frame.call)
+            case FrameType.HELLO:
+                self._on_hello(message)
+            case FrameType.GOODBYE:
+                self._on_goodbye(message)
+
+    def on_protocol_error(self, error: ProtocolError, prefix: Prefix | None) -> None:
+        """Refuses the request if one broke the protocol; ends the connection with GOODBYE and notifies the owner."""
+        if prefix is not None and prefix.type is FrameType.REQUEST and not self._is_own(prefix.call):
+            self.incoming.refuse(prefix.call, error)
+        self.close(error, f"the peer broke the protocol ({error.code}): {error}")
+        self._owner.report_protocol_error(self.peer, error)
+
+    def _is_own(self, number: int) -> bool:
+        return number % 2 == self._next_call % 2
+
+    def _find_open(self, number: int) -> _OpenCall | None:
+        # Raises ProtocolError if it was never made.
+        if number not in self._open and (not self._is_own(number) or number >= self._next_call):
+            raise ProtocolError("out-of-order", f"A frame answers call {number}, which was never made.")
+        return self._open.get(number)
+
+    def _settle(self, number: int, result: Reply | AgoraError) -> None:
+        # ProtocolError if it was never made.
+        call = self._find_open(number)
+        if call is None or call.reply.done():
+            return
+        if isinstance(result, AgoraError):
+            call.reply.set_exception(result)
+            call.reply.exception()  # its caller may have left without retrieving it
+        else:
+            call.reply.set_result(result)
+
+    def _say_hello(self) -> None:
+        self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.gate.hello_to(self.peer)))
+
+    def _on_hello(self, hello: Hello) -> None:
+        # Sets the peer's role and proof and lets `start` return if the gate admits it; otherwise ends with GOODBYE.
+        if self.role is not None:
+            raise ProtocolError("out-of-order", "A second HELLO.")
+        try:
+            self.role = self._owner.gate.admit(self.peer, hello)
+            self.proof = hello.proof
+        except AgoraError as error:
+            if isinstance(error, ProtocolError) and error.code != "wrong-version":
+                raise
+            self._mark_broken(error)
+            self.close(error, str(error))
+            return
+        if not self.is_initiator:
+            self._say_hello()
+        self._owner.on_ready(self, hello.addresses)
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    def _on_goodbye(self, refusal: Refusal | None) -> None:
+        # Ends the connection: immediately if the GOODBYE carries a refusal, otherwise once no call is open. With a
+        # refusal all calls fail: with the refusal itself if the peer rejects this one or its version, otherwise with
+        # ConnectionBroken; `start` raises the refusal.
+        if refusal is None:
+            self._peer_leaves = True
+            self._close_when_idle()
+            return
+        error = refusals.refusal_from_wire(refusal)
+        is_unwanted = isinstance(error, Refused) or error.code == "wrong-version"
+        ended = ConnectionBroken(f"the peer ended the connection ({error.code}): {error}")
+        self._mark_broken(error if is_unwanted else ended, handshake_error=error)
+        asyncio.get_running_loop().call_later(GOODBYE_S, self.stream.abort)

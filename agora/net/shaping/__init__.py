@@ -1,0 +1,1 @@
+"""Emulated links and the owner's rate limits."""

@@ -1,0 +1,1 @@
+"""What a running daemon is asked on its socket, and answers."""

@@ -1,0 +1,225 @@
+"""The questions that the control socket answers, each by its name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from agora_protocol.errors import InputError, LocalError
+from agora_protocol.ids import Span
+
+from agora.core.clock import loop_time
+from agora.core.metrics import named_means
+from agora.node.control.control_socket import Answer, Question
+from agora.node.control.node_report import report_json, status_json
+from agora.node.peer import admission_files
+from agora.state.collector import COLLECT_S
+from agora.state.files import replace_tensors
+
+if TYPE_CHECKING:
+    from agora.node.peer.run_admission import RunAdmission
+    from agora.node.process.lifecycle import Daemon
+
+DRAIN_S = 90.0  # seconds that `drain` waits for open microbatches
+EVALUATE_S = 300.0  # seconds within which the answers of an evaluation must be back
+EVALUATE_BATCHES = 16  # maximum number of held-out batches of an evaluation, unless the question says another
+MAX_EVALUATE_BATCHES = 4096
+MOVE_S = 3600.0  # seconds that a move may take, including the fetch of the new stages' state
+
+
+def questions_of(daemon: Daemon) -> Mapping[str, Question]:
+    """Returns all questions that the daemon's control socket answers: by name, method, its arguments and deadline."""
+    answers = ControlApi(daemon)
+    return {
+        "status": Question(answers.status, {}),
+        "report": Question(answers.report, {}),
+        "invite": Question(answers.invite, {}),
+        "pause": Question(answers.pause, {}),
+        "resume": Question(answers.resume, {}),
+        "leave": Question(answers.leave, {}),
+        "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_S),
+        "ban": Question(answers.ban, {"peer": str}),
+        "revoke": Question(answers.revoke, {"revocation": str}),
+        "link": Question(answers.link, {"rate": str}),
+        "drain": Question(answers.drain, {}, deadline_s=DRAIN_S + 5.0),
+        "refill": Question(answers.refill, {}),
+        "weights": Question(answers.weights, {"average": bool}, deadline_s=60.0),
+        "collect": Question(answers.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
+        "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_S + 5.0),
+    }
+
+
+class ControlApi:
+    """Answers the control socket's questions about one daemon: each method returns its answer, or raises an AgoraError.
+
+    An answer is a dict for JSON; its field "text", if any, is a sentence to print. Methods about the span raise
+    LocalError while none is held.
+    """
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    async def status(self) -> Answer:
+        """Returns the swarm as this daemon sees it: what `swarm status --json` prints."""
+        return status_json(self._daemon.take_node_report())
+
+    async def report(self) -> Answer:
+        """Returns what this daemon has counted, and the state of its span; see report_json."""
+        return report_json(self._daemon.take_node_report())
+
+    async def invite(self) -> Answer:
+        """Returns {"invite": text of an invite}, with addresses of this peer and of some others of the run.
+
+        Raises LocalError before this peer's run and addresses are known.
+        """
+        return {"invite": str(self._daemon.invite())}
+
+    async def pause(self) -> Answer:
+        """Pauses the daemon until `resume`, even after a restart; answers immediately.
+
+        Within 10 s the daemon has ended its work and closed everything but its control socket.
+        """
+        self._daemon.pause.pause()
+        text = "paused: it finishes what it holds, withdraws its claim and closes all connections within 10 s"
+        return {"text": f"{text}. It stays so after a restart; go on with `agora-node resume`."}
+
+    async def resume(self) -> Answer:
+        """Ends the owner's pause; answers immediately. The daemon joins the run again unless outside its hours."""
+        reason = self._daemon.pause.resume()
+        return {"text": f"resumed, but it is {reason}." if reason else "resumed: it joins again."}
+
+    async def leave(self) -> Answer:
+        """Makes the daemon leave the run and end; answers immediately. The daemon is gone within 10 s."""
+        self._daemon.leave_reason = "asked to leave by its owner"
+        self._daemon.stop.set()
+        return {"text": "leaving: it finishes what it holds and is gone within 10 s."}
+
+    async def move(self, stages: str = "") -> Answer:
+        """Moves the daemon to `stages` ("A-B"); once it serves them, returns them and the seconds that it took.
+
+        Raises InputError for malformed stages and for stages beyond the last, LocalError while the daemon holds no
+        stages, moves, leaves or is paused, or if it holds these stages already; the error of the loading if that fails.
+        """
+        wanted = Span.parse(stages)
+        began = loop_time()
+        former = self._daemon.serving_span().span
+        await self._daemon.move(wanted)
+        seconds = loop_time() - began
+        text = f"moved from stages {former} to stages {wanted} in {seconds:.1f} s; it serves them."
+        return {"span": [wanted.first, wanted.last], "seconds": round(seconds, 3), "text": text}
+
+    async def ban(self, peer: str = "") -> Answer:
+        """Bans a peer from this machine, in every run of this data directory, until its line in banned.txt is removed.
+
+        Adds that line, and ends the connection. A paused daemon has no connections: it only adds the line, and reads
+        banned.txt when it joins again. Raises InputError for what is not a peer id, DiskError when banned.txt cannot be
+        written; LocalError while the daemon starts, and then adds nothing.
+        """
+        is_closed = self._daemon.local_peer is None and self._daemon.pause.reason
+        admission = None if is_closed else self._require_admission()
+        banned = admission_files.add_banned(self._daemon.startup.home, peer)
+        if admission is not None:
+            admission.ban_here(banned)
+        return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}
+
+    async def revoke(self, revocation: str = "") -> Answer:
+        """Enforces a sealed revocation, in hex, and sends it to all neighbours; returns {"new": 1}, or 0 if known.
+
+        Raises InputError for malformed hex or an invalid revocation, LocalError while the daemon starts or is paused.
+        """
+        try:
+            new, refused = self._require_admission().take_revocations([bytes.fromhex(revocation)])
+        except ValueError:
+            raise InputError("A revocation is hex, as `swarm ban` sends it.") from None
+        if refused:
+            raise InputError("The revocation does not count; it must be signed by the run's founder or a delegate.")
+        return {"new": new}
+
+    def _require_admission(self) -> RunAdmission:
+        if self._daemon.local_peer is None:
+            raise LocalError(f"this daemon is {self._daemon.describe_state()}; ask again when it serves")
+        return self._daemon.local_peer.admission
+
+    async def link(self, rate: str = "") -> Answer:
+        """Changes the rate of this peer's emulated link, such as "20Mbit"; returns {"link": its new RATE,RTT text}.
+
+        Raises LocalError without a link, also while the daemon starts or is paused; LinkError for a malformed rate.
+        """
+        local_peer = self._daemon.local_peer
+        link = local_peer.host.link if local_peer is not None else None
+        if link is None:
+            raise LocalError("this peer emulates no link; start it with --link RATE,RTT")
+        link.change_rate(rate)
+        return {"link": link.spec.text}
+
+    async def drain(self) -> Answer:
+        """Has this origin open no more microbatches until `refill`, and waits DRAIN_S at most for the open ones.
+
+        Returns {"in_flight": how many are still open}; 0 without an origin.
+        """
+        deadline = loop_time() + DRAIN_S
+        origin = self._daemon.serving_span().origin
+        if origin is None:
+            return {"in_flight": 0}
+        origin.pause()
+        while origin.open_count and loop_time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return {"in_flight": origin.open_count}
+
+    async def refill(self) -> Answer:
+        """Has this origin, if any, open microbatches again after `drain`; returns {"in_flight": how many are open}."""
+        origin = self._daemon.serving_span().origin
+        if origin is not None:
+            origin.resume()
+        return {"in_flight": 0 if origin is None else origin.open_count}
+
+    async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:
+        """Sends up to `batches` held-out microbatches through the swarm; returns their mean loss per token and metrics.
+
+        Raises LocalError without stage 0 or for a number out of range, Unavailable when the answers are not back within
+        EVALUATE_S or no text is held out.
+        """
+        origin = self._daemon.serving_span().origin
+        if origin is None:
+            raise LocalError("this peer does not hold stage 0, so it has no text; ask one that does")
+        if not 1 <= batches <= MAX_EVALUATE_BATCHES:
+            raise LocalError(f"batches must be from 1 to {MAX_EVALUATE_BATCHES}")
+        began = loop_time()
+        evaluation = await origin.evaluate(batches, EVALUATE_S)
+        return {
+            "loss": evaluation.loss,
+            "tokens": evaluation.tokens,
+            "seconds": round(loop_time() - began, 3),
+            "tuning": named_means(origin.objective, evaluation.metrics, evaluation.tokens),
+        }
+
+    async def weights(self, average: bool = False) -> Answer:
+        """Writes the weights of every stage held here as safetensors files; returns {"files": path by stage}.
+
+        average: writes the moving averages of the weights instead, or the plain weights in a run that keeps none.
+        Replaces files written earlier.
+        """
+        files: dict[str, str] = {}
+        compute = self._daemon.serving_span().compute
+        run = self._daemon.invite().run
+        folder = self._daemon.startup.home.runs / run / "weights"
+        for progress in compute.progress():
+            tensors = await compute.copy_weights(progress.stage, average=average)
+            stage = str(progress.stage)
+            path = folder / f"stage-{stage}.safetensors"
+            metadata = {"run": run, "stage": stage, "step": str(progress.step)}
+            await asyncio.to_thread(replace_tensors, path, tensors, metadata)
+            files[stage] = str(path)
+        return {"files": files}
+
+    async def collect(self, average: bool = False) -> Answer:
+        """Writes the weights of every stage of the run as files; returns {"files": path, "steps": step}, each by stage.
+
+        Fetches the stages not held here from other peers. average: writes the moving averages of the weights instead,
+        or the plain weights in a run that keeps none. Raises LocalError while no span is held, Unavailable if no peer
+        gives a stage.
+        """
+        collected = await self._daemon.serving_span().collector.collect(average=average)
+        files = {str(file.stage): str(file.path) for file in collected}
+        return {"files": files, "steps": {str(file.stage): file.step for file in collected}}

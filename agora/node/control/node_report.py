@@ -1,0 +1,248 @@
+"""The report of one daemon about itself, and everything made of it: one typed snapshot, several projections."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agora_protocol.ids import PeerId, Span, peer_name
+from agora_protocol.limits import MAX_TEXT_BYTES
+from agora_protocol.records import Progress
+
+from agora.net.nat.dial_strategy import relays_of
+from agora.observe.events import Traffic
+from agora.observe.reporter import Counters
+from agora.replica.gradient_wire import GradientWire
+from agora.swarm.health import Health
+from agora.swarm.stage_tokens import sum_accounts
+from agora.swarm.status import RunIdentity, SampleReport, build_status
+from agora.swarm.view import View, merge
+
+if TYPE_CHECKING:
+    from agora.train.stage_progress import StageProgress
+
+RATE_WINDOW_S = 15.0  # seconds over which tokens per second are averaged
+NO_TRAFFIC = Traffic(0, 0, 0)
+# A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it.
+IDLE_BELOW = 0.9
+# Steps behind its replicas from which a stage gets a note: replicas do not take a step at the same moment.
+MIN_BEHIND = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """A snapshot of the span held here."""
+
+    span: Span
+    stages: Sequence[StageProgress]  # the progress of each, in stage order
+    waits_for: Mapping[int, str]  # what each stage does or waits for, in words
+    behind: Mapping[int, int]  # how many steps each stage is behind the live replica with the most
+    gradient_wires: Mapping[int, GradientWire]  # how the gradients of each stage are sent, and why
+    agreement: Mapping[int, str]  # how each stage agrees with its replicas, in words
+    busy_fraction: float  # fraction of its time that the device thread works
+    in_progress: int  # microbatches in progress or opened here
+    queue: int  # microbatches at the device
+    path_s: float | None  # median seconds from here to the last stage and back; None until measured
+    is_origin: bool
+    loss: float | None  # the origin's average; None without an origin
+    metrics: Mapping[str, float]  # the origin's averages; {} without an origin
+    credit: str  # in words, how many microbatches the origin may have in flight
+    shortage: str  # the setting that allows it fewer than it could use, in words; "" for none
+    correction: str  # that it has more in flight than schedule.staleness, in words; "" if it has not
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """A snapshot of one daemon."""
+
+    peer: PeerId
+    incarnation: int
+    run: RunIdentity
+    state: str  # of its claim: joining, serving or leaving
+    startup_step: str  # the step of its start that runs, or ""
+    pause_reason: str  # why it is paused; "" when it works
+    link: str  # the emulated link; "" for none
+    health: Health
+    now_unix: float
+    counters: Counters
+    tokens_per_second: float = 0.0  # the rate of tokens counted here over RATE_WINDOW_S
+    view: View = field(default_factory=View)
+    paths: Mapping[PeerId, str] = field(default_factory=dict)  # how each connected peer is reached: direct, punched...
+    traffic: Traffic = NO_TRAFFIC
+    span: SpanReport | None = None  # None while no stages are loaded
+    clock_remark: str = ""  # a sentence that its clock is wrong; "" if it is not
+
+    @property
+    def empty_stages(self) -> list[int]:
+        return [stage for stage in range(self.run.stage_count) if not self.view.replicas(stage)]
+
+
+def status_json(report: NodeReport) -> dict[str, Any]:
+    """Returns the status for `swarm status --json` and for GetStatus, from the report's view.
+
+    This peer's own progress is taken from the report itself, which is newer than what it has published.
+    """
+    view = report.view
+    paths = {**report.paths, report.peer: "self"}
+    own = progress_record(report)
+    if own is not None:  # newer than what this peer has published
+        view = merge(view, [own], report.now_unix, 0.0)
+    return build_status(view, report.run, report.health, report.now_unix, paths, sample_counts(report))
+
+
+def sample_counts(report: NodeReport) -> SampleReport | None:
+    """Returns how many samples were seen, repeated and missed by this peer's newest step of stage 0.
+
+    None before the first such step, and for a peer that is not an origin of a run on samples.
+    """
+    counted = report.counters.samples
+    if counted is None or report.span is None or not report.span.is_origin:
+        return None  # the counts from before a move to other stages are out of date
+    return SampleReport(
+        peer_name(report.peer), counted.step, counted.epoch, counted.seen, counted.repeated, counted.missed
+    )
+
+
+def progress_record(report: NodeReport) -> Progress | None:
+    """Returns this peer's progress record for the directory, not signed yet; None while no span is loaded.
+
+    The record's loss: the origin's; without an origin, that of the last stage if it is held; otherwise None.
+    """
+    span, counters = report.span, report.counters
+    if span is None:
+        return None
+    holds_last = span.span.last == report.run.stage_count - 1  # a loss from before a move is out of date
+    return Progress(
+        report.peer,
+        span.span,
+        report.incarnation,
+        steps=tuple(stage.step for stage in span.stages),
+        tokens_per_second=report.tokens_per_second,
+        loss=span.loss if span.is_origin else counters.stage_loss if holds_last else None,
+        queue=span.queue,
+        completed=max(counters.counted.values(), default=0),
+        accounts=tuple(tuple(stage.account) for stage in span.stages),
+        metrics=tuple(span.metrics.values()),
+        waits_for=_to_printable_ascii(_join_by_stage(span.waits_for), MAX_TEXT_BYTES // 4),
+        note=_to_printable_ascii("; ".join(notes_of(report)), MAX_TEXT_BYTES),
+    )
+
+
+def notes_of(report: NodeReport) -> list[str]:
+    """Returns remarks on this daemon, [] for none.
+
+    They are: why it is paused, its emulated link, that its clock is wrong; and, while a span is loaded, stages that are
+    MIN_BEHIND or more steps behind their replicas, local steps, a limited format of gradients, more microbatches in
+    flight than the manifest's staleness, and what keeps its device idle.
+    """
+    link_note = f"link {report.link}" if report.link else ""
+    notes = [note for note in (report.pause_reason, link_note, report.clock_remark) if note]
+    span = report.span
+    if span is None:
+        return notes
+    for stage, steps in span.behind.items():
+        if steps >= MIN_BEHIND:
+            notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
+    local_stages = {stage.stage for stage in span.stages if stage.plan.is_local(stage.step)}
+    for stage in sorted(local_stages):
+        notes.append(f"stage {stage} takes {span.agreement.get(stage, 'local steps')}")
+    for stage, wire in span.gradient_wires.items():
+        if wire.is_limited and stage not in local_stages:
+            notes.append(f"stage {stage} sends gradients as {wire.reason}")
+    if span.correction:
+        notes.append(span.correction)
+    if span.shortage and span.busy_fraction < IDLE_BELOW:
+        notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
+    return notes
+
+
+def _join_by_stage(texts: Mapping[int, str]) -> str:
+    # Returns the texts as one: that of the only stage as it is, otherwise "stage N: ..." for each that is not "".
+    # texts: by stage, at least one.
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"stage {stage}: {text}" for stage, text in texts.items() if text)
+
+
+def _to_printable_ascii(text: str, max_characters: int) -> str:
+    return re.sub("[^ -~]", "?", text)[:max_characters]
+
+
+def service_status(report: NodeReport, sentence: str) -> str:
+    """Returns systemd's STATUS line: health, the watchdog's `sentence`, newest step of each held stage, tokens/s."""
+    held = report.span.span.stages if report.span else range(0)
+    taken = {stage: step for stage, step in sorted(report.counters.steps.items()) if stage in held}
+    steps = ", ".join(f"stage {stage} step {step}" for stage, step in taken.items())
+    return f"{report.health.state}: {sentence}; {steps or 'no step yet'}; {report.tokens_per_second:.0f} tokens/s"
+
+
+def report_json(report: NodeReport) -> dict[str, Any]:
+    """Returns the answer to the control question "report": the counters, the daemon's state and, if any, its span's.
+
+    Its field `relays` has the peers through which this peer's claim says that it can be reached.
+    """
+    span = report.span
+    own = {
+        "peer": report.peer,
+        "paused": bool(report.pause_reason),
+        "link": report.link or None,
+        "state": report.state,
+        "in_progress": span.in_progress if span is not None else 0,
+        "relays": sorted(relays_of(seen.addresses)) if (seen := report.view.peers.get(report.peer)) else [],
+        "bytes": {name.removesuffix("_bytes"): count for name, count in asdict(report.traffic).items()},
+    }
+    answer = report.counters.summary() | own
+    if span is None:
+        return answer
+    return answer | {
+        "span": [span.span.first, span.span.last],
+        "steps": {str(stage.stage): stage.step for stage in span.stages},
+        "target_tokens": report.run.target_tokens,
+        "accounts": {
+            str(stage.stage): {
+                **asdict(sum_accounts([stage.account])),
+                "tokens_waiting": stage.account.waiting,
+                "tokens_lost": stage.account.computed - stage.account.waiting - stage.account.counted,
+            }
+            for stage in span.stages
+        },
+        "staleness": {str(stage.stage): list(stage.staleness) for stage in span.stages},
+        "tokens_predicted": {str(stage.stage): stage.tokens_predicted for stage in span.stages},
+        "waits_for": {str(stage): reason for stage, reason in span.waits_for.items()},
+        "gradient_wire": _join_by_stage({stage: wire.reason for stage, wire in span.gradient_wires.items()}),
+        "agreement": {str(stage): text for stage, text in span.agreement.items()},
+        "behind": {str(stage): steps for stage, steps in span.behind.items()},
+        "notes": notes_of(report),
+        "refused_nonfinite": sum(stage.refused_nonfinite for stage in span.stages),
+        "busy_fraction": round(span.busy_fraction, 4),
+        "tokens_per_second": round(report.tokens_per_second, 1),
+        "loss": span.loss,
+        "tuning": dict(span.metrics),
+        "credit": span.credit,
+    }
+
+
+def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
+    """Returns the sum of two traffic counts, field by field."""
+    return Traffic(*map(sum, zip(astuple(former), astuple(latter), strict=True)))
+
+
+class WindowedRate:
+    """Computes the rate per second of a growing total over about the last RATE_WINDOW_S."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def update(self, now: float, total: int) -> float:
+        """Records the total at `now`, in seconds, and returns the rate per second; 0 at the first call.
+
+        If calls are rarer than RATE_WINDOW_S, the rate is that since the last call.
+        """
+        self._samples.append((now, total))
+        while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
+            self._samples.popleft()
+        began, earlier = self._samples[0]
+        return (total - earlier) / (now - began) if now > began else 0.0

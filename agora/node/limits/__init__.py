@@ -1,0 +1,1 @@
+"""What the machine's owner allows: memory, disk, hours, pauses."""

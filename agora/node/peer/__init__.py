@@ -1,0 +1,1 @@
+"""What lives as long as the daemon, whatever span it holds."""

@@ -1,0 +1,322 @@
+"""The local peer: what lives as long as the daemon, whichever stages it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+
+from agora_protocol.addresses import peer_of_address
+from agora_protocol.codec_names import parse_codec
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_ADDRESSES
+from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.records import Progress
+
+from agora.core.clock import loop_time
+from agora.cost.run_cost import usual_in_flight
+from agora.net.dht.directory import Directory
+from agora.net.nat.address_book import addresses_by_peer
+from agora.net.nat.dial_strategy import DialStrategy
+from agora.net.nat.own_addresses import is_circuit, public_only
+from agora.net.nat.relay import RelayService
+from agora.net.p2pd.host import Host
+from agora.net.rpc.incoming import NetLimits
+from agora.net.rpc.network import Network
+from agora.net.shaping.uplink import SAMPLE_S, UplinkMeter
+from agora.node import runs
+from agora.node.control.node_report import NodeReport, progress_record, status_json
+from agora.node.limits.memory_budget import measure_offer
+from agora.node.limits.memory_guard import MemoryGuard
+from agora.node.peer.clock_keeping import ClockKeeper
+from agora.node.peer.connection_watch import watch_connections
+from agora.node.peer.reachability_keeper import ReachabilityKeeper
+from agora.node.peer.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
+from agora.node.peer.run_admission import RunAdmission
+from agora.node.process.background import BackgroundTasks
+from agora.node.process.startup import Startup
+from agora.node.span.base_supply import BaseSupply
+from agora.node.span.capacity_probe import OwnAbility
+from agora.observe import events
+from agora.pipeline.ledger import WorkLedger
+from agora.pipeline.router import Router
+from agora.pipeline.wire_rules import TensorForm, WireRules
+from agora.replica.partition import owning_bandwidths
+from agora.swarm.membership import Membership, MembershipConfig
+from agora.swarm.redialling import Redialling
+from agora.swarm.view import PeerView
+from agora.swarm.violations import ViolationLog
+from agora.train.weight_versions import LIMIT_FACTOR
+
+SLOTS_FRACTION = 0.125
+# All slots may take this fraction of the free memory, or these bytes if that is less, where they exceed the usual.
+MAX_SLOTS_BYTES = 4 * 2**30
+MIN_HELD_BYTES = 64 * 2**20  # bytes of payloads that the network may hold in any run
+REMEMBER_S = 15.0  # seconds between two writes of other peers' addresses to disk
+REDIAL_S = 5.0  # seconds between two checks of which peers are missing from the view
+DIAL_S = 4.0  # seconds that one attempt to redial missing peers may take
+MEET_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
+
+
+class LocalPeer:
+    """What lives as long as the daemon works, whichever stages it holds: network, membership, router, ledger and more.
+
+    `start` starts it, `close` ends it. Averaging asks it for replicas (ReplicaListing), membership which peers it has
+    met.
+
+    slots: how many microbatches may be in progress here at the same time.
+    sent: counts the bytes of tensors sent.
+    requests: answers other peers.
+    base_supply: serves and fetches the base model's tensors.
+    ability: what this machine can do.
+    """
+
+    def __init__(
+        self,
+        startup: Startup,
+        signed: SignedManifest,
+        host: Host,
+        directory: Directory,
+        admission: RunAdmission,
+        take_node_report: Callable[[], NodeReport],
+    ) -> None:
+        self.startup = startup
+        self.signed = signed
+        self.host = host
+        self.admission = admission
+        self.manifest = manifest = signed.manifest
+        free = measure_offer("cpu", startup.settings.memory_gib).host
+        self.slots = compute_slots(manifest, free)
+        self.sent = SentTensors()
+        self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
+        self.offences = ViolationLog(startup.report_event)
+        self.ledger = WorkLedger(startup.me, self.slots, startup.report_event)
+        report_violation = self.offences.report_violation
+        self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_violation, self.ledger)
+        self.network = self._make_network()
+        self.membership = self._make_membership(directory, lambda: progress_record(take_node_report()))
+        settings = startup.settings
+        self.reachability = ReachabilityKeeper(
+            host, self.network, self.membership, settings.allow_private, settings.upnp, settings.relay_peers
+        )
+        self.network.set_ways_to_reach(DialStrategy(self.reachability.may_dial, self.reachability.punch_hole))
+        admission.gate.addresses = lambda: self.reachability.announcement().addresses
+        self._relay = RelayService(host, settings.relay_peers, self._may_use_relay, settings.relay_mbit * 125e3)
+        self.router = self._make_router()
+        self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.membership.view, report_violation)
+        self.tasks = BackgroundTasks()
+        self._closing = ExitStack()
+        self._directory = directory
+        self._redialling = Redialling(startup.me, random.Random())
+        self._uplink = UplinkMeter()
+
+    def _make_membership(self, directory: Directory, progress: Callable[[], Progress | None]) -> Membership:
+        startup, admission = self.startup, self.admission
+        count = self.manifest.stage_count
+        own = self.host.own_addresses
+        own = own if startup.settings.allow_private else public_only(own)
+        addresses = tuple(f"{address}/p2p/{self.host.peer}" for address in own)[:MAX_ADDRESSES]
+        run, incarnation = self.signed.run_id, startup.incarnation
+        membership = Membership(
+            MembershipConfig(run, count, incarnation, addresses, admission.proof, admission.is_member),
+            directory,
+            startup.identity,
+            startup.report_event,
+            progress=progress,
+            on_change=self._on_view_change,
+            unix=startup.clock.unix,
+        )
+        membership.acquaintances = self
+        self.network.on_met.append(lambda _peer: membership.promote_met_strangers())
+        directory.bounds.is_member = self.is_met
+        directory.bounds.report_protocol_error = self.offences.report_protocol_error
+        return membership
+
+    def _make_router(self) -> Router:
+        return Router(
+            self.network,
+            lambda: self.membership.view,
+            me=self.startup.me,
+            stage_count=self.manifest.stage_count,
+            wire_rules=wire_rules(self.manifest),
+            report=self.startup.report_event,
+            offences=self.offences,
+            round_trip_s=self.network.round_trip_s,
+        )
+
+    def _make_network(self) -> Network:
+        payload = self.manifest.max_payload_bytes
+
+        def report_failure(caller: PeerId, error: Exception) -> None:
+            self.startup.report_event(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
+
+        network = Network(
+            self.host,
+            self.admission.gate,
+            self.requests.answer,
+            NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * self.slots * payload)),
+            report_protocol_error=self.offences.report_protocol_error,
+            suspended_s=self.offences.suspended_s,
+            report_failure=report_failure,
+            count_sent=self.sent.add,
+        )
+        network.tell_time = self.startup.clock.time_for_others_unix
+        return network
+
+    def _may_use_relay(self, peer: PeerId) -> bool:
+        connection = self.network.connection_to(peer)
+        return connection is not None and not connection.is_reader and self.offences.suspended_s(peer) == 0
+
+    def _on_view_change(self) -> None:
+        for peer, seen in self.membership.view.peers.items():
+            if peer != self.startup.me:
+                self.network.learn_announced(peer, seen.addresses)
+        self.router.on_view_changed()
+
+    async def start(self, others: tuple[str, ...]) -> None:
+        """Starts serving requests, asks peers for the time, joins the DHT, and starts the background tasks.
+
+        others: multiaddrs of known peers: it asks them for the time, joins through them, and dials them again when they
+        are missing from the view.
+        """
+        self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
+        self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
+        self._closing.enter_context(self.requests.answering(REACH_REQUESTS, self.reachability.answer))
+        self.admission.attach(self.network, self.membership, self._directory)
+        await self.network.start()
+        await self._relay.start()
+        self.tasks.start("reachability", self.reachability.run())
+        clock = ClockKeeper(self.startup, self.network)
+        by_peer = addresses_by_peer(others)
+        for peer, known in by_peer.items():
+            self.network.learn(peer, known)
+            self._redialling.learn(loop_time(), peer, known)
+        await clock.ask_at_start(by_peer)
+        await self._directory.bootstrap(others)
+        self.tasks.start("membership", self.membership.run())
+        self.tasks.start("bans", self.admission.exchange_ban_lists(self._directory))
+        self.tasks.start("redial", self._redial_missing_peers())
+        members = self.membership
+        self.tasks.start(
+            "connections",
+            watch_connections(self.host, lambda: members.view, members.lost_peers, on_lost=members.forget_lost),
+        )
+        self.tasks.start("addresses", self._keep_writing_addresses())
+        self.tasks.start("uplink", self._measure_uplink())
+        self.tasks.start("clock", clock.run())
+        if limit_bytes := self.startup.settings.memory_bytes:
+            self.tasks.start("memory", MemoryGuard(limit_bytes, self.ledger, self.startup.report_event).run())
+
+    async def close(self) -> None:
+        """Ends the tasks, stops answering requests, and closes the network with all calls.
+
+        Host and directory stay open: the caller that opened them closes them.
+        """
+        await self.tasks.close()
+        self._closing.close()
+        await self.base_supply.close()
+        await self.network.close()
+
+    def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
+        """Returns, for each serving replica of a stage, the uplink in bytes/s with which it owns parts of an average.
+
+        That is its published uplink; the median if it published none; less behind a relay. See owning_bandwidths.
+        """
+        replicas = self.membership.view.replicas(stage)
+        return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
+
+    def steps_of(self, stage: int) -> Mapping[PeerId, int]:
+        """Returns, for each serving replica of a stage, how many steps it has published there; 0 if none is known."""
+        return {seen.peer: seen.step_of(stage) for seen in self.membership.view.replicas(stage)}
+
+    def steps_of_run(self) -> list[Collection[int]]:
+        """Returns, for each stage in turn, the steps of its serving replicas in no order; 0 if unknown.
+
+        A stage without replicas has an empty collection.
+        """
+        return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
+
+    def uplink_bytes_per_s(self) -> float | None:
+        """Returns the measured rate of this peer's uplink in bytes per second; None until bytes had to wait for it."""
+        return self._uplink.rate.value
+
+    def has_connections(self) -> bool:
+        """Returns whether this peer has a connection to any other peer now."""
+        return bool(self.network.paths)
+
+    def traffic(self) -> events.Traffic:
+        """Returns the bytes sent and received since this object was made; of the sent ones, also those of tensors."""
+        (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
+        return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
+
+    def is_met(self, peer: PeerId) -> bool:
+        """Returns whether `peer` has exchanged HELLO as a member (see Network.has_met), and is not suspended now."""
+        return self.network.has_met(peer) and self.offences.suspended_s(peer) <= 0.0
+
+    async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
+        """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.
+
+        strangers: at least one. Errors are ignored: `is_met` says which peers were met.
+        """
+        dials = [asyncio.create_task(self.network.connect_announced(seen.peer, seen.addresses)) for seen in strangers]
+        _, late = await asyncio.wait(dials, timeout=MEET_S)
+        for dial in late:
+            dial.cancel()  # the dial itself goes on
+        await asyncio.gather(*dials, return_exceptions=True)
+
+    async def _measure_uplink(self) -> None:
+        while True:
+            self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _redial_missing_peers(self) -> None:
+        while True:
+            await asyncio.sleep(REDIAL_S)
+            now = loop_time()
+            view = self.membership.view
+            self._redialling.remember_view(now, view, self.reachability.may_dial)
+            due = self._redialling.take_due_peers(now, view)
+            addresses = [address for peer in due for address in self._redialling.addresses_of(peer)]
+            behind_relays = {peer_of_address(address) for address in addresses if is_circuit(address)}
+            await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
+            if addresses:
+                await self._directory.bootstrap(addresses, timeout_s=DIAL_S)
+
+    async def _keep_writing_addresses(self) -> None:
+        home, run = self.startup.home, self.signed.run_id
+        while True:
+            await asyncio.sleep(REMEMBER_S)
+            peers = [peer for peer in self._redialling.remembered_peers() if self.admission.may_call(peer)]
+            if addresses := [address for peer in peers for address in self._redialling.addresses_of(peer)[:2]][:16]:
+                try:
+                    await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
+                except OSError as error:
+                    trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
+                    self.startup.report_event(trouble)
+
+
+def compute_slots(manifest: Manifest, free_bytes: int) -> int:
+    """Returns how many microbatches may be in progress at a peer at the same time, as its memory allows.
+
+    That is at least U = usual_in_flight(manifest) and at most LIMIT_FACTOR * U. The slots above U exist only if all
+    slots together take at most an eighth of `free_bytes`, the machine's free memory, and at most 4 GiB. A slot holds
+    the boundary received, its values as float32, the boundary sent, and the gradient.
+    """
+    usual = usual_in_flight(manifest)
+    slot_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(manifest.boundary_shape())
+    affordable = min(int(SLOTS_FRACTION * free_bytes), MAX_SLOTS_BYTES) // slot_bytes
+    return max(usual, min(LIMIT_FACTOR * usual, affordable))
+
+
+def wire_rules(manifest: Manifest) -> WireRules:
+    """Returns the WireRules of a run: shapes and types of the tensors in its messages, by manifest and codec."""
+    codec = parse_codec(manifest.boundary.codec)
+    shape = manifest.boundary_shape()
+    return WireRules(
+        TensorForm(*codec.wire_format(shape, "forward")),
+        TensorForm(*codec.wire_format(shape, "backward")),
+        manifest.tokens_shape(),
+        manifest.objective.kind,
+    )

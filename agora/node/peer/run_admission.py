@@ -1,0 +1,225 @@
+"""Who takes part in the run, for one daemon: judges other peers, keeps bans on disk, and passes revocations on.
+
+A revocation comes from `swarm ban`, from a neighbour or from the DHT. One that is new is written to the disk; the
+connections of the banned peer end; the view, the directory and the routing forget the peer; and the revocation is sent
+to all neighbours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from agora_protocol import __version__
+from agora_protocol.errors import AgoraError, DiskError, NotAdmitted, ProtocolError
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.limits import MAX_SHARED_REVOCATIONS
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import ShareRevocations, TookRevocations
+from agora_protocol.records import BanList, Claim, Record
+from agora_protocol.shards import Shard
+
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.net.dht.directory import Directory
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.network import Network
+from agora.node.paths import Home
+from agora.node.peer import admission_files
+from agora.node.process.startup import Startup
+from agora.observe import events
+from agora.swarm.admission import AdmissionPolicy
+from agora.swarm.admission_book import AdmissionBook
+
+SHARE_S = 10.0  # seconds within which a neighbour must answer each message of revocations
+BAN_LIST_S = 10.0  # seconds between two reads of the ban lists in the DHT
+BAN_LIST_LIFETIME_S = 60.0  # seconds after which a published ban list expires, unless it is published again
+BAN_SHARD = Shard(0)  # the shard of the DHT in which ban lists are published
+
+
+def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:
+    """Returns the admission book of a run: the manifest's policy, and the bans and revocations on this disk.
+
+    Leaves out revocations that are invalid by now. Raises DiskError when a file cannot be read.
+    """
+    banned = admission_files.read_banned(home)
+    book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest), banned)
+    for sealed in admission_files.read_revocations(home, signed.run_id):
+        with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
+            book.add_revocation(sealed, now_unix)
+    return book
+
+
+class PeerDataHolder(Protocol):
+    """Protocol: an object that keeps data of peers, and can drop the data of peers that are not admitted any more."""
+
+    def forget_refused(self) -> None:
+        """Drops the data of all peers that are not admitted any more: banned, or with an expired ticket."""
+
+
+class RunAdmission:
+    """Who may take part in the run: judges peers, keeps the run's bans, and guards its DHT (a DhtGuard).
+
+    gate: judges HELLOs for the network. proof: this machine's own tickets, b"" for none. book: what is known of the
+    run's admission. Bans end connections, and are passed on, only after `attach`.
+    """
+
+    def __init__(
+        self,
+        startup: Startup,
+        signed: SignedManifest,
+        addresses: Sequence[str],
+        proof: bytes,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        """Reads the revocations and bans that are on this disk. Raises DiskError.
+
+        addresses: this peer's, sent in HELLO. unix: returns the present unix time.
+        """
+        self._startup = startup
+        self._run = run = signed.run_id
+        self._unix = unix
+        self.proof = proof
+        self.book = load_book(startup.home, signed, unix())
+        self.gate = Gate(
+            startup.me,
+            run,
+            f"agora {__version__}",
+            addresses,
+            proof=proof,
+            judge=lambda peer, shown: self.book.judge(peer, shown, self._unix()).role,
+            refusal_reason=lambda peer: self.book.refusal_reason(peer, self._unix()),
+        )
+        self._network: Network | None = None
+        self._data_holders: tuple[PeerDataHolder, ...] = ()
+
+    def attach(self, network: Network, *data_holders: PeerDataHolder) -> None:
+        """Connects this object with the network and the holders of peers' data, for later bans; itself bans no peer.
+
+        From now on `enforce` ends connections of `network` with peers that are not admitted any more, and has
+        `data_holders` forget them; and all revocations are sent to each member that says HELLO.
+        """
+        self._network = network
+        self._data_holders = data_holders
+        network.on_met.append(self._send_revocations)
+
+    # --- who takes part (a DhtGuard)
+
+    def is_member(self, peer: PeerId) -> bool:
+        """Returns whether `peer` is a member now, by the last proof that it has shown; in an open run it needs none."""
+        return self.book.is_member(peer, self._unix())
+
+    def may_call(self, peer: PeerId) -> bool:
+        """Returns whether `peer` may be dialled: it is not banned, and a member as far as its proof is known."""
+        return self.gate.find_refusal(peer) is None
+
+    def is_admitted_member(self, peer: PeerId) -> bool:
+        """Returns whether `peer` has said HELLO as a member since this daemon's start, and is still admitted."""
+        return self.gate.is_admitted_member(peer)
+
+    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
+        """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is connected as a member now.
+
+        reconnect: ends an existing connection and exchanges HELLOs again. named_by: the neighbour that is asked for the
+        addresses of `peer` if none is known or answers. Returns False for every failure, and before `attach`.
+        """
+        return self._network is not None and await self._network.greet(peer, reconnect=reconnect, named_by=named_by)
+
+    def is_from_member(self, record: Record) -> bool:
+        """Returns whether the DHT node may keep a verified record: its peer is a member, or it is a ban list.
+
+        A claim is judged by the proof in it, which the book remembers. A ban list may come from any peer: the
+        signatures of its revocations count.
+        """
+        if isinstance(record, Claim):
+            return self.book.is_member_by_proof(record.peer, record.proof, self._unix())
+        return isinstance(record, BanList) or self.is_member(record.peer)
+
+    # --- bans
+
+    async def answer(self, call: IncomingCall) -> Reply:
+        """Answers a ShareRevocations request: takes the revocations; replies how many are new and how many invalid."""
+        assert isinstance(call.message, ShareRevocations)
+        return Reply(TookRevocations(*self.take_revocations(call.message.revocations)))
+
+    def take_revocations(self, sealed: Sequence[bytes]) -> tuple[int, int]:
+        """Verifies sealed revocations; reports new ones, writes them to disk, enforces them, sends them to neighbours.
+
+        Returns, before they are sent, (number of new ones, number of invalid ones); known ones count in neither number.
+        """
+        new = list[bytes]()
+        refused = 0
+        for data in sealed:
+            try:
+                revocation = self.book.add_revocation(data, self._unix())
+            except (NotAdmitted, ProtocolError):
+                refused += 1
+                continue
+            if revocation is not None:
+                new.append(data)
+                self._startup.report_event(events.PeerBanned(revocation.subject, f"by {revocation.issuer}"))
+        if new:
+            self._write_revocations()
+            self.enforce()
+            for peer in self._network.members() if self._network is not None else ():
+                self._start_sending(peer, new)
+        return len(new), refused
+
+    def ban_here(self, peer: PeerId) -> None:
+        """Bans a peer from this machine from now on, and reports it. The caller writes banned.txt, for later starts."""
+        self.book.banned_here.add(peer)
+        self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
+        self.enforce()
+
+    def enforce(self) -> None:
+        """Ends connections with peers that are not admitted any more, and has the attached data holders forget them.
+
+        Does nothing before `attach`.
+        """
+        if self._network is not None:
+            self._network.end_refused()
+        for each in self._data_holders:
+            each.forget_refused()
+
+    def _write_revocations(self) -> None:
+        try:
+            admission_files.write_revocations(self._startup.home, self._run, self.book.signed_revocations())
+        except DiskError as error:
+            self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
+
+    def _send_revocations(self, peer: PeerId) -> None:
+        if sealed := self.book.signed_revocations():
+            self._start_sending(peer, sealed)
+
+    def _start_sending(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
+        if self._network is not None:
+            self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))
+
+    async def _call_in_parts(
+        self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]
+    ) -> None:
+        with contextlib.suppress(AgoraError):
+            for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
+                request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))
+                await call(peer, request, deadline=loop_time() + SHARE_S)
+
+    async def exchange_ban_lists(self, directory: Directory) -> None:
+        """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes others' from there.
+
+        Then ends connections with peers whose tickets have expired. Ignores failures of the DHT until the next time.
+        """
+        while True:
+            await asyncio.sleep(BAN_LIST_S)
+            with contextlib.suppress(AgoraError):
+                if newest := self.book.signed_revocations()[-MAX_SHARED_REVOCATIONS:]:
+                    record = BanList(self._startup.me, Span(0, 0), tuple(newest))
+                    await directory.publish(record, self._startup.identity, BAN_LIST_LIFETIME_S, [BAN_SHARD])
+                found = await directory.read_many(BanList, [BAN_SHARD])
+                for record_found in found.get(BAN_SHARD, []):
+                    if isinstance(record_found, BanList):
+                        self.take_revocations(record_found.revocations)
+            self.enforce()

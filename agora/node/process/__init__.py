@@ -1,0 +1,1 @@
+"""The process: how a daemon starts, runs and leaves."""

@@ -1,0 +1,271 @@
+"""Finds the run: its manifest, addresses of its peers, and the network process through which they are reached."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from agora_protocol import __version__
+from agora_protocol.addresses import peer_of_address
+from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError, NotAdmitted
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.invite import Invite
+from agora_protocol.limits import MAX_ADDRESSES
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import GetManifest, ManifestAnswer
+from agora_protocol.tickets import InviteTicket
+
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.net.p2pd.host import Host
+from agora.net.rpc.gate import Gate
+from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.network import Network
+from agora.node import paths, runs
+from agora.node.control import control_client
+from agora.node.peer import admission_files
+from agora.node.peer.run_admission import load_book
+from agora.node.process.incarnations import next_incarnation
+from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
+from agora.node.process.startup import Startup
+from agora.swarm.admission import AdmissionPolicy
+from agora.swarm.admission_book import AdmissionBook
+from agora.swarm.view import View
+
+FETCH_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
+LOCAL_DAEMONS_S = 60.0  # seconds to wait, in all, for other daemons of this machine that do not answer yet
+INVITE_ADDRESSES = 8  # an invite has at most this many of this peer's own addresses, and at most as many of other peers
+
+
+class RunUnreachable(LocalError):
+    """Raised when no peer of the run answers a daemon that joins, or none gives the manifest. Exit code 4."""
+
+    code = "unreachable"
+    exit_code = 4
+
+
+async def read_manifest(startup: Startup) -> SignedManifest:
+    """Returns the signed manifest of a file or of a joined run, after storing it and registering this daemon under it.
+
+    For an unsigned file, returns the manifest that a running daemon here has signed from it; without such a daemon,
+    this peer signs the file as founder, unless another process does so at this moment.
+
+    Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file, and
+    DiskError if the data directory cannot be written.
+    """
+    reference = startup.reference
+    adopt = partial(_adopt_manifest, startup)
+    with startup.steps.step("manifest") as note:
+        found, note.text = reference.signed, "signed"
+        for entry in paths.find_running_daemons():
+            if found is None and reference.is_of(entry):
+                file = paths.Home(Path(entry.root)).manifest(entry.run)
+                found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
+        if found is None:
+            signed, note.text = await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
+        else:
+            adopt(signed := found)
+        note.text += f", run {signed.run_id[:12]} ({signed.manifest.name})"
+    return signed
+
+
+async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
+    """Asks the peers at `addresses` for the manifest, stores it, registers this daemon under its run, and returns it.
+
+    Raises RunUnreachable when no peer gives it, NotAdmitted when all refuse this peer or the run does not admit this
+    peer as a member, ManifestError at the first wrong manifest.
+    """
+    run = RunId(startup.reference.run)
+    with startup.steps.step("manifest") as note:
+        gate = Gate(startup.me, run, f"agora {__version__}", proof=own_proof(startup, run))
+        signed = await _ask_peers_in_turn(Network(host, gate, _refuse_while_joining), run, addresses)
+        _adopt_manifest(startup, signed)
+        note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
+    return signed
+
+
+async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
+    # Raises NotAdmitted when every peer refuses this peer as not admitted, otherwise RunUnreachable when no peer gives
+    # the manifest;
+    failures = list[str]()
+    refusals = list[NotAdmitted]()
+    try:
+        for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
+            network.learn(peer, addresses)
+            try:
+                reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_S)
+                if not isinstance(reply.message, ManifestAnswer):
+                    raise ManifestError("the peer sent an unexpected message; ask for another invite")
+                return SignedManifest.from_bytes(reply.message.manifest, run)
+            except ManifestError:
+                raise
+            except AgoraError as error:
+                failures.append(str(error))
+                if isinstance(error, NotAdmitted):
+                    refusals.append(error)
+    finally:
+        await network.close()
+    if refusals and len(refusals) == len(failures):
+        raise refusals[0]
+    raise RunUnreachable(
+        f"no peer of the invite gives the run's manifest ({'; '.join(failures[:2]) or 'it names no peer'}); "
+        "ask for a newer invite, or check this machine's network"
+    )
+
+
+async def _refuse_while_joining(_: IncomingCall) -> Reply:
+    raise LocalError("this peer is still joining")
+
+
+def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
+    # Writes the manifest and this machine's proof to disk, and registers this daemon, so that commands find it.
+    home = startup.home
+    proof = own_proof(startup, signed.run_id)
+    book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
+    if not book.judge(startup.me, proof, time.time()).is_member:
+        raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
+    runs.remember_manifest(home, signed)
+    if proof:
+        admission_files.write_proof(home, signed.run_id, proof)
+    socket, root = str(paths.socket_of(home)), str(home.root)
+    name, founder = signed.manifest.name, signed.founder
+    _register(paths.DaemonEntry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
+
+
+def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
+    """Registers a paused daemon, so that commands find it, even one that has no manifest yet (`signed` is None).
+
+    Raises DiskError.
+    """
+    reference = startup.reference
+    manifest = signed or reference.signed
+    run, name = (manifest.run_id, manifest.manifest.name) if manifest else (reference.run, reference.name)
+    socket, root = str(paths.socket_of(startup.home)), str(startup.home.root)
+    founder = manifest.founder if manifest else ""
+    _register(paths.DaemonEntry(run, name, founder, startup.me, os.getpid(), root, socket))
+
+
+def _register(entry: paths.DaemonEntry) -> None:
+    # Writes the registry file of this daemon, so that commands on this machine find it.
+    try:
+        paths.register(entry)
+    except OSError as error:
+        folder = Path(entry.socket).parent
+        advice = f"free some space there, or set {paths.RUNTIME_VARIABLE} to another folder."
+        raise DiskError(f"Cannot write in {folder} ({error.strerror}); {advice}") from error
+
+
+def startup_after_pause(startup: Startup, signed: SignedManifest | None) -> Startup:
+    """Returns `startup` changed for the start after a pause: with a higher incarnation, which it also writes to disk.
+
+    Adds to it the addresses of the run's peers that are remembered on disk. Raises DiskError.
+    """
+    reference = startup.reference
+    incarnation = next_incarnation(startup.home.incarnation, time.time_ns())
+    run = signed.run_id if signed is not None else reference.run
+    known = runs.remembered_addresses(startup.home, run) if run else ()
+    addresses = tuple(dict.fromkeys([*reference.addresses, *known]))
+    return replace(startup, incarnation=incarnation, reference=replace(reference, addresses=addresses))
+
+
+def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View) -> Invite:
+    """Returns an invite with up to INVITE_ADDRESSES of `own`, plus one address each of as many other serving peers."""
+    serving = (seen for seen in view.peers.values() if seen.peer != me and seen.state == "serving")
+    others = [address for seen in serving for address in seen.addresses[:1]]
+    return Invite(signed.run_id, (*own[:INVITE_ADDRESSES], *others[:INVITE_ADDRESSES]), signed.manifest.name)
+
+
+def own_proof(startup: Startup, run: RunId) -> bytes:
+    """Returns the proof by which the run may admit this machine: of the invite's ticket, else from disk; b"" for none.
+
+    Raises InputError for a ticket that is not for this machine, LocalError or DiskError for the file.
+    """
+    if ticket := startup.reference.ticket:
+        return InviteTicket.parse(ticket).proof_for(startup.me, run)
+    return admission_files.read_proof(startup.home, run)
+
+
+async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
+    """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it.
+
+    The addresses are at most MAX_ADDRESSES multiaddrs, loopback last. Listens on the ports of the last start where the
+    owner named none, and writes the present ones to disk.
+    """
+    settings = startup.settings
+    with startup.steps.step("host") as note:
+        host = await Host.create(
+            identity_path=startup.home.identity,
+            listen=with_last_ports(settings.listen, read_ports(startup.home.ports), is_free),
+            announce=settings.announce,
+            link=settings.link_spec,
+            limits=settings.rate_limits,
+            allow_private=settings.allow_private,
+            upnp=settings.upnp,
+        )
+        write_ports(startup.home.ports, host.listen_endpoints)
+        found = (*await host.addresses(), *(f"{address}/p2p/{host.peer}" for address in host.own_addresses))
+        loopback_last = sorted(dict.fromkeys(found), key=lambda text: "/127." in text or "/ip6/::1/" in text)
+        addresses = tuple(loopback_last[:MAX_ADDRESSES])
+        note.text = addresses[0] if addresses else "listens nowhere"
+        note.text += f", behind a link of {settings.link}" if settings.link else ""
+    return host, addresses
+
+
+async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
+    """Dials the run's known peers and, with `signed`, those in the invites of other daemons of the run on this machine.
+
+    Returns the addresses of all these peers, whether they answered or not, without this peer's own and those of banned
+    peers. signed: None while the manifest must still be fetched: then raises RunUnreachable when no peer answers.
+    """
+    known = startup.reference.addresses
+    reached = 0
+    reason = "it names no other peer"
+    with startup.steps.step("bootstrap") as note:
+        if signed is not None:
+            known += await _ask_local_daemons(signed.run_id)
+        known = tuple(dict.fromkeys(address for address in known if not address.endswith(host.peer)))
+        known = leave_out_banned(startup, signed, known)
+        if known:
+            try:
+                reached = await host.connect(known)
+            except AgoraError as error:
+                reason = str(error)
+        if not reached and signed is None:
+            raise RunUnreachable(f"no peer of the invite answers ({reason}); ask for a newer invite")
+        peers = len({address.rpartition("/")[2] for address in known})
+        note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask, the first peer here"
+    return known
+
+
+def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of the `known` addresses whose peers may be dialled: not banned from this machine.
+
+    With `signed`, also leaves out peers that are banned from the run or otherwise not admitted to it.
+    """
+    if signed is None:
+        banned = set(admission_files.read_banned(startup.home))
+        return tuple(address for address in known if peer_of_address(address) not in banned)
+    now_unix = time.time()
+    book = load_book(startup.home, signed, now_unix)
+    return tuple(address for address in known if not book.refusal_reason(peer_of_address(address), now_unix))
+
+
+async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
+    deadline = loop_time() + LOCAL_DAEMONS_S
+    addresses = list[str]()
+    for entry in paths.find_running_daemons():
+        while entry.run == run and entry.pid != os.getpid() and entry.is_alive:
+            try:
+                answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "invite", timeout_s=2.0)
+                addresses.extend(Invite.parse(answer["invite"]).addresses)
+                break
+            except (control_client.DaemonUnreachable, control_client.DaemonRefused):
+                if loop_time() > deadline:
+                    break
+                await asyncio.sleep(0.2)
+    return tuple(addresses)

@@ -1,0 +1,145 @@
+"""Reports the daemon's state to systemd by sd_notify datagrams, and changes of health and traffic as events.
+
+systemd's watchdog is fed only while the work
+itself proves progress or states what it waits for: that this loop runs proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+
+from agora.core.clock import loop_time
+from agora.node.control.node_report import NO_TRAFFIC, NodeReport, service_status
+from agora.observe import events
+
+POLL_S = 1.0  # seconds between two checks of the daemon
+TRAFFIC_S = 2.0  # seconds between two reports of the traffic
+# Seconds for which work in progress may stand still if systemd gives no interval; else half of that interval.
+SILENCE_S = 30.0
+# Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back.
+SILENCE_PATHS = 10.0
+
+
+class Notifier:
+    """Sends sd_notify datagrams to NOTIFY_SOCKET; does nothing when that is not set (not under systemd).
+
+    watchdog_s: the watchdog's interval in seconds, 0 when systemd set no watchdog for this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        usec = environment.get("WATCHDOG_USEC", "")
+        is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(usec) / 1e6 if usec.isdigit() and is_ours else 0.0
+
+    def send(self, **fields: str | int) -> None:
+        """Sends one datagram of KEY=value lines, only the first line of each value; does nothing outside systemd.
+
+        A datagram that cannot be sent without waiting is lost without an error.
+        """
+        if not self._address:
+            return
+        lines = "\n".join(f"{key}={str(value).splitlines()[0] if str(value) else ''}" for key, value in fields.items())
+        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as channel:
+            channel.connect(self._address)
+            channel.send(lines.encode())
+
+
+def may_feed(
+    silent_s: float, limit_s: float, in_progress: int, waiting_for: str, pause_reason: str = ""
+) -> tuple[bool, str]:
+    """Returns whether systemd's watchdog may be fed, and a phrase for its STATUS; unfed, systemd restarts the daemon.
+
+    False only if `in_progress` microbatches (1 or more) are in progress, the daemon is neither paused nor waiting, and
+    `silent_s`, the seconds since its last progress, is above `limit_s`. waiting_for: what the daemon waits for, "" for
+    nothing. pause_reason: why it is paused, "" if it works.
+    """
+    if pause_reason:
+        return True, pause_reason
+    if waiting_for:
+        return True, f"waiting for {waiting_for}"
+    if in_progress == 0:
+        return True, "idle: no open microbatch"
+    if silent_s <= limit_s:
+        return True, f"working on {in_progress} microbatches"
+    return False, f"no progress for {silent_s:.0f} s with {in_progress} open microbatches"
+
+
+class Watchdog:
+    """Takes a report of the node every second: feeds systemd's watchdog unless open work stands still; reports events.
+
+    The events are changes of health, the traffic, and the first microbatch served.
+    """
+
+    def __init__(
+        self,
+        take_node_report: Callable[[], NodeReport],
+        report_event: events.Report,
+        notifier: Notifier,
+        age_s: Callable[[], float],
+    ) -> None:
+        """age_s: returns how many seconds the process has run."""
+        self._take_node_report = take_node_report
+        self._report_event = report_event
+        self._notifier = notifier
+        self._age_s = age_s
+        self._health = ""
+        self._has_served = False
+        self._traffic = NO_TRAFFIC
+
+    async def run(self) -> None:
+        """Every POLL_S, until cancelled, takes the node's report, reports changes of health, and notifies systemd.
+
+        Every TRAFFIC_S also reports the traffic, if it has changed.
+        """
+        traffic_due = 0.0
+        while True:
+            report = self._take_node_report()
+            self._report_changes(report)
+            self._notify_systemd(report)
+            if loop_time() >= traffic_due:
+                traffic_due = loop_time() + TRAFFIC_S
+                self.report_traffic(report)
+            await asyncio.sleep(POLL_S)
+
+    def report_traffic(self, report: NodeReport) -> None:
+        """Reports the bytes carried since the daemon's start (a Traffic event), unless equal to the last report's."""
+        if report.traffic != self._traffic:
+            self._traffic = report.traffic
+            self._report_event(report.traffic)
+
+    def _report_changes(self, report: NodeReport) -> None:
+        health = report.health
+        loaded = report.span
+        first_unix = report.counters.first_counted_unix
+        if first_unix is not None and loaded is not None and not self._has_served:
+            self._has_served = True
+            served_s = self._age_s() - (report.now_unix - first_unix)
+            self._report_event(events.FirstHopServed(loaded.span.first, served_s))
+        is_starting = loaded is None and not report.pause_reason
+        if health.state != self._health and not is_starting:
+            self._health = health.state
+            self._report_event(events.HealthChanged(health.state, health.why, health.advice or ""))
+
+    def _notify_systemd(self, report: NodeReport) -> None:
+        path_s, in_progress = (report.span.path_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
+        limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
+        waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
+        if report.startup_step:
+            waiting_for = f"the step {report.startup_step!r} of its start"
+        silent_s = report.now_unix - report.counters.last_sign_unix
+        is_allowed, phrase = may_feed(silent_s, limit_s, in_progress, waiting_for, report.pause_reason)
+        if is_allowed:
+            self._notifier.send(WATCHDOG=1)
+            if not self._has_served:  # 120 s more until systemd's start timeout
+                self._notifier.send(EXTEND_TIMEOUT_USEC=120_000_000)
+        # Repeated, since a datagram may be lost; a second READY changes nothing.
+        if self._has_served or report.pause_reason:
+            self._notifier.send(READY=1)
+        self._notifier.send(STATUS=service_status(report, phrase))

@@ -1,0 +1,204 @@
+"""Supplies the base model's tensors on this machine: fetches those that a span lacks, and gives them to other peers.
+
+Lives as long as the local peer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agora_protocol.errors import Refused
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.tensor_list import TensorList
+
+from agora.core.calls import Caller, Reply
+from agora.core.threads import run_in_thread
+from agora.net.rpc.incoming import IncomingCall
+from agora.node.peer.requests import BASE_REQUESTS
+from agora.node.process.startup import Startup
+from agora.state.stored_tensors import BaseModelError
+from agora.swarm.peer_score import ReportViolation
+from agora.swarm.view import View
+from agora.tuning.base_fetch import BaseFetch
+from agora.tuning.base_model import WantedTensor
+from agora.tuning.base_needs import needed_tensors
+from agora.tuning.base_server import BaseServer
+from agora.tuning.base_tensors import MALFORMED, BaseTensors
+from agora.tuning.tensor_store import TensorStore
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """What to fetch of the base model: `nbytes` in all.
+
+    missing: for each tensor to fetch, by its number in the tensor list, the numbers of its missing pieces. here: how
+    many of the needed tensors were fetched completely earlier.
+    """
+
+    missing: Mapping[int, Sequence[int]]
+    nbytes: int
+    here: int
+
+
+class BaseSupply:
+    """Supplies the base model's tensors to the spans of this daemon, and to other peers.
+
+    In runs without a tensor list it fetches and serves nothing: runs of families without a base model, and runs whose
+    `tensors_hash` is empty, where each machine needs the files.
+    """
+
+    def __init__(
+        self,
+        startup: Startup,
+        manifest: Manifest,
+        caller: Caller,
+        view: Callable[[], View],
+        report_violation: ReportViolation,
+    ) -> None:
+        self._startup = startup
+        self._manifest = manifest
+        self._caller = caller
+        self._view = view
+        self._report_violation = report_violation
+        self._owner_folder = startup.settings.named_base_model
+        self._random = random.Random()
+        self._base: BaseTensors | None = None
+        self._server: BaseServer | None = None
+        model = manifest.model
+        if isinstance(model, HfSection) and model.tensors_hash:
+            names = [name for name, _ in model.weights]
+            store = TensorStore(startup.home.base_model(model.tensors_hash))
+            self._base = BaseTensors(model.tensors_hash, self._owner_folder, names, store)
+            self._server = BaseServer(self._base, startup.report_event)
+
+    async def close(self) -> None:
+        """Cancels the hashing of the owner's files for other peers, if it runs. To be called after the last request."""
+        if self._server is not None:
+            await self._server.close()
+
+    async def answer(self, call: IncomingCall) -> Reply:
+        """Answers a request of BASE_REQUESTS.
+
+        Raises Refused in a run without a tensor list and if this peer lacks what is asked for, Busy if it reads too
+        many pieces or still makes the list, ProtocolError for a tensor or piece that does not exist.
+        """
+        assert isinstance(call.message, BASE_REQUESTS)
+        if self._server is None:
+            raise Refused("this run has no list of a base model's tensors; nobody can give them")
+        return await self._server.answer(call.message)
+
+    def folder_to_check(self) -> Path | None:
+        """Returns the folder for Family.check_machine: the owner's, otherwise the store's, which it creates. Blocks.
+
+        None when the owner named no folder and the run has no tensor list to fetch by. Raises DiskError.
+        """
+        if self._owner_folder is not None or self._base is None:
+            return self._owner_folder
+        self._base.store.create()
+        return self._base.store.folder
+
+    async def provide(self, span: Span) -> Path | None:
+        """Fetches the tensors that the span needs and that are not on this machine; returns the folder that has all.
+
+        That is the owner's folder if it has all of them, or if the run has no tensor list (None if the owner named no
+        folder); otherwise the store's. Fetching is the step "base" of the start. Raises BaseModelError, DiskError.
+        """
+        model, base = self._manifest.model, self._base
+        if base is None or not isinstance(model, HfSection):
+            return self._owner_folder
+
+        def find_lacking() -> list[WantedTensor]:
+            owned = base.locations_in_folder()
+            wanted = needed_tensors(model, self._manifest.layers_in(span))
+            return [tensor for tensor in wanted if not any(name in owned for name in tensor.names)]
+
+        lacking = await run_in_thread(find_lacking)
+        if not lacking:
+            return self._owner_folder
+        with self._startup.steps.step("base") as note:
+            note.text = await self._fetch(base, span, lacking)
+        return base.store.folder
+
+    async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
+        fetch = BaseFetch(
+            self._caller,
+            base.list_hash,
+            base.store,
+            self._list_sources,
+            self._report_violation,
+            on_tensor=lambda number: add_fetched(base, number),
+        )
+        self._startup.steps.report_progress("asking who has the base model's files")
+        tensors = await fetch.fetch_list(await run_in_thread(base.open_list))
+        plan = await run_in_thread(lambda: make_plan(base, tensors, lacking, f"The base model for stages {span}"))
+        fetch.on_piece = lambda: self._startup.steps.report_progress(
+            f"fetched {sum(fetch.bytes_from.values()) / 1e6:,.1f} of {plan.nbytes / 1e6:,.1f} MB"
+        )
+        await fetch.fetch(plan.missing)
+        await run_in_thread(lambda: base.store.link_files(self._owner_folder, base.file_names))
+        return describe_fetch(len(tensors.tensors), plan, len(fetch.bytes_from))
+
+    def _list_sources(self) -> list[PeerId]:
+        seen = [peer for peer in self._view().peers.values() if peer.peer != self._startup.me]
+        self._random.shuffle(seen)
+        return [peer.peer for peer in sorted(seen, key=lambda peer: peer.state != "serving")]
+
+
+def add_fetched(base: BaseTensors, number: int) -> None:
+    """Records that tensor `number`, just completed in the store, can be served to other peers.
+
+    Does nothing if it is not in the store, or while no tensor list is known.
+    """
+    listed = base.find_listed(number)
+    stored = base.store.find(number, listed) if listed is not None else None
+    if stored is not None:
+        base.add_location(number, stored)
+
+
+def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTensor], what: str) -> FetchPlan:
+    """Returns which pieces of the `lacking` tensors to fetch, after creating files for them in the store. Blocks.
+
+    Writes the list `tensors` to the store and sets it in `base`. Tensors that are damaged in the store are no longer
+    served to peers. what: names in an error what needs room. Raises BaseModelError for a tensor that the list does not
+    have, or has in another shape, DiskError if the disk has no room for the pieces.
+    """
+    base.store.keep_list(tensors)
+    base.adopt_list(tensors)
+    numbers = {listed.name: number for number, listed in enumerate(tensors.tensors)}
+    missing: dict[int, list[int]] = {}
+    nbytes = here = 0
+    for wanted in lacking:
+        number = next((numbers[name] for name in wanted.names if name in numbers), None)
+        if number is None or tensors.tensors[number].shape != wanted.shape:
+            raise BaseModelError(
+                f"The manifest's tensor list has no {wanted.names[0]} of the shape {list(wanted.shape)}, which its "
+                f"config needs; {MALFORMED}."
+            )
+        listed = tensors.tensors[number]
+        if base.store.find_intact(number, listed) is not None:
+            here += 1
+            continue
+        base.drop(number)
+        arrived = base.store.begin(number, listed)
+        missing[number] = [piece for piece in range(listed.piece_count) if piece not in arrived]
+        nbytes += sum(listed.piece_bytes(piece) for piece in missing[number])
+    base.store.require_room(nbytes, what)
+    return FetchPlan(missing, nbytes, here)
+
+
+def describe_fetch(listed: int, plan: FetchPlan, sources: int) -> str:
+    """Returns a text about what was fetched, such as "fetched 34 of 291 tensors, 1.2 GB from 3 peers".
+
+    If nothing was missing, it says how many of all tensors were here already. listed: the number of tensors in the
+    list. sources: the number of peers that served pieces.
+    """
+    if not plan.missing:
+        return f"{plan.here} of {listed} tensors {'is' if plan.here == 1 else 'are'} here from earlier"
+    size = f"{plan.nbytes / 1e9:,.1f} GB" if plan.nbytes >= 1e9 else f"{plan.nbytes / 1e6:,.1f} MB"
+    peers = f"{sources} peer" + "s" * (sources != 1)
+    fetched = f"fetched {len(plan.missing)} of {listed} tensors, {size} from {peers}"
+    return fetched + f"; {plan.here} were here already" * bool(plan.here)

@@ -1,0 +1,110 @@
+"""Computes what the run's stages ask of a machine, and measures what this machine can do, for placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agora_protocol.errors import AgoraError
+from agora_protocol.ids import Span
+from agora_protocol.manifest import Manifest
+
+from agora.core.threads import run_in_thread
+from agora.cost.machine import Machine
+from agora.cost.run_cost import run_cost
+from agora.cost.stage_cost import RunCost
+from agora.node.doctor import preflight
+from agora.node.limits.memory_budget import measure_offer
+from agora.node.settings import Settings
+from agora.swarm.placement import Ability, StageDemands
+from agora.train.device import choose_device
+from agora.train.machine_profile import find_profile
+from agora.train.memory import resident_bytes
+
+
+class OwnAbility:
+    """This machine's ability for placement, as measured so far. demands: what the run's stages ask of a machine.
+
+    `ability` has the spans that fit once `assess_machine` has returned, and a measured speed after
+    `record_measurement`. base_bytes: memory that the daemon takes without stages.
+    """
+
+    def __init__(self, manifest: Manifest, settings: Settings, folder: Path) -> None:
+        """folder: where the profile of an earlier start lies, and a new one is written."""
+        self._manifest = manifest
+        self._settings = settings
+        self._folder = folder
+        self._cost = run_cost(manifest)
+        # With a limit, what this process has taken by now counts against it; else only what is free matters.
+        self.base_bytes = max(preflight.BASE_BYTES, resident_bytes() if settings.memory_bytes else 0)
+        self._max_span_lengths: tuple[int, ...] = ()
+        self._speed = 0.0
+        self._bandwidth = 0.0
+        self.demands = demands_of(self._cost)
+
+    async def assess_machine(self) -> None:
+        """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
+
+        The speed comes from a profile that an earlier start has written, or that is measured now in about a second. If
+        measuring would take longer, or fails, the speed stays unknown (0) until `record_measurement`. A speed once
+        known is kept.
+        """
+        self._max_span_lengths = await run_in_thread(self._longest_spans)
+        if not self._speed:
+            self._speed = await run_in_thread(self._profiled_speed)
+
+    def _longest_spans(self) -> tuple[int, ...]:
+        offer = measure_offer(self._settings.device, self._settings.memory_gib)
+        cost = run_cost(self._manifest, in_flight=1)
+        return longest_spans(cost, offer.for_stages(self.base_bytes), self._settings.most_stages)
+
+    def _profiled_speed(self) -> float:
+        try:
+            profile = find_profile(self._folder, self._manifest, choose_device(self._settings.device))
+        except (AgoraError, RuntimeError):  # the device itself says what is wrong when stages are built
+            return 0.0
+        if profile is None:
+            return 0.0
+        stages = self._cost.stage_count
+        mean_flops = sum(self._cost.flops(Span(stage, stage)) for stage in range(stages)) / stages
+        return profile.flops / mean_flops / self._settings.slowdown
+
+    @property
+    def ability(self) -> Ability:
+        return Ability(self._speed, self._bandwidth, self._max_span_lengths)
+
+    def record_measurement(self, span: Span, service_s: float, bandwidth: float | None) -> float:
+        """Records this machine's speed and uplink; returns the microbatches per second that it can do in `span`.
+
+        service_s: device seconds of one microbatch in `span`. bandwidth: of the uplink, in bytes per second; None keeps
+        the one recorded last.
+        """
+        capacity = 1.0 / max(service_s, 1e-9)
+        self._speed = capacity * sum(self.demands.work[stage] for stage in span.stages)
+        self._bandwidth = bandwidth or self._bandwidth
+        return capacity
+
+
+def demands_of(cost: RunCost) -> StageDemands:
+    """Returns what the run's stages ask of a machine: work and state bytes of each, and the larger boundary's bytes."""
+    boundary_bytes = max(cost.forward_bytes, cost.backward_bytes)
+    return StageDemands(cost.work, boundary_bytes, tuple(stage.state_bytes for stage in cost.stages))
+
+
+def longest_spans(cost: RunCost, machine: Machine, most_stages: int) -> tuple[int, ...]:
+    """Returns, for each first stage, how many stages from it on fit into the memory; 0 if not even that one does.
+
+    Where the machine has host memory beside its device's, optimizer state may lie there. most_stages: the largest
+    number to return, 0 for no limit.
+    """
+    count = cost.stage_count
+    length = 0
+    longest: list[int] = []
+    for first in range(count):
+        length = max(0, length - 1)
+        while length < min(most_stages or count, count - first):
+            span = Span(first, first + length)
+            if not any(cost.memory(span, in_host=in_host).fits(machine) for in_host in (False, True)):
+                break
+            length += 1
+        longest.append(length)
+    return tuple(longest)

@@ -1,0 +1,164 @@
+"""Improves groups of machines: the best move or swap for the slowest group, then the best cuts. Deterministic.
+
+With the cuts fixed, a machine has one rate in each group, so that all moves and swaps of the slowest group are compared
+in one array operation. When no exchange helps, the cuts are made again, until new cuts do not help either.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from agora.planning.cuts import ALONE, IDLE_GROUP, Cuts, Groups, best_cuts, rates_in_groups
+from agora.planning.span_rates import Rates
+
+SMALLEST_GAIN: Final = 1e-9  # A relative gain below this is a rounding error, which could let the search run in circles
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Groups of machines, and the span of each group. Immutable; do not change the array `group_of`.
+
+    group_of: the group number of each machine, or IDLE_GROUP or ALONE. rate_alone: microbatches per second, in sum, of
+    all machines that are ALONE, each of which holds the whole model.
+    """
+
+    group_of: Groups
+    cuts: Cuts
+    rate_alone: float
+
+    @property
+    def group_count(self) -> int:
+        return len(self.cuts.spans)
+
+    @property
+    def rate(self) -> float:
+        return self.cuts.rate + self.rate_alone
+
+
+def improve(rates: Rates, group_of: Groups, group_count: int) -> Grouping | None:
+    """Returns the grouping to which cuts, moves and swaps of machines lead from `group_of`, until none makes it faster.
+
+    group_of: the group of each machine to begin with, 0 to group_count - 1, IDLE_GROUP or ALONE; the array is not
+    changed. Machines that are ALONE stay so. Returns None if no cuts give all these groups a rate above 0.
+    """
+    cuts = best_cuts(rates, group_of, group_count)
+    if cuts is None:
+        return None
+    best = Grouping(group_of, cuts, float(rates[group_of == ALONE, 0, -1].sum()))
+    while True:
+        exchanged = _exchange(rates_in_groups(rates, best.cuts), best.group_of)
+        cuts = best_cuts(rates, exchanged, group_count)
+        if cuts is None or cuts.rate <= best.cuts.rate * (1 + SMALLEST_GAIN):
+            return best
+        best = Grouping(exchanged, cuts, best.rate_alone)
+
+
+def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
+    """Returns a copy of the grouping's groups after one to four random changes, with no regard to the rate.
+
+    Machines move or swap, or two groups change places. A machine that can hold the whole model may also become ALONE
+    or, if it is ALONE, join a group. No cuts are made for the new groups; there may be none that give each group a rate
+    above 0.
+    """
+    group_of = grouping.group_of.copy()
+    if grouping.group_count > 1 and rng.random() < 0.25:
+        one, other = rng.sample(range(grouping.group_count), 2)
+        group_of[grouping.group_of == one], group_of[grouping.group_of == other] = other, one
+    for _ in range(rng.randint(1, 3)):
+        one, other = rng.randrange(len(group_of)), rng.randrange(len(group_of))
+        if grouping.group_count > 1 and rates[one, 0, -1] > 0 and rng.random() < 0.5:
+            group_of[one] = ALONE if group_of[one] != ALONE else rng.randrange(grouping.group_count)
+        elif rng.random() < 0.5 and ALONE not in (group_of[one], group_of[other]):
+            group_of[one], group_of[other] = group_of[other], group_of[one]
+        else:
+            group_of[one] = rng.randrange(grouping.group_count)
+    return group_of
+
+
+def scatter(rates: Rates, group_count: int, rng: random.Random) -> Groups:
+    """Returns a random group, 0 to group_count - 1, for each machine; a group may remain empty.
+
+    If there are two groups or more, about half of the machines that can hold the whole model are ALONE instead.
+    """
+    fits_all = (rates[:, 0, -1] > 0) & (group_count > 1)
+    return np.array(
+        [ALONE if fits and rng.random() < 0.5 else rng.randrange(group_count) for fits in fits_all.tolist()]
+    )
+
+
+def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
+    """Returns a copy of the grouping in which each unused machine joins the slowest group whose span it can hold.
+
+    Unused are idle machines and those that cannot hold their group's span; a machine that can hold no group's span
+    stays as it is. Machines join in turn, and each one's rate counts for the next. The cuts, with their rate, are not
+    changed.
+    """
+    at_spans = rates_in_groups(rates, grouping.cuts)
+    return replace(grouping, group_of=_place_unused(at_spans, grouping.group_of))
+
+
+def _exchange(at_spans: Rates, group_of: Groups) -> Groups:
+    group_of = _place_unused(at_spans, group_of)
+    if at_spans.shape[1] < 2:
+        return group_of
+    totals = _group_rates(at_spans, group_of)
+    for _ in range(4 * len(group_of)):
+        slowest = int(totals.argmin())
+        others = np.flatnonzero((group_of != slowest) & (group_of >= 0))
+        members = np.flatnonzero(group_of == slowest)
+        gain, mine, theirs = _best_exchange(at_spans, group_of, totals, members, others)
+        if gain <= totals[slowest] * (1 + SMALLEST_GAIN):
+            break
+        if mine >= 0:
+            group_of[mine] = group_of[theirs]
+        group_of[theirs] = slowest
+        totals = _group_rates(at_spans, group_of)
+    return group_of
+
+
+def _best_exchange(
+    at_spans: Rates, group_of: Groups, totals: Rates, members: Groups, others: Groups
+) -> tuple[float, int, int]:
+    if not len(others):
+        return 0.0, -1, -1
+    slowest = int(totals.argmin())
+    theirs = group_of[others]
+    leaving = np.concatenate([[0.0], at_spans[members, slowest]])
+    arriving = np.concatenate([np.zeros((1, len(others))), at_spans[np.ix_(members, theirs)]])
+    ours_after = totals[slowest] - leaving[:, None] + at_spans[others, slowest][None, :]
+    theirs_after = (totals[theirs] - at_spans[others, theirs])[None, :] + arriving
+    after = np.minimum(np.minimum(ours_after, theirs_after), _min_rates_of_others(totals, slowest)[theirs][None, :])
+    row, column = divmod(int(after.argmax()), len(others))
+    return float(after[row, column]), int(members[row - 1]) if row else -1, int(others[column])
+
+
+def _min_rates_of_others(totals: Rates, slowest: int) -> Rates:
+    order = [group for group in np.argsort(totals, kind="stable") if group != slowest]
+    rest = np.full(len(totals), totals[order[0]])
+    rest[order[0]] = totals[order[1]] if len(order) > 1 else np.inf
+    return rest
+
+
+def _place_unused(at_spans: Rates, group_of: Groups) -> Groups:
+    group_of = group_of.copy()
+    totals = _group_rates(at_spans, group_of)
+    machines = np.arange(len(group_of))
+    own = at_spans[machines, np.maximum(group_of, 0)]
+    unused = (group_of == IDLE_GROUP) | ((group_of >= 0) & (own <= 0))
+    for machine in machines[unused & (at_spans.max(axis=1) > 0)]:
+        fitting = np.where(at_spans[machine] > 0, totals, np.inf)
+        group = int(fitting.argmin())
+        group_of[machine] = group
+        totals[group] += at_spans[machine, group]
+    return group_of
+
+
+def _group_rates(at_spans: Rates, group_of: Groups) -> Rates:
+    placed = np.flatnonzero(group_of >= 0)
+    totals = np.zeros(at_spans.shape[1])
+    np.add.at(totals, group_of[placed], at_spans[placed, group_of[placed]])
+    return totals

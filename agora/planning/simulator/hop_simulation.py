@@ -1,0 +1,350 @@
+"""How a microbatch passes through simulated peers: the nested calls of pipeline/hop.py and router.py, as events.
+
+Only the jitter of links is drawn at random.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from agora_protocol import limits
+
+from agora.pipeline.hop import is_hopeless
+from agora.pipeline.ledger import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS
+from agora.pipeline.router import MIN_ATTEMPT_S, UNAVAILABLE_FAILURES
+from agora.pipeline.routing import MAX_FAILURES, deadline_for_others
+from agora.planning.simulator.event_queue import DeadlineWheel, EventQueue
+from agora.planning.simulator.measurements import Measurements
+from agora.planning.simulator.simulated_device import JobOrder
+from agora.planning.simulator.simulated_peer import Call, Presence, SimulatedMicrobatch, SimulatedPeer, Visit
+from agora.planning.simulator.simulated_work import Workload
+
+KEPT_ANSWERS = 1024  # maximum number of answers that a peer keeps for repeats
+SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)  # then a hung peer's connections break
+
+
+class RootListener(Protocol):
+    """Protocol: the origins' side, called at the end of each attempt at a microbatch, successful or not."""
+
+    def on_completed(self, visit: Visit) -> None:
+        """Called when a microbatch has passed all stages and its origin has the answer."""
+
+    def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
+        """Called when an attempt ended without a result; the next may begin after `retry_s` seconds.
+
+        is_failure: False if the origin's own hop refused the attempt.
+        """
+
+
+class HopSimulation:
+    """The way of all microbatches from peer to peer, as events in `events`. find: returns the peer with an id.
+
+    root: the origins' side, called at the end of each attempt; must be set before any event happens.
+    """
+
+    def __init__(
+        self,
+        events: EventQueue,
+        workload: Workload,
+        measurements: Measurements,
+        find: Callable[[str], SimulatedPeer],
+        rng: random.Random,
+    ) -> None:
+        self._events = events
+        self._workload = workload
+        self._measurements = measurements
+        self._find = find
+        self._rng = rng
+        self._deadlines: DeadlineWheel[Call] = DeadlineWheel(events, self._on_deadline)
+        self.root: RootListener
+
+    # --- a visit begins
+
+    def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
+        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it immediately.
+
+        If the hop refuses it now, calls root.on_unfinished instead. deadline: in simulated seconds.
+        """
+        peer = microbatch.origin
+        kept = peer.answers.get((microbatch.id, 0))
+        if kept is not None:
+            kept.is_root = True
+            self._report_completed(kept)
+            return
+        visit = Visit(microbatch, peer, 0, deadline)
+        visit.is_root = True
+        if (retry_s := self._refusal_s(peer)) is not None:
+            self.root.on_unfinished(visit, retry_s, False)
+        else:
+            self._begin(visit)
+
+    def _arrive(self, call: Call) -> None:
+        peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
+        if peer.presence is Presence.HUNG:
+            self._events.after(SILENCE_S, self._on_failed, call)
+        if call.ended or not peer.is_up:
+            return  # the caller learns it from the end of the connection
+        key = (microbatch.id, stage)
+        if (kept := peer.answers.get(key)) is not None:
+            call.visit = kept
+            self._measurements.repeats += 1
+            self._send_answer(kept, call)
+            return
+        visit = peer.visits.get(key)
+        if visit is None:
+            if peer.has_state and (peer.span is None or stage not in peer.span):
+                self._reply(call, self._on_failed, call)
+                return
+            if (retry_s := self._refusal_s(peer)) is not None:
+                self._measurements.busy += 1
+                self._reply(call, self._on_busy, call, retry_s)
+                return
+            visit = Visit(microbatch, peer, stage, self._events.now + call.attempt.deadline_ms / 1000.0)
+            if is_hopeless(visit.deadline - self._events.now, peer.busy_s.value or 0.0):
+                self._reply(call, self._on_failed, call, True)
+                return
+            self._begin(visit)
+        else:
+            self._measurements.repeats += 1
+        visit.callers.append(call)
+        call.visit = visit
+        self._reply(call, self._on_accepted, call, peer.device.queue_length)
+
+    def _refusal_s(self, peer: SimulatedPeer) -> float | None:
+        if peer.presence is not Presence.SERVING:
+            return CLOSED_RETRY_MS / 1000.0
+        if len(peer.visits) < self._workload.slots:
+            return None
+        free_in_ms = 1000.0 * (peer.slot_s.value or 0.0) / self._workload.slots
+        return min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS) / 1000.0
+
+    def _begin(self, visit: Visit) -> None:
+        peer, workload = visit.peer, self._workload
+        peer.visits[visit.key] = visit
+        visit.started = self._events.now
+        visit.microbatch.path.peer_by_stage[visit.entry_stage] = peer.id
+        seconds = workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
+        if visit.last == workload.stages - 1:
+            visit.committed = True
+            peer.device.submit(JobOrder.FORWARD, seconds, self._on_finished, visit)
+        else:
+            peer.device.submit(JobOrder.FORWARD, seconds * workload.forward_share, self._on_forward_done, visit)
+
+    # --- on to the next stage
+
+    def _on_forward_done(self, visit: Visit) -> None:
+        if visit.state == "forward":
+            visit.state = "routing"
+            self._route(visit)
+
+    def _route(self, visit: Visit) -> bool:
+        # Otherwise appends it to `peer.waiting`, and schedules the routing of all that wait for when the table says so.
+        peer, now, stage = visit.peer, self._events.now, visit.last + 1
+        until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
+        if until - now < MIN_ATTEMPT_S:
+            self._give_up(visit)
+            return True
+        payload = int(self._workload.boundary_bytes)
+        peer.table.update(stage, peer.replicas)
+        choice = peer.table.choose(now, visit.microbatch.id, stage, payload, visit.microbatch.path)
+        if choice.peer is not None:
+            self._call(visit, self._find(choice.peer), payload, until)
+            return True
+        peer.waiting.append(visit)
+        wake_at = min(until, choice.look_again_at)
+        if wake_at < peer.wakes_at:
+            peer.wakes_at = wake_at
+            self._events.at(wake_at, self._wake, peer, wake_at)
+        return False
+
+    def _wake(self, peer: SimulatedPeer, wakes_at: float) -> None:
+        if peer.wakes_at == wakes_at:
+            peer.wakes_at = math.inf
+            self.route_waiting(peer)
+
+    def route_waiting(self, peer: SimulatedPeer) -> None:
+        """Routes the visits that wait at a peer, in order, until one still has to wait; none if the peer is not up."""
+        for _ in range(len(peer.waiting) if peer.is_up else 0):
+            visit = peer.waiting.popleft()
+            if visit.state == "routing" and visit.call is None and not self._route(visit):
+                peer.waiting.rotate(1)  # it stays the first
+                return
+
+    def _call(self, visit: Visit, callee: SimulatedPeer, payload: int, until: float) -> None:
+        now, peer = self._events.now, visit.peer
+        attempt = peer.table.record_sent(now, visit.last + 1, callee.id, payload, until)
+        call = Call(visit, callee, attempt)
+        visit.call, visit.state = call, "downstream"
+        self._deadlines.add(call, attempt.until)
+        self._measurements.messages += 1
+        arrival = peer.equipment.link.send(callee.equipment.link, payload, now, self._rng)
+        if callee.presence is Presence.GONE:  # no process listens there any more
+            self._events.after(peer.equipment.link.round_trip_to(callee.equipment.link), self._on_failed, call)
+            return
+        callee.calls_in[call] = None
+        self._events.at(arrival, self._arrive, call)
+
+    # --- what comes back
+
+    def _reply(self, call: Call, then: Callable[..., None], *args: object) -> None:
+        self._measurements.messages += 1
+        self._events.after(call.callee.equipment.link.outward_delay_s(), then, *args)
+
+    def _on_accepted(self, call: Call, queue: int) -> None:
+        visit = call.caller
+        if call.ended or not visit.peer.is_up:
+            return
+        ping_s = visit.peer.equipment.link.round_trip_to(call.callee.equipment.link)
+        visit.peer.table.record_accepted(self._events.now, call.attempt, queue, ping_s)
+        self._measurements.messages += sum(stage < visit.entry_stage for stage in visit.microbatch.path.peer_by_stage)
+
+    def _on_busy(self, call: Call, retry_s: float) -> None:
+        if self._end(call):
+            call.caller.peer.table.record_busy(self._events.now, call.attempt, retry_s)
+            self._reroute(call)
+
+    def _on_failed(self, call: Call, is_unavailable: bool = False) -> None:
+        if self._end(call):
+            now, attempt = self._events.now, call.attempt
+            wasted_s = 0.0 if is_unavailable else now - attempt.started
+            most = UNAVAILABLE_FAILURES if is_unavailable else MAX_FAILURES
+            call.caller.peer.table.record_failed(now, attempt, wasted_s, most)
+            path = call.caller.microbatch.path.peer_by_stage
+            if path.get(attempt.stage) == call.callee.id:
+                del path[attempt.stage]
+            self._measurements.rerouted += 1
+            self._reroute(call)
+
+    def _on_deadline(self, call: Call) -> None:
+        if not call.ended and call.caller.peer.is_up:
+            self._measurements.timeouts += 1
+            callee_visit = call.visit
+            self._on_failed(call)
+            self._forget_caller(callee_visit, call)
+
+    def _end(self, call: Call) -> bool:
+        if call.ended:
+            return False
+        call.ended = True
+        self._deadlines.remove(call)
+        call.callee.calls_in.pop(call, None)
+        return call.caller.peer.is_up and call.caller.state == "downstream" and call.caller.call is call
+
+    def _reroute(self, call: Call) -> None:
+        visit = call.caller
+        visit.call, visit.state = None, "routing"
+        self._route(visit)
+        self.route_waiting(visit.peer)
+
+    def _on_answered(self, call: Call, queue: int) -> None:
+        if not self._end(call):
+            return
+        now, visit, callee, peer = self._events.now, call.caller, call.visit, call.caller.peer
+        assert callee is not None, "an answer comes from a visit"
+        callee_s = self._workload.seconds(callee.entry_stage, callee.last, callee.peer.equipment.speed)
+        service_s = callee_s * callee.peer.device.slowdown
+        peer.pace = peer.pace.after_completion(now)
+        period_s = peer.pace.period_s.value or math.inf
+        peer.table.record_queue(now, call.attempt, queue)
+        nbytes = int(self._workload.gradient_bytes)
+        crossing_s = peer.table.record_answered(now, call.attempt, service_s, nbytes, period_s)
+        visit.downstream_path_s = min(callee.path_s + crossing_s, now - call.attempt.started)
+        visit.state, visit.committed, visit.queued_at = "backward", True, now
+        seconds = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
+        seconds *= 1.0 - self._workload.forward_share
+        peer.device.submit(JobOrder.BACKWARD, seconds, self._on_backward_done, visit)
+        self.route_waiting(peer)
+
+    def _on_backward_done(self, visit: Visit) -> None:
+        visit.peer.backward_s = visit.peer.backward_s.with_sample(self._events.now - visit.queued_at)
+        self._on_finished(visit)
+
+    def _on_finished(self, visit: Visit) -> None:
+        if visit.state == "cancelled":
+            return
+        peer, now = visit.peer, self._events.now
+        own_s = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed) * peer.device.slowdown
+        visit.path_s, visit.state = own_s + visit.downstream_path_s, "answered"
+        peer.busy_s = peer.busy_s.with_sample(own_s)
+        peer.paths_s.append(visit.path_s)
+        peer.slot_s = peer.slot_s.with_sample(now - visit.started)
+        self._measurements.record_visit(visit)
+        peer.visits.pop(visit.key, None)
+        self._keep_answer(visit)
+        callers, visit.callers, visit.call = visit.callers, [], None  # no cycles, so that memory is freed now
+        for call in callers:
+            self._send_answer(visit, call)
+        if visit.is_root:
+            self._report_completed(visit)
+
+    def _keep_answer(self, visit: Visit) -> None:
+        answers = visit.peer.answers
+        answers[visit.key] = visit
+        visit.microbatch.kept.append(visit)
+        if len(answers) > KEPT_ANSWERS:
+            del answers[next(iter(answers))]
+
+    def _send_answer(self, visit: Visit, call: Call) -> None:
+        if call.ended:
+            return
+        self._measurements.messages += 2  # "finished" plus the answer
+        link, to = visit.peer.equipment.link, call.caller.peer.equipment.link
+        arrival = link.send(to, self._workload.gradient_bytes, self._events.now, self._rng)
+        self._events.at(arrival, self._on_answered, call, visit.peer.device.queue_length)
+
+    # --- visits that end without an answer
+
+    def _give_up(self, visit: Visit) -> None:
+        callers = list(visit.callers)
+        self._cancel(visit)
+        for call in callers:
+            self._reply(call, self._on_failed, call, True)
+        if visit.is_root:
+            self.root.on_unfinished(visit, 0.0, True)
+
+    def _cancel(self, visit: Visit) -> None:
+        visit.peer.visits.pop(visit.key, None)
+        if visit.state == "forward":
+            visit.peer.device.discard(visit)
+        visit.state = "cancelled"
+        call, visit.call = visit.call, None
+        if call is not None and not call.ended:
+            call.ended = True
+            self._deadlines.remove(call)
+            call.callee.calls_in.pop(call, None)
+            if visit.peer.is_up:
+                visit.peer.table.record_abandoned(call.attempt)
+            self._forget_caller(call.visit, call)
+
+    def _forget_caller(self, visit: Visit | None, call: Call) -> None:
+        if visit is None or call not in visit.callers:
+            return
+        visit.callers.remove(call)
+        if not visit.callers and not visit.committed and not visit.is_root and visit.state != "answered":
+            self._cancel(visit)
+
+    def hand_back(self, peer: SimulatedPeer) -> None:
+        """Ends all visits of a peer that leaves or moves; their callers get Unavailable, and call other peers."""
+        for visit in list(peer.visits.values()):
+            self._give_up(visit)
+        peer.waiting.clear()
+
+    def break_connections(self, peer: SimulatedPeer) -> None:
+        """Fails every call to a peer that has gone, one delay of the peer's link later; cancels its visits immediately.
+
+        Work that its callees do for no other caller is cancelled too, unless it is committed.
+        """
+        for call in list(peer.calls_in):
+            self._events.after(peer.equipment.link.outward_delay_s(), self._on_failed, call)
+        for visit in list(peer.visits.values()):
+            self._cancel(visit)
+        peer.waiting.clear()
+
+    def _report_completed(self, visit: Visit) -> None:
+        kept, visit.microbatch.kept = visit.microbatch.kept, []
+        for answered in kept:
+            answered.peer.answers.pop(answered.key, None)
+        self.root.on_completed(visit)

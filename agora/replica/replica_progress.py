@@ -1,0 +1,336 @@
+"""Keeps what a replica knows of its stage's other replicas: their progress, which are alive, which belong to a step.
+
+Deterministic.
+
+| a replica is | when | what follows |
+|---|---|---|
+| listed | the directory's view names it as a replica of the stage | it is gossiped to |
+| silent | its last report is older than SILENT_S, or connections broke for GONE_S since | it is in no step or round |
+| suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
+| unreachable | it is silent or suspected | no part of a round waits for it |
+| live | it is not unreachable | its tokens count, and others catch up with it |
+
+A new report ends each of these states.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from agora_protocol.ids import PeerId
+from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
+from agora_protocol.messages import GossipEntry
+
+from agora.replica.quota import TokenRate
+
+SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
+# Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent.
+#
+# Then its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs.
+GONE_S: Final = 1.0
+# Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random.
+MAX_DIRECT_TARGETS: Final = 8
+# Steps by which another replica's open step may lead this one's; a larger lead is implausible.
+MAX_PLAUSIBLE_LEAD: Final = 10
+GOSSIP_FANOUT: Final = 4  # number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS
+# Number of steps in which a new replica owns no part: others learn of it one by one, but must agree on the owners.
+NEWCOMER_STEPS: Final = 3
+
+
+class ReplicaCounts(NamedTuple):
+    """How far a replica is with a stage, in the form in which it gossips that."""
+
+    step: int = 0  # optimizer steps taken
+    # The step for whose share it counts now: `step` + its closed shares whose means are not known yet (0 to 2).
+    open_step: int = 0
+    tokens: int = 0  # tokens counted for `open_step`
+    tokens_counted: int = 0  # all tokens counted since the replica started
+    agreed: int = 0  # steps it had taken at the last mean, of gradients or of a slice, that it has applied
+    lineage: int = 0  # a digest of all means up to `agreed`, 0 when unknown
+    start_step: int = 0  # steps of the state that it started with
+    carried: int = 0  # 1 + thousandths of a byte that its uplink carries for each value and step; 0: it is never full
+
+    @property
+    def bytes_carried(self) -> float:
+        # Bytes that its uplink carries for each value and step; infinite if it is never full.
+        return (self.carried - 1) / 1000 if self.carried else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class DirectReport:
+    """What a replica last reported of itself to this peer, not what other replicas reported of it.
+
+    For the fields without a comment see ReplicaCounts. `step` and `open_step` are -1 before the first report.
+    """
+
+    step: int = -1
+    open_step: int = -1
+    tokens_counted: int = 0
+    at: float = -math.inf  # when it reported, -inf before its first report
+    open_since: float = -math.inf  # when it first reported `open_step`
+    rate: TokenRate = field(default_factory=TokenRate)  # how fast it counts tokens
+    agreed: int = 0
+    lineage: int = 0
+    start_step: int = 0
+
+    def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
+        """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
+
+        The rate is unknown if this is no report yet, or if tokens_counted fell, as after a restart.
+        """
+        open_since = self.open_since if counts.open_step == self.open_step else now
+        rate = TokenRate()
+        if self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
+            rate = self.rate.after(counts.tokens_counted - self.tokens_counted, now - self.at)
+        agreement = counts.agreed, counts.lineage, counts.start_step
+        return DirectReport(counts.step, counts.open_step, counts.tokens_counted, now, open_since, rate, *agreement)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaProgress:
+    """What is known of one other replica of a stage, first-hand or relayed by others. Times are in seconds."""
+
+    counts: ReplicaCounts  # its latest known counts
+    reported_at: float  # when it reported them, to this peer or another
+    closed_tokens: int = 0  # tokens of its share of step `counts.open_step` - 1, 0 when unknown
+    failed_at: float = -math.inf  # when a call to it last failed
+    broken_since: float = math.inf  # the first time since `reported_at` that a connection to it broke
+    broken_at: float = -math.inf  # the last such time
+    direct: DirectReport = field(default_factory=DirectReport)  # its own last report
+    listed: bool = False  # whether the view has named it since the first report of it
+
+    def is_silent(self, now: float) -> bool:
+        """Returns whether the last report is older than SILENT_S, or connections broke since then for GONE_S.
+
+        That is the time from the first break to the last.
+        """
+        return now - self.reported_at > SILENT_S or self.broken_at - self.broken_since >= GONE_S
+
+    def is_live(self, now: float) -> bool:
+        """Returns whether it is neither silent (see is_silent) nor suspected (a call failed since its last report)."""
+        return not self.is_silent(now) and self.reported_at > self.failed_at
+
+    def with_counts(self, counts: ReplicaCounts, reported_at: float) -> ReplicaProgress:
+        """Returns a copy with newer counts, reported at `reported_at`, and without broken times before that.
+
+        | open_step has grown by | closed_tokens becomes |
+        |---|---|
+        | 0 | unchanged; 0 if `tokens` fell, as after a restart |
+        | 1 | the tokens of the share that was open before |
+        | any other number | 0, which means unknown |
+        """
+        old = self.counts
+        if counts.open_step == old.open_step:
+            closed = self.closed_tokens if counts.tokens >= old.tokens else 0
+        else:
+            before_share, after_share = old.tokens_counted - old.tokens, counts.tokens_counted - counts.tokens
+            closed = max(0, after_share - before_share) if counts.open_step == old.open_step + 1 else 0
+        newer = replace(self, counts=counts, closed_tokens=closed, reported_at=reported_at)
+        return newer if reported_at <= self.broken_at else replace(newer, broken_since=math.inf, broken_at=-math.inf)
+
+    def with_failure(self, now: float, *, broken: bool) -> ReplicaProgress:
+        """Returns a copy in which a call to the replica failed at `now`.
+
+        broken: whether the connection broke or did not open; then broken_since and broken_at are set too.
+        """
+        if not broken:
+            return replace(self, failed_at=now)
+        return replace(self, failed_at=now, broken_since=min(now, self.broken_since), broken_at=now)
+
+
+KnownReplicas = Mapping[PeerId, ReplicaProgress]  # what is known of the other replicas of one stage, by id
+
+
+def merge_gossip(
+    known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
+) -> dict[PeerId, ReplicaProgress]:
+    """Returns a copy of `known` after `sender` reported `entries` about itself and about other replicas.
+
+    Adds replicas that are not known yet.
+
+    | an entry is about | it is used when |
+    |---|---|
+    | the sender | always: a replica that has restarted reports lower numbers |
+    | another replica | it is at most SILENT_S old; and its counts, compared in order, are not less, or it is silent |
+    | this peer (`me`) | never |
+
+    An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.
+    """
+    merged = dict(known)
+    for peer, *numbers, age_ms in entries:
+        counts = ReplicaCounts(*numbers)
+        reported_at = now if peer == sender else now - age_ms / 1000
+        if peer == me or now - reported_at > SILENT_S:
+            continue
+        progress = merged.get(peer) or ReplicaProgress(counts, reported_at)
+        if peer == sender or counts >= progress.counts or not progress.is_live(now):
+            progress = progress.with_counts(counts, max(reported_at, progress.reported_at))
+        if peer == sender:
+            progress = replace(progress, direct=progress.direct.after_report(counts, now))
+        merged[peer] = progress
+    return merged
+
+
+def record_failure(
+    known: KnownReplicas, peer: PeerId, now: float, *, broken: bool = False
+) -> dict[PeerId, ReplicaProgress]:
+    """Returns a copy of `known` in which a call to `peer` failed at time `now`, see ReplicaProgress.with_failure.
+
+    A peer that is not in `known` is added with counts of 0, reported_at `now`, and no direct report: it is suspected
+    immediately, and silent after SILENT_S. broken: whether the connection to the peer broke or could not be opened, so
+    that the peer may be gone.
+    """
+    progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
+    return dict(known) | {peer: progress.with_failure(now, broken=broken)}
+
+
+def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
+    """Returns a copy of `known` after a read of the view, which names the replicas `listed`.
+
+    Marks known replicas as listed if they are; adds no replica. Drops those that are neither listed nor live.
+    """
+    return {
+        peer: replace(progress, listed=True) if peer in listed and not progress.listed else progress
+        for peer, progress in known.items()
+        if peer in listed or progress.is_live(now)
+    }
+
+
+def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns those of `peers` that are silent or suspected. A peer that is not in `known` is not among them."""
+    return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
+
+
+def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns those of `peers` whose own last report has an open step before `step` - 1.
+
+    Such replicas fetch a state or replay steps. A peer that has not reported itself is not among them.
+    """
+    return {peer for peer in peers if peer in known and 0 <= known[peer].direct.open_step < step - 1}
+
+
+def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns those of `peers` that must own no part of step `step`, because other replicas may not know of them yet.
+
+    Newcomers are peers whose start step is later than `step` - NEWCOMER_STEPS, or unknown. For a `step` below
+    NEWCOMER_STEPS there are none.
+    """
+    latest_start = step - NEWCOMER_STEPS
+    if latest_start < 0:
+        return set()
+    reports = {peer: known[peer].direct for peer in peers if peer in known}
+    return {p for p in peers if p not in reports or reports[p].step < 0 or reports[p].start_step > latest_start}
+
+
+def suspected_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the `listed` replicas to which a call failed after their last report, and that are not yet silent."""
+    return {peer for peer in unreachable_replicas(known, listed, now) if not known[peer].is_silent(now)}
+
+
+def lagging_or_unheard_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
+    """Returns the lagging ones of `peers`, see lagging_replicas, and those that have not reported themselves yet."""
+    return {peer for peer in peers if peer not in known or known[peer].direct.open_step < step - 1}
+
+
+def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> dict[PeerId, ReplicaProgress]:
+    """Returns the entries of `known` whose replicas are both in `listed` and live."""
+    return {peer: progress for peer, progress in known.items() if peer in listed and progress.is_live(now)}
+
+
+def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
+    """Returns the other replicas that belong to a step and its rounds: all that may be alive, see docs/averaging.md.
+
+    These are the listed replicas that are not silent, including suspected ones and ones that are not in `known`; and
+    live replicas that have reported themselves but were never listed.
+    """
+    silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
+    heard = {peer for peer, progress in known.items() if progress.direct.step >= 0 and progress.is_live(now)}
+    return (set(listed) | {peer for peer in heard if not known[peer].listed}) - silent
+
+
+def count_tokens(others: KnownReplicas, step: int) -> int:
+    """Returns how many tokens `others` have counted for `step` together, in open shares and in closed ones.
+
+    A replica counts as 0 if its open step is before `step`, or later than `step` + 1.
+    """
+    open_tokens = sum(progress.counts.tokens for progress in others.values() if progress.counts.open_step == step)
+    closed = [progress for progress in others.values() if progress.counts.open_step == step + 1]
+    return open_tokens + sum(progress.closed_tokens for progress in closed)
+
+
+def first_closed_at(others: KnownReplicas, step: int) -> float | None:
+    """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
+
+    For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
+    it is later. None if no other replica has closed its share. Ignores a replica that leads by more than
+    MAX_PLAUSIBLE_LEAD: no honest one can while this one's share is open.
+    """
+    ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
+    reports = [progress.direct for progress in others.values()]
+    return min((report.open_since for report in reports if report.open_step in ahead), default=None)
+
+
+def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
+    """Returns how many tokens this replica must count for `step`: `target` less those of `others`, but at least 1.
+
+    See count_tokens.
+    """
+    return max(1, target - count_tokens(others, step))
+
+
+def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_tokens: int, target: int) -> int:
+    """Returns the step that the other replicas have reached, or this replica's own, `step`, when it is not behind.
+
+    others: the live replicas; their steps count as each reported of itself.
+    reachable: number of members of the step that are not unreachable, including those of which nothing is known.
+    own_tokens: counted here for `step`.
+    target: tokens of a step.
+
+    | reported | result |
+    |---|---|
+    | half of `reachable` are beyond `step` | the step that half of them have reached |
+    | a quarter of `reachable` is at step + 1; a quarter of `target` is known to be counted for `step` | step + 1 |
+    | anything else | step |
+    """
+    steps = sorted((progress.direct.step for progress in others.values()), reverse=True)
+    half = math.ceil(reachable / 2)
+    if 0 < half <= len(steps) and steps[half - 1] > step:
+        return steps[half - 1]
+    ahead = sum(progress.direct.step == step + 1 for progress in others.values())
+    tokens = own_tokens + count_tokens(others, step)
+    return step + 1 if ahead and ahead >= math.ceil(reachable / 4) and 4 * tokens >= target else step
+
+
+def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:
+    """Returns the replicas to gossip to now: all `listed` ones without `me`, sorted by id.
+
+    If there are more than MAX_DIRECT_TARGETS, returns GOSSIP_FANOUT random ones, in random order.
+    """
+    others = sorted(set(listed) - {me})
+    return others if len(others) <= MAX_DIRECT_TARGETS else rng.sample(others, GOSSIP_FANOUT)
+
+
+def compose_gossip(
+    known: KnownReplicas, me: PeerId, own: ReplicaCounts, listed: Collection[PeerId], now: float
+) -> tuple[GossipEntry, ...]:
+    """Returns the entries to send, up to MAX_GOSSIPED_REPLICAS: this peer's `own` counts, then those of other replicas.
+
+    Of the others, the latest known counts of those that are live and listed are sent, the newest report first.
+    """
+    others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].reported_at)
+    entries = ((peer, *progress.counts, round(1000 * (now - progress.reported_at))) for peer, progress in others)
+    return ((me, *own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
+
+
+def leading_step(steps: Collection[Collection[int]]) -> int:
+    """Returns the step of the run's furthest stage: the largest of the stages' lower medians.
+
+    steps: for each stage, the steps that its replicas have taken. Ignores stages without replicas; returns 0 if there
+    is no other stage.
+    """
+    return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)

@@ -1,0 +1,58 @@
+"""Where a stage's optimizer state is kept, on the device or in host memory, and how a step gets at it.
+
+In host memory the state takes nothing of the device but a piece at a time: a step copies PIECE elements to the device,
+updates them there and copies them back. The arithmetic is the device's in both cases, so that replicas that differ in
+this stay equal to the last bit. Source: state sharded and offloaded apart from compute, as in Cephalo (arXiv
+2411.01075) and ZeRO-Offload (arXiv 2101.06840), but with the update on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# Maximum number of elements of a moment that are copied to the device at a time: 16 MiB in float32.
+PIECE: Final = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOffload:
+    """Where a stage's optimizer state is kept: on `device`, which has the weights, or with in_host in host memory.
+
+    With in_host the copies are made even where the device is the CPU itself, so that a test needs no GPU.
+    """
+
+    device: torch.device
+    in_host: bool = False
+
+    def zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns `count` zeros where the state is kept; page-locked if a GPU reads them from host memory."""
+        if not self.in_host:
+            return torch.zeros(count, dtype=dtype, device=self.device)
+        return torch.zeros(count, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def pieces(self, ranges: Iterable[slice]) -> Iterator[slice]:
+        """Yields the ranges: cut into pieces of at most PIECE elements if the state is in host memory, else whole."""
+        for whole in ranges:
+            length = PIECE if self.in_host else max(whole.stop - whole.start, 1)
+            for start in range(whole.start, whole.stop, length):
+                yield slice(start, min(start + length, whole.stop))
+
+    @contextmanager
+    def on_device(self, *state: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Context manager: yields the tensors `state` on the device, to be changed in place; the changes remain.
+
+        If the state is in host memory, it yields copies, and copies them back unless the block raises.
+        """
+        if not self.in_host:
+            yield state
+            return
+        copies = tuple(tensor.to(self.device, copy=True) for tensor in state)
+        yield copies
+        for tensor, changed in zip(state, copies, strict=True):
+            tensor.copy_(changed)

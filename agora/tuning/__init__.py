@@ -1,0 +1,1 @@
+"""Optional: fine-tuning of Hugging Face models. Pretraining never imports it."""

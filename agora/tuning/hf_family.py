@@ -1,0 +1,157 @@
+"""The `hf` family: decoders of Hugging Face whose weights come from a base model's files.
+
+Either all parameters are trained, or only the LoRA matrices while the others are frozen; only trained parameters are
+counted, averaged and exported. A tied head is untied: the first and the last stage are on different peers, so the head
+begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA both stay as they
+are, so that a merged model is tied as the base model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from agora_protocol.base_config import parse_config
+from agora_protocol.manifest import HfSection
+
+from agora.model.family import Family, Stage
+from agora.state.merged_model import ExportedTensor, TensorBlocks
+from agora.state.model_card import ModelDescription
+from agora.tuning.adapter_files import (
+    ADAPTER_CONFIG,
+    adapter_config,
+    adapter_tensor_name,
+    lora_scaling,
+    matrices_by_weight,
+)
+from agora.tuning.base_model import (
+    CONFIG,
+    GENERATION,
+    WantedTensor,
+    locate_checked,
+    locate_tensors,
+    read_generation_config,
+    read_tensors,
+    require_folder,
+)
+from agora.tuning.hf_architecture import architecture_of
+from agora.tuning.hf_stage import HfStage
+from agora.tuning.lora_layers import initial_lora_values, lora_targets
+from agora.tuning.lora_merge import LoraProduct, ReadTrained, merged_tensor
+
+END_IDS: Final = "eos_token_id"
+
+
+class HfFamily(Family):
+    """The model family `hf` for the base model of one manifest: makes HfStages, fills them from files, exports them.
+
+    See Family for the methods that it overrides.
+    """
+
+    def __init__(self, model: HfSection) -> None:
+        self._model = model
+        self._has_lora = model.trained == "lora"
+
+    def check_machine(self, base_model: Path | None) -> None:
+        require_folder(base_model)
+        self.parameter_shapes(range(1))
+
+    def make_stage(self, layers: range) -> Stage:
+        return HfStage(self._model, layers)
+
+    def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
+        self._read_files(stage, base_model)
+        if self._has_lora:
+            for name, parameter in stage.trained_parameters():
+                parameter.copy_(initial_lora_values(seed, name, parameter.shape))
+
+    def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
+        if self._has_lora:
+            self._read_files(stage, base_model)
+
+    def _read_files(self, stage: Stage, base_model: Path | None) -> None:
+        assert isinstance(stage, HfStage)
+        for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
+            stage.load(name, values)
+            del values  # or it would stay in memory while the next one is read
+
+    def check_folder(self, base_model: Path) -> None:
+        """Raises BaseModelError unless the folder's files have every tensor of the whole model, in shape and dtype.
+
+        Reads only the headers of the files: hashes are not checked. Used to write a manifest. Raises TuningMissing
+        without a package, ManifestError for a wrong config.
+        """
+        with torch.device("meta"):
+            whole = HfStage(self._model, range(self._model.layers))
+        locate_tensors(base_model, [name for name, _ in self._model.weights], wanted_tensors(whole))
+
+    def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
+        shapes = self.parameter_shapes(layers)
+        named = {name: adapter_tensor_name(name) if self._has_lora else name for name in shapes}
+        return [ExportedTensor(name, named[name], shape) for name, shape in shapes.items()]
+
+    def config_files(
+        self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
+        # Returns file name -> content: with LoRA only adapter_config.json, otherwise the base model's config.json.
+        if self._has_lora:
+            return {ADAPTER_CONFIG: adapter_config(self._model)}
+        return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}, **self._generation({}, turn_ends)}
+
+    def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
+        whole_section = self._model.model_copy(update={"trained": "all"})
+        with torch.device("meta"):
+            whole = HfStage(whole_section, range(self._model.layers))
+        wanted = {whole.file_names(name)[0]: tensor for name, tensor in wanted_tensors(whole).items()}
+        stored = locate_checked(base_model, self._model.weights, wanted)
+        matrices = matrices_by_weight(self.parameter_shapes(range(self._model.layers)))
+        products = {weight: self._product(*names, read_trained) for weight, names in matrices.items()}
+        return [merged_tensor(name, place, products.get(name)) for name, place in stored.items()]
+
+    def _product(self, name_a: str, name_b: str, read_trained: ReadTrained) -> LoraProduct:
+        is_transposed = architecture_of(self._model).is_transposed
+        reads = partial(read_trained, name_a), partial(read_trained, name_b)
+        return LoraProduct(*reads, lora_scaling(self._model), is_transposed)
+
+    def merged_config_files(
+        self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
+    ) -> dict[str, dict[str, Any]]:
+        generation = read_generation_config(base_model)
+        return {CONFIG: self._base_config(dtype), **self._generation(generation, turn_ends)}
+
+    def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
+        if turn_ends:
+            known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))
+            ends = known if isinstance(known, list) else [known]
+            values = {**values, END_IDS: list(dict.fromkeys([*turn_ends, *(n for n in ends if isinstance(n, int))]))}
+        return {GENERATION: values} if values else {}
+
+    def _base_config(self, dtype: str) -> dict[str, Any]:
+        return {**parse_config(self._model.config), "dtype": dtype, "torch_dtype": dtype}
+
+    def describe(self) -> ModelDescription:
+        model = self._model
+        return ModelDescription(
+            kind=f"A {architecture_of(model).display_name} decoder",
+            shape=f"width {model.width}, {model.layers} layers, vocabulary {model.vocabulary}",
+            is_pretrained=True,
+            adapter=self._adapter_words() if self._has_lora else "",
+            frozen_as=model.frozen_as if self._has_lora else "",
+        )
+
+    def _adapter_words(self) -> str:
+        model = self._model
+        targets = ", ".join(sorted(lora_targets(model, architecture_of(model).linears)))
+        scale = f"{model.lora_alpha:g} / {'sqrt(rank)' if model.lora_rslora else 'rank'}"
+        return f"LoRA of rank {model.lora_rank}, scale {scale}, dropout {model.lora_dropout:g}, in {targets}"
+
+
+def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
+    """Returns parameter name -> the base model's tensor that fills it, for each parameter that comes from files.
+
+    LoRA matrices do not.
+    """
+    return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}

@@ -1,0 +1,205 @@
+"""A stage of a Hugging Face decoder: transformers' own layers, with the embedding before and the head after them.
+
+Parameters have their Hugging Face names, LoRA matrices those of peft. Rotary positions and attention masks are computed
+in every forward from the lengths of the sequences, so that only the residual stream crosses a boundary. With LoRA,
+frozen_layers decides the format of the frozen weights. Only LoRA's dropout depends on train and eval mode. Shapes: b
+rows, s positions, d width.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from agora_protocol.errors import ManifestError
+from agora_protocol.manifest import HfSection
+from torch import Tensor, nn
+
+from agora.core.terminal_text import one_line
+from agora.model.family import RunLayer, Stage, keep_graph
+from agora.tuning.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
+from agora.tuning.hf_architecture import architecture_of
+from agora.tuning.lora_layers import adapters_off, inject_lora, lora_targets
+from agora.tuning.packages import TuningMissing
+from agora.tuning.row_segments import as_additive, attended_pairs, token_positions
+
+HEAD: Final = "lm_head"
+INSIDE_LORA: Final = ".base_layer."  # what peft inserts into the name of a parameter of a layer that has LoRA
+
+
+class HfStage(Stage):
+    """A stage of the family `hf`: transformers' decoder layers. It has no values until HfFamily fills it from files.
+
+    With LoRA, only the LoRA matrices are trained, and all other parameters are frozen.
+    """
+
+    def __init__(self, model: HfSection, layer_range: range) -> None:
+        """Makes the modules of `layer_range`, and with LoRA freezes them and adds its matrices.
+
+        Raises TuningMissing without a package that it needs, ManifestError for a config or LoRA target that it refuses.
+        """
+        super().__init__(layer_range, is_first=layer_range.start == 0, is_last=layer_range.stop == model.layers)
+        self._architecture = architecture_of(model)
+        self._frozen_as: FrozenAs | None = model.frozen_as if model.trained == "lora" else None
+        try:
+            self._config = self._architecture.make_config(model)
+            self.add_module(self._architecture.root, self._make_body())
+            self._rotary = self._make_rotary()
+            self._windows = {index: self._architecture.window_of(self._config, index) for index in layer_range}
+        except (TuningMissing, MemoryError):
+            raise
+        except Exception as error:  # transformers raises many kinds for a config that its classes cannot use
+            reason = one_line(str(error), 160)
+            raise ManifestError(
+                f"[model] config is not one that transformers can build ({reason}); the run needs a manifest of a "
+                "config.json that AutoModelForCausalLM loads."
+            ) from error
+        if self.is_last:
+            self.add_module(HEAD, nn.Linear(model.width, model.vocabulary, bias=False))
+        if self._frozen_as is not None:
+            self._add_lora(model, self._frozen_as)
+
+    def _add_lora(self, model: HfSection, frozen_as: FrozenAs) -> None:
+        names = self._architecture
+        targets = lora_targets(model, names.linears)
+        layers = self.get_submodule(f"{names.root}.{names.layers}")
+        freeze(self, layers, frozen_as)
+        inject_lora(layers, model, targets, is_transposed=names.is_transposed and frozen_as == "float32")
+
+    def _make_body(self) -> nn.Module:
+        names = self._architecture
+        config = self._config
+        body = nn.Module()
+        if self.is_first:
+            padding = config.pad_token_id if names.has_rotary else None  # as in transformers, its row is not trained
+            body.add_module(names.embedding, _embedding(config.vocab_size, config.hidden_size, padding))
+            if names.positions:
+                rows = _embedding(config.max_position_embeddings, config.hidden_size, None)
+                body.add_module(names.positions, rows)
+        layer = names.load_class(names.layer_class)
+        layers = {str(index): layer(config, layer_idx=index) for index in self.layer_range}
+        body.add_module(names.layers, nn.ModuleDict(layers))
+        if self.is_last:
+            norm = names.load_class(names.norm_class) if names.norm_class else nn.LayerNorm
+            body.add_module(names.norm, norm(config.hidden_size, eps=getattr(config, names.epsilon)))
+        return body
+
+    def _make_rotary(self) -> nn.Module | None:
+        if not self._architecture.has_rotary:
+            return None
+        rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
+        return rotary
+
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        segments: Tensor | None = None,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
+        body = self.get_submodule(self._architecture.root)
+        positions = token_positions(hidden, segments)
+        if self.is_first:
+            hidden = self._embed(body, hidden, positions)
+        masks = {window: self._mask(hidden, window, segments) for window in set(self._windows.values())}
+        rotations = self._rotations(hidden, positions)
+        layers = body.get_submodule(self._architecture.layers)
+        for index, layer in zip(self.layer_range, layers.children(), strict=True):
+            options: dict[str, Any] = {"attention_mask": masks[self._windows[index]]}
+            if rotations:
+                options["position_embeddings"] = rotations[self._rotation_of(index)]
+            hidden = run_layer(layer, partial(_apply_layer, layer, options), hidden)
+        return self._logits(body, hidden) if self.is_last else hidden
+
+    def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
+        names = self._architecture
+        hidden: Tensor = body.get_submodule(names.embedding)(tokens.clamp(min=0).long()).float()
+        if names.scales_embedding:
+            hidden = hidden * torch.tensor(math.sqrt(self._config.hidden_size), dtype=hidden.dtype)
+        if names.positions:
+            hidden = hidden + body.get_submodule(names.positions)(positions).float()
+        return hidden
+
+    def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
+        normed = body.get_submodule(self._architecture.norm)(hidden)
+        logits: Tensor = self.get_submodule(HEAD)(normed)
+        cap = getattr(self._config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
+        # For eager attention it is never None, and a float to add to the scores. hidden: for sizes, dtype and device.
+        if self._config._attn_implementation == "eager":
+            return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
+        if segments is None and (window is None or hidden.shape[1] <= window):
+            return None
+        return attended_pairs(hidden, window, segments)
+
+    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
+        if self._rotary is None:
+            return {}
+        types = sorted({self._rotation_of(index) for index in self.layer_range})
+        options = {kind: {"layer_type": kind} if self._architecture.rotary_by_type else {} for kind in types}
+        return {kind: self._rotary(hidden, positions, **options[kind]) for kind in types}
+
+    def _rotation_of(self, layer: int) -> str:
+        return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return super().without_adapters() if self._frozen_as is None else adapters_off(self)
+
+    def allocate(self) -> None:
+        allocate(self)
+
+    def load(self, name: str, values: Tensor) -> None:
+        """Copies a file's values, float32 in the file's shape, into the parameter `name`. Call `allocate` before.
+
+        Rounds or quantises the values of frozen parameters according to `frozen_as`, see load_parameter; allocates a
+        frozen matrix.
+        """
+        load_parameter(self, name, values, self._frozen_as)
+
+    def fill_buffers(self, seed: int) -> None:
+        self._rotary = self._make_rotary()
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        root, layers = self._architecture.root, self._architecture.layers
+        return name.startswith(f"{root}.{layers}.") and self.get_parameter(name).ndim == 2
+
+    def file_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns parameter name -> shape in files, for the parameters that come from files. Valid only before `load`.
+
+        In a run with LoRA these are the frozen parameters, otherwise all parameters.
+        """
+        shapes = {
+            n: tuple(p.shape) for n, p in self.named_parameters() if self._frozen_as is None or not p.requires_grad
+        }
+        for name, module in self.named_modules():
+            if isinstance(module, FrozenLinear):
+                shapes[f"{name}.weight"] = module.file_shape()
+        return shapes
+
+    def file_names(self, name: str) -> tuple[str, ...]:
+        """Returns the names that parameter `name` may have in files, the likeliest first: with the root, and without.
+
+        Some files, such as GPT-2's, leave out the root of the names. The weight of a tied head has the embedding's
+        names.
+        """
+        names = self._architecture
+        name = name.replace(INSIDE_LORA, ".")
+        if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:
+            name = f"{names.root}.{names.embedding}.weight"
+        return name, name.removeprefix(f"{names.root}.")
+
+
+def _apply_layer(layer: nn.Module, options: dict[str, Any], hidden: Tensor) -> Tensor:
+    output: Any = layer(hidden, **options)
+    after: Tensor = output[0] if isinstance(output, tuple) else output  # GPT-2's is a tuple in transformers 5.0
+    return after
+
+
+def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
+    # No values are drawn, because drawing on the meta device would import much of torch.
+    return nn.Embedding(rows, width, padding, _weight=torch.empty(rows, width))

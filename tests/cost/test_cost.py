@@ -1,0 +1,113 @@
+"""What the cost model says of graphs between forward and backward: operations, bytes, and which way a machine takes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+from agora_protocol.errors import OutOfMemory
+from agora_protocol.ids import Span
+from benchmarks.plan_brute_force import brute_force_rate
+from benchmarks.plan_cases import random_machines, random_run
+
+from agora.cost.machine import Machine
+from agora.cost.stage_cost import ALL_ACTIVATIONS, Activations, RunCost, StageCost
+from agora.planning.search import make_plan
+from agora.planning.span_rates import span_rates
+
+STAGE = StageCost(
+    10.0,
+    20.0,
+    trained_bytes=100.0,
+    optimizer_bytes=50.0,
+    kept_bytes=40.0,
+    peak_bytes=5.0,
+    version_bytes=30.0,
+    layer_inputs_bytes=4.0,
+    layer_peak_bytes=15.0,
+)
+LAST = replace(STAGE, forward_flops=13.0, head_flops=3.0)
+INSIDE, AT_END = Span(0, 1), Span(1, 2)
+
+
+def run_of(activations: Activations | None, *, can_offload: bool = False) -> RunCost:
+    return RunCost(
+        [STAGE, STAGE, LAST],
+        forward_bytes=1.0,
+        backward_bytes=1.0,
+        tokens=1,
+        in_flight=3,
+        activations=activations,
+        can_offload=can_offload,
+    )
+
+
+@pytest.mark.parametrize(("way", "inside", "at_end"), [("keep", 60, 63), ("recompute", 80, 63), ("layers", 100, 83)])
+def test_a_span_that_ends_with_the_model_computes_one_forward_less_in_all_its_stages(
+    way: Activations, inside: float, at_end: float
+) -> None:
+    """The head's forward is never repeated."""
+    cost = run_of(way)
+    assert (cost.flops(INSIDE), cost.flops(AT_END)) == (inside, at_end)
+
+
+@pytest.mark.parametrize(
+    ("way", "inside", "at_end"),
+    [("keep", 2 * 30 + 3 * 80 + 5, 80 + 5), ("recompute", 80 + 5, 80 + 5), ("layers", 2 * 4 + 15, 2 * 4 + 15)],
+)
+def test_graphs_take_the_memory_of_all_in_flight_of_one_or_of_one_layer(
+    way: Activations, inside: float, at_end: float
+) -> None:
+    cost, weights, boundaries = run_of(way), 2 * 150.0, 3 * 2.0
+    assert cost.memory(INSIDE).device == weights + boundaries + inside
+    assert cost.memory(AT_END).device == weights + boundaries + at_end
+
+
+def test_a_machine_that_chooses_takes_the_fastest_way_that_leaves_half_of_what_is_free() -> None:
+    cost = run_of(None)
+    rest = 2 * 150.0 + 3 * 2.0 + 5.0
+    for memory, way, flops in (
+        (rest + 2 * (3 * 80 + 60), "keep", 60),
+        (rest + 2 * (3 * 80 + 60) - 1, "recompute", 80),
+        (rest + 2 * 80, "recompute", 80),
+        (rest + 2 * 80 - 1, "layers", 100),
+        (cost.memory(INSIDE).device, "layers", 100),
+    ):
+        rate = cost.rate(Machine("m", 600.0, memory), INSIDE)
+        assert (rate.activations, rate.microbatches) == (way, pytest.approx(600.0 / flops))
+    assert cost.rate(Machine("m", 600.0, cost.memory(INSIDE).device - 1), INSIDE).limit == "memory"
+
+
+def test_optimizer_state_lies_in_host_memory_only_where_the_run_allows_it() -> None:
+    machine = Machine("m", 600.0, run_of("layers").memory(INSIDE).device - 1, host_memory=1000.0)
+    assert run_of("layers").rate(machine, INSIDE).microbatches == 0.0
+    assert run_of("layers", can_offload=True).rate(machine, INSIDE).in_host
+
+
+@pytest.mark.parametrize("activations", [None, *ALL_ACTIVATIONS])
+def test_the_array_of_rates_is_that_of_the_single_formula(activations: Activations | None) -> None:
+    cost, rng = run_of(activations, can_offload=True), random.Random(1)
+    machines = [Machine("m", 600.0, rng.uniform(100, 800), host_memory=rng.choice([0, 200])) for _ in range(20)]
+    rates = span_rates(cost, machines)
+    for number, machine in enumerate(machines):
+        for span in (Span(0, 0), INSIDE, AT_END, Span(0, 2)):
+            assert rates[number, span.first, span.last + 1] == cost.rate(machine, span).microbatches
+
+
+def test_plans_of_machines_that_choose_for_themselves_are_near_the_best_of_all_plans() -> None:
+    of_best = []
+    for seed in range(8):
+        rng = random.Random(seed)
+        drawn = random_run(rng, rng.randint(4, 8))
+        stages = [replace(s, kept_bytes=8e7, layer_inputs_bytes=1e6, layer_peak_bytes=1e8) for s in drawn.stages]
+        sent = drawn.forward_bytes
+        cost = RunCost(stages, forward_bytes=sent, backward_bytes=sent, tokens=1, in_flight=4, activations=None)
+        machines = random_machines(rng, cost, rng.randint(2, 5))
+        try:
+            of_best.append(make_plan(cost, machines, random.Random(0)).rate / brute_force_rate(cost, machines))
+        except OutOfMemory:
+            assert brute_force_rate(cost, machines) == 0.0
+    assert len(of_best) > 4
+    assert max(of_best) <= 1 + 1e-9 and min(of_best) >= 0.95 and statistics.mean(of_best) >= 0.99

@@ -1,0 +1,303 @@
+"""Replica groups in one process and in virtual time: fake stages of one vector, calls that arrive or break at once."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from agora_protocol.errors import PeerFailed, Unavailable
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, Span
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.message_base import Message
+from agora_protocol.messages import Contribute, GossipSteps, Recall
+
+from agora.core.calls import Reply
+from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import ChangeRule, StepPlan, first_step_plan
+from agora.observe.events import Event
+from agora.replica.group import ReplicaGroup
+from agora.state.layout import lay_out
+from agora.swarm.peer_score import Violation
+from agora.train.diloco import OuterOptimizer
+from agora.train.history_hash import INITIAL_LINEAGE, lineage_of_weights, with_step
+from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
+from tests.replica.world import identities
+from tests.train.support import small_manifest
+
+NUMEL = 4 * SLICE_BLOCK
+LAYOUT = lay_out([("weights", (4, SLICE_BLOCK))])
+TICK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Share:
+    """As train.GradientShare."""
+
+    step: int
+    tokens: int
+    values: torch.Tensor
+
+
+class FakeStage:
+    """Stage 0: counts tokens at `rate` per second, and its own gradient is its peer's alone."""
+
+    span = Span(0, 0)
+
+    def __init__(self, number: int, rate: float, manifest: Manifest) -> None:
+        self.gradient = number * torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))
+        self.rate = rate
+        self.manifest = manifest
+        self.plan = first_step_plan(manifest)
+        self.change_rule = ChangeRule.from_manifest(manifest)
+        self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
+        self.weights = torch.zeros(NUMEL)
+        self.step = self.tokens = self.counted = 0
+        self.lineages = {0: INITIAL_LINEAGE}
+        self.share: Share | None = None
+        self.policy = StepPolicy(10**9)
+        self.alone_at: list[int] = []
+        self.closed: list[int] = []
+        """The tokens of each part that was closed."""
+        self.group: ReplicaGroup | None = None
+
+    def layout(self, stage: int) -> Any:
+        return SimpleNamespace(numel=NUMEL)
+
+    def progress(self) -> list[Any]:
+        open_step = self.step + (self.share is not None)
+        counts = {"tokens_in_share": self.tokens, "tokens_counted": self.counted}
+        counts |= {"lineages": self.lineages, "agreed": self.agreed, "lineage": self.lineages[self.agreed]}
+        return [SimpleNamespace(stage=0, step=self.step, open_step=open_step, plan=self.plan, **counts)]
+
+    @property
+    def agreed(self) -> int:
+        return max(self.lineages)
+
+    def step_of(self, stage: int) -> int:
+        return self.step
+
+    def step_plan(self, stage: int) -> StepPlan:
+        return self.plan
+
+    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
+        self.policy = policy
+
+    async def count(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tokens += int(self.rate * TICK_S)
+            self.counted += int(self.rate * TICK_S)
+            self._take_due_step()
+            if self.group is not None:
+                self.group.on_microbatch_left(0, in_progress=0)
+
+    def _take_due_step(self) -> None:
+        """As train.TrainedStage.step_if_due."""
+        if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
+            return
+        if not self.policy.uses_mean_gradient(self.step, self.plan):
+            self._step_alone()
+        elif self.policy.must_close(self.step, self.plan):
+            self._close()
+
+    def _step_alone(self) -> None:
+        self.alone_at.append(self.step)
+        self.closed.append(self.tokens)
+        tokens, self.tokens = self.tokens, 0
+        self._step(self.gradient, tokens)
+
+    def _close(self) -> None:
+        self.share = Share(self.step, self.tokens, self.gradient)
+        self.closed.append(self.tokens)
+        self.tokens = 0
+        assert self.group is not None
+        asyncio.get_running_loop().call_soon(self.group.on_share_closed, 0)
+
+    def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
+        self.weights = self.weights - 0.01 * gradient
+        was_local = self.plan.is_local(self.step)
+        self.step, self.share = self.step + 1, None
+        if not was_local:
+            self.lineages = with_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
+            self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
+        elif not self.plan.is_local(self.step):
+            self.lineages = {self.step: lineage_of_weights(self.weights.numpy().data)}
+        self._tell(own_tokens)
+
+    def _tell(self, own: int) -> None:
+        assert self.group is not None
+        asyncio.get_running_loop().call_soon(self.group.on_stepped, 0, self.step, own)
+
+    async def difference_to_anchor(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.plan.is_local(self.step):
+            return None
+        snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
+        return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
+
+    async def step_anchor(
+        self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, wanted_slices: int
+    ) -> None:
+        if step <= self.agreed or not self.plan.is_local(self.step):
+            return
+        rows = torch.from_numpy(blocks)
+        if averaged is None:
+            self.outer.set_anchor(rows, snapshot)
+            checksum = zlib.crc32(snapshot.numpy().data)
+        else:
+            moved = self.outer.step(
+                rows, snapshot, *averaged, self.manifest.averaging.every * self.plan.slices_at(step - 1)
+            )
+            self.weights = self.weights.clone()
+            self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
+            checksum = zlib.crc32(bytes([*averaged[1], wanted_slices]), zlib.crc32(averaged[0].numpy().data))
+        self.lineages = with_step(self.lineages, step, checksum, last=self.agreed)
+        self.plan = self.change_rule.after_slice_round(self.plan, step, wanted_slices)
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """As train.TrainedStage."""
+        if step > self.step and self.share is None:
+            if self.tokens and (step == self.step + 1 or self.plan.is_local(self.step)):
+                self._step_alone()
+            if step > self.step:
+                if not self.plan.is_local(step - 1):
+                    self.lineages = with_step({step - 1: self.lineages[self.agreed]}, step, 0)
+                self.step, self.tokens = step, 0
+                self._tell(0)
+        self._take_due_step()
+
+    async def take_gradient_share(self, stage: int) -> Share:
+        if self.share is None:
+            self._close()
+        assert self.share is not None
+        return self.share
+
+    async def step_with_gradient(
+        self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, wanted_slices: int
+    ) -> None:
+        assert self.step == step
+        self.plan = self.change_rule.after_exact_step(self.plan, step, wanted_slices)
+        self._step(mean_gradient, self.share.tokens if self.share else 0)
+
+
+class GroupPeer:
+    """One peer with a replica group; `sees` is its view, None for everyone; alone_in: stages without other replicas."""
+
+    def __init__(self, world: GroupWorld, peer: PeerId, stage: FakeStage) -> None:
+        self.world, self.peer, self.stage = world, peer, stage
+        self.alone_in: set[int] = set()
+        self.sees: list[PeerId] | None = None
+        self.uplink_rate: float | None = None
+        self.events: list[Event] = []
+        self.fetches: list[int] = []
+        self.offences: list[tuple[PeerId, Violation, str]] = []
+        self.group = ReplicaGroup(
+            world.signed,
+            peer,
+            self.stage,
+            world.network.join(peer, self._answer),
+            self,
+            self,
+            self.events.append,
+            lambda peer, offence, text, occasion="": self.offences.append((peer, offence, occasion)),
+        )
+        self.stage.group = self.group
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self.tasks = [asyncio.create_task(self.group.run()), asyncio.create_task(self.stage.count())]
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks = []
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
+        if stage in self.alone_in:
+            return {self.peer: 0.0}
+        return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
+
+    def uplink_bytes_per_s(self) -> float | None:
+        return self.uplink_rate
+
+    def has_connections(self) -> bool:
+        return self.world.has_connections
+
+    def steps_of_run(self) -> list[list[int]]:
+        return self.world.run_steps
+
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
+        """As the state room's keeper: from the first source that is reachable and far enough."""
+        self.fetches.append(at_least)
+        await asyncio.sleep(0.1)
+        for source in sources:
+            other = self.world.peers[source].stage
+            if other.step >= at_least and not self.world.network.is_cut_between(self.peer, source):
+                self.stage.weights, self.stage.step = other.weights, other.step
+                self.stage.share, self.stage.tokens = None, 0
+                self.stage.lineages = {other.agreed: other.lineages[other.agreed]}
+                self.stage.plan = other.plan
+                for name, values in self.stage.outer.moments.items():
+                    values.copy_(other.outer.moments[name])
+                return
+        raise Unavailable(stage, ["nobody is that far"])
+
+    async def _answer(self, call: MemoryCall) -> Reply:
+        self.world.calls[type(call.message).__name__] += 1
+        if type(call.message) in self.world.failing:
+            raise PeerFailed("as the test wants it")
+        match call.message:
+            case GossipSteps() as request:
+                return Reply(self.group.gossip.answer(call.peer, request), [])
+            case Recall() as request:
+                return Reply(*self.group.reducer.answer_recall(request))
+            case Contribute() as request:
+                return Reply(*await self.group.answer_contribution(call.peer, request, call.tensors, call.deadline))
+        raise AssertionError(call.message)
+
+
+class GroupWorld:
+    """Groups of one run, and their network; requests of a kind in `failing` fail."""
+
+    def __init__(
+        self, rates: Sequence[float], target: int = 1024, stage_type: type[FakeStage] = FakeStage, **sections: Any
+    ) -> None:
+        sections["optimizer"] = {"target_tokens": target}
+        self.signed = SignedManifest.sign(small_manifest(**sections), Identity(bytes([9]) * 32))
+        self.network = MemoryNetwork(NetworkFaults(latency_s=(0.0025, 0.0025)))
+        self.failing: set[type[Message]] = set()
+        self.calls: Counter[str] = Counter()
+        self.run_steps: list[list[int]] = [[0]]
+        self.has_connections = False
+        """Whether peers have connections to peers that are not in this world, of other stages."""
+        self.peers: dict[PeerId, GroupPeer] = {}
+        for number, (peer, rate) in enumerate(zip(identities(len(rates)), rates, strict=True)):
+            self.peers[peer] = GroupPeer(self, peer, stage_type(number + 1, rate, self.signed.manifest))
+
+    @property
+    def all(self) -> list[GroupPeer]:
+        return list(self.peers.values())
+
+    async def __aenter__(self) -> GroupWorld:
+        for peer in self.all:
+            peer.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for peer in self.all:
+            await peer.stop()
+
+    async def kill(self, peer: GroupPeer) -> None:
+        self.network.dead.add(peer.peer)
+        await peer.stop()

@@ -1,0 +1,112 @@
+"""Replicas that have taken different steps find out, and all but the largest group fetch the state of that."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from agora_protocol.ids import PeerId
+
+from agora.observe.events import StageDiverged
+from agora.replica.divergence import replicas_to_fetch_from
+from agora.replica.replica_progress import DirectReport, ReplicaCounts, ReplicaProgress
+from agora.train.history_hash import INITIAL_LINEAGE, KEPT_STEPS, with_step
+from tests.replica.group_world import GroupPeer, GroupWorld
+from tests.replica.test_group import EXACT, assert_equal_bits, at_one_step
+from tests.virtual_time import run
+
+ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "z"))
+
+
+def lineages(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]:
+    made = first
+    for step, checksum in checksums.items():
+        made = with_step(made, step, checksum)
+    return made
+
+
+def reported(step: int, lineage: int) -> ReplicaProgress:
+    return ReplicaProgress(
+        ReplicaCounts(step, step), 0.0, direct=DirectReport(step, step, agreed=step, lineage=lineage)
+    )
+
+
+BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: INITIAL_LINEAGE})
+EQUAL = lineages(dict.fromkeys(range(6, 11), 5), BEGUN)
+OTHER = lineages(dict.fromkeys(range(6, 11), 6), BEGUN)
+
+
+def test_a_lineage_tells_of_any_earlier_step() -> None:
+    assert EQUAL[5] == OTHER[5] != 0 and EQUAL[6] != OTHER[6]
+    later = [lineages(dict.fromkeys(range(11, 200), 7), first) for first in (EQUAL, OTHER)]
+    assert later[0][199] != later[1][199] and len(later[0]) == KEPT_STEPS
+
+
+def test_a_lineage_is_unknown_after_one_that_is() -> None:
+    assert lineages({11: 5, 12: 5}, {10: 0}) == {10: 0, 11: 0, 12: 0}
+    assert lineages({11: 5}, {3: 7})[11] == 0, "steps are missing"
+
+
+@pytest.mark.parametrize(
+    ("others", "fetch_from"),
+    [
+        ({}, ()),
+        ({A: reported(10, EQUAL[10])}, ()),
+        ({A: reported(10, 0), B: reported(99, 7)}, ()),
+        ({A: reported(10, OTHER[10]), B: reported(9, OTHER[9]), C: reported(10, EQUAL[10])}, ()),
+        ({A: reported(10, OTHER[10]), B: reported(10, OTHER[10]), C: reported(10, EQUAL[10])}, (A, B)),
+        ({A: reported(10, OTHER[10])}, (A,)),
+        ({C: reported(10, OTHER[10])}, ()),
+        ({A: reported(5, OTHER[5]), C: reported(5, OTHER[5])}, ()),
+        ({A: reported(10, 1), B: reported(10, 2), C: reported(10, 3)}, (A,)),
+        ({A: reported(10, OTHER[10]), C: reported(11, 7)}, ()),
+    ],
+    ids=[
+        "alone",
+        "equal",
+        "unknown",
+        "few",
+        "tie, least id",
+        "two, least id",
+        "two, own id",
+        "an equal step",
+        "none",
+        "one not comparable yet",
+    ],
+)
+def test_the_largest_group_is_right_and_of_equal_ones_that_with_the_least_id(
+    others: dict[PeerId, ReplicaProgress], fetch_from: tuple[PeerId, ...]
+) -> None:
+    assert replicas_to_fetch_from(EQUAL, ME, others) == fetch_from
+
+
+def split(world: GroupWorld, one: list[GroupPeer], other: list[GroupPeer]) -> None:
+    world.network.broken |= {frozenset((a.peer, b.peer)) for a in one for b in other}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 1)], ids=str)
+def test_halves_of_a_split_stage_are_one_again_after_it(sizes: tuple[int, int]) -> None:
+    """Each half trains on alone; when they meet again, the smaller one fetches the state of the larger."""
+
+    async def main() -> None:
+        count = sum(sizes)
+        async with GroupWorld([4000.0] * count, target=4096, **EXACT) as world:
+            await asyncio.sleep(10.0)
+            one, other = world.all[: sizes[0]], world.all[sizes[0] :]
+            split(world, one, other)
+            await asyncio.sleep(20.0)
+            steps = [peer.stage.step for peer in world.all]
+            await asyncio.sleep(10.0)
+            assert all(peer.stage.step > step + 3 for peer, step in zip(world.all, steps, strict=True))
+            world.network.broken.clear()
+            await asyncio.sleep(30.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            diverged = [peer for peer in world.all if peer.of(StageDiverged) or peer.fetches]
+            if len(set(sizes)) > 1:
+                assert diverged == other
+            begun = [peer.stage.step for peer in world.all]
+            await asyncio.sleep(10.0)
+            assert all(peer.stage.step > step for peer, step in zip(world.all, begun, strict=True))
+
+    run(main())

@@ -1,0 +1,378 @@
+"""Replica groups that step together, whatever their views and calls do: no replica steps alone while others live."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from agora_protocol.messages import Contribute
+
+from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
+from agora.replica import round_record
+from agora.replica.exact_steps import FETCH_TRIES
+from agora.replica.group import LEADING_STEP_INTERVAL_S
+from agora.replica.next_action import RESUME_AFTER_S
+from agora.replica.part_averager import INT8_ROUNDS, Part
+from agora.replica.replica_progress import GONE_S, SILENT_S
+from tests.replica.group_world import GroupPeer, GroupWorld
+from tests.virtual_time import run
+
+EXACT = {"averaging": {"gradient_wire": "float32", "round_s": 3.0}}
+SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"round_s": 3.0}}
+
+
+def assert_equal_bits(*peers: GroupPeer) -> None:
+    """At one step or next to it: the weights of the earlier one are those of the later one before its last step."""
+    steps = {peer.stage.step for peer in peers}
+    assert max(steps) - min(steps) <= 1
+    for peer in peers:
+        for other in peers:
+            if peer.stage.step == other.stage.step:
+                assert torch.equal(peer.stage.weights, other.stage.weights)
+
+
+async def at_one_step(*peers: GroupPeer) -> None:
+    while len({peer.stage.step for peer in peers}) > 1 or any(peer.stage.share for peer in peers):
+        await asyncio.sleep(0.01)
+
+
+def gradient_rounds(peer: GroupPeer) -> list[RoundDone]:
+    return [event for event in peer.of(RoundDone) if event.what == "gradient"]
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_replicas_step_along_the_same_bits(sections: dict) -> None:
+    async def main() -> None:
+        async with GroupWorld([400.0, 800.0, 600.0], **sections) as world:
+            await asyncio.sleep(15.0)
+            await at_one_step(*world.all)
+            assert world.all[0].stage.step >= 8
+            assert_equal_bits(*world.all)
+            assert all(
+                done.contributors == 3 and not done.failed_parts for p in world.all for done in gradient_rounds(p)
+            )
+
+    run(main())
+
+
+@pytest.mark.parametrize("rates", [[4000.0] * 4, [2000.0, 8000.0, 1000.0, 4000.0], [4000.0, 8000.0, 0.0]])
+def test_asynchronous_exact_steps_hold_their_target_and_no_token_is_lost(rates: list[float]) -> None:
+    """Each replica closes its part at its quota, and counts for the next step while the mean is formed."""
+    target = 8192
+
+    async def main() -> None:
+        async with GroupWorld(rates, target=target, **EXACT) as world:
+            await asyncio.sleep(60.0)
+            await at_one_step(*world.all)
+            counted = sum(peer.stage.counted for peer in world.all)
+            first = world.all[0].stage
+            assert first.step == pytest.approx(counted / target, abs=1.0)
+            held = [sum(parts) for parts in zip(*(peer.stage.closed for peer in world.all), strict=True)]
+            assert sum(held[5:]) / len(held[5:]) == pytest.approx(target, rel=0.02)
+            assert_equal_bits(*world.all)
+            assert all(
+                done.contributors >= 1 and not done.failed_parts for p in world.all for done in gradient_rounds(p)
+            )
+
+    run(main())
+
+
+def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_from_the_next_one() -> None:
+    async def main() -> None:
+        world = GroupWorld([4000.0, 4000.0, 0.0], target=4096, **EXACT)
+        async with world:
+            late = world.all[2]
+            await world.kill(late)
+            await asyncio.sleep(20.0)
+            source = world.all[0].stage
+            late.stage.weights, late.stage.step = source.weights, source.step
+            late.stage.lineages = dict(source.lineages)
+            await asyncio.sleep(5.0)
+            missed = source.step - late.stage.step
+            assert missed >= 5
+            world.network.dead.clear()
+            late.stage.rate = 4000.0
+            late.start()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not late.fetches and world.calls["Recall"] >= missed
+            weights = [done.weight for done in gradient_rounds(late)]
+            assert weights[0] > 0, "it is what the others are"
+            assert sum(late.stage.closed) == late.stage.counted - late.stage.tokens, "its tokens wait for their step"
+
+    run(main())
+
+
+def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(round_record, "MAX_KEPT_BYTES", 0)
+        world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **EXACT)
+        async with world:
+            late = world.all[2]
+            await world.kill(late)
+            await asyncio.sleep(20.0)
+            world.network.dead.clear()
+            late.start()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert late.fetches
+            assert_equal_bits(*world.all)
+
+    run(main())
+
+
+def test_a_replica_that_hangs_costs_an_asynchronous_step_less_than_its_own_duration() -> None:
+    """Its calls get no answer: the owners' windows end after a part of a step, and the others have computed on."""
+
+    async def main() -> None:
+        async with GroupWorld([1000.0, 1000.0, 1000.0], target=12_000, **EXACT) as world:
+            await asyncio.sleep(60.0)
+            first, second, hung = world.all
+            step, began = first.stage.step, asyncio.get_running_loop().time()
+            world.network.silent.add(hung.peer)
+            await hung.stop()
+            while first.stage.step < step + 10:
+                await asyncio.sleep(0.1)
+            seconds = asyncio.get_running_loop().time() - began
+            assert seconds < 10 * 12_000 / 2000 + 4.0 * 0.5, "ten steps of the two that are left, and half of one"
+            held = [sum(parts) for parts in zip(first.stage.closed[-8:], second.stage.closed[-8:], strict=True)]
+            assert sum(held) / len(held) == pytest.approx(12_000, rel=0.05), "they took over what it had to count"
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_a_replica_that_the_view_does_not_list_yet_is_not_stepped_without(sections: dict) -> None:
+    """The view of the first has a replica that died, and not yet the one that lives: it must not step alone."""
+
+    async def main() -> None:
+        world = GroupWorld([500.0, 500.0, 500.0], **sections)
+        first, second, victim = world.all
+        first.sees = [first.peer, victim.peer]
+        async with world:
+            await asyncio.sleep(1.0)
+            await world.kill(victim)
+            await asyncio.sleep(15.0)
+            await at_one_step(first, second)
+            assert first.stage.step >= 4 and not first.stage.alone_at and not second.stage.alone_at
+            assert_equal_bits(first, second)
+            for done in gradient_rounds(first) + gradient_rounds(second):
+                assert done.contributors >= 2 and not done.failed_parts
+            first.sees = None
+            await asyncio.sleep(5.0)
+            await at_one_step(first, second)
+            assert_equal_bits(first, second)
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_the_last_replica_goes_on_two_seconds_after_the_other_ones_process_has_ended(sections: dict) -> None:
+    """Connections to it break at once, while others stand: nobody waits until it is silent."""
+
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], **sections) as world:
+            world.has_connections = True
+            left, victim = world.all
+            await asyncio.sleep(20.0)
+            await world.kill(victim)
+            step = left.stage.step
+            await asyncio.sleep(GONE_S + 1.0 + 1024 / 500)
+            assert left.stage.step > step
+            await asyncio.sleep(10 * 1024 / 500)
+            assert left.stage.step >= step + 10, "each step is its own now"
+
+    run(main())
+
+
+def test_a_part_that_nobody_gets_a_mean_of_is_in_the_next_step_and_all_stay_equal() -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0, 500.0], **EXACT) as world:
+            await asyncio.sleep(20.0)
+            world.failing.add(Contribute)
+            await asyncio.sleep(3.0)
+            step, weights = world.all[0].stage.step, world.all[0].stage.weights
+            await asyncio.sleep(7.0)
+            assert all(gradient_rounds(peer)[-1].failed_parts for peer in world.all)
+            assert world.all[0].stage.step > step + 2
+            assert torch.equal(world.all[0].stage.weights, weights), "means of nobody"
+            world.failing.clear()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not any(peer.fetches or peer.stage.alone_at for peer in world.all)
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_calls_that_fail_for_a_while_make_nobody_step_alone(sections: dict) -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], **sections) as world:
+            first, second = world.all
+            for _ in range(6):
+                await asyncio.sleep(3.0)
+                await at_one_step(first, second)
+                world.network.broken.add(frozenset(world.peers))
+                await asyncio.sleep(0.6 * SILENT_S)
+                world.network.broken.clear()
+            await asyncio.sleep(3.0)
+            await at_one_step(first, second)
+            assert first.stage.step >= 10 and not first.stage.alone_at and not second.stage.alone_at
+            assert_equal_bits(first, second)
+            assert all(
+                done.contributors == 2 and not done.failed_parts for p in world.all for done in gradient_rounds(p)
+            )
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_the_last_replica_steps_alone_once_the_others_are_silent(sections: dict) -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], **sections) as world:
+            first, second = world.all
+            await asyncio.sleep(5.0)
+            await at_one_step(first, second)
+            await world.kill(second)
+            step = first.stage.step
+            await asyncio.sleep(0.8 * SILENT_S)
+            assert first.stage.step <= step + 1 and not first.stage.alone_at
+            assert "may still be alive" in first.group.reason(0)
+            await asyncio.sleep(SILENT_S + 6.0)
+            assert first.stage.step >= step + 2 and first.stage.alone_at
+
+    run(main())
+
+
+def test_when_nobody_gets_a_whole_mean_gradient_the_least_id_takes_the_step_and_the_others_fetch_it() -> None:
+    async def main() -> None:
+        world = GroupWorld([500.0, 500.0, 500.0], **SYNCHRONOUS)
+        world.failing.add(Contribute)
+        async with world:
+            least = min(world.all, key=lambda peer: peer.peer)
+            while least.stage.step == 0:
+                await asyncio.sleep(0.01)
+            world.failing.clear()
+            assert least.fetches == [1] * FETCH_TRIES
+            await asyncio.sleep(5.0)
+            await at_one_step(*world.all)
+            assert least.stage.step >= 2 and least.of(PartFailed)
+            assert_equal_bits(*world.all)
+
+    run(main())
+
+
+def test_a_replica_that_missed_a_mean_gradient_fetches_the_state_of_one_that_has_it() -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0, 500.0], **SYNCHRONOUS) as world:
+            first, second, third = world.all
+            await asyncio.sleep(5.0)
+            world.network.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
+            await asyncio.sleep(0.5 * SILENT_S)
+            world.network.broken.clear()
+            await asyncio.sleep(10.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not any(peer.stage.alone_at for peer in world.all)
+
+    run(main())
+
+
+def test_what_encoding_had_lost_is_dropped_with_the_state_that_a_fetch_replaces() -> None:
+    """The other replica's state knows nothing of the gradient to which it belonged."""
+
+    async def main() -> None:
+        world = GroupWorld([0.0, 0.0], averaging={"gradient_wire": "normal2"})
+        peer, other = world.all
+        averager, part, gradient = peer.group.reducer.averager, Part(0, "gradient", INT8_ROUNDS, 0), peer.stage.gradient
+        made = averager.build_contribution(part, gradient, 1.0)
+        averager.contributions.record_outcome(part, made, counted=True)
+        assert not torch.equal(averager.build_contribution(part, gradient, 1.0).values, gradient)
+        await peer.group.fetch_state(0, [other.peer], 0)
+        assert torch.equal(averager.build_contribution(part, gradient, 1.0).values, gradient)
+
+    run(main())
+
+
+def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step_number() -> None:
+    async def main() -> None:
+        world = GroupWorld([0.0, 0.0], **SYNCHRONOUS)
+        world.run_steps = [[0, 0], [40, 40, 10**9]]
+        async with world:
+            await asyncio.sleep(RESUME_AFTER_S)
+            assert [peer.stage.step for peer in world.all] == [0, 0]
+            await asyncio.sleep(2 * LEADING_STEP_INTERVAL_S)
+            assert [peer.stage.step for peer in world.all] == [40, 40]
+
+    run(main())
+
+
+def test_an_error_in_the_watch_over_other_stages_is_told() -> None:
+    async def main() -> None:
+        world = GroupWorld([0.0], **SYNCHRONOUS)
+        world.run_steps = [["no step"]]  # type: ignore[list-item]
+        async with world:
+            await asyncio.sleep(2 * LEADING_STEP_INTERVAL_S)
+            (failed,) = world.all[0].of(TaskFailed)
+            assert failed.error.startswith("steps of other stages: TypeError: ")
+
+    run(main())
+
+
+def test_a_leaving_replica_follows_no_step() -> None:
+    async def main() -> None:
+        async with GroupWorld([500.0, 500.0], averaging={"exact_steps": 0}) as world:
+            await asyncio.sleep(5.0)
+            leaving, other = world.all
+            await leaving.group.leave(1.0)
+            leaving.stage.rate, step = 0.0, leaving.stage.step
+            await asyncio.sleep(10.0)
+            assert leaving.stage.step <= step + 1 and other.stage.step > step + 1
+            assert leaving.group.reason(0) == "this peer is leaving"
+
+    run(main())
+
+
+@pytest.mark.parametrize("at", [5.0, 5.2, 5.4, 5.6, 5.8])
+def test_who_leaves_ends_the_step_that_it_is_taking_and_takes_none_after(at: float) -> None:
+    """A checkpoint written after `leave` is of the last step."""
+
+    async def main() -> None:
+        async with GroupWorld([500.0, 200.0], target=512) as world:
+            await asyncio.sleep(at)
+            leaving = world.all[0]
+            await leaving.group.leave(5.0)
+            step = leaving.stage.step
+            await asyncio.sleep(10.0)
+            assert leaving.stage.step == step > 0
+
+    run(main())
+
+
+def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_same() -> None:
+    """Each message names its format, so that nobody need agree on it."""
+
+    async def main() -> None:
+        world = GroupWorld([4000.0, 4000.0, 4000.0], target=8192, averaging={"round_s": 3.0})
+        async with world:
+            slow = world.all[1]
+            await asyncio.sleep(30.0)
+            assert not any(peer.of(GradientWireChosen) for peer in world.all)
+            slow.uplink_rate = 5_000.0
+            await asyncio.sleep(20.0)
+            chosen = [[event.wire for event in peer.of(GradientWireChosen)] for peer in world.all]
+            assert chosen == [[], ["normal2"], []] and slow.group.gradient_wire(0).is_limited
+            sent = [gradient_rounds(peer)[-1].bytes_out for peer in world.all]
+            assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it owns the part"
+            slow.uplink_rate = 10**9
+            await asyncio.sleep(20.0)
+            await at_one_step(*world.all)
+            assert slow.group.gradient_wire(0).name == "int8"
+            assert_equal_bits(*world.all)
+
+    run(main())

@@ -1,0 +1,207 @@
+"""Steps and rounds go on whatever the other replica says, or leaves unsaid: a real stage, and a peer that lies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from agora_protocol.errors import ProtocolError, Refused, Unavailable
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.message_base import Message
+from agora_protocol.messages import (
+    Averaged,
+    Contribute,
+    GossipedSteps,
+    GossipSteps,
+    Recall,
+    Recalled,
+)
+from agora_protocol.tensors import WireTensor
+
+from agora.observe.events import PartFailed, RoundDone, StepTaken
+from agora.replica.group import ReplicaGroup
+from agora.replica.part_averager import Part
+from agora.swarm.peer_score import ReportViolation
+from agora.swarm.violations import ViolationLog
+from agora.train.device_worker import DeviceWorker
+from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
+
+ME, OTHER = (Identity(bytes([n]) * 32).peer for n in (1, 2))
+
+
+class Liar:
+    """The stage's only other replica, by far the better connected, so that it owns every part.
+
+    `mean`: the elements of its answers. `tokens`: what it says it has counted at step `step`.
+    """
+
+    mean, tokens, step = 0.0, 0, 0
+
+    async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
+        """Answers with a part of equal numbers."""
+        if isinstance(request, GossipSteps):
+            return SimpleNamespace(
+                message=GossipedSteps(((OTHER, self.step, self.step, self.tokens, self.tokens, 0, 0, 0, 0, 0),)),
+                tensors=[],
+            )
+        if isinstance(request, Recall):
+            return SimpleNamespace(message=Recalled(0, 0, 0.0, "float32"), tensors=[])
+        assert isinstance(request, Contribute)
+        answer = Averaged(in_mean=2, contributors=2, weight=64.0, counted=True, wire="float32")
+        return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
+
+
+class NoStates:
+    """Of a state room that fetches nothing."""
+
+    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
+        raise Unavailable(stage, ["nobody gives any"])
+
+
+@dataclass
+class Listing:
+    """A view of one stage."""
+
+    replicas: dict[PeerId, float]
+
+    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
+        return self.replicas
+
+    def has_connections(self) -> bool:
+        return True
+
+    def steps_of_run(self) -> list[list[int]]:
+        return [[0]]
+
+
+@asynccontextmanager
+async def beside(
+    liar: Liar, report_violation: ReportViolation = lambda *_: None, **sections: Any
+) -> AsyncIterator[tuple[DeviceWorker, ReplicaGroup, Events, dict[PeerId, float]]]:
+    """Stage 0 alone, its group, its events, and the view, which has the liar and nobody else."""
+    events, manifest = Events(), small_manifest(**sections)
+    signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
+    listed = {ME: 1.0, OTHER: 1e12}
+    async with pipeline_of(manifest, ["0"], report=events) as (compute,):
+        yield (
+            compute,
+            ReplicaGroup(
+                signed,
+                ME,
+                compute,
+                cast(Any, liar),
+                NoStates(),
+                Listing(listed),
+                events,
+                report_violation,
+            ),
+            events,
+            listed,
+        )
+
+
+async def stop(running: asyncio.Task[None]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def weights_after(compute: DeviceWorker, number: int, learning: bool = True) -> np.ndarray:
+    """After a step, for which this peer counts all tokens unless it is not `learning`."""
+    if learning:
+        ids = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
+        out = await compute.forward(microbatch_id(number), 0, None, ids, "train")
+        await compute.backward(microbatch_id(number), 0, out)
+    while compute.step_of(0) == number:
+        await asyncio.sleep(0.01)
+    return (await compute.export_state(0)).weights
+
+
+def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absurd_only_the_averaging() -> None:
+    async def whole() -> None:
+        liar, averaging = Liar(), {"exact_steps": 100, "gradient_wire": "float32"}
+        async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (compute, group, events, _):
+            running = asyncio.create_task(group.run())
+            before = (await compute.export_state(0)).weights
+            liar.mean, liar.tokens = 3e38, 32
+            over = await weights_after(compute, 0, learning=False)
+            assert np.array_equal(over, before) and not events.of(PartFailed), "there was nothing to judge it by"
+            liar.mean, liar.tokens = 1e-4, 0
+            honest = await weights_after(compute, 1)
+            assert np.isfinite(honest).all()
+            assert not np.array_equal(honest, before)
+            liar.mean, liar.step = 1e3, 2
+            alone = await weights_after(compute, 2)
+            assert np.isfinite(alone).all(), "its gradient waits for the next step"
+            assert {"the mean has" in failed.reason for failed in events.of(PartFailed)} == {True}
+            await stop(running)
+        rounds = events.of(RoundDone)
+        assert [done.failed_parts == done.parts for done in rounds] == [False, False, True]
+        assert [taken.step for taken in events.of(StepTaken)] == [1, 2, 3]
+
+    asyncio.run(asyncio.wait_for(whole(), 60))
+
+
+def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other_replica_leaves() -> None:
+    async def whole() -> None:
+        sections = {"schedule": {"kind": "synchronous"}, "optimizer": {"target_tokens": 32}}
+        async with beside(Liar(), **sections) as (compute, group, _, listed):
+            ids = tokens_of(batches_for(small_manifest(), 1)[0][0])
+            out = await compute.forward(microbatch_id(0), 0, None, ids, "train")
+            await compute.backward(microbatch_id(0), 0, out)
+            assert compute.step_of(0) == 0, "it waits for the other"
+            del listed[OTHER]
+            running = asyncio.create_task(group.run())
+            while compute.step_of(0) == 0:
+                await asyncio.sleep(0.01)
+            await stop(running)
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+@pytest.mark.parametrize(("exact_steps", "first"), [(0, 1), (5, 3), (6, 4)])
+def test_slices_are_averaged_of_local_steps_only_and_gradients_of_exact_ones(exact_steps: int, first: int) -> None:
+    """Round n is of step 2 n; a slice of a step that the replicas have taken together would bring nothing."""
+
+    async def whole() -> None:
+        async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
+            for what, number, slices in (("slice", first - 1, 20), ("gradient", exact_steps, 0)):
+                with pytest.raises(ProtocolError, match=f"averages no {what} {number} here"):
+                    group.rounds.check_part(Part(0, what, number, 0, slices))
+            assert group.rounds.check_part(Part(0, "slice", first, 0, 20)) > 0
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
+    async def whole() -> None:
+        recorded: list[Any] = []
+        averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
+
+        offences = ViolationLog(recorded.append)
+        async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
+            size = group.rounds.check_part(Part(0, "slice", 1, 0, 2))
+
+            async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
+                message = Contribute(0, "slice", round_, 0, 2, weight, False, "float32", 1000)
+                await group.answer_contribution(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
+
+            good, bad = np.zeros(size, np.float32), np.full(size, np.nan, np.float32)
+            for round_, values, weight in ((1, bad, 1.0), (1, bad, 1.0), (1, good[:-1], 1.0), (3, good, 1e12)):
+                with pytest.raises(ProtocolError):
+                    await bring(round_, values, weight)
+            with pytest.raises(Refused):
+                await bring(9, good)
+            codes = [(event.peer, event.offence, event.text.partition(":")[0]) for event in recorded]
+            assert codes == [(OTHER, "bad-average", code) for code in ("bad-tensor", "bad-message")], (
+                "a round that is far away is not a fault"
+            )
+
+    asyncio.run(asyncio.wait_for(whole(), 30))

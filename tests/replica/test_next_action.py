@@ -1,0 +1,240 @@
+"""Every row of the table "What a stage does next" in docs/averaging.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import ALL_EXACT, StepPlan
+from agora.replica import next_action as rules
+from agora.replica.next_action import (
+    CLOSE_AFTER_FRACTION,
+    MAX_CLOSE_AFTER_S,
+    RESUME_AFTER_S,
+    Action,
+    ActionConfig,
+    OtherReplicas,
+    OwnStage,
+)
+from agora.replica.replica_progress import (
+    SILENT_S,
+    DirectReport,
+    ReplicaCounts,
+    ReplicaProgress,
+    merge_gossip,
+    record_failure,
+)
+from tests.replica.world import identities
+
+ME, A, B, C = identities(4)
+NOW = 100.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's settings for steps, and which of a stage's steps are local."""
+
+    config: ActionConfig
+    plan: StepPlan = ALL_EXACT
+
+
+EXACT = Run(ActionConfig(target_tokens=1000, synchronous=False, max_steps_behind=20))
+LOCAL = replace(EXACT, plan=StepPlan(0, 0, 20))
+SYNCHRONOUS = Run(ActionConfig(target_tokens=1000, synchronous=True, max_steps_behind=1))
+RUNS = pytest.mark.parametrize("run", [EXACT, LOCAL, SYNCHRONOUS], ids=["exact", "local", "synchronous"])
+
+
+def next_action(now: float, own: OwnStage, others: OtherReplicas, run: Run) -> tuple[Action, str]:
+    return rules.next_action(now, replace(own, plan=run.plan), others, run.config)
+
+
+def step_policy(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepPolicy:
+    return rules.step_policy(step, replicas, live, quota, run.config, is_local=run.plan.is_local(step), **by_device)
+
+
+def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
+    return ReplicaCounts(step, step if share is None else share, tokens, tokens)
+
+
+def others(
+    *progress: tuple[str, int, int], reported_at: float = NOW, listed: tuple[str, ...] | None = None
+) -> OtherReplicas:
+    """Replicas as each reported itself: its id, step and tokens."""
+    known = {
+        peer: ReplicaProgress(
+            ReplicaCounts(step, step, tokens, tokens),
+            reported_at,
+            direct=DirectReport(step, step, tokens, reported_at, reported_at),
+            listed=listed is None or peer in listed,
+        )
+        for peer, step, tokens in progress
+    }
+    return OtherReplicas(known, tuple(known) if listed is None else listed)  # type: ignore[arg-type]
+
+
+@RUNS
+def test_a_leaving_peer_does_nothing(run: Run) -> None:
+    own = OwnStage(at(5, 1000), is_leaving=True, slice_due=1)
+    assert next_action(NOW, own, others((A, 9, 0)), run) == (Action("wait"), "this peer is leaving")
+
+
+@RUNS
+def test_a_slice_round_that_is_due_begins_unless_the_stage_is_busy_or_not_what_the_others_are(
+    run: Run,
+) -> None:
+    own = OwnStage(at(5, 0), slice_due=1)
+    for heard in (others((A, 5, 0)), others()):
+        assert next_action(NOW, own, heard, run) == (Action("slice round", 1), "slice round 1 is due")
+    assert next_action(NOW, replace(own, is_busy=True), others((A, 5, 0)), run)[0] == Action("wait")
+    diverged = replace(own, diverged_from=(A,))
+    assert next_action(NOW, diverged, others((A, 5, 0)), run)[0] == Action("fetch", 5, 5, (A,))
+
+
+@RUNS
+def test_a_busy_stage_waits(run: Run) -> None:
+    assert next_action(NOW, OwnStage(at(5, 1000), is_busy=True), others((A, 99, 0)), run)[0] == Action("wait")
+
+
+def test_a_stage_too_far_behind_fetches_a_state() -> None:
+    action, reason = next_action(NOW, OwnStage(at(5, 10)), others((A, 26, 0)), LOCAL)
+    assert action == Action("fetch", 26, at_least=6) and reason == "21 steps behind the others"
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("fetch", 7, at_least=7)
+
+
+def test_a_stage_that_is_behind_follows() -> None:
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 14, 0)), LOCAL)[0] == Action("catch up", 14)
+    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), LOCAL)[0] == Action("catch up", 25)
+    one = others((A, 6, 0))
+    assert next_action(NOW, OwnStage(at(5, 10), quota=400, step_s=4.0), one, LOCAL)[0] == Action("wait"), "it counts on"
+
+
+@pytest.mark.parametrize("tokens", [0, 10, 1000])
+def test_a_stage_that_is_behind_at_an_exact_step_of_an_asynchronous_run_replays_it(tokens: int) -> None:
+    for step in (6, 7, 25):
+        assert next_action(NOW, OwnStage(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
+    closed = OwnStage(at(5, tokens, share=6))
+    assert next_action(NOW, closed, others((A, 6, 0)), EXACT)[0] == Action("step together", 5), (
+        "its owners have the mean"
+    )
+
+
+@pytest.mark.parametrize("tokens", [0, 10])
+def test_a_stage_one_synchronous_step_behind_comes_to_that_step(tokens: int) -> None:
+    """Others may have got their average before: their owner still has it."""
+    assert next_action(NOW, OwnStage(at(5, tokens)), others((A, 6, 0)), SYNCHRONOUS)[0] == Action("step together", 5)
+
+
+def test_a_synchronous_stage_that_waits_behind_another_stage_takes_its_step_number_in_the_end() -> None:
+    far = replace(others((A, 5, 0)), leading_step=40)
+    own = OwnStage(at(5, 0), behind_since=NOW - RESUME_AFTER_S)
+    assert next_action(NOW, own, far, SYNCHRONOUS)[0] == Action("catch up", 40)
+    assert next_action(NOW, replace(own, behind_since=NOW - RESUME_AFTER_S + 0.1), far, SYNCHRONOUS)[0] == Action(
+        "wait"
+    )
+    assert next_action(NOW, replace(own, behind_since=None), far, SYNCHRONOUS)[0] == Action("wait")
+
+
+def test_an_incomplete_synchronous_step_waits_for_tokens() -> None:
+    action, reason = next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 600)), SYNCHRONOUS)
+    assert action == Action("wait") and reason == "100 tokens are missing"
+
+
+def test_a_share_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
+    own = OwnStage(at(5, 300), quota=400)
+    action, reason = next_action(NOW, own, others((A, 5, 300)), EXACT)
+    assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
+    full = OwnStage(at(5, 400), quota=400)
+    assert next_action(NOW, full, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, full, others((A, 5, 300)), SYNCHRONOUS)[0] == Action("wait"), "all must have come"
+    closed = OwnStage(at(5, 10, share=6), quota=400)
+    assert next_action(NOW, closed, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+
+
+def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_in_work() -> None:
+    own = OwnStage(at(5, 400), quota=400, in_progress=1)
+    assert next_action(NOW, own, others((A, 5, 300)), EXACT)[0] == Action("wait")
+    assert next_action(NOW, replace(own, in_progress=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, own, others((A, 5, 600)), EXACT)[0] == Action("step together", 5), "all tokens are counted"
+    assert not step_policy(5, {A}, others((A, 5, 300)).known, 400, EXACT, by_device=False).closes_share
+
+
+def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
+    """It contributes what it has, so that the mean is not made without it."""
+    closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0)], A, ME, NOW)
+    heard = OtherReplicas(closed, (A,))
+    own = OwnStage(at(5, 300), quota=400, step_s=4.0)
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, heard, EXACT)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, heard, EXACT)[0] == Action("step together", 5)
+    stepped = OtherReplicas(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0)], A, ME, NOW), (A,))
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, LOCAL)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, LOCAL)[0] == Action("step"), (
+        "along its own gradient"
+    )
+    slow = replace(own, step_s=1000.0)
+    assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
+
+
+@RUNS
+def test_a_share_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_reached(run: Run) -> None:
+    own = OwnStage(at(5, 0, share=6))
+    one = others((A, 5, 10))
+    assert next_action(NOW, own, one, run)[0] == Action("step together", 5)
+    if run is not LOCAL:
+        failed = replace(one, known=record_failure(one.known, A, NOW))
+        assert next_action(NOW, own, failed, run)[0] == Action("wait")
+    assert next_action(NOW, own, others(), run)[0] == Action("step together", 5), "a mean of its own share"
+
+
+def test_the_device_closes_a_share_only_where_its_quota_is_known() -> None:
+    heard = others((A, 5, 300))
+    assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, True, 5, 400, closes_share=True)
+    assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_share
+    assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, True, 5, 700)
+    assert step_policy(5, {A}, heard.known, 400, LOCAL) == StepPolicy(1000, True, 5, 400), "a local step"
+    assert step_policy(5, {A}, heard.known, 0, LOCAL) == StepPolicy(1000, True, 5, 1000)
+    assert step_policy(5, set(), {}, 400, EXACT) == StepPolicy(1000, True, 5, 1000, alone=True)
+
+
+def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> None:
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), LOCAL)[0] == Action("step")
+    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), LOCAL)[0] == Action("wait"), "the others take it"
+
+
+@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+def test_a_complete_exact_step_is_taken_together(run: Run) -> None:
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), run)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), run)[0] == Action("step together", 5)
+    last = replace(EXACT, plan=StepPlan(0, 6, 20))
+    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), last)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(6, 300)), others((A, 6, 700)), last)[0] == Action("step")
+    past = replace(EXACT, plan=StepPlan(20, 8, 0))
+    assert next_action(NOW, OwnStage(at(8, 300)), others((A, 8, 700)), past)[0] == Action("step together", 8)
+
+
+@RUNS
+def test_a_replica_without_others_steps_alone(run: Run) -> None:
+    for alone in (others(), others((A, 5, 700), reported_at=NOW - SILENT_S - 0.1, listed=())):
+        assert next_action(NOW, OwnStage(at(5, 1000)), alone, run)[0] == Action("step")
+
+
+@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(run: Run) -> None:
+    heard = others((A, 5, 700), (B, 5, 100))
+    failed = replace(heard, known=record_failure(record_failure(heard.known, A, NOW), B, NOW))
+    own = OwnStage(at(5, 1000))
+    action, reason = next_action(NOW + SILENT_S, own, failed, run)
+    assert action == Action("wait") and reason.endswith("did not answer, and may still be alive") and A in reason
+    assert next_action(NOW + SILENT_S + 0.1, own, failed, run)[0] == Action("step"), "they are gone"
+    one = replace(heard, known=record_failure(heard.known, A, NOW))
+    assert next_action(NOW + SILENT_S, own, one, run)[0] == Action("step together", 5), "the other can be reached"
+
+
+@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+def test_an_exact_step_counts_a_replica_that_the_view_does_not_list_yet(run: Run) -> None:
+    late = others((A, 5, 700), listed=())
+    assert next_action(NOW, OwnStage(at(5, 300)), late, run)[0] == Action("step together", 5)
+    assert next_action(NOW, OwnStage(at(5, 200), quota=400), late, run)[0] == Action("wait")

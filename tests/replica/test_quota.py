@@ -1,0 +1,130 @@
+"""Quotas: a step's microbatches are divided among the replicas in proportion to what they compute, and none is lost."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from agora.replica.quota import (
+    ASSUMED_STEP_S,
+    MAX_CORRECTION,
+    MAX_SKIPPED_WAITS,
+    RATE_DECAY_S,
+    StepMeter,
+    StepTokenPlan,
+    TokenRate,
+    own_quota,
+)
+from tests.replica.world import identities
+
+ME, OTHER = identities(2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_quotas_add_up_to_the_target_and_lie_within_one_microbatch_of_each_share(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = identities(rng.randint(1, 40))
+    rates = {peer: rng.choice([0.0, rng.expovariate(0.01)]) for peer in peers} | {peers[0]: 10.0}
+    unit, microbatches = rng.randint(1, 4096), rng.randint(1, 200)
+    quotas = {peer: own_quota(rates, peer, microbatches * unit, unit) for peer in peers}
+    assert sum(quotas.values()) == microbatches * unit
+    for peer, quota in quotas.items():
+        assert quota % unit == 0 and abs(quota - microbatches * unit * rates[peer] / sum(rates.values())) <= unit
+
+
+def test_equal_replicas_get_equal_quotas_and_small_differences_of_measured_rates_change_nothing() -> None:
+    peers = identities(4)
+    for rates in ([100.0] * 4, [97.0, 102.0, 99.0, 103.0]):
+        known = dict(zip(peers, rates, strict=True))
+        assert [own_quota(known, peer, 16_384, 1024) for peer in peers] == [4096] * 4
+
+
+def test_a_replica_whose_rate_is_not_known_yet_counts_as_the_median_of_the_others() -> None:
+    peers = identities(3)
+    rates = dict(zip(peers, [100.0, None, 300.0], strict=True))
+    assert [own_quota(rates, peer, 600, 1) for peer in peers] == [100, 200, 300]
+    assert [own_quota(dict.fromkeys(peers), peer, 600, 1) for peer in peers] == [200, 200, 200], "nobody is known yet"
+    assert [own_quota(dict.fromkeys(peers, 0.0), peer, 600, 1) for peer in peers] == [200, 200, 200]
+
+
+def test_a_replica_that_counts_nothing_has_no_quota() -> None:
+    peers = identities(2)
+    assert own_quota({peers[0]: 50.0, peers[1]: 0.0}, peers[1], 1000, 100) == 0
+    assert own_quota({peers[0]: 50.0, peers[1]: 0.0}, peers[0], 1000, 100) == 1000
+
+
+def test_a_rate_follows_what_is_counted_and_is_unknown_at_first() -> None:
+    rate = TokenRate()
+    assert rate.after(100, 0.5).per_second is None
+    for _ in range(100):
+        rate = rate.after(25, 0.25)
+    assert rate.per_second == pytest.approx(100.0)
+    for _ in range(int(RATE_DECAY_S / 0.25)):
+        rate = rate.after(50, 0.25)
+    assert rate.per_second == pytest.approx(200.0 - 100.0 / 2.718, rel=0.03), "1/e of what was is left after the memory"
+
+
+def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
+    plan = StepTokenPlan(1000)
+    held = [1100, 950, 1000, 1300]
+    for tokens in held:
+        plan = plan.after_step(tokens)
+    assert plan.next_target == 1000 - (sum(held) - 4000)
+    assert StepTokenPlan(1000).after_step(9000).next_target == 1000 * (1 - MAX_CORRECTION), "never a step of nothing"
+    assert StepTokenPlan(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
+
+
+def paced(mean_s: float) -> StepMeter:
+    """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
+    meter = StepMeter(64, StepTokenPlan(4000))
+    meter.rate = TokenRate(1000.0, 1.0)
+    meter.update_quota(ME, {})
+    for number in range(5):
+        meter.on_share_closed(10.0 * number)
+        meter.on_stepped(10.0 * number + mean_s)
+    return meter
+
+
+def waits(meter: StepMeter, mean_s: float, steps: int) -> list[bool]:
+    """Whether origins waited for the mean of each of so many further steps, which came after `mean_s`."""
+    waited = []
+    for number in range(10, 10 + steps):
+        meter.on_share_closed(10.0 * number)
+        waited.append(meter.should_origins_wait(10.0 * number + 0.1))
+        meter.on_stepped(10.0 * number + mean_s)
+    return waited
+
+
+def test_origins_wait_for_a_mean_that_comes_within_half_a_step_and_for_half_a_step_at_most() -> None:
+    meter = paced(mean_s=1.9)
+    assert meter.should_origins_wait(100.0)
+    meter.on_share_closed(100.0)
+    meter.on_share_closed(101.0)
+    assert meter.should_origins_wait(101.9) and not meter.should_origins_wait(102.0)
+    meter.on_stepped(101.9)
+    assert meter.should_origins_wait(102.6), "the next one"
+
+
+def test_one_mean_that_comes_late_costs_one_wait() -> None:
+    meter = paced(mean_s=1.0)
+    waits(meter, mean_s=9.0, steps=1)
+    assert waits(meter, mean_s=1.0, steps=5) == [False, True, True, True, True]
+
+
+def test_means_that_always_come_late_are_waited_for_ever_more_seldom() -> None:
+    meter = paced(mean_s=1.0)
+    waited = waits(meter, mean_s=2.5, steps=300)
+    gaps = [later - earlier - 1 for earlier, later in pairwise(at for at, did in enumerate(waited) if did)]
+    assert gaps[:7] == [1, 2, 4, 8, 16, MAX_SKIPPED_WAITS, MAX_SKIPPED_WAITS]
+    waited = waits(meter, mean_s=1.0, steps=2 * MAX_SKIPPED_WAITS)
+    assert all(waited[MAX_SKIPPED_WAITS:]), "they come in time again"
+
+
+def test_while_a_rate_is_unknown_origins_wait_half_of_the_assumed_step() -> None:
+    meter = StepMeter(64, StepTokenPlan(4000))
+    meter.update_quota(ME, {OTHER: None})
+    assert meter.expected_s == 0.0 and meter.should_origins_wait(0.0)
+    meter.on_share_closed(0.0)
+    assert meter.should_origins_wait(0.49 * ASSUMED_STEP_S) and not meter.should_origins_wait(0.5 * ASSUMED_STEP_S)

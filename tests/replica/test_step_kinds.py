@@ -1,0 +1,365 @@
+"""Exact or local steps: the rule, and replicas whose uplinks get slow, and fast again, while they train."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+from agora_protocol.errors import Refused
+from agora_protocol.ids import Span
+from agora_protocol.manifest import ALL_STEPS, Manifest
+
+from agora.core.sync_mode import (
+    ALL_EXACT,
+    EXACT,
+    MIN_STEPS_BETWEEN,
+    NOTICE_PASSES,
+    NOTICE_STEPS,
+    RETURN_FACTOR,
+    WISH_S,
+    ChangeRule,
+    ReplicaUplink,
+    StepPlan,
+    Wish,
+    carried_by_most,
+    first_step_plan,
+    wanted_slices,
+)
+from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanChanged, StepsSkipped
+from agora.replica.part_averager import Part
+from agora.replica.quota import TokenRate
+from tests.replica.group_world import FakeStage, GroupPeer, GroupWorld
+from tests.train.support import small_manifest
+from tests.virtual_time import run
+
+TARGET = 4096
+SLICES = 4
+RULE = ChangeRule(may_change=True, every=1, most_slices=20)
+SLOW, FAST = 2_000.0, 1e9
+"""Uplinks in bytes per second: of 4,096 values in a step of a third of a second, 2 bits are 1.1 kB."""
+
+
+# --- the rule
+
+
+def test_a_plan_says_of_each_step_in_how_many_slices_it_is_taken() -> None:
+    plan = StepPlan(EXACT, 3, 20)
+    assert [plan.slices_at(step) for step in (2, 3, 4)] == [EXACT, 20, 20]
+    assert [plan.is_local(step) for step in (2, 3)] == [False, True]
+    assert not ALL_EXACT.is_local(0) and not ALL_EXACT.is_local(ALL_STEPS - 1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "plan", "may_change"),
+    [
+        ({}, ALL_EXACT, True),
+        ({"averaging": {"local_steps": "never"}}, ALL_EXACT, False),
+        ({"averaging": {"fraction": 1.0}}, ALL_EXACT, False),
+        ({"averaging": {"exact_steps": 5}}, StepPlan(EXACT, 5, 20), False),
+        ({"averaging": {"exact_steps": 0, "fraction": 0.5}}, StepPlan(EXACT, 0, 2), False),
+        ({"schedule": {"kind": "synchronous"}}, ALL_EXACT, False),
+        ({"schedule": {"kind": "synchronous"}, "averaging": {"exact_steps": 5}}, ALL_EXACT, False),
+    ],
+)
+def test_stages_change_only_where_the_manifest_leaves_it_to_the_links(
+    sections: dict, plan: StepPlan, may_change: bool
+) -> None:
+    manifest: Manifest = small_manifest(**sections)
+    assert (first_step_plan(manifest), ChangeRule.from_manifest(manifest).may_change) == (plan, may_change)
+
+
+def uplinks_of(count: int, *carried: float, rate: float | None = 50.0) -> list[ReplicaUplink]:
+    """Replicas of one rate, the first of which carry so many bytes; nothing waits for the other uplinks."""
+    return [ReplicaUplink(rate, carried[index] if index < len(carried) else math.inf) for index in range(count)]
+
+
+def test_slower_uplinks_count_once_their_replicas_do_a_quarter_of_the_work() -> None:
+    assert carried_by_most(uplinks_of(4, 0.1)) == 0.1
+    assert carried_by_most(uplinks_of(8, 0.1)) == math.inf
+    assert carried_by_most(uplinks_of(8, 0.1, 0.2)) == 0.2, "the slower one is left behind"
+    assert carried_by_most(uplinks_of(3, 0.1, rate=None)) == 0.1
+    assert carried_by_most([ReplicaUplink(10.0, 0.1), ReplicaUplink(90.0, 0.2)]) == 0.2, "it does a tenth of the work"
+    one_unknown = [ReplicaUplink(None, 0.1), ReplicaUplink(300.0), ReplicaUplink(100.0)]
+    assert carried_by_most(one_unknown) == 0.1, "an unknown rate is the median"
+    assert carried_by_most([]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("present", "carried", "wanted"),
+    [
+        (EXACT, 0.3, EXACT),
+        (EXACT, 0.266, EXACT),
+        (EXACT, 0.265, 2),
+        (EXACT, 0.1, 3),
+        (EXACT, 0.05, 6),
+        (EXACT, 0.0133, 20),
+        (EXACT, 0.001, 20),
+        (EXACT, 0.0, 20),
+        (6, 0.05, 6),
+        (6, 0.04, 6),
+        (6, 0.025, 11),
+        (6, 0.09, 3),
+        (6, 0.39, 2),
+        (6, 0.4, EXACT),
+        (20, math.inf, EXACT),
+    ],
+)
+def test_the_number_of_slices_is_what_the_uplinks_carry(present: int, carried: float, wanted: int) -> None:
+    found, reason = wanted_slices(present, uplinks_of(4, carried), 20)
+    assert found == wanted
+    assert ("never full" in reason) == math.isinf(carried) and (math.isinf(carried) or f"{carried:.2g}" in reason)
+
+
+def test_a_replica_without_others_keeps_its_local_steps() -> None:
+    assert wanted_slices(20, uplinks_of(1), 20)[0] == 20
+
+
+def test_the_first_local_step_comes_after_the_shares_that_may_be_closed_already() -> None:
+    decided = RULE.after_exact_step(ALL_EXACT, 40, 6)
+    assert decided == StepPlan(EXACT, 40 + NOTICE_STEPS, 6)
+    assert RULE.after_exact_step(ALL_EXACT, 40, EXACT) == ALL_EXACT
+    assert RULE.after_exact_step(decided, 41, 12) == decided, "it is decided once"
+
+
+def test_local_steps_change_after_every_slice_had_its_turn_twice() -> None:
+    plan = StepPlan(EXACT, 10, 6)
+    step = 10 + MIN_STEPS_BETWEEN
+    for wanted in (EXACT, 12):
+        decided = RULE.after_slice_round(plan, step, wanted)
+        assert decided == StepPlan(6, step + 6 * NOTICE_PASSES, wanted)
+        assert RULE.after_slice_round(decided, step + 1, 2) == decided, "it is decided once"
+    assert RULE.after_slice_round(plan, step, 6) == plan
+
+
+def test_a_stage_that_may_not_change_does_not() -> None:
+    fixed = ChangeRule(may_change=False, every=1, most_slices=20)
+    assert fixed.after_exact_step(ALL_EXACT, 40, 6) == ALL_EXACT
+    plan = StepPlan(EXACT, 10, 6)
+    assert fixed.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, EXACT) == plan
+
+
+def test_a_stage_can_have_only_the_first_plan_and_those_that_the_rule_makes() -> None:
+    plan = RULE.after_slice_round(RULE.after_exact_step(ALL_EXACT, 40, 6), 60, 12)
+    for step in (60, 10**6):
+        assert RULE.is_possible(ALL_EXACT, step) and RULE.is_possible(plan, step)
+    assert not RULE.is_possible(plan, plan.change_at - 6 * NOTICE_PASSES - 1), "it is decided no earlier"
+    fixed = ChangeRule(may_change=False, every=1, most_slices=20, first=StepPlan(EXACT, 5, 20))
+    assert fixed.is_possible(StepPlan(EXACT, 5, 20), 0) and not fixed.is_possible(ALL_EXACT, 0)
+    assert not fixed.is_possible(StepPlan(EXACT, 5, 4), 6) and not fixed.is_possible(plan, 60)
+
+
+@pytest.mark.parametrize("wanted", [1, 21, 1000])
+def test_no_owner_can_ask_for_more_slices_than_the_manifest_has(wanted: int) -> None:
+    assert RULE.after_exact_step(ALL_EXACT, 40, wanted) == ALL_EXACT
+    plan = StepPlan(EXACT, 10, 6)
+    assert RULE.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, wanted) == plan
+
+
+def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
+    wish = Wish().after(6, 12, 100.0)
+    assert wish.kind == "more slices" and not wish.is_held(100.0 + WISH_S - 0.1)
+    assert wish.after(6, 9, 110.0) == wish and wish.is_held(100.0 + WISH_S), "how many more does not matter"
+    for other, kind in ((6, "none"), (EXACT, "exact steps"), (3, "fewer slices")):
+        assert wish.after(6, other, 110.0) == Wish(kind, 110.0)
+    assert Wish().after(EXACT, 2, 5.0) == Wish("more slices", 5.0) and Wish().after(EXACT, EXACT, 5.0) == Wish()
+
+
+def test_no_stall_keeps_rates_wrong_for_as_long_as_a_wish_must_be_held() -> None:
+    """After a stall of any length a rate is within RETURN_FACTOR of what it was long before WISH_S seconds are over."""
+    for stalled_s in (5.0, 60.0, 3600.0):
+        rate = TokenRate().after(100_000, 100.0).after(0, stalled_s)
+        for _ in range(12):
+            rate = rate.after(1000, 1.0)
+        assert rate.per_second is not None and 1000.0 / RETURN_FACTOR < rate.per_second <= 1000.0
+    assert WISH_S >= 12.0
+
+
+def test_changes_lie_apart() -> None:
+    plan = StepPlan(EXACT, 10, 6)
+    assert RULE.after_slice_round(plan, 9 + MIN_STEPS_BETWEEN, EXACT) == plan
+    assert RULE.after_slice_round(plan, 9 + 6 * NOTICE_PASSES, 12) == plan
+    assert RULE.after_slice_round(plan, 10 + 6 * NOTICE_PASSES, 12).later_slices == 12, "no state need be fetched"
+    past = StepPlan(6, 200, EXACT)
+    assert RULE.after_exact_step(past, 199 + MIN_STEPS_BETWEEN, 6) == past
+    assert RULE.after_exact_step(past, 200 + MIN_STEPS_BETWEEN, 6).change_at == 200 + MIN_STEPS_BETWEEN + NOTICE_STEPS
+
+
+# --- replicas
+
+
+def world_of(*rates: float, stage_type: type[FakeStage] = FakeStage) -> GroupWorld:
+    section = {"fraction": 1 / SLICES, "round_s": 3.0}
+    return GroupWorld(rates, target=TARGET, stage_type=stage_type, averaging=section)
+
+
+def set_uplinks(world: GroupWorld, *uplinks: float) -> None:
+    for peer, uplink in zip(world.all, uplinks, strict=True):
+        peer.uplink_rate = uplink
+
+
+async def until(condition, limit_s: float = 600.0) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def are_equal(*peers: GroupPeer) -> bool:
+    first = peers[0].stage
+    return all(
+        peer.stage.step == first.step and (peer.stage.weights == first.weights).all().item() for peer in peers[1:]
+    )
+
+
+def are_of_one_lineage(one: GroupPeer, other: GroupPeer) -> bool:
+    """Whether both have applied the same means up to the same step."""
+    return (one.stage.agreed, one.stage.lineages[one.stage.agreed]) == (
+        other.stage.agreed,
+        other.stage.lineages[other.stage.agreed],
+    )
+
+
+def changes_of(peer: GroupPeer) -> list[StepPlan]:
+    return [StepPlan(event.slices, event.change_at, event.later_slices) for event in peer.of(StepPlanChanged)]
+
+
+def test_replicas_with_slow_uplinks_change_to_local_steps_at_the_same_step_and_lose_no_token() -> None:
+    async def main() -> None:
+        async with world_of(4000.0, 4000.0, 4000.0) as world:
+            await asyncio.sleep(10.0)
+            set_uplinks(world, SLOW, SLOW, FAST)
+            await until(lambda: all(changes_of(peer) for peer in world.all))
+            (plan,) = {changes_of(peer)[0] for peer in world.all}
+            await until(lambda: all(peer.stage.step > plan.change_at + 2 * SLICES for peer in world.all))
+            for peer in world.all:
+                assert min(peer.stage.alone_at) == plan.change_at, "the steps before were taken together"
+                rounds = [done for done in peer.of(RoundDone) if done.what == "slice"]
+                assert rounds[0].round == plan.change_at + 1 and rounds[-1].contributors == 3
+                assert not peer.of(PartFailed) and not peer.of(StageDiverged) and not peer.of(StepsSkipped)
+                assert sum(peer.stage.closed) == peer.stage.counted - peer.stage.tokens
+                assert "most uplinks carry" in peer.of(StepPlanChanged)[0].reason
+
+    run(main())
+
+
+def test_one_slow_uplink_of_many_does_not_make_all_take_local_steps() -> None:
+    async def main() -> None:
+        async with world_of(*[2000.0] * 5) as world:
+            await asyncio.sleep(10.0)
+            set_uplinks(world, SLOW, FAST, FAST, FAST, FAST)
+            await asyncio.sleep(60.0)
+            assert not any(changes_of(peer) for peer in world.all)
+            assert [peer.group.gradient_wire(0).fits for peer in world.all] == [False, *[True] * 4]
+
+    run(main())
+
+
+def test_replicas_return_to_exact_steps_and_are_equal_again_once_the_slow_one_is_gone() -> None:
+    async def main() -> None:
+        async with world_of(4000.0, 4000.0, 4000.0) as world:
+            await asyncio.sleep(10.0)
+            first, second, slow = world.all
+            set_uplinks(world, FAST, FAST, SLOW)
+            await until(lambda: all(changes_of(peer) for peer in world.all))
+            began = changes_of(first)[0].change_at
+            await until(lambda: first.stage.step > began + 10)
+            await world.kill(slow)
+            await until(lambda: all(len(changes_of(peer)) == 2 for peer in (first, second)))
+            (end,) = {changes_of(peer)[1].change_at for peer in (first, second)}
+            assert end >= began + MIN_STEPS_BETWEEN
+            await until(lambda: min(first.stage.step, second.stage.step) > end + 10)
+            await until(lambda: are_equal(first, second), 30.0)
+            fetched = [peer for peer in (first, second) if peer.fetches]
+            assert fetched == [max((first, second), key=lambda peer: peer.peer)], "one keeps its state"
+            rounds = [done for done in first.of(RoundDone) if done.what == "gradient"]
+            assert rounds[-1].contributors == 2 and not rounds[-1].failed_parts
+
+    run(main())
+
+
+def test_a_replica_that_joins_during_local_steps_takes_them_over_with_the_state() -> None:
+    """It joins when a change is allowed again. As long as its rate is unknown, uplinks carry what they carried."""
+
+    async def main() -> None:
+        world = world_of(4000.0, 4000.0, 4000.0)
+        async with world:
+            late = world.all[2]
+            await world.kill(late)
+            set_uplinks(world, SLOW, SLOW, FAST)
+            first = world.all[0]
+            past = MIN_STEPS_BETWEEN + 30
+            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].change_at + past)
+            world.network.dead.clear()
+            late.start()
+            await asyncio.sleep(10.0)
+            assert late.fetches and late.stage.plan == first.stage.plan
+            last = [done for done in late.of(RoundDone) if done.what == "slice"][-1]
+            assert last.contributors == 3
+            await until(lambda: are_of_one_lineage(late, first), 5.0)
+            assert all(change.later_slices != EXACT for change in changes_of(first)[1:])
+
+    run(main())
+
+
+class TwoStages(FakeStage):
+    """Stage 1 goes with stage 0, and is nobody else's."""
+
+    span = Span(0, 1)
+
+    def progress(self) -> list[Any]:
+        (stage_0,) = super().progress()
+        return [stage_0, type(stage_0)(**{**vars(stage_0), "stage": 1})]
+
+
+def test_a_stage_without_replicas_says_nothing_of_what_its_peers_uplink_carries() -> None:
+    """Each stage has its own choice, and only what is sent has to fit."""
+
+    async def main() -> None:
+        async with world_of(4000.0, 4000.0, stage_type=TwoStages) as world:
+            for peer in world.all:
+                peer.alone_in.add(1)
+            await asyncio.sleep(10.0)
+            set_uplinks(world, 3_000.0, FAST)
+            await asyncio.sleep(2.0)
+            slow = world.all[0].group
+            slow.on_stepped(1, world.all[0].stage.step, 0)
+            assert slow.gradient_wire(0).is_limited and not slow.gradient_wire(1).is_limited
+            assert "MB in a step" in slow.gradient_wire(0).reason
+            (carried,) = {slow.gradient_wire(0).carried}
+            assert 0.1 < carried < 0.3 and slow.gradient_wire(1).carried == math.inf
+            told = world.all[1].group.gossip.known_progress(0)[world.all[0].peer].counts.bytes_carried
+            assert told == pytest.approx(carried, rel=0.2)
+
+    run(main())
+
+
+def test_a_replica_that_missed_the_decision_is_brought_back_to_the_others() -> None:
+    """It is cut off while the others change, and comes back when their steps are local."""
+
+    async def main() -> None:
+        async with world_of(4000.0, 4000.0, 4000.0) as world:
+            await asyncio.sleep(10.0)
+            first, second, away = world.all
+            set_uplinks(world, SLOW, SLOW, FAST)
+            world.network.broken |= {frozenset((away.peer, other.peer)) for other in (first, second)}
+            await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].change_at + 5)
+            world.network.broken.clear()
+            await until(lambda: away.stage.plan == first.stage.plan, 60.0)
+            await until(lambda: are_of_one_lineage(away, first), 60.0)
+            await asyncio.sleep(10.0)
+            await until(lambda: are_of_one_lineage(away, first), 5.0)
+
+    run(main())
+
+
+def test_a_part_of_the_other_kind_is_refused_without_an_offence_where_stages_may_change() -> None:
+    async def main() -> None:
+        async with world_of(4000.0, 4000.0) as world:
+            await asyncio.sleep(5.0)
+            rounds, step = world.all[0].group.rounds, world.all[0].stage.step
+            with pytest.raises(Refused, match="averages no slice"):
+                rounds.check_part(Part(0, "slice", step, 0, SLICES))
+            assert rounds.check_part(Part(0, "gradient", step, 0)) > 0
+
+    run(main())

@@ -1,0 +1,138 @@
+"""Members of rounds on the network in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from agora_protocol.errors import AgoraError, PeerFailed, ProtocolError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.messages import Contribute, Recall
+from torch import Tensor
+
+from agora.core.calls import Reply
+from agora.observe.events import Event
+from agora.replica.part_averager import Part, RoundConfig
+from agora.replica.partition import cut_into_parts
+from agora.replica.reducer import PartReducer
+from agora.replica.rounds import Round, RoundResult
+from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
+
+RUN = RunId("ab" * 32)
+
+
+def identities(count: int) -> list[PeerId]:
+    return [Identity(bytes([n + 1]) * 32).peer for n in range(count)]
+
+
+@dataclass
+class World:
+    """Members of one run and their network; `strikes` are the protocol errors raised.
+
+    size: elements of a round. gradient_wire, slice_wire: how members send; slices: how many a stage has.
+    """
+
+    size: int
+    slice_wire: str = "float32"
+    rule: str = "mean"
+    round_s: float = 20.0
+    exact: bool = False
+    gradient_wire: str = "float32"
+    slices: int = 1
+    members: dict[PeerId, Member] = field(default_factory=dict)
+    network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(NetworkFaults(latency_s=(0.01, 0.01))))
+    strikes: list[tuple[PeerId, ProtocolError]] = field(default_factory=list)
+
+    def add(self, *peers: PeerId, **wires: str) -> list[Member]:
+        """wires: formats in which these members send, where they are other than the world's."""
+        made = [Member(self, peer, wires) for peer in peers]
+        self.members |= {member.peer: member for member in made}
+        return made
+
+    def slices_of(self, what: str) -> int:
+        """How many slices a stage has in rounds of this kind."""
+        return self.slices if what == "slice" else 0
+
+    async def close(self) -> None:
+        for member in self.members.values():
+            await member.reducer.close()
+
+
+class Member:
+    """One peer; `sees` is its view of the replicas, `suspects` those that it could not reach lately."""
+
+    def __init__(self, world: World, peer: PeerId, wires: dict[str, str]) -> None:
+        self.world, self.peer = world, peer
+        self.events: list[Event] = []
+        self.sees: dict[PeerId, float] | None = None
+        self.suspects: set[PeerId] = set()
+        self.at: dict[str, int] = {}
+        self.dies_at: tuple[str, int] | None = None
+        settings: dict[str, Any] = {
+            "aggregation": world.rule,
+            "round_s": world.round_s,
+            "synchronous": world.exact,
+            "slice_wire": world.slice_wire,
+            "gradient_wire": world.gradient_wire,
+        }
+        config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
+        self.port = world.network.join(peer, self._answer)
+        self.reducer = PartReducer(config, self.port, self, self._fault)
+
+    async def take_part(
+        self,
+        stage: int,
+        what: str,
+        number: int,
+        values: Tensor,
+        weight: float,
+        members: dict[PeerId, float],
+        deadline: float,
+    ) -> RoundResult:
+        slices = self.world.slices_of(what)
+        round_ = Round(self.reducer, self.events.append, stage, what, number, weight, members, deadline, slices)
+        return await round_.run(values)
+
+    @property
+    def view(self) -> dict[PeerId, float]:
+        return self.sees if self.sees is not None else dict.fromkeys(self.world.members, 0.0)
+
+    def members(self, stage: int) -> dict[PeerId, float]:
+        return self.view
+
+    def round_s(self, stage: int) -> float:
+        return self.world.round_s
+
+    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
+        return self.suspects & set(peers)
+
+    def check_part(self, part: Part) -> int:
+        cuts = cut_into_parts(self.world.size)
+        if part.position >= len(cuts):
+            raise ProtocolError("bad-message", "no such part")
+        return len(range(self.world.size)[cuts[part.position]])
+
+    def wanted_slices(self, part: Part) -> int:
+        return part.slices
+
+    async def _fault(self, point: str) -> None:
+        self.at[point] = self.at.get(point, 0) + 1
+        if self.dies_at is not None and self.dies_at[0] == point and self.at[point] >= self.dies_at[1]:
+            self.world.network.dead.add(self.peer)
+        if self.peer in self.world.network.dead:
+            raise PeerFailed("dead")
+
+    async def _answer(self, call: MemoryCall) -> Reply:
+        try:
+            if isinstance(call.message, Recall):
+                return Reply(*self.reducer.answer_recall(call.message))
+            assert isinstance(call.message, Contribute)
+            return Reply(*await self.reducer.answer_contribution(call.peer, call.message, call.tensors, call.deadline))
+        except ProtocolError as error:
+            self.world.strikes.append((call.peer, error))
+            raise
+
+
+__all__ = ["RUN", "AgoraError", "Member", "Reply", "World", "identities"]

@@ -1,0 +1,310 @@
+"""Every format is recognised by its first record and becomes the same few samples; errors name column, line, remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from agora_protocol.errors import DataError, InputError
+
+from agora.tuning.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Sample
+from agora.tuning.record_formats import FORMATS, Objective, parse_columns
+from agora.tuning.sample_file import open_samples
+
+SYSTEM = ChatMessage("system", "Be brief.")
+USER = ChatMessage("user", "2 + 2?")
+ANSWER = ChatMessage("assistant", "4")
+WRONG = ChatMessage("assistant", "5")
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+BAD = [CHAT[0], {"role": "assistant", "content": "5"}]
+ONE_TURN = Conversation((USER, ANSWER))
+PAIR = Preference(Conversation((USER, ANSWER), 1), Conversation((USER, WRONG), 1))
+
+
+def samples_of(
+    tmp_path: Path, *rows: Mapping[str, Any], columns: str = "", objective: Objective | None = None
+) -> tuple[str, list[Sample]]:
+    """The name of the format, and the samples of a file with these rows."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    file = open_samples(path, parse_columns(columns) if columns else {}, objective)
+    return file.reader.format.name, [placed.sample for placed in file.samples()]
+
+
+def refused(tmp_path: Path, *rows: Mapping[str, Any], says: Sequence[str], **more: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        samples_of(tmp_path, *rows, **more)
+    for text in says:
+        assert text in str(caught.value), str(caught.value)
+
+
+EXAMPLES: list[tuple[str, dict[str, Any], Sample]] = [
+    ("chat", {"messages": CHAT, "id": 3}, ONE_TURN),
+    (
+        "chat",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]},
+                CHAT[1],
+            ]
+        },
+        ONE_TURN,
+    ),
+    ("ShareGPT", {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}, ONE_TURN),
+    (
+        "ShareGPT",
+        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}], "system": "Be brief."},
+        Conversation((SYSTEM, USER, ANSWER)),
+    ),
+    ("Alpaca", {"instruction": "2 + 2?", "input": "", "output": "4"}, ONE_TURN),
+    (
+        "Alpaca",
+        {"instruction": "Add", "input": "2, 2", "output": "4", "system": "Be brief.", "history": [["2 + 2?", "4"]]},
+        Conversation((SYSTEM, USER, ANSWER, ChatMessage("user", "Add\n2, 2"), ANSWER)),
+    ),
+    ("prompt and completion", {"prompt": "2 + 2 =", "completion": " 4"}, Completion("2 + 2 =", " 4")),
+    ("prompt and completion", {"prompt": CHAT[:1], "completion": CHAT[1:]}, Conversation((USER, ANSWER), 1)),
+    ("prompt and completion", {"prompt": "2 + 2?", "completion": CHAT[1]}, Conversation((USER, ANSWER), 1)),
+    ("text", {"text": "roses"}, PlainText("roses")),
+    (
+        "preference",
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+        Preference(Completion("2 + 2 =", " 4"), Completion("2 + 2 =", " 5")),
+    ),
+    ("preference", {"prompt": CHAT[:1], "chosen": "4", "rejected": CHAT[1] | {"content": "5"}}, PAIR),
+    ("preference", {"prompt": "2 + 2?", "chosen": CHAT, "rejected": BAD, "messages": CHAT}, PAIR),
+    ("implicit preference", {"chosen": CHAT, "rejected": BAD}, PAIR),
+    (
+        "implicit preference",
+        {"chosen": "Human: hi\n\nAssistant: hello", "rejected": "Human: hi\n\nAssistant: heyho"},
+        Preference(Completion("Human: hi\n\nAssistant:", " hello"), Completion("Human: hi\n\nAssistant:", " heyho")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "sample"), EXAMPLES)
+def test_a_format_is_recognised_and_read(tmp_path: Path, name: str, row: dict[str, Any], sample: Sample) -> None:
+    assert samples_of(tmp_path, row, row) == (name, [sample, sample])
+
+
+def test_the_page_shows_a_record_of_every_format_that_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w ]+) \| `.*\| `(\{.*\})` \|$", page, re.M))
+    assert list(rows) == [kind.name for kind in FORMATS]
+    for name, row in rows.items():
+        assert samples_of(tmp_path, json.loads(row))[0] == name
+
+
+# a table has one type a column, so that the content of one message cannot be a list and that of another text
+TABLES = [row for _, row, _ in EXAMPLES if row != EXAMPLES[1][1]]
+
+
+@pytest.mark.parametrize("row", TABLES)
+def test_a_table_gives_the_same_samples_as_lines(tmp_path: Path, row: dict[str, Any]) -> None:
+    """A table fills the fields that a message lacks with nulls."""
+    expected = samples_of(tmp_path, row)
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
+    file = open_samples(tmp_path / "x.parquet", {})
+    assert (file.reader.format.name, [placed.sample for placed in file.samples()]) == expected
+
+
+def test_the_objective_is_that_of_the_format_unless_it_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    rows: list[tuple[dict[str, Any], str]] = [({"text": "x"}, "lm"), ({"messages": CHAT}, "sft")]
+    for row, objective in [*rows, ({"chosen": CHAT, "rejected": BAD}, "dpo")]:
+        path.write_text(json.dumps(row))
+        assert open_samples(path, {}).objective == objective
+    row = {"messages": CHAT, "chosen": CHAT, "rejected": BAD}
+    assert samples_of(tmp_path, row)[0] == "implicit preference"
+    assert samples_of(tmp_path, row, objective="sft") == ("chat", [ONE_TURN])
+
+
+def test_columns_of_other_names_are_mapped(tmp_path: Path) -> None:
+    row = {"question": "a", "answer": "b", "messages": CHAT, "completion": "not this"}
+    mapping = "prompt=question, completion=answer"
+    assert samples_of(tmp_path, row, columns=mapping) == ("prompt and completion", [Completion("a", "b")])
+    swapped = {"prompt": "b", "completion": "a"}
+    assert samples_of(tmp_path, swapped, columns="prompt=completion,completion=prompt")[1] == [Completion("a", "b")]
+    pair = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": BAD[1:]}
+    mapping = "prompt=prompt,completion=chosen"
+    assert samples_of(tmp_path, pair, columns=mapping)[1] == [Conversation((USER, ANSWER), 1)]
+
+
+def test_a_mapped_column_is_not_read_by_its_own_name_too(tmp_path: Path) -> None:
+    row = {"input": "2 + 2?", "output": "4"}
+    assert samples_of(tmp_path, row, columns="instruction=input") == ("Alpaca", [ONE_TURN])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prompt", "write it like prompt=question,completion=answer"),
+        ("prompt=", "write it like"),
+        ("promt=a", "did you mean 'prompt'"),
+        ("zzz=a", "known are"),
+        ("prompt=a,prompt=b", "twice"),
+    ],
+)
+def test_a_wrong_mapping_says_how_to_write_it(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        parse_columns(text)
+
+
+def test_a_missing_column_is_named_with_line_and_remedy(tmp_path: Path) -> None:
+    refused(
+        tmp_path,
+        {"prompt": "a", "answer\x1b[31m": "b"},
+        says=[
+            "x.jsonl:1 has no column 'completion'",
+            "prompt and completion",
+            r"'answer\x1b[31m'",
+            "--columns completion=NAME",
+        ],
+    )
+    refused(tmp_path, {"output": "a"}, says=["no column 'instruction'", "Alpaca"])
+    refused(tmp_path, {"a": 1}, says=["no known format (present: 'a'; known are", "--columns prompt=NAME"])
+    refused(tmp_path, {"text": None}, says=["no known format"])
+    refused(tmp_path, {"q": "a"}, columns="prompt=question", says=["no column 'question'", "correct --columns"])
+    refused(
+        tmp_path, {"q": "a"}, columns="prompt=q", says=["no column 'completion'", "--columns prompt=q,completion=NAME"]
+    )
+    refused(tmp_path, {"q": "a"}, columns="prompt=q,text=q", says=["No format has all of the columns"])
+    refused(tmp_path, {"chosen": "a", "q": "b"}, columns="prompt=q", objective="dpo", says=["no column 'rejected'"])
+
+
+def test_a_column_that_a_later_record_lacks_is_named(tmp_path: Path) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    refused(tmp_path, good, {"prompt": "a"}, says=["x.jsonl:2", "'completion' is missing from", "remove the record"])
+    refused(tmp_path, good, good | {"prompt": None}, says=["x.jsonl:2", "'prompt' is null in"])
+    refused(tmp_path, good, good | {"prompt": 5}, says=["x.jsonl:2", "prompt is a number, not text"])
+    refused(tmp_path, {"text": "\ud800"}, says=["x.jsonl:1", "half a surrogate pair"])
+
+
+def test_an_objective_that_the_format_cannot_serve_is_refused(tmp_path: Path) -> None:
+    pair = {"chosen": CHAT, "rejected": BAD}
+    refused(
+        tmp_path,
+        {"messages": CHAT},
+        objective="dpo",
+        says=["format chat", "--objective sft", "prompt, chosen, rejected"],
+    )
+    refused(tmp_path, pair | {"prompt": CHAT[:1]}, objective="sft", says=["--objective dpo", "completion=chosen"])
+    refused(tmp_path, pair, objective="lm", says=["--objective dpo", "or give another file"])
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path, says=["x.jsonl holds no record", "one JSON object a line"])
+
+
+def turns(*roles: str) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": "x"} for role in roles]}
+
+
+@pytest.mark.parametrize(
+    ("roles", "says"),
+    [
+        (["assistant"], ["message 1, has role 'assistant' at the beginning, where 'system' or 'user' is expected"]),
+        (["user", "user"], ["message 2, has role 'user' after 'user', where 'assistant' is expected"]),
+        (["user", "assistant", "assistant"], ["message 3", "'user' or 'tool' is expected"]),
+        (["user", "system", "assistant"], ["message 2", "a system message may come first"]),
+        (["system", "assistant"], ["message 2", "where 'user' is expected"]),
+        (["user"], ["ends with role 'user'", "the last must be the assistant's"]),
+        (["user", "assistant", "user"], ["ends with role 'user'"]),
+        ([], ["has no message"]),
+        (["user", "oracle\x1b"], ["message 2", r"the unknown role 'oracle\x1b'", "known are 'system'"]),
+    ],
+)
+def test_roles_out_of_order_are_named_with_line_and_message(tmp_path: Path, roles: list[str], says: list[str]) -> None:
+    refused(tmp_path, turns("user", "assistant"), turns(*roles), says=["x.jsonl:2", *says])
+
+
+@pytest.mark.parametrize("roles", [["system", "human", "gpt"], ["developer", "user", "model", "human", "bot"]])
+def test_other_spellings_of_roles_are_known(tmp_path: Path, roles: list[str]) -> None:
+    sample = samples_of(tmp_path, turns(*roles))[1][0]
+    assert isinstance(sample, Conversation) and sample.messages[-1].role == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("hello", "messages is a string; write a list"),
+        (["hello"], "message 1, is a string; write an object"),
+        ([{"content": "x"}], "message 1, has no field 'role' or 'from'"),
+        ([{"role": "user"}], "message 1, has no field 'content' or 'value'"),
+        ([{"role": "user", "content": 5}], "message 1, content is a number, not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of type 'image_url', but only text"),
+    ],
+)
+def test_malformed_messages_are_named(tmp_path: Path, messages: object, says: str) -> None:
+    refused(tmp_path, {"messages": messages}, says=["x.jsonl:1", says])
+
+
+def test_a_record_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    nested: list[Any] = []
+    for _ in range(600):
+        nested = [nested]
+    refused(tmp_path, {"messages": [{**CHAT[0], "extra": nested}, CHAT[1]]}, says=["x.jsonl:1", "nested too deeply"])
+
+
+def test_calls_of_tools_and_other_fields_are_kept_for_the_template(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 2, "b": None}}}
+    messages = [
+        CHAT[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "name": "add"},
+        {"role": "assistant", "content": "4", "reasoning_content": "easy"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    sample = samples_of(tmp_path, {"messages": messages, "tools": json.dumps(tools)})[1][0]
+    assert isinstance(sample, Conversation) and sample.tools == tuple(tools)
+    assert sample.messages[1].extra == {"tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    assert [message.extra for message in sample.messages[2:]] == [{"name": "add"}, {"reasoning_content": "easy"}]
+    refused(tmp_path, {"messages": CHAT, "tools": "no"}, says=["tools is not JSON"])
+    refused(tmp_path, {"messages": CHAT, "tools": 5}, says=["tools is a number; write a list"])
+
+
+def test_answers_that_a_record_excludes_are_not_learnt(tmp_path: Path) -> None:
+    excluded = [
+        CHAT[0],
+        CHAT[1] | {"weight": 0},
+        CHAT[0],
+        CHAT[1] | {"train": True},
+        CHAT[0],
+        CHAT[1] | {"train": False},
+    ]
+    sample = samples_of(tmp_path, {"messages": excluded})[1][0]
+    assert isinstance(sample, Conversation)
+    assert [sample.is_supervised(index) for index in range(6)] == [False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"chosen": CHAT, "rejected": CHAT}, "chosen and rejected are equal"),
+        (
+            {"chosen": CHAT, "rejected": [{"role": "user", "content": "other"}, CHAT[1]]},
+            "do not begin with the same prompt",
+        ),
+        ({"chosen": "yes", "rejected": "no"}, "do not begin with the same prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": CHAT[1]}, "one is text, one messages"),
+        ({"prompt": CHAT[:1], "chosen": CHAT[:1], "rejected": BAD}, "chosen has no answer after the prompt"),
+        ({"instruction": "a", "output": "b", "history": [["a"]]}, "history, pair 1, is not [question, answer]"),
+        ({"instruction": "a", "output": "b", "history": "a"}, "history, pair 1, is not [question, answer]"),
+    ],
+)
+def test_records_that_say_nothing_are_named(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    refused(tmp_path, row, says=["x.jsonl:1", says])
+
+
+def test_a_prompt_shared_in_full_leaves_an_answer_on_both_sides(tmp_path: Path) -> None:
+    """The longer side goes on after the answer of the shorter one."""
+    longer = [*CHAT, CHAT[0], CHAT[1]]
+    pair = samples_of(tmp_path, {"chosen": longer, "rejected": CHAT})[1][0]
+    assert isinstance(pair, Preference) and isinstance(pair.chosen, Conversation)
+    assert pair.chosen.prompt_messages == 1
