@@ -22,7 +22,9 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", default=False, help="also run the slow tier (docs/testing.md)")
+    parser.addoption(
+        "--slow", action="store_true", default=False, help="also run the slow tier (docs/reference/testing.md)"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -43,7 +43,7 @@ LINK = Annotated[
     str | None,
     typer.Option(
         metavar="RATE,RTT[,JITTER[,LOSS]]",
-        help="Emulate a link such as 200Mbit,50ms for each daemon started; see docs/links.md. Default none.",
+        help="Emulate a link such as 200Mbit,50ms for each daemon started; see docs/use/links.md. Default none.",
     ),
 ]
 

@@ -82,7 +82,7 @@ class DemoTotals:
         """Returns the optimizer steps of a stage; if there is no entry, adds one without steps first."""
         return self.stage_steps.setdefault(stage, StageSteps())
 
-    def add(self, index: int, fields: Mapping[str, Any]) -> None:
+    def add(self, index: int, fields: Mapping[str, Any]) -> None:  # noqa: C901 - one flat case per event
         """Adds one line, given as its JSON fields, of the journal of the peer with this index, to the totals.
 
         Counts events about training microbatches, steps, rounds, traffic and the peer's state, and with `tuning` also

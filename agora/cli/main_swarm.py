@@ -77,12 +77,12 @@ def new(
     name, so edit it before the first `agora-node join`, which signs it.
 
     Presets, by their parameters: tiny (0.7 M, trains on a laptop in a minute), small (20 M), 150m, 1b and 8b (for GPUs
-    of 8 to 80 GB, see docs/presets.md).
+    of 8 to 80 GB, see docs/reference/presets.md).
 
     With --base-model, the run begins with the weights in that folder (config.json, safetensors files, tokenizer.json);
     of a model of the Hub only such files are fetched. Who joins fetches what its stages need from peers, or names the
     model too.
-    With --data it learns from a file that `swarm data` reads, which is counted first; see docs/tuning.md.
+    With --data it learns from a file that `swarm data` reads, which is counted first; see docs/use/tuning.md.
 
     \b
     Examples:
@@ -331,7 +331,7 @@ def simulate(
     """Run the daemon's own decisions on simulated machines.
 
     Routing, the opening of microbatches and placement use the code that `agora-node` runs. Machines, thousands of them,
-    links, churn and time are simulated. The same scenario and seed give the same result. See docs/simulator.md.
+    links, churn and time are simulated. The same scenario and seed give the same result. See docs/use/simulator.md.
 
     \b
     Examples:

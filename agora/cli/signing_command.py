@@ -83,11 +83,13 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
     if mode == TICKET or request.role == DELEGATE:
         ticket, revoke_by = _make_ticket(signed, _find_signer(found), request, until_unix)
     elif request.role != MEMBER:
-        raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/admission.md")
+        raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/use/admission.md")
     elif (
         mode == LISTED and request.peer is not None and not signed.manifest.admits_without_ticket(PeerId(request.peer))
     ):
-        raise Failure(f"the run has mode listed, and its manifest does not list {request.peer}; see docs/admission.md")
+        raise Failure(
+            f"the run has mode listed, and its manifest does not list {request.peer}; see docs/use/admission.md"
+        )
     invite = Invite(signed.run_id, _find_addresses(run, found), signed.manifest.name, str(ticket or ""))
     if as_json:
         about = {"role": request.role, "peer": request.peer, "not_after": until_unix, "ban_by": revoke_by}

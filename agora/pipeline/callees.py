@@ -1,7 +1,8 @@
 """Decides which peers of a stage one caller calls, where there are more than it needs. Pure.
 
 A caller of hundreds of peers gets an answer of each only every few minutes, and knows nothing of their queues. With
-MAX_CALLEES it learns each queue's length about as often as that queue is served. docs/routing.md has the figures.
+MAX_CALLEES it learns each queue's length about as often as that queue is served.
+docs/understand/routing.md has the figures.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A RoutingTable and its PeerStats change only by the calls to
 the table. The rule is weighted round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2) plus
-the least expected finish time; docs/routing.md explains it, and docs/notes/routing.md lists the differences from SWARM.
+the least expected finish time; docs/understand/routing.md explains it, and
+docs/notes/routing.md lists the differences from SWARM.
 """
 
 from __future__ import annotations

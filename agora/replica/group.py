@@ -1,6 +1,6 @@
 """Keeps this peer's stages in step with their replicas at other peers: carries out what `next_action` decides.
 
-docs/averaging.md has what the rounds are for, and what follows when one fails.
+docs/understand/averaging.md has what the rounds are for, and what follows when one fails.
 """
 
 from __future__ import annotations

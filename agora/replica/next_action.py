@@ -1,6 +1,6 @@
 """Decides what a stage does next together with its replicas. Pure.
 
-docs/averaging.md has the rules as a table. ReplicaGroup carries out what is decided.
+docs/understand/averaging.md has the rules as a table. ReplicaGroup carries out what is decided.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def next_action(now: float, own: OwnStage, others: OtherReplicas, config: Action
 
     The rules, in order: wait while leaving or busy; fetch if diverged; begin the slice round that is due; fetch, replay
     or catch up if behind the others or the leading stage; wait while tokens are missing; take the step, alone or, once
-    others answer, together. docs/averaging.md has them as a table. now: seconds on the clock of the times in `own` and
-    `others`.
+    others answer, together. docs/understand/averaging.md has them as a table. now: seconds on the clock of the
+    times in `own` and `others`.
     """
     if own.is_leaving:
         return Action("wait"), "this peer is leaving"

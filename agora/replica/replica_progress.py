@@ -243,7 +243,9 @@ def live_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 
 
 def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
-    """Returns the other replicas that belong to a step and its rounds: all that may be alive, see docs/averaging.md.
+    """Returns the other replicas that belong to a step and its rounds: all that may be alive.
+
+    See docs/understand/averaging.md.
 
     These are the listed replicas that are not silent, including suspected ones and ones that are not in `known`; and
     live replicas that have reported themselves but were never listed.

@@ -1,8 +1,8 @@
 """Decides which strangers are dialled next: peers with a claim, with whom no HELLO was exchanged yet. Deterministic.
 
 A claim costs its signer nothing, so it counts for nothing until a peer was met under its name at its addresses: see
-docs/limits.md. Dials are shared among the networks that the addresses are of, so that a thousand invented claims delay
-those of one network, not the others.
+docs/understand/limits.md. Dials are shared among the networks that the addresses are of, so that a thousand invented
+claims delay those of one network, not the others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Pure, but for the random generator that breaks ties, which is passed in.
 
-The rules stand as a table in docs/placement.md.
+The rules stand as a table in docs/understand/placement.md.
 """
 
 from __future__ import annotations

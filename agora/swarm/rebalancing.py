@@ -3,7 +3,7 @@
 Deterministic: random numbers are passed in.
 
 Every peer judges for itself at random moments; the rules that keep many from
-moving together are in docs/placement.md.
+moving together are in docs/understand/placement.md.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _unknown_format_error(
     candidates = [kind for kind in FORMATS if set(mapped) <= set(kind.columns)]
     if mapped and not candidates:
         return DataError(
-            f"No format has all of the columns {_quote_names(mapped)} that --columns names; see docs/data.md."
+            f"No format has all of the columns {_quote_names(mapped)} that --columns names; see docs/use/data.md."
         )
     serving = [kind for kind in candidates if objective in (None, *kind.objectives)] or candidates
     # by the fraction of the format's columns that is there, so that one of two counts more than one of three

@@ -261,7 +261,7 @@ MODEL_SECTIONS: Final[dict[str, type[ModelSection]]] = {"subspace": SubspaceSect
 
 
 def link_subspace(width: int) -> int:
-    """Returns the subspace for slow links: 7/16 of the width, at least 2; docs/codecs.md says why."""
+    """Returns the subspace for slow links: 7/16 of the width, at least 2; docs/understand/codecs.md says why."""
     return max(2, 7 * width // 16)
 
 

@@ -1,4 +1,6 @@
-"""The presets of `swarm new --preset NAME`: runs for a laptop up to runs for many GPUs. docs/presets.md has tables.
+"""The presets of `swarm new --preset NAME`: runs for a laptop up to runs for many GPUs.
+
+Tables: docs/reference/presets.md.
 
 | preset  | parameters | for                                                                          |
 |---------|------------|------------------------------------------------------------------------------|
@@ -19,7 +21,7 @@ from typing import Any, Final
 
 from agora_protocol.manifest_model import SubspaceSection, link_subspace
 
-LINK_CODEC: Final = "int6/int3"  # the codec of the presets, for slow links; docs/codecs.md says why
+LINK_CODEC: Final = "int6/int3"  # the codec of the presets, for slow links; docs/understand/codecs.md says why
 
 # The values of each preset that are not the manifest's defaults.
 PRESETS: Final[dict[str, dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from benchmarks.children import BenchFailed, terminable
 from benchmarks.report import Report, print_tables, write_section
 
 DONE, FAILED, BAD_ARGUMENTS = 0, 1, 2
-PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "benchmarks.md"
 
 # Measures, given whether to be quick and a temporary folder, and returns the report. One of WITH_OPTIONS gets, third,
 # the command line's options that are its own.
@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument(
         "--json", action="store_true", help="exactly one JSON object on standard output, all else on stderr"
     )
-    parser.add_argument("--write", action="store_true", help="renew its section of docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="renew its section of docs/reference/benchmarks.md")
     given, options = parser.parse_known_args()
     if options and given.name not in WITH_OPTIONS:
         parser.error(f"unrecognized arguments: {' '.join(options)}")

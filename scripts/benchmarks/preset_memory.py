@@ -1,4 +1,4 @@
-"""Prints the tables of docs/presets.md: memory of the large presets' stages, which cards hold how many, tokens/s.
+"""Prints the tables of docs/reference/presets.md: stage memory of the large presets, which cards hold how many, speed.
 
     python -m benchmarks.preset_memory
 
@@ -101,7 +101,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tables() -> list[list[str]]:
-    """Returns the tables of docs/presets.md that are computed, each as its lines."""
+    """Returns the tables of docs/reference/presets.md that are computed, each as its lines."""
     costs = {name: run_cost(preset(name), in_bf16=True) for name in NAMES}
     memory = [row for name, cost in costs.items() for row in memory_rows(name, cost)]
     return [

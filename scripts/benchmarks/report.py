@@ -1,4 +1,4 @@
-"""A benchmark's result and its three faces: JSON, tables on the terminal, a section of docs/benchmarks.md."""
+"""A benchmark's result and its three faces: JSON, tables on the terminal, a section of docs/reference/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ratio:
 class Report:
     """What a benchmark found. `rows` share their keys in their order; `notes` say what makes the comparison fair.
 
-    pictures: SVG texts by the names of their files, which `--write` puts into docs/figures.
+    pictures: SVG texts by the names of their files, which `--write` puts into docs/reference/figures.
     """
 
     bench: str
@@ -86,7 +86,7 @@ def print_tables(report: Report, out: TextIO) -> None:
 
 
 def section(report: Report, command: str, date: str) -> str:
-    """Returns the benchmark's section of docs/benchmarks.md, without its markers."""
+    """Returns the benchmark's section of docs/reference/benchmarks.md, without its markers."""
     ratios = [[f"`{name}`", show(r.value), r.target, r.meaning] for name, r in report.ratios.items()]
     parts = [
         f"## {report.title}",

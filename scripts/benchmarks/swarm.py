@@ -38,7 +38,7 @@ class SwarmContender:
         replicas: int = 1,
         link: str | None = None,
     ) -> None:
-        """link: RATE,RTT[,JITTER[,LOSS]] of every daemon, see docs/links.md; None leaves the network as it is.
+        """link: RATE,RTT[,JITTER[,LOSS]] of every daemon, see docs/use/links.md; None leaves the network as it is.
 
         The run has the contender's name: daemons of one machine that start from equal drafts are one run.
         """

@@ -68,7 +68,7 @@ def test_write_renews_the_page(tmp_path: Path) -> None:
 
 
 def test_the_page_is_the_checkouts_own() -> None:
-    assert PAGE == ROOT / "docs" / "benchmarks.md" and PAGE.exists()
+    assert PAGE == ROOT / "docs" / "reference" / "benchmarks.md" and PAGE.exists()
 
 
 def test_every_benchmark_can_be_imported_by_its_name() -> None:

@@ -1,4 +1,4 @@
-"""The computed tables of docs/presets.md are those that the cost model gives, and what its prose says of them holds."""
+"""The computed tables of docs/reference/presets.md are what the cost model gives, and its prose about them holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.preset_memory import CARDS, NAMES, fitting_stages, tables, token
 
 from agora.cost.run_cost import run_cost
 
-PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "presets.md"
 """To write it anew: python -m benchmarks.preset_memory, with scripts/ on the path."""
 
 

@@ -95,7 +95,7 @@ def test_the_peak_of_every_architecture_is_within_15_percent(name: str, tmp_path
 @pytest.mark.timeout(4 * SECONDS)
 @pytest.mark.parametrize(("frozen_as", "way"), list(zip(FORMATS, ALL_ACTIVATIONS, strict=True)))
 def test_the_resident_memory_of_a_span_is_within_15_percent(frozen_as: str, way: Activations, tmp_path: Path) -> None:
-    """Of a process whose malloc gives freed memory back at once; what a daemon's keeps is in docs/tuning.md."""
+    """Of a process whose malloc gives freed memory back at once; what a daemon's keeps is in docs/use/tuning.md."""
     in_flight, files = 3, []
     for label, sizes in (("warm-up", {}), ("run", RESIDENT)):
         folder = saved_model("llama", tmp_path / label, SIZES | WINDOWS | sizes)

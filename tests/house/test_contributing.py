@@ -1,4 +1,4 @@
-"""docs/contributing.md names the files that a change touches: they exist, and what it says of them holds."""
+"""docs/reference/contributing.md names the files that a change touches: they exist, and what it says of them holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agora.observe.faults import POINTS
 from agora.train.optimizer import UPDATES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "contributing.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## Add an? ([\w ]+)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
@@ -29,7 +29,9 @@ def test_every_usual_addition_lists_the_files_that_it_touches(what: str) -> None
 def test_every_path_on_the_page_exists() -> None:
     paths = re.findall(r"`((?:agora|protocol|scripts|tests|docs)/[^`* ]*)`", PAGE) + re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert len(paths) > 30
-    missing = [path for path in paths if not (ROOT / path).exists() and not (ROOT / "docs" / path).exists()]
+    missing = [
+        path for path in paths if not (ROOT / path).exists() and not (ROOT / "docs" / "reference" / path).exists()
+    ]
     assert not missing
 
 

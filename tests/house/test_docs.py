@@ -1,4 +1,4 @@
-"""The pages lead somewhere: links and headings exist, code files that pages name exist, the README lists every page."""
+"""The pages lead somewhere: links and headings exist, code files that pages name exist, the index lists every page."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def test_every_code_file_that_a_page_names_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
-def test_the_readme_lists_every_page() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in readme]
+def test_the_index_lists_every_page() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "README.md").read_text(encoding="utf-8")
+    pages = [page.relative_to(docs).as_posix() for page in sorted(docs.rglob("*.md")) if page != docs / "README.md"]
+    assert not [page for page in pages if f"({page})" not in index]
+
+
+def test_the_readme_leads_to_the_index() -> None:
+    assert "(docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

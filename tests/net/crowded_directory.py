@@ -1,7 +1,7 @@
 """A few real DHT nodes that hold the records of many peers, and the bytes that one more peer moves among them.
 
-`python -m tests.net.crowded_directory` prints the figures of docs/architecture.md. The entries are signed as peers
-would sign them, and lie at the nodes and under the keys where a DHT of these nodes would keep them.
+`python -m tests.net.crowded_directory` prints the figures of docs/understand/architecture.md. The entries are signed as
+peers would sign them, and lie at the nodes and under the keys where a DHT of these nodes would keep them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What strangers and peers can cost: how late the event loop becomes, how memory grows, what honest calls still get.
 
-Each attack runs beside an honest peer that calls all the while. The figures of docs/limits.md are printed by
+Each attack runs beside an honest peer that calls all the while. The figures of docs/understand/limits.md are printed by
 `pytest -s tests/net/test_costs_of_strangers.py --slow`.
 """
 

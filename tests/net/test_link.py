@@ -1,4 +1,4 @@
-"""A shaped link is what docs/links.md says: bytes over time, delays, order, shares; exactly, in virtual time.
+"""A shaped link is what docs/use/links.md says: bytes over time, delays, order, shares; exactly, in virtual time.
 
 One test at the end holds two real hosts on loopback against the same definition.
 """

@@ -8,7 +8,7 @@ import pytest
 
 from agora.node.settings import Settings, SettingsError, load
 
-OWNERS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "owner.md"
+OWNERS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "use" / "owner.md"
 
 
 def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:

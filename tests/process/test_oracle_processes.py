@@ -99,7 +99,8 @@ def annealed(manifest: Manifest) -> Manifest:
     """With a learning rate that has decayed at the end, so that a step more or less does not decide the comparison.
 
     A gradient is stale when a step falls between its forward and its backward, so the stale share is about microbatches
-    in flight / microbatches per step; runs have far more of the latter. docs/routing.md: what a larger share costs.
+    in flight / microbatches per step; runs have far more of the latter. What a larger
+    share costs: docs/understand/routing.md.
     """
     base = manifest.model_dump()
     base["schedule"] |= {"microbatch": 2}

@@ -1,4 +1,4 @@
-"""Every row of the table "What a stage does next" in docs/averaging.md."""
+"""Every row of the table "What a stage does next" in docs/understand/averaging.md."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_format_is_recognised_and_read(tmp_path: Path, name: str, row: dict[st
 
 
 def test_the_page_shows_a_record_of_every_format_that_is_read(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "use" / "data.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([\w ]+) \| `.*\| `(\{.*\})` \|$", page, re.M))
     assert list(rows) == [kind.name for kind in FORMATS]
     for name, row in rows.items():

@@ -1,6 +1,6 @@
 """Bounds what the DHT's messages can cost: requests before they are parsed, replies before hivemind sees them.
 
-BoundedP2P stands between hivemind's DHTNode and p2pd; docs/limits.md has the bounds as a
+BoundedP2P stands between hivemind's DHTNode and p2pd; docs/understand/limits.md has the bounds as a
 table.
 
 | of others | bound |

@@ -114,7 +114,7 @@ def load_scenario(path: Path) -> Scenario:
     except OSError as error:
         raise ScenarioError(f"{path} cannot be read ({error.strerror}); give the path of a scenario") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path} is not a TOML file ({error}); see docs/simulator.md for an example") from None
+        raise ScenarioError(f"{path} is not a TOML file ({error}); see docs/use/simulator.md for an example") from None
     return parse_scenario(raw, path.stem)
 
 

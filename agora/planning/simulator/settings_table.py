@@ -126,5 +126,5 @@ class SettingsTable:
         self._asked.append(name)
         value = self._raw.get(name, default)
         if value is None:
-            raise self._error(f"{self._where} lacks {name}; see docs/simulator.md for an example")
+            raise self._error(f"{self._where} lacks {name}; see docs/use/simulator.md for an example")
         return value

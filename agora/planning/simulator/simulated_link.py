@@ -42,5 +42,5 @@ class SimulatedLink:
         return self.spec.rtt_s / 2.0
 
     def round_trip_to(self, to: SimulatedLink) -> float:
-        """Returns the seconds of a round trip on idle links: (rtt_a + rtt_b) / 2, see docs/links.md."""
+        """Returns the seconds of a round trip on idle links: (rtt_a + rtt_b) / 2, see docs/use/links.md."""
         return (self.spec.rtt_s + to.spec.rtt_s) / 2.0
