@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agora_protocol.tensors import WireTensor
-
 from agora.core.sync_mode import StepPlan
 
 
@@ -77,15 +75,3 @@ class ShareClosed:
 
 
 StepEvent = StageStepped | ShareClosed
-
-
-@dataclass(frozen=True, slots=True)
-class SpanResult:
-    """The result of one microbatch in this peer's span: gradient, device time, loss, metrics."""
-
-    gradient: WireTensor | None  # with respect to the boundary that entered, encoded; None at stage 0 or if not trained
-    busy_s: float  # seconds on the device, the forward pass included
-    loss_sum: float = 0.0  # mean loss in nats * `tokens`; in the run's last stage only
-    tokens: int = 0  # the loss weight: supervised tokens, of dpo all tokens of its rows
-    metrics: tuple[float, ...] = ()  # sums, see agora.core.metrics; known only in the run's last stage
-    log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for a reference request only

@@ -17,7 +17,7 @@ from agora.core.calls import OnProgress
 from agora.core.clock import loop_time
 from agora.core.fair_share import Client
 from agora.core.moving_average import MovingAverage
-from agora.core.stepping import SpanResult
+from agora.core.span_work import SpanResult, SpanWork
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
@@ -35,14 +35,13 @@ class HopRequest:
     """A Process request whose tensors have been checked."""
 
     message: Process
-    boundary: WireTensor | None  # what enters stage `message.stage`; None at stage 0
-    tokens: WireTensor
+    work: SpanWork
     deadline: float  # loop time by which its answer is due
     consumer: Client | None = None  # the calling peer and its address prefix; None for this peer's own origin
 
     @property
     def is_training(self) -> bool:
-        return self.message.purpose == "train"
+        return self.work.is_training
 
 
 class Hop:
@@ -103,10 +102,8 @@ class Hop:
                     raise NotMyStage(
                         f"this peer holds stages {self._span}, not {message.stage}; ask the directory again"
                     )
-                boundary, tokens = self._router.wire_rules.check_request(message, tensors)
-                answer = await self._join_or_start(
-                    HopRequest(message, boundary, tokens, deadline, consumer), on_progress
-                )
+                work = self._router.wire_rules.check_request(message, tensors)
+                answer = await self._join_or_start(HopRequest(message, work, deadline, consumer), on_progress)
         except Refused as refusal:
             self._report(events.HopRefused(message.microbatch.hex(), message.stage, refusal.code))
             raise
@@ -156,31 +153,19 @@ class Hop:
     async def _finish(self, request: HopRequest, work: RunningWork) -> HopAnswer:
         # When training, first marks `work` as committed, so that it runs to its end even if all callers leave.
         work.committed = request.is_training
-        result = await self._await_device(
-            self._compute.run_last_stages(
-                request.message.microbatch,
-                request.message.stage,
-                request.boundary,
-                request.tokens,
-                request.message.purpose,
-                request.message.references,
-            )
-        )
+        result = await self._await_device(self._compute.run_last_stages(request.work))
         return self._compose_answer(request, result)
 
     async def _pass_on(self, request: HopRequest, work: RunningWork) -> HopAnswer:
         microbatch = request.message.microbatch
         entry_stage = request.message.stage
-        purpose = request.message.purpose
         try:
-            output = await self._await_device(
-                self._compute.forward(microbatch, entry_stage, request.boundary, request.tokens, purpose)
-            )
+            output = await self._await_device(self._compute.forward(request.work))
             await self._fault("hop.forwarded")
             onward = replace(request.message, stage=self._span.last + 1)
             while True:
                 until = deadline_for_others(loop_time(), request.deadline, 1.5 * (self._backward_s.value or 0.0))
-                downstream = await self._router.send(onward, [output, request.tokens], until, work.publish)
+                downstream = await self._router.send(onward, [output, request.work.tokens], until, work.publish)
                 result = (
                     await self._backward(downstream, request, work) if request.is_training else SpanResult(None, 0.0)
                 )

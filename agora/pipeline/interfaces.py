@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,14 +11,13 @@ from agora_protocol.messages import Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.core.stepping import SpanResult
+from agora.core.span_work import SpanResult, SpanWork
 
 
 class SpanCompute(Protocol):
     """Protocol: the device that computes this peer's span of stages; implemented by train.DeviceWorker.
 
-    entry_stage: the stage at which the microbatch enters the span. boundary: the hidden state that enters there, None
-    at stage 0. purpose, references: see the message Process. Every failure is an AgoraError, and a cancelled job leaves
+    Every failure is an AgoraError, and a cancelled job leaves
     nothing behind. `run_last_stages` with purpose "train", and `backward`, count the microbatch: when one of these
     returns, the microbatch's gradient is in the stages' sums; when it raises, the gradient is not.
     """
@@ -27,27 +26,17 @@ class SpanCompute(Protocol):
     def span(self) -> Span:
         """The stages that this device computes."""
 
-    async def forward(
-        self, microbatch: MicrobatchId, entry_stage: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
-    ) -> WireTensor:
+    async def forward(self, work: SpanWork) -> WireTensor:
         """Runs stages `entry_stage` to the span's last and returns the boundary that leaves the span.
 
-        With purpose "train", what `backward` needs is kept until `backward` succeeds or `forget` is called.
+        For training, what `backward` needs is kept until `backward` succeeds or `forget` is called.
         """
 
-    async def run_last_stages(
-        self,
-        microbatch: MicrobatchId,
-        entry_stage: int,
-        boundary: WireTensor | None,
-        tokens: WireTensor,
-        purpose: str,
-        references: Sequence[float] = (),
-    ) -> SpanResult:
+    async def run_last_stages(self, work: SpanWork) -> SpanResult:
         """Runs stages `entry_stage` to the model's last and the loss, as one job; returns loss, times and metrics.
 
-        With purpose "train" also runs the backward pass and adds the gradient to the stages' sums; the result then has
-        the gradient of `boundary` (None at stage 0). references: log-probabilities of the rows under the reference.
+        For training also runs the backward pass and adds the gradient to the stages' sums; the result then has the
+        gradient of `boundary` (None at stage 0).
         """
 
     async def backward(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> SpanResult:

@@ -12,6 +12,7 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
 from agora.core.metrics import are_plausible
+from agora.core.span_work import SpanWork
 
 # The lowest log-probability of a token under the reference that an answer may contain, in nats.
 MIN_LOG_PROBABILITY: Final = -1000.0
@@ -69,10 +70,10 @@ class WireRules:
             return f"sent the metrics {message.metrics}"
         return None
 
-    def check_request(self, message: Process, tensors: Sequence[WireTensor]) -> tuple[WireTensor | None, WireTensor]:
-        """Checks a Process request and returns the boundary and the tokens among `tensors`, [boundary, tokens].
+    def check_request(self, message: Process, tensors: Sequence[WireTensor]) -> SpanWork:
+        """Checks a Process request with `tensors`, [boundary, tokens], and returns its work.
 
-        At stage 0 the boundary may be missing; one that is there is ignored, and None is returned. Raises ProtocolError
+        At stage 0 the boundary may be missing; one that is there is ignored. Raises ProtocolError
         if a tensor does not have the form that the manifest implies, if a run that is not dpo gets purpose "reference",
         or if the message's references are not those that its purpose needs (dpo: one for each row; others: none).
         """
@@ -89,4 +90,4 @@ class WireRules:
             raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not of this run")
         if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
             raise ProtocolError("bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}, not of this run")
-        return boundary, tokens
+        return SpanWork(message.microbatch, message.stage, boundary, tokens, message.purpose, tuple(message.references))

@@ -6,7 +6,7 @@ No graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -19,7 +19,8 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_all_finite
-from agora.core.stepping import SpanResult, StepEvent, StepPolicy
+from agora.core.span_work import SpanResult, SpanWork
+from agora.core.stepping import StepEvent, StepPolicy
 from agora.core.sync_mode import EXACT, StepPlan
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
@@ -124,17 +125,15 @@ class DeviceWorker:
 
     # --- for the pipeline
 
-    async def forward(
-        self, microbatch: MicrobatchId, entry_stage: int, boundary: WireTensor | None, tokens: WireTensor, purpose: str
-    ) -> WireTensor:
+    async def forward(self, work: SpanWork) -> WireTensor:
         """Runs stages `entry_stage` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
 
-        boundary: what enters `entry_stage`, None at stage 0. tokens, purpose: as in the message Process. With "train",
-        what the backward pass needs is stashed until `backward`, `forget`, or another forward of the same microbatch
-        from `entry_stage`; if the caller is cancelled, the stashed forward is dropped. With "evaluate" and "reference"
-        nothing is kept. Raises NotMyStage when `entry_stage` is not held here or the span has the model's last stage
-        (use `run_last_stages`), ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
+        For "train", what the backward pass needs is stashed until `backward`, `forget`, or another forward of the same
+        microbatch from `entry_stage`; if the caller is cancelled, the stashed forward is dropped. Raises NotMyStage
+        when `entry_stage` is not held here or the span has the model's last stage (use `run_last_stages`),
+        ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
         """
+        microbatch, entry_stage, purpose = work.microbatch, work.entry_stage, work.purpose
 
         @device_errors()
         def job() -> tuple[WireTensor, StashedForward | None]:
@@ -146,7 +145,7 @@ class DeviceWorker:
             if entry_stage not in self.span or self._has_last_stage:
                 raise NotMyStage(f"stages {entry_stage} to {self.span.last} cannot run forward here, only {self.span}")
             begun = self._queue.begin_work()
-            entry, batch = self._decode(microbatch, entry_stage, boundary, tokens)
+            entry, batch = self._decode(work)
             output, forward = self.trainer.forward(microbatch, entry_stage, entry, batch, purpose)
             encoded = self._codec.encode(output, "forward")
             if forward is not None:
@@ -160,30 +159,22 @@ class DeviceWorker:
         output, _ = await self._queue.run(_priority_of(purpose), job, on_abandoned=free_unused)
         return output
 
-    async def run_last_stages(
-        self,
-        microbatch: MicrobatchId,
-        entry_stage: int,
-        boundary: WireTensor | None,
-        tokens: WireTensor,
-        purpose: str,
-        references: Sequence[float] = (),
-    ) -> SpanResult:
+    async def run_last_stages(self, work: SpanWork) -> SpanResult:
         """Runs stages `entry_stage` to the model's last, the loss, and with "train" the backward pass, as one job.
 
-        The backward pass adds the microbatch's gradients to the stages' sums, and counts the microbatch. boundary: what
-        enters `entry_stage`, None at stage 0. tokens, purpose: as in the message Process. references: for dpo, the
-        reference model's log-probability of each row. The result has loss and metrics; after a backward the encoded
-        gradient with respect to `boundary`, None at stage 0; with "reference" only log-probabilities. Raises NotMyStage
-        without `entry_stage` or the model's last stage, ProtocolError for malformed tensors and references.
+        The backward pass adds the microbatch's gradients to the stages' sums, and counts the microbatch. The result has
+        loss and metrics; after a backward the encoded gradient with respect to `boundary`, None at stage 0; with
+        "reference" only log-probabilities. Raises NotMyStage without `entry_stage` or the model's last stage,
+        ProtocolError for malformed tensors and references.
         """
+        microbatch, entry_stage, purpose = work.microbatch, work.entry_stage, work.purpose
 
         def job() -> SpanResult:
             if entry_stage not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {entry_stage} to the last cannot run here; this peer holds {self.span}")
             begun = self._queue.begin_work()
-            entry, batch = self._decode(microbatch, entry_stage, boundary, tokens)
-            done = self.trainer.run_last_stages(microbatch, entry_stage, entry, batch, purpose, references)
+            entry, batch = self._decode(work)
+            done = self.trainer.run_last_stages(microbatch, entry_stage, entry, batch, purpose, work.references)
             encoded = self._encode_gradient(microbatch, entry_stage, done.gradient, entry)
             return SpanResult(
                 encoded, self._queue.work_s(begun), done.loss_sum, done.tokens, done.metrics, done.log_probabilities
@@ -346,9 +337,8 @@ class DeviceWorker:
 
     # --- on the device thread
 
-    def _decode(
-        self, microbatch: MicrobatchId, entry_stage: int, boundary: WireTensor | None, tokens: WireTensor
-    ) -> tuple[Tensor, TokenBatch]:
+    def _decode(self, work: SpanWork) -> tuple[Tensor, TokenBatch]:
+        microbatch, entry_stage, boundary, tokens = work.microbatch, work.entry_stage, work.boundary, work.tokens
         if (boundary is None) != (entry_stage == 0):
             takes = "token ids only" if entry_stage == 0 else "a boundary"
             raise ProtocolError("bad-tensor", f"stage {entry_stage} takes {takes}")

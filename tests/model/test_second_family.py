@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agora.cli import export
+from agora.core.span_work import SpanWork
 from agora.cost.stage_cost import MemoryNeed
 from agora.model import FAMILIES, Family, RunLayer, Stage, family_of, keep_graph
 from agora.node import paths, runs
@@ -169,7 +170,7 @@ def test_its_boundaries_cross_and_its_stages_learn(manifest: Manifest) -> None:
     async def losses() -> list[float]:
         async with pipeline_of(manifest, ["0", "1"]) as pipeline:
             [[batch, *_], *_] = steps = batches_for(manifest, 12)
-            boundary = await pipeline[0].forward(microbatch_id(99), 0, None, tokens_of(batch), "evaluate")
+            boundary = await pipeline[0].forward(SpanWork(microbatch_id(99), 0, None, tokens_of(batch), "evaluate"))
             assert boundary.shape == (2, 8, 6)
             return [await train_step(pipeline, step, number) for number, step in enumerate(steps)]
 

@@ -16,6 +16,7 @@ import torch
 from agora_protocol.manifest import Manifest, SubspaceSection
 from torch import Tensor
 
+from agora.core.span_work import SpanWork
 from agora.model import Stage, family_of, fixed_tensors, stage_loss
 from agora.model.subspace_stage import FIXED_SCALE
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
@@ -324,8 +325,10 @@ def test_what_crosses_the_wire_is_k_numbers_for_each_token() -> None:
         manifest = narrow_manifest(2)
         [[batch, *_]] = batches_for(manifest, 1)
         async with pipeline_of(manifest, ["0", "1"]) as (first, last):
-            there = await first.forward(microbatch_id(0), 0, None, tokens_of(batch), "train")
-            back = (await last.run_last_stages(microbatch_id(0), 1, there, tokens_of(batch), "train")).gradient
+            there = await first.forward(SpanWork(microbatch_id(0), 0, None, tokens_of(batch), "train"))
+            back = (
+                await last.run_last_stages(SpanWork(microbatch_id(0), 1, there, tokens_of(batch), "train"))
+            ).gradient
             assert back is not None
             return len(there.data), len(back.data)
 

@@ -18,7 +18,7 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.core.stepping import SpanResult
+from agora.core.span_work import SpanResult, SpanWork
 from agora.net.shaping.link import LinkSpec
 from agora.observe.events import (
     Event,
@@ -106,21 +106,22 @@ class FakeCompute:
         self.fail_next: list[AgoraError] = []
         self.answers_nonsense = False
 
-    async def forward(self, microbatch, first, boundary, tokens, purpose) -> WireTensor:
-        self._check(microbatch, first, boundary)
+    async def forward(self, work: SpanWork) -> WireTensor:
+        microbatch, first = work.microbatch, work.entry_stage
+        self._check(microbatch, first, work.boundary)
         await self._device(self._seconds(first) / 3.0, lambda: None)
-        if purpose == "train":
+        if work.is_training:
             self.held.add(microbatch)
         return boundary_of(microbatch, self.span.last + 1)
 
-    async def run_last_stages(self, microbatch, first, boundary, tokens, purpose, references) -> SpanResult:
-        self._check(microbatch, first, boundary)
-        train = purpose == "train"
+    async def run_last_stages(self, work: SpanWork) -> SpanResult:
+        microbatch, first, train = work.microbatch, work.entry_stage, work.is_training
+        self._check(microbatch, first, work.boundary)
         count = (lambda: self._count(microbatch, first)) if train else (lambda: None)
         await self._device(self._seconds(first), count)
         of = b"something else" if self.answers_nonsense else microbatch
         gradient = gradient_of(of, first) if train and first else None
-        return SpanResult(gradient, self._seconds(first), loss_of(tokens), TOKENS)
+        return SpanResult(gradient, self._seconds(first), loss_of(work.tokens), TOKENS)
 
     async def backward(self, microbatch, first, gradient) -> SpanResult:
         assert microbatch in self.held, "backward without a forward"

@@ -26,6 +26,7 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tensors import WireTensor
 
+from agora.core.span_work import SpanWork
 from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.replica.group import ReplicaGroup
 from agora.replica.part_averager import Part
@@ -117,7 +118,7 @@ async def weights_after(compute: DeviceWorker, number: int, learning: bool = Tru
     """After a step, for which this peer counts all tokens unless it is not `learning`."""
     if learning:
         ids = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
-        out = await compute.forward(microbatch_id(number), 0, None, ids, "train")
+        out = await compute.forward(SpanWork(microbatch_id(number), 0, None, ids, "train"))
         await compute.backward(microbatch_id(number), 0, out)
     while compute.step_of(0) == number:
         await asyncio.sleep(0.01)
@@ -154,7 +155,7 @@ def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other
         sections = {"schedule": {"kind": "synchronous"}, "optimizer": {"target_tokens": 32}}
         async with beside(Liar(), **sections) as (compute, group, _, listed):
             ids = tokens_of(batches_for(small_manifest(), 1)[0][0])
-            out = await compute.forward(microbatch_id(0), 0, None, ids, "train")
+            out = await compute.forward(SpanWork(microbatch_id(0), 0, None, ids, "train"))
             await compute.backward(microbatch_id(0), 0, out)
             assert compute.step_of(0) == 0, "it waits for the other"
             del listed[OTHER]

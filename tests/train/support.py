@@ -13,6 +13,7 @@ from agora_protocol.manifest import Manifest, OptimizerSection
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
+from agora.core.span_work import SpanWork
 from agora.core.stepping import StageStepped, StepPolicy
 from agora.observe.events import Event
 from agora.state.layout import VALUE_BYTES, Layout
@@ -119,9 +120,14 @@ async def train_step(pipeline: Sequence[DeviceWorker], microbatches: Sequence[np
     boundaries: list[WireTensor | None] = [None] * len(ids)
     for compute in inner:
         for i, microbatch in enumerate(ids):
-            boundaries[i] = await compute.forward(microbatch, compute.span.first, boundaries[i], tokens[i], "train")
+            boundaries[i] = await compute.forward(
+                SpanWork(microbatch, compute.span.first, boundaries[i], tokens[i], "train")
+            )
     entering = zip(ids, boundaries, tokens, strict=True)
-    done = [await last.run_last_stages(m, last.span.first, boundary, batch, "train") for m, boundary, batch in entering]
+    done = [
+        await last.run_last_stages(SpanWork(m, last.span.first, boundary, batch, "train"))
+        for m, boundary, batch in entering
+    ]
     gradients = [finished.gradient for finished in done]
     for compute in reversed(inner):
         for i, microbatch in enumerate(ids):

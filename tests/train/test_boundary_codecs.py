@@ -10,6 +10,7 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import BoundaryCodec
+from agora.core.span_work import SpanWork
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
 
 STEPS = 40
@@ -58,9 +59,9 @@ def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activatio
     async def whole() -> None:
         async with pipeline_of(manifest, ("0-0", "1-1", "2-2")) as (first, middle, last):
             name = microbatch_id(1)
-            entering = [await first.forward(name, 0, None, tokens, "train")]
-            entering.append(await middle.forward(name, 1, entering[0], tokens, "train"))
-            done = await last.run_last_stages(name, 2, entering[1], tokens, "train")
+            entering = [await first.forward(SpanWork(name, 0, None, tokens, "train"))]
+            entering.append(await middle.forward(SpanWork(name, 1, entering[0], tokens, "train")))
+            done = await last.run_last_stages(SpanWork(name, 2, entering[1], tokens, "train"))
             assert done.gradient is not None
             back = await middle.backward(name, middle.span.first, done.gradient)
             assert back.gradient is not None
@@ -87,9 +88,9 @@ def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
     async def whole() -> None:
         async with pipeline_of(manifest, ("0-0", "1-1")) as (first, last):
             name = microbatch_id(1)
-            boundary = await first.forward(name, 0, None, tokens, "train")
+            boundary = await first.forward(SpanWork(name, 0, None, tokens, "train"))
             assert (boundary.dtype, boundary.shape) == ("uint8", (2 * 16 * (2 + 32 * 6 // 8),))
-            done = await last.run_last_stages(name, 1, boundary, tokens, "train")
+            done = await last.run_last_stages(SpanWork(name, 1, boundary, tokens, "train"))
             assert done.gradient is not None and done.gradient.shape == (2 * 16 * (2 + 32),)
             for wrong in (boundary, WireTensor("uint8", (4,), memoryview(b"1234"))):
                 with pytest.raises(ProtocolError, match="int8 makes uint8") as refusal:
@@ -97,6 +98,6 @@ def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
                 assert refusal.value.code == "bad-tensor"
             await first.backward(name, 0, done.gradient)
             with pytest.raises(ProtocolError, match="int6 makes uint8"):
-                await last.run_last_stages(microbatch_id(2), 1, done.gradient, tokens, "train")
+                await last.run_last_stages(SpanWork(microbatch_id(2), 1, done.gradient, tokens, "train"))
 
     asyncio.run(whole())

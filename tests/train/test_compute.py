@@ -14,6 +14,7 @@ from agora_protocol.ids import Span
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
+from agora.core.span_work import SpanWork
 from agora.core.stepping import StepPolicy
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
 from agora.train.device import DeviceOptions
@@ -92,7 +93,7 @@ def test_a_boundary_that_the_run_does_not_allow_is_refused(name: str) -> None:
     async def test(compute: DeviceWorker) -> None:
         for train in (True, False):
             with pytest.raises(ProtocolError) as refused:
-                await compute.run_last_stages(M, 1, BAD_BOUNDARIES[name], a_batch(), train)
+                await compute.run_last_stages(SpanWork(M, 1, BAD_BOUNDARIES[name], a_batch(), train))
             assert refused.value.code == "bad-tensor"
         assert compute.progress()[0].tokens_total == 0
 
@@ -103,7 +104,7 @@ def test_a_boundary_that_the_run_does_not_allow_is_refused(name: str) -> None:
 def test_tokens_that_the_run_does_not_allow_are_refused(name: str) -> None:
     async def test(compute: DeviceWorker) -> None:
         with pytest.raises(ProtocolError) as refused:
-            await compute.forward(M, 0, None, BAD_TOKENS[name], "train")
+            await compute.forward(SpanWork(M, 0, None, BAD_TOKENS[name], "train"))
         assert refused.value.code == "bad-tensor"
 
     with_compute("0", test)
@@ -112,11 +113,11 @@ def test_tokens_that_the_run_does_not_allow_are_refused(name: str) -> None:
 def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> None:
     async def test(compute: DeviceWorker) -> None:
         with pytest.raises(ProtocolError, match="token ids only"):
-            await compute.forward(M, 0, a_boundary(), a_batch(), "train")
+            await compute.forward(SpanWork(M, 0, a_boundary(), a_batch(), "train"))
         with pytest.raises(NotMyStage):
-            await compute.forward(M, 2, a_boundary(), a_batch(), "train")
+            await compute.forward(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
         with pytest.raises(NotMyStage):
-            await compute.run_last_stages(M, 0, None, a_batch(), "train")
+            await compute.run_last_stages(SpanWork(M, 0, None, a_batch(), "train"))
 
     with_compute("0-1", test, stages=4)
 
@@ -124,7 +125,7 @@ def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> 
 @pytest.mark.parametrize("name", [n for n in BAD_BOUNDARIES if n != "none"])
 def test_a_bad_gradient_is_refused_and_a_good_one_from_another_replica_may_follow(name: str) -> None:
     async def test(compute: DeviceWorker) -> None:
-        await compute.forward(M, 0, None, a_batch(), "train")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError):
             await compute.backward(M, 0, BAD_BOUNDARIES[name])
         assert compute.progress()[0].tokens_total == 0
@@ -140,7 +141,7 @@ def test_a_bad_gradient_is_refused_and_a_good_one_from_another_replica_may_follo
 def test_a_gradient_that_would_overflow_here_is_refused_and_another_peers_gradient_takes_its_place() -> None:
     async def test(compute: DeviceWorker) -> None:
         untouched = await compute.copy_weights(0)
-        await compute.forward(M, 0, None, a_batch(), "train")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError, match="plausible"):
             await compute.backward(M, 0, a_boundary(3e38))  # finite, as its sender may say
         sums = compute.trainer.stage(0).sum.flat
@@ -158,9 +159,9 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
     async def test(compute: DeviceWorker) -> None:
         compute.set_step_policy(1, StepPolicy(64))
         untouched = await compute.copy_weights(1)
-        await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "train")
+        await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         compute.trainer.stage(1).sum.flat[5] = float("inf")
-        await compute.run_last_stages(microbatch_id(1), 1, a_boundary(), a_batch(), "train")
+        await compute.run_last_stages(SpanWork(microbatch_id(1), 1, a_boundary(), a_batch(), "train"))
         assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(1)).items())
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total, progress.refused_nonfinite) == (
@@ -170,7 +171,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
             1,
         )
         for number in (2, 3):
-            await compute.run_last_stages(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
+            await compute.run_last_stages(SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train"))
         changed = await compute.copy_weights(1)
         assert any((untouched[name] != value).any() for name, value in changed.items())
         assert all(np.isfinite(value).all() for value in changed.values())
@@ -186,7 +187,7 @@ def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
     async def test(compute: DeviceWorker) -> None:
         compute.set_step_policy(1, StepPolicy(32))
         for number in range(3):
-            await compute.run_last_stages(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
+            await compute.run_last_stages(SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train"))
         await compute.copy_weights(1)
         (progress,) = compute.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (3, 0, 96)
@@ -199,7 +200,7 @@ def test_targets_that_are_not_supervised_are_not_counted() -> None:
     async def test(compute: DeviceWorker) -> None:
         ids = batches_for(small_manifest(), 1)[0][0].copy()
         ids[0, -5:] = -1
-        done = await compute.run_last_stages(M, 1, a_boundary(), encode_tokens(ids), "train")
+        done = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), encode_tokens(ids), "train"))
         assert done.tokens == 27
         assert compute.progress()[0].tokens_in_share == 27
 
@@ -214,9 +215,9 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
         async with pipeline_of(manifest, ["0-2", "1", "2"], report=Events()) as (span, one, two):
             for compute in (span, one, two):
                 never_step(compute)
-            out = await span.forward(M, 1, a_boundary(), a_batch(), "train")
-            middle = await one.forward(M, 1, a_boundary(), a_batch(), "train")
-            end = await two.forward(M, 2, middle, a_batch(), "train")
+            out = await span.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
+            middle = await one.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
+            end = await two.forward(SpanWork(M, 2, middle, a_batch(), "train"))
             np.testing.assert_array_equal(values_of(out), values_of(end))
             mine = (await span.backward(M, 1, a_boundary())).gradient
             theirs = (await one.backward(M, 1, (await two.backward(M, 2, a_boundary())).gradient)).gradient
@@ -231,7 +232,7 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
 def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
     async def test(compute: DeviceWorker) -> None:
         never_step(compute)
-        done = await compute.run_last_stages(M, 2, a_boundary(), a_batch(), "train")
+        done = await compute.run_last_stages(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
         assert done.gradient is not None
         assert done.gradient.shape == small_manifest().boundary_shape()
         assert [p.tokens_in_share for p in compute.progress()] == [0, 32, 32]
@@ -242,17 +243,17 @@ def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
 
 def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
     async def test(compute: DeviceWorker) -> None:
-        seen = await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "evaluate")
+        seen = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "evaluate"))
         assert seen.gradient is None
         assert compute.progress()[0].tokens_total == 0
         assert not compute.trainer.stage(1).sum.flat.any()
-        trained = await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "train")
+        trained = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert trained.loss_sum == pytest.approx(seen.loss_sum)
 
     assert len(with_compute("1", test).of(MicrobatchCounted)) == 1
 
     async def forward_only(compute: DeviceWorker) -> None:
-        await compute.forward(M, 0, None, a_batch(), "evaluate")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "evaluate"))
         assert len(compute.trainer.stashed) == 0
 
     with_compute("0", forward_only)
@@ -260,7 +261,7 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
 
 def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
     async def test(compute: DeviceWorker) -> None:
-        await compute.forward(M, 0, None, a_batch(), "train")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         compute.forget(M, 0)
         compute.forget(M, 0)
         with pytest.raises(LocalError, match="sent again"):
@@ -277,14 +278,14 @@ def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() ->
         async with pipeline_of(manifest, ["1-2", "1-2"], report=Events()) as (both, alone):
             expected = {}
             for first in (1, 2):
-                await alone.forward(M, first, a_boundary(), a_batch(), "train")
+                await alone.forward(SpanWork(M, first, a_boundary(), a_batch(), "train"))
                 expected[first] = values_of((await alone.backward(M, first, a_boundary())).gradient)
-                await both.forward(M, first, a_boundary(), a_batch(), "train")
+                await both.forward(SpanWork(M, first, a_boundary(), a_batch(), "train"))
             for first in (1, 2):
                 gradient = (await both.backward(M, first, a_boundary())).gradient
                 np.testing.assert_array_equal(values_of(gradient), expected[first])
-            await both.forward(M, 1, a_boundary(), a_batch(), "train")
-            await both.forward(M, 2, a_boundary(), a_batch(), "train")
+            await both.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
+            await both.forward(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
             both.forget(M, 2)
             assert (await both.backward(M, 1, a_boundary())).gradient is not None
 
@@ -294,9 +295,9 @@ def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() ->
 def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
     async def test(compute: DeviceWorker) -> None:
         stashed = compute.trainer.stashed
-        await compute.forward(M, 0, None, a_batch(), "train")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         old = stashed.take(M, 0)
-        await compute.forward(M, 0, None, a_batch(), "train")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         stashed.forget(M, 0, only=old)
         assert len(stashed) == 1
         new = stashed.take(M, 0)
@@ -322,9 +323,9 @@ def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
     async def test(compute: DeviceWorker) -> None:
         nonlocal armed
         armed = True
-        running = asyncio.ensure_future(compute.forward(M, 0, None, a_batch(), "train"))
+        running = asyncio.ensure_future(compute.forward(SpanWork(M, 0, None, a_batch(), "train")))
         await asyncio.to_thread(entered.wait, 30)
-        queued = asyncio.ensure_future(compute.forward(microbatch_id(1), 0, None, a_batch(), "train"))
+        queued = asyncio.ensure_future(compute.forward(SpanWork(microbatch_id(1), 0, None, a_batch(), "train")))
         await asyncio.sleep(0)
         running.cancel()
         queued.cancel()
@@ -346,9 +347,9 @@ def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
 
         hook = compute.trainer.stage(0).weights.current.module.register_forward_pre_hook(broken)
         with pytest.raises(DeviceError, match=r"unspecified launch failure\)"):
-            await compute.forward(M, 0, None, a_batch(), "train")
+            await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         hook.remove()
-        await compute.forward(M, 0, None, a_batch(), "train")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
 
     with_compute("0", test)
 
@@ -360,7 +361,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 
         compute.set_step_policy(1, StepPolicy(32))
         monkeypatch.setattr(compute.trainer.stage(1).optimizer, "step", broken)
-        done = await compute.run_last_stages(M, 1, a_boundary(), a_batch(), "train")
+        done = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert done.tokens == 32
         await compute.copy_weights(1)
 
@@ -369,7 +370,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
     async def test(compute: DeviceWorker) -> None:
-        await compute.forward(M, 0, None, a_batch(), "train")
+        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         forward = compute.trainer.stashed.take(M, 0)
         compute.trainer.stashed.add(M, forward)
         assert (await compute.backward(M, 0, a_boundary())).busy_s > forward.device_s > 0

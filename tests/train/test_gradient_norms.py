@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from agora_protocol.errors import ProtocolError
 
+from agora.core.span_work import SpanWork
 from agora.train.gradient_norms import FIRST_LIMIT, MAX_RATIO, MIN_SAMPLES, GradientNormBound
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
@@ -46,8 +47,8 @@ def test_a_gradient_of_1e30_is_refused_and_the_true_one_gives_the_weights_that_i
         async with pipeline_of(manifest, ["0", "1"]) as (first, last):
             for number, (batch, *_) in enumerate(batches_for(manifest, 8)):
                 ids, microbatch = tokens_of(batch), microbatch_id(number)
-                out = await first.forward(microbatch, 0, None, ids, "train")
-                result = await last.run_last_stages(microbatch, 1, out, ids, "train")
+                out = await first.forward(SpanWork(microbatch, 0, None, ids, "train"))
+                result = await last.run_last_stages(SpanWork(microbatch, 1, out, ids, "train"))
                 assert result.gradient is not None
                 if lies:
                     garbage = wire(np.full(result.gradient.shape, 1e30, np.float32))

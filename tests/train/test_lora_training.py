@@ -12,6 +12,7 @@ import torch
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
+from agora.core.span_work import SpanWork
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from tests.model.tiny_models import CONFIGS, make_model, save
@@ -80,7 +81,8 @@ def test_an_evaluation_drops_nothing_and_draws_nothing(base: Path) -> None:
             flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)))
             wired = tokens_of(batch)
             return [
-                (await compute.run_last_stages(microbatch_id(n), 0, None, wired, "evaluate")).loss_sum for n in range(2)
+                (await compute.run_last_stages(SpanWork(microbatch_id(n), 0, None, wired, "evaluate"))).loss_sum
+                for n in range(2)
             ]
 
     state = torch.random.get_rng_state()

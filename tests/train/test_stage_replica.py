@@ -14,6 +14,7 @@ from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest
 
+from agora.core.span_work import SpanWork
 from agora.core.stepping import ShareClosed, StageStepped, StepPolicy
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
@@ -71,7 +72,9 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
             for i, ids in enumerate(step):
                 first, last = (stage[random.integers(replicas)] for stage in stages)
                 m, wired = microbatch_id(number * 100 + i), tokens_of(ids)
-                done = await last.run_last_stages(m, 1, await first.forward(m, 0, None, wired, "train"), wired, "train")
+                done = await last.run_last_stages(
+                    SpanWork(m, 1, await first.forward(SpanWork(m, 0, None, wired, "train")), wired, "train")
+                )
                 assert done.gradient is not None
                 await first.backward(m, 0, done.gradient)
                 loss, tokens = loss + done.loss_sum, tokens + done.tokens
@@ -116,7 +119,7 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
 async def one_microbatch(compute: DeviceWorker, number: int) -> None:
     """A microbatch through stage 0, with an arbitrary gradient."""
     wired = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
-    out = await compute.forward(microbatch_id(number), 0, None, wired, "train")
+    out = await compute.forward(SpanWork(microbatch_id(number), 0, None, wired, "train"))
     await compute.backward(microbatch_id(number), 0, out)
 
 

@@ -14,7 +14,7 @@ from agora_protocol.tensors import BEGINS, SUPERVISED, WireTensor
 from transformers import PreTrainedModel
 
 from agora.core.metrics import METRIC_NAMES, add_sums, named_means
-from agora.core.stepping import SpanResult
+from agora.core.span_work import SpanResult, SpanWork
 from agora.train.device_worker import DeviceWorker
 from tests.model.tiny_models import CONFIGS, CONTEXT, make_model, manifest_of, save
 from tests.oracle import relative_difference
@@ -72,7 +72,9 @@ async def run_forwards(
     """The boundaries that enter the stages' computes, of which the first is None."""
     boundaries: list[WireTensor | None] = [None]
     for compute in pipeline[:-1]:
-        sent = await compute.forward(microbatch_id(number), compute.span.first, boundaries[-1], tokens, purpose)
+        sent = await compute.forward(
+            SpanWork(microbatch_id(number), compute.span.first, boundaries[-1], tokens, purpose)
+        )
         boundaries.append(sent)
     return boundaries
 
@@ -84,11 +86,13 @@ async def learn(pipeline: Sequence[DeviceWorker], number: int, batch: np.ndarray
     if kind == "dpo":
         *_, boundary = await run_forwards(pipeline, 2 * number + 1, tokens, "reference")
         asked = await last.run_last_stages(
-            microbatch_id(2 * number + 1), last.span.first, boundary, tokens, "reference"
+            SpanWork(microbatch_id(2 * number + 1), last.span.first, boundary, tokens, "reference")
         )
         references = asked.log_probabilities
     *_, boundary = await run_forwards(pipeline, 2 * number, tokens, "train")
-    done = await last.run_last_stages(microbatch_id(2 * number), last.span.first, boundary, tokens, "train", references)
+    done = await last.run_last_stages(
+        SpanWork(microbatch_id(2 * number), last.span.first, boundary, tokens, "train", references)
+    )
     gradient = done.gradient
     for compute in reversed(inner):
         assert gradient is not None

@@ -1,0 +1,42 @@
+"""One microbatch's work in one peer's span: what the device is given, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agora_protocol.ids import MicrobatchId
+from agora_protocol.tensors import WireTensor
+
+
+@dataclass(frozen=True, slots=True)
+class SpanWork:
+    """A microbatch that enters a span at `entry_stage`. Equal for a microbatch's forward and its backward.
+
+    boundary: the hidden state that enters there, [b, s, k] as the run's codec encodes it; None at stage 0.
+    tokens: ids of b rows, [b, s + 1]; with marks (supervised or not) [2, b, s + 1]: ids, then marks.
+    purpose: "train", "evaluate" or "reference", as in the message Process.
+    references: of each row, its log-probability under the reference model (dpo); otherwise empty.
+    """
+
+    microbatch: MicrobatchId
+    entry_stage: int
+    boundary: WireTensor | None
+    tokens: WireTensor
+    purpose: str
+    references: tuple[float, ...] = ()
+
+    @property
+    def is_training(self) -> bool:
+        return self.purpose == "train"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """The result of one microbatch in this peer's span: gradient, device time, loss, metrics."""
+
+    gradient: WireTensor | None  # with respect to the boundary that entered, encoded; None at stage 0 or if not trained
+    busy_s: float  # seconds on the device, the forward pass included
+    loss_sum: float = 0.0  # mean loss in nats * `tokens`; in the run's last stage only
+    tokens: int = 0  # the loss weight: supervised tokens, of dpo all tokens of its rows
+    metrics: tuple[float, ...] = ()  # sums, see agora.core.metrics; known only in the run's last stage
+    log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for a reference request only
