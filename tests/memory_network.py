@@ -17,8 +17,7 @@ from typing import Any
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
-from agora_protocol.message_base import Message
-from agora_protocol.messages import CallProgress
+from agora_protocol.messages import CallProgress, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import OnProgress, Reply

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from agora_protocol.ids import PeerId
-from agora_protocol.message_base import Message
-from agora_protocol.messages import CallProgress
+from agora_protocol.messages import CallProgress, Message
 from agora_protocol.tensors import WireTensor
 
 BROKEN: Final = "broken"  # the code of the error that ends a call when its connection broke or could not be opened

@@ -9,8 +9,7 @@ from typing import Final, Protocol
 
 from agora_protocol.errors import AgoraError, DataError, ProtocolError
 from agora_protocol.ids import PeerId
-from agora_protocol.message_base import Message
-from agora_protocol.messages import GossipedEpochs, GossipEpochs
+from agora_protocol.messages import GossipedEpochs, GossipEpochs, Message
 
 from agora.core.calls import Caller
 from agora.core.clock import loop_time

@@ -20,8 +20,7 @@ from agora_protocol.limits import (
     MAX_TENSORS,
     PREFIX_BYTES,
 )
-from agora_protocol.message_base import FrameType, Message
-from agora_protocol.messages import message_from_fields
+from agora_protocol.messages import FrameType, Message, message_from_fields
 from agora_protocol.packing import pack, unpack
 from agora_protocol.tensors import TensorSpec, WireTensor, count_bytes
 

@@ -1,25 +1,22 @@
 """Every message that peers send each other: its fields, their bounds, its frame types, and its tensors.
 
-SPEC.md sections 9 and 10.
+SPEC.md sections 4, 9 and 10. In order: how two peers meet (Hello, Ping, Refusal), a microbatch, averaging, state,
+epochs, revocations, and how peers find out where they can be dialled.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from enum import IntEnum
+from typing import Any, ClassVar, Final
 
-from agora_protocol.admission_messages import Hello as Hello
-from agora_protocol.admission_messages import ShareRevocations as ShareRevocations
-from agora_protocol.admission_messages import TookRevocations as TookRevocations
-from agora_protocol.averaging_messages import Averaged as Averaged
-from agora_protocol.averaging_messages import Contribute as Contribute
-from agora_protocol.averaging_messages import GossipedSteps as GossipedSteps
-from agora_protocol.averaging_messages import GossipEntry as GossipEntry
-from agora_protocol.averaging_messages import GossipSteps as GossipSteps
-from agora_protocol.averaging_messages import Recall as Recall
-from agora_protocol.averaging_messages import Recalled as Recalled
+from agora_protocol.addresses import PARTS
+from agora_protocol.codec_names import WIRE_NAMES
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
+    Structure,
+    addresses_field,
+    bool_field,
     bytes_field,
     choice_field,
     describe,
@@ -35,28 +32,81 @@ from agora_protocol.limits import (
     MAX_BASE_TENSORS,
     MAX_DEADLINE_MS,
     MAX_EPOCH_STATE,
+    MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
     MAX_MANIFEST_BYTES,
     MAX_METRICS,
+    MAX_NAME_BYTES,
+    MAX_PORTS,
+    MAX_PROOF_BYTES,
     MAX_REFERENCES,
+    MAX_REVOCATION_BYTES,
+    MAX_SEEN_BYTES,
+    MAX_SHARED_REVOCATIONS,
     MAX_SLICES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
     MAX_TENSOR_LIST_BYTES,
     MAX_TEXT_BYTES,
+    SALT_BYTES,
 )
-from agora_protocol.message_base import KINDS as KINDS
-from agora_protocol.message_base import FrameType as FrameType
-from agora_protocol.message_base import Message as Message
-from agora_protocol.reach_messages import DialBack as DialBack
-from agora_protocol.reach_messages import DialedBack as DialedBack
-from agora_protocol.reach_messages import GetAddresses as GetAddresses
-from agora_protocol.reach_messages import Introduce as Introduce
-from agora_protocol.reach_messages import Meet as Meet
-from agora_protocol.reach_messages import Meeting as Meeting
-from agora_protocol.reach_messages import PeerAddresses as PeerAddresses
 
 _DEADLINE_DOC: Final = "milliseconds left for the answer, counted from arrival"
+
+
+class FrameType(IntEnum):
+    """The type of a frame: the second byte of its prefix."""
+
+    HELLO = 1
+    REQUEST = 2
+    PROGRESS = 3
+    ANSWER = 4
+    REFUSAL = 5
+    CANCEL = 6
+    GOODBYE = 7
+
+
+class Message(Structure):
+    """Base of all messages.
+
+    KIND: the message's number on the wire. FRAMES: the frame types that may carry it. TENSORS: the least and the
+    greatest number of tensors that come with it.
+    """
+
+    KIND: ClassVar[int] = 0
+    FRAMES: ClassVar[tuple[FrameType, ...]] = ()
+    TENSORS: ClassVar[tuple[int, int]] = (0, 0)
+
+    def __init_subclass__(
+        cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
+    ) -> None:
+        super().__init_subclass__(**rest)
+        if kind in KINDS:
+            raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")
+        cls.KIND, cls.FRAMES, cls.TENSORS = kind, frames, tensors
+        KINDS[kind] = cls
+
+
+KINDS: Final[dict[int, type[Message]]] = {}
+
+
+class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
+    """Introduces the sender, and proves that it may take part. The first frame in both directions.
+
+    The opener of the stream sends it first; the other side sends its own only after it has admitted the opener.
+    """
+
+    version: int = int_field(1, 65_535, doc="protocol version of the sender; must be 1")
+    salt: bytes = bytes_field(SALT_BYTES, doc="random bytes, new for each HELLO")
+    run: bytes = bytes_field(
+        32, doc="the salted hash of section 10: only those who know the run's id can tell which it is"
+    )
+    role: str = choice_field(
+        "member", "reader", doc="what the sender wants to be: one who takes part, or one who reads status and manifest"
+    )
+    proof: bytes = bytes_field(most=MAX_PROOF_BYTES, doc="the sender's tickets, section 4; empty where it has none")
+    software: str = text_field(MAX_NAME_BYTES, doc="name and version of the program, for people")
+    addresses: tuple[str, ...] = addresses_field(doc="where the sender can be dialled; empty when nowhere")
 
 
 class Ping(Message, kind=2, frames=(FrameType.REQUEST,)):
@@ -194,17 +244,105 @@ class StatusAnswer(Message, kind=11, frames=(FrameType.ANSWER,)):
     status: bytes = bytes_field(most=MAX_STATUS_BYTES, doc="UTF-8 JSON, one object, as `swarm status --json` prints it")
 
 
-class GossipEpochs(Message, kind=26, frames=(FrameType.REQUEST,)):
-    """Sends an origin what the sender knows of the epochs in progress. Answered by GossipedEpochs."""
+_WHAT: Final = ("gradient", "slice")
 
-    state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="the state, as said below")
+# How far a replica is, in the order that `replicas` of GossipSteps describes.
+GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int, int]
+
+
+def _replica_steps(doc: str) -> Any:
+    counts = (int_field(0, MAX_UINT) for _ in range(5))
+    lineage, start_step, carried = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, MAX_UINT)
+    entry = tuple_field(peer_id_field(), *counts, lineage, start_step, carried, int_field(0, MAX_DEADLINE_MS))
+    return list_field(entry, MAX_GOSSIPED_REPLICAS, doc=doc)
+
+
+class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
+    """Sends a replica what the sender knows of the progress of a stage's replicas. Answered by GossipedSteps.
+
+    Both sides believe a sender about itself, also when its numbers are lower than before: it may have restarted. About
+    another replica they keep the report with more progress, or any report when they know nothing live of it.
+    """
+
+    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
+    replicas: tuple[GossipEntry, ...] = _replica_steps(
+        "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
+        "counted since it started, step up to which it has agreed with the others, lineage of that step, steps of the "
+        "state with which it started, 1 + thousandths of a byte that its uplink carries for each value and step (0: "
+        "it is never full), milliseconds since it reported]; the sender comes first"
+    )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
 
-class GossipedEpochs(Message, kind=27, frames=(FrameType.ANSWER,)):
-    """Answers GossipEpochs with what the answering origin knows."""
+class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
+    """Answers GossipSteps with what the answering replica knows."""
 
-    state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="as in GossipEpochs")
+    replicas: tuple[GossipEntry, ...] = _replica_steps("as in GossipSteps")
+
+
+class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
+    """Sends the sender's values of one part of a round to the part's owner. Answered by Averaged.
+
+    Tensors: the part as `wire` says: float32 [n]; bf16 [n]; of int8 levels, int8 [n], and exponents, int8 [blocks]; of
+    normal2 to normal4 scales, uint8 [1 + blocks], and packed levels, uint8. A block has QUANTISER_BLOCK elements.
+    """
+
+    stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas average")
+    what: str = choice_field(
+        *_WHAT, doc="what is averaged: the gradient of an exact step, or a slice's difference to the anchor"
+    )
+    round: int = int_field(0, MAX_UINT, doc="number of the round")
+    part: int = int_field(0, MAX_UINT, doc="number of the part within the round")
+    slices: int = int_field(
+        0, MAX_SLICES, doc="number of slices of the stage, of which the round averages one; 0: a whole gradient"
+    )
+    weight: float = float_field(
+        0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the mean"
+    )
+    first_owner_failed: bool = bool_field(
+        doc="whether the part's first owner has failed the sender: the receiver is the second owner"
+    )
+    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the sender chooses")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
+
+
+class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
+    """Answers Contribute. Tensors: the mean, as `wire` says; the same bytes for every member."""
+
+    in_mean: int = int_field(0, MAX_UINT, doc="contributions that count in the mean; 0: the mean is 0")
+    contributors: int = int_field(0, MAX_UINT, doc="members that contributed in time, those of weight 0 included")
+    weight: float = float_field(0, 1e21, doc="the sum of the weights in the mean")
+    counted: bool = bool_field(doc="whether the sender's values are in the mean: false when they came too late")
+    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the owner chooses")
+    wanted_slices: int = int_field(
+        0, MAX_SLICES, default=0, doc="in how many slices the owner wants the stage to agree later, 0: in exact steps"
+    )
+
+
+class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
+    """Asks a member of a round for the mean of a part, which it has from the part's owner.
+
+    Sent by the second owner after the first has failed, and by replicas that miss a mean or replay a step. Answered by
+    Recalled.
+    """
+
+    stage: int = int_field(0, MAX_STAGES - 1, doc="as in Contribute")
+    what: str = choice_field(*_WHAT, doc="as in Contribute")
+    round: int = int_field(0, MAX_UINT, doc="as in Contribute")
+    part: int = int_field(0, MAX_UINT, doc="as in Contribute")
+    slices: int = int_field(0, MAX_SLICES, doc="as in Contribute")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+
+
+class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
+    """Answers Recall. Tensors: those with which the part's owner has answered Contribute; none when the answering peer
+    does not have them."""
+
+    in_mean: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without a mean")
+    contributors: int = int_field(0, MAX_UINT, doc="as in Averaged")
+    weight: float = float_field(0, 1e21, doc="as in Averaged")
+    wire: str = choice_field(*WIRE_NAMES, doc="as in Averaged")
+    wanted_slices: int = int_field(0, MAX_SLICES, default=0, doc="as in Averaged")
 
 
 class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):
@@ -269,6 +407,120 @@ class GetPiece(Message, kind=24, frames=(FrameType.REQUEST,)):
 
 class TensorPiece(Message, kind=25, frames=(FrameType.ANSWER,), tensors=(1, 1)):
     """Answers GetPiece. Tensor: the piece's bytes, uint8 [n]."""
+
+
+class GossipEpochs(Message, kind=26, frames=(FrameType.REQUEST,)):
+    """Sends an origin what the sender knows of the epochs in progress. Answered by GossipedEpochs."""
+
+    state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="the state, as said below")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
+
+
+class GossipedEpochs(Message, kind=27, frames=(FrameType.ANSWER,)):
+    """Answers GossipEpochs with what the answering origin knows."""
+
+    state: tuple[int, ...] = list_field(int_field(0, MAX_UINT), MAX_EPOCH_STATE, doc="as in GossipEpochs")
+
+
+class ShareRevocations(Message, kind=28, frames=(FrameType.REQUEST,)):
+    """Passes on revocations, section 4: all that the sender knows when a connection begins, then each new one.
+
+    Answered by TookRevocations. Readers may send it too: a revocation counts by its signature, whoever passes it on.
+    """
+
+    revocations: tuple[bytes, ...] = list_field(
+        bytes_field(most=MAX_REVOCATION_BYTES), MAX_SHARED_REVOCATIONS, doc="sealed revocations"
+    )
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
+
+
+class TookRevocations(Message, kind=29, frames=(FrameType.ANSWER,)):
+    """Answers ShareRevocations."""
+
+    new: int = int_field(0, MAX_SHARED_REVOCATIONS, doc="how many of them the receiver did not know and accepted")
+    refused: int = int_field(0, MAX_SHARED_REVOCATIONS, doc="how many do not count: malformed, or of no delegate")
+
+
+_NOT_AN_ADDRESS: Final = "must be empty, or like /ip4/ADDRESS/tcp/PORT"
+
+
+def _find_address_problem(address: str) -> str | None:
+    if not address:
+        return None
+    words = address.split("/")
+    if len(words) != 5 or words[0] or words[1] not in ("ip4", "ip6") or words[3] != "tcp":
+        return _NOT_AN_ADDRESS
+    is_ip, is_port = PARTS[words[1]], PARTS["tcp"]
+    is_address = is_ip is not None and is_port is not None and is_ip(words[2]) and is_port(words[4])
+    return None if is_address else _NOT_AN_ADDRESS
+
+
+def _port_field() -> Any:
+    return int_field(1, 65_535)
+
+
+class DialBack(Message, kind=40, frames=(FrameType.REQUEST,)):
+    """Asks the receiver to open a TCP connection to the sender at the IP address from which it sees the sender."""
+
+    ports: tuple[int, ...] = list_field(_port_field(), MAX_PORTS, doc="the ports to try; nothing is sent there")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=8_000, doc=_DEADLINE_DOC)
+
+
+class DialedBack(Message, kind=41, frames=(FrameType.ANSWER,)):
+    """Answers DialBack."""
+
+    seen: str = text_field(
+        MAX_SEEN_BYTES, doc="where the answering peer sees the asker, /ip4/ADDRESS/tcp/PORT; empty if through a relay"
+    )
+    reached: tuple[int, ...] = list_field(_port_field(), MAX_PORTS, doc="the ports at which it was reached")
+
+    def find_problem(self) -> str | None:
+        """Returns a complaint when `seen` is not an address, else None."""
+        return _find_address_problem(self.seen)
+
+
+class Introduce(Message, kind=42, frames=(FrameType.REQUEST,)):
+    """Asks the receiver, connected to both, to have `peer` and the sender dial each other at the same moment."""
+
+    peer: PeerId = peer_id_field(doc="whom the sender wants to meet")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=8_000, doc=_DEADLINE_DOC)
+
+
+class Meet(Message, kind=43, frames=(FrameType.REQUEST,)):
+    """Asks the receiver to dial `peer` now; that peer dials the receiver at the same moment."""
+
+    peer: PeerId = peer_id_field(doc="who asked for an introduction")
+    seen: str = text_field(MAX_SEEN_BYTES, doc="where the sender sees that peer, /ip4/ADDRESS/tcp/PORT")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=8_000, doc=_DEADLINE_DOC)
+
+    def find_problem(self) -> str | None:
+        """Returns a complaint when `seen` is not an address, else None."""
+        return _find_address_problem(self.seen)
+
+
+class Meeting(Message, kind=44, frames=(FrameType.ANSWER,)):
+    """Answers Introduce: the other peer dials the sender now; and Meet: the receiver dials `peer` now."""
+
+    seen: str = text_field(
+        MAX_SEEN_BYTES, doc="to Introduce: where the answering peer sees the other one; to Meet: empty"
+    )
+
+    def find_problem(self) -> str | None:
+        """Returns a complaint when `seen` is not an address, else None."""
+        return _find_address_problem(self.seen)
+
+
+class GetAddresses(Message, kind=45, frames=(FrameType.REQUEST,)):
+    """Asks where `peer`, which the receiver named as a DHT node, can be dialled. Answered by PeerAddresses."""
+
+    peer: PeerId = peer_id_field(doc="whom the sender wants to dial")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=2_000, doc=_DEADLINE_DOC)
+
+
+class PeerAddresses(Message, kind=46, frames=(FrameType.ANSWER,)):
+    """Answers GetAddresses with what that peer has announced in its HELLO or claim."""
+
+    addresses: tuple[str, ...] = addresses_field(doc="where it can be dialled; empty when that is not known")
 
 
 _StateRequest = GetState | GetChunk | GetBase | GetPiece

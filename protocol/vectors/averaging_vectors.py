@@ -10,7 +10,7 @@ import struct
 from agora_protocol import messages
 from agora_protocol.frames import FrameType
 from agora_protocol.ids import PeerId
-from agora_protocol.message_base import Message
+from agora_protocol.messages import Message
 from agora_protocol.tensors import WireTensor
 
 

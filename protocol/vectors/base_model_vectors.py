@@ -11,8 +11,7 @@ from typing import Any, Final
 import msgpack
 from agora_protocol.frames import FrameType
 from agora_protocol.limits import MAX_BASE_TENSORS
-from agora_protocol.message_base import Message
-from agora_protocol.messages import BaseIndex, GetBase, GetPiece, TensorPiece
+from agora_protocol.messages import BaseIndex, GetBase, GetPiece, Message, TensorPiece
 from agora_protocol.tensor_list import ListedTensor, TensorList, count_pieces, held_to_bits, size_in_bytes
 from agora_protocol.tensors import WireTensor
 

@@ -21,7 +21,7 @@ from agora_protocol.identity import Identity, peer_id_bytes
 from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
 from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
-from agora_protocol.message_base import Message
+from agora_protocol.messages import Message
 from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.shards import shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor

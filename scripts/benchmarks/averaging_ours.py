@@ -16,8 +16,7 @@ import uvloop
 from agora_protocol.errors import PeerFailed, ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import AveragingSection
-from agora_protocol.message_base import Message
-from agora_protocol.messages import Contribute, Recall
+from agora_protocol.messages import Contribute, Message, Recall
 
 from agora.core.calls import Reply
 from agora.net.rpc.incoming import IncomingCall

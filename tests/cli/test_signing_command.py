@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agora_protocol.admission_messages import TookRevocations
 from agora_protocol.errors import InputError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import SignedManifest, preset
+from agora_protocol.messages import TookRevocations
 from agora_protocol.tickets import InviteTicket, open_proof, open_revocation
 
 import agora.net

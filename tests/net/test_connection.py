@@ -11,8 +11,7 @@ from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header,
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES
-from agora_protocol.message_base import Message
-from agora_protocol.messages import CallProgress, Processed, Refusal
+from agora_protocol.messages import CallProgress, Message, Processed, Refusal
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply

@@ -17,10 +17,10 @@ from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES, PROTOCOL_NAME
-from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     CallProgress,
     GetStatus,
+    Message,
     Ping,
     Pong,
     Processed,

@@ -12,8 +12,7 @@ import pytest
 from agora_protocol.errors import PROTOCOL_CODES, ProtocolError
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
-from agora_protocol.message_base import Message
-from agora_protocol.messages import CallProgress, Ping, Refusal, StatusAnswer
+from agora_protocol.messages import CallProgress, Message, Ping, Refusal, StatusAnswer
 
 from agora.net.p2pd.streams import SCRATCH_BYTES, Frame, FrameStream, PayloadAction
 from agora.net.rpc.network_errors import ConnectionBroken

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 from agora_protocol.ids import PeerId
-from agora_protocol.message_base import Message
-from agora_protocol.messages import Pong
+from agora_protocol.messages import Message, Pong
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time

@@ -12,8 +12,7 @@ import pytest
 from agora_protocol.errors import Busy, Refused
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
-from agora_protocol.message_base import Message
-from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting, Pong
+from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting, Message, Pong
 
 from agora.core.calls import Reply
 from agora.net.nat.hole_punching import HolePuncher

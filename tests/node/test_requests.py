@@ -13,7 +13,6 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, microbatch_id
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest, preset
-from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     BaseIndex,
     GetBase,
@@ -23,6 +22,7 @@ from agora_protocol.messages import (
     GetStatus,
     GossipSteps,
     ManifestAnswer,
+    Message,
     Ping,
     Pong,
     Process,

@@ -18,8 +18,7 @@ from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.manifest import SignedManifest, preset
-from agora_protocol.message_base import Message
-from agora_protocol.messages import KINDS, GetAddresses, GetStatus, PeerAddresses, Refusal, ShareRevocations
+from agora_protocol.messages import KINDS, GetAddresses, GetStatus, Message, PeerAddresses, Refusal, ShareRevocations
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, record_key, seal_record
 from agora_protocol.shards import Shard

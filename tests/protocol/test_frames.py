@@ -15,12 +15,12 @@ from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header,
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, microbatch_id
 from agora_protocol.limits import MAX_ANSWER_HEADER_BYTES, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_STATUS_BYTES
-from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     ANSWER_OF,
     CallProgress,
     GetStatus,
     Hello,
+    Message,
     Ping,
     Pong,
     Process,

@@ -12,10 +12,10 @@ from agora_protocol.ids import PeerId, RunId, Span, peer_id_of
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_DEADLINE_MS, MAX_METRICS, MAX_STAGES, RECENT_STEPS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
-from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     CallProgress,
     Hello,
+    Message,
     Ping,
     Process,
     Processed,

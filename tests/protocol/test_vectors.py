@@ -15,7 +15,7 @@ from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import peer_name
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.message_base import KINDS
+from agora_protocol.messages import KINDS
 from agora_protocol.records import RECORDS, open_record, seal_record
 from agora_protocol.shards import shard_hash
 from agora_protocol.tensor_list import TensorList, bits_to_held, held_to_bits

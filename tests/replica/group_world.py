@@ -16,8 +16,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.message_base import Message
-from agora_protocol.messages import Contribute, GossipSteps, Recall
+from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
 
 from agora.core.calls import Reply
 from agora.core.stepping import StepPolicy

@@ -15,12 +15,12 @@ from agora_protocol.errors import ProtocolError, Refused, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     Averaged,
     Contribute,
     GossipedSteps,
     GossipSteps,
+    Message,
     Recall,
     Recalled,
 )

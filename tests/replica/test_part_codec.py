@@ -11,8 +11,7 @@ from agora_protocol.codec_names import WIRE_NAMES, WireName
 from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK
-from agora_protocol.message_base import KINDS, Message
-from agora_protocol.messages import Averaged, Contribute, Recalled, message_from_fields
+from agora_protocol.messages import KINDS, Averaged, Contribute, Message, Recalled, message_from_fields
 from agora_protocol.tensors import WireTensor
 
 from agora.replica.part_averager import Part, PartAverager, RoundConfig

@@ -12,8 +12,7 @@ import numpy as np
 from agora_protocol.errors import AgoraError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import STATE_CHUNK_BYTES
-from agora_protocol.message_base import Message
-from agora_protocol.messages import GetChunk, GetState
+from agora_protocol.messages import GetChunk, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply

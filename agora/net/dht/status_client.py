@@ -19,7 +19,7 @@ from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header,
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES, PROTOCOL_NAME, PROTOCOL_VERSION, SALT_BYTES
-from agora_protocol.message_base import Message
+from agora_protocol.messages import Message
 from agora_protocol.tickets import READER, run_token
 from libp2p import new_host
 from libp2p.crypto.ed25519 import create_new_key_pair

@@ -13,7 +13,7 @@ import numpy as np
 from agora_protocol.errors import ProtocolError
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, TensorSpec, decode_header
 from agora_protocol.limits import MAX_HEADER_BYTES, PREFIX_BYTES
-from agora_protocol.message_base import Message
+from agora_protocol.messages import Message
 
 from agora.net.rpc.network_errors import ConnectionBroken
 from agora.net.rpc.send_queue import DROPPABLE_BYTES, Buffers, QueuedFrame, SendQueue

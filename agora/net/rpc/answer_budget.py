@@ -18,8 +18,7 @@ from typing import Final
 
 from agora_protocol.errors import Busy, ProtocolError
 from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PART_ELEMENTS, MAX_STATUS_BYTES, STATE_CHUNK_BYTES
-from agora_protocol.message_base import Message
-from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, GetState, GetStatus, Recall
+from agora_protocol.messages import GetBase, GetChunk, GetManifest, GetPiece, GetState, GetStatus, Message, Recall
 
 from agora.core.fair_share import Client, RateLimiter, SharedCapacity
 

@@ -12,8 +12,17 @@ from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, Refuse
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES
-from agora_protocol.message_base import Message
-from agora_protocol.messages import ANSWER_OF, GetManifest, GetStatus, Hello, Ping, Pong, Refusal, ShareRevocations
+from agora_protocol.messages import (
+    ANSWER_OF,
+    GetManifest,
+    GetStatus,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refusal,
+    ShareRevocations,
+)
 from agora_protocol.tensors import WireTensor
 from agora_protocol.tickets import MEMBER
 

@@ -13,8 +13,7 @@ from agora_protocol import limits
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
-from agora_protocol.message_base import Message
-from agora_protocol.messages import CallProgress, Ping, Pong, Request
+from agora_protocol.messages import CallProgress, Message, Ping, Pong, Request
 from agora_protocol.refusals import refusal_to_wire
 from agora_protocol.tensors import WireTensor
 

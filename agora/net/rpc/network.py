@@ -18,8 +18,7 @@ from agora_protocol.errors import AgoraError, NotAdmitted, PeerFailed, ProtocolE
 from agora_protocol.frames import FrameLimits, FrameType, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PROTOCOL_NAME
-from agora_protocol.message_base import Message
-from agora_protocol.messages import GetAddresses, PeerAddresses
+from agora_protocol.messages import GetAddresses, Message, PeerAddresses
 from agora_protocol.refusals import refusal_to_wire
 from agora_protocol.tensors import WireTensor
 

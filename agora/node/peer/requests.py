@@ -25,7 +25,6 @@ from agora_protocol import messages
 from agora_protocol.errors import Busy, ProtocolError, Unsupported
 from agora_protocol.limits import MAX_STATUS_BYTES
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.message_base import Message
 from agora_protocol.messages import (
     Contribute,
     DialBack,
@@ -38,6 +37,7 @@ from agora_protocol.messages import (
     GossipSteps,
     Introduce,
     Meet,
+    Message,
     Process,
     Recall,
     ShareRevocations,
