@@ -19,9 +19,8 @@ from agora_protocol.invite import Invite
 
 from agora.cli import console
 from agora.cli.console import Failure, ProgressDisplay, print_to_stderr
-from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
+from agora.cli.demo_totals import DemoMeasurements, DemoTotals, TuningTotals, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
-from agora.cli.tuning_totals import TuningTotals
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
@@ -39,7 +38,7 @@ MIN_WARMUP_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DemoPlan:
+class DemoOptions:
     """The flags of `swarm demo`, with their defaults."""
 
     peers: int = 4
@@ -56,9 +55,9 @@ class DemoPlan:
     objective: str | None = None
 
     def manifest(self) -> Manifest:
-        """Returns the preset's or base model's manifest, named "demo", with this plan's stages, seed, data and steps.
+        """Returns the preset's or base model's manifest, named "demo", with these stages, seed, data and steps.
 
-        If the plan names a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure
+        With a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure
         for wrong flags, flags that do not fit together and an invalid manifest; for a base model also BaseModelError
         and DataError for its files and the data.
         """
@@ -74,7 +73,7 @@ class DemoPlan:
                 LinkSpec.parse(self.link)
             folder = self.base_model
             base = self._manifest_of_preset() if folder is None else self._manifest_of_base_model(folder)
-            return self._adapt_to_plan(base)
+            return self._adapt(base)
         except LinkError as error:
             raise Failure(f"--link: {error}", console.USAGE) from None
         except ManifestError as error:
@@ -103,7 +102,7 @@ class DemoPlan:
             print_to_stderr(line)
         return made.manifest
 
-    def _adapt_to_plan(self, base: Manifest) -> Manifest:
+    def _adapt(self, base: Manifest) -> Manifest:
         return base.with_values(
             name="demo",
             seed=self.seed,
@@ -117,7 +116,7 @@ class DemoPlan:
         )
 
     def flags(self) -> list[str]:
-        """Returns the flags for every daemon of the demo: --allow-files, and the plan's link and base model, if any."""
+        """Returns the flags for every daemon of the demo: --allow-files, link and base model, if any."""
         base = ["--base-model", str(self.base_model.expanduser().absolute())] if self.base_model is not None else []
         return ["--allow-files", *(["--link", self.link] if self.link else []), *base]
 
@@ -142,20 +141,22 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def run(plan: DemoPlan, *, as_json: bool) -> int:
+def run(options: DemoOptions, *, as_json: bool) -> int:
     """Trains a swarm as planned, prints the result with a text that the model wrote, and returns the exit code.
 
     as_json: prints the result as JSON on stdout, and the text on stderr. Ends all daemons in any case. Returns FAILED
-    after a signal during training. Raises what DemoPlan.manifest raises; Failure when training stalls, and, after it
+    after a signal during training. Raises what DemoOptions.manifest raises; Failure when training stalls, and, after it
     has printed, for a bad result; SwarmFailed when a daemon has died.
     """
     from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
 
     # Daemons of one machine that start from equal drafts are one run: two demos at a time would train together.
-    manifest = plan.manifest().with_values(name=f"demo-{os.urandom(3).hex()}")
-    with _workspace(plan.directory) as directory:
-        swarm = LocalSwarm(directory, manifest.to_toml(), threads=max(1, cores() // plan.peers), flags=plan.flags())
-        demo = Demo(plan, swarm, manifest.optimizer.target_tokens, tuning_totals(manifest))
+    manifest = options.manifest().with_values(name=f"demo-{os.urandom(3).hex()}")
+    with _workspace(options.directory) as directory:
+        swarm = LocalSwarm(
+            directory, manifest.to_toml(), threads=max(1, cores() // options.peers), flags=options.flags()
+        )
+        demo = Demo(options, swarm, manifest.optimizer.target_tokens, tuning_totals(manifest))
         with _stop_on_signals(demo):
             try:
                 measured = demo.train()
@@ -165,12 +166,14 @@ def run(plan: DemoPlan, *, as_json: bool) -> int:
                 return console.FAILED
             finally:
                 demo.stop()
-        result = result_of(plan, demo.totals, measured)
+        result = result_of(
+            demo.totals, measured, peers=options.peers, stages=options.stages, steps=options.steps, link=options.link
+        )
         reason = failure_of(result)
-        result["sample"] = [] if reason else try_sample(swarm.file, plan.seed, base_model=plan.base_model)
+        result["sample"] = [] if reason else try_sample(swarm.file, options.seed, base_model=options.base_model)
     if as_json:
         console.print_json(result)
-    for line in [*summary_of(result), *lines_of_model(result["sample"], plan.steps, plan.directory)]:
+    for line in [*summary_of(result), *lines_of_model(result["sample"], options.steps, options.directory)]:
         (print_to_stderr if as_json else print)(line)
     if reason:
         raise Failure(reason)
@@ -222,19 +225,19 @@ class Demo:
     """
 
     def __init__(
-        self, plan: DemoPlan, swarm: LocalSwarm, target_tokens: int, tuning: TuningTotals | None = None
+        self, options: DemoOptions, swarm: LocalSwarm, target_tokens: int, tuning: TuningTotals | None = None
     ) -> None:
         """target_tokens: the tokens of one optimizer step. tuning: totals for a base model, None for other runs."""
-        self.plan, self.swarm = plan, swarm
+        self.options, self.swarm = options, swarm
         self.totals = DemoTotals(target_tokens, tuning)
         self.is_stopping = False
-        self._not_started = plan.peers  # daemons that are still to be started, replacements included
+        self._not_started = options.peers  # daemons that are still to be started, replacements included
         self._drained: set[int] = set()
-        self._random = random.Random(plan.seed)
+        self._random = random.Random(options.seed)
         self._achieved = (0, 0, 0)  # the newest progress, see DemoTotals.progress
         self._achieved_at = time.monotonic()
-        what = f"starting {plan.peers} peers of {plan.stages} stages in {swarm.directory}"
-        self._display = ProgressDisplay(what, plan.steps)
+        what = f"starting {options.peers} peers of {options.stages} stages in {swarm.directory}"
+        self._display = ProgressDisplay(what, options.steps)
 
     def train(self) -> DemoMeasurements:
         """Starts the daemons, trains to the last step, drains and evaluates; returns what was measured.
@@ -263,9 +266,9 @@ class Demo:
             print_to_stderr(f"{', '.join(stubborn)} did not leave in time and were killed")
 
     def _train_to_the_last_step(self) -> None:
-        kill_every = self.plan.kill_every
+        kill_every = self.options.kill_every
         next_kill = time.monotonic() + (kill_every or 0.0)
-        while self.totals.step < self.plan.steps:
+        while self.totals.step < self.options.steps:
             self._watch_once()
             self._raise_if_stalled()
             if kill_every and time.monotonic() >= next_kill and self._kill_a_peer():
@@ -280,7 +283,7 @@ class Demo:
         tokens, seconds = self.totals.tokens_and_seconds()
         rate = tokens / seconds if seconds else 0.0
         loss = f"{self.totals.recent_loss:.3f}" if self.totals.recent_loss is not None else "-"
-        step, steps = min(self.totals.step, self.plan.steps), self.plan.steps
+        step, steps = min(self.totals.step, self.options.steps), self.options.steps
         peers = len(self._living(serving=True))
         self._display.show(step, f"step {step}/{steps}  loss {loss}  {rate:,.0f} tokens/s  {peers} peers")
 
@@ -304,7 +307,7 @@ class Demo:
                 self.totals.add(index, fields)
 
     def _raise_if_stalled(self) -> None:
-        achieved = self.totals.progress(self.plan.peers)
+        achieved = self.totals.progress(self.options.peers)
         if achieved != self._achieved:
             self._achieved = achieved
             self._achieved_at = time.monotonic()

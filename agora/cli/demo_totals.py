@@ -1,7 +1,4 @@
-"""Adds up the journals of all peers of a demo, killed ones included, and makes its result of the totals.
-
-Deterministic.
-"""
+"""Adds up the journals of all peers of a demo, killed ones included, and makes its result of the totals."""
 
 from __future__ import annotations
 
@@ -9,18 +6,159 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from agora.cli.step_accounts import StageSteps
-from agora.cli.tuning_totals import TuningTotals
+from agora.core.metrics import named_means
 from agora.observe import events
+from agora.observe.events import RoundDone, StepTaken
 from agora.observe.journal import from_json
-
-if TYPE_CHECKING:
-    from agora.cli.demo import DemoPlan
 
 # How far a tuned base model's loss may end above its first one, as a fraction: losses of steps differ by 5 %.
 TUNING_NOISE: Final = 0.1
+SAMPLE_COUNTS: Final = ("seen", "repeated", "missed")
+
+
+@dataclass
+class StageSteps:
+    """The optimizer steps that one stage has taken in all its replicas, and the tokens whose gradient went into them.
+
+    A step that several replicas took counts once. Its tokens:
+
+    | an event says that it was taken                  | counted for the step                                  |
+    |--------------------------------------------------|-------------------------------------------------------|
+    | with this replica's own gradient                 | its tokens, added to those of other replicas          |
+    | with the mean gradient of all replicas           | `step_tokens`, those in the mean, once for all events |
+    | without a gradient: the number was only skipped  | none; it is not a step                                |
+
+    missed: tokens that were too late for the mean gradient of their step and of the next.
+    """
+
+    missed: float = 0.0
+    # Tokens by step number; those in the mean include tokens that were too late for the step before.
+    _with_own: Counter[int] = field(default_factory=Counter)
+    _in_mean: Counter[int] = field(default_factory=Counter)
+    _age_sum: float = 0.0  # sum of tokens * gradient age in steps
+    _aged_tokens: int = 0  # tokens in `_age_sum`
+
+    def add(self, taken: StepTaken) -> None:
+        """Adds the event that one replica has taken a step: its tokens, and the age of its gradients.
+
+        Ignores an event without a gradient, by which the replica only set its step number. If several events are about
+        one mean gradient, the largest `step_tokens` counts.
+        """
+        if taken.gradient_norm is None:
+            return
+        if taken.step_tokens is None:
+            self._with_own[taken.step] += taken.tokens
+        else:
+            self._in_mean[taken.step] = max(self._in_mean[taken.step], taken.step_tokens)
+        self._age_sum += taken.tokens * taken.staleness
+        self._aged_tokens += taken.tokens
+
+    def add_round(self, done: RoundDone) -> None:
+        """Adds the tokens that one replica lost in a round of averaging gradients to `missed`."""
+        self.missed += done.lost
+
+    @property
+    def tokens(self) -> Mapping[int, int]:
+        numbers = sorted({*self._with_own, *self._in_mean})
+        return {number: self._with_own[number] + self._in_mean[number] for number in numbers}
+
+    @property
+    def steps(self) -> int:
+        return len({*self._with_own, *self._in_mean})
+
+    @property
+    def counted_tokens(self) -> int:
+        return self._with_own.total() + self._in_mean.total()
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        return self.counted_tokens / self.steps if self.steps else None
+
+    @property
+    def staleness(self) -> float | None:
+        return self._age_sum / self._aged_tokens if self._aged_tokens else None
+
+
+@dataclass
+class MetricSums:
+    """The metrics of several microbatches, summed. tokens: of these microbatches.
+
+    sums: one for each metric of the objective, over tokens, as in MicrobatchCompleted; empty before the first.
+    """
+
+    tokens: int = 0
+    sums: list[float] = field(default_factory=list)
+
+    def add(self, metrics: Sequence[float], tokens: int) -> None:
+        """Adds one microbatch's metric sums and its tokens. Raises ValueError for another number of sums."""
+        self.tokens += tokens
+        self.sums = [total + more for total, more in zip(self.sums or [0.0] * len(metrics), metrics, strict=True)]
+
+
+@dataclass
+class TuningTotals:
+    """The totals of what all journals of a demo say about tuning: metrics of steps, and counts of samples.
+
+    objective: the manifest's objective.kind.
+    step_tokens: the target tokens of a step.
+    samples: the counts of the origin that has seen the most samples.
+    steps: the summed metrics of training microbatches, one entry for each `step_tokens` tokens, the last may have
+        fewer.
+    evaluated: the summed metrics of evaluation microbatches.
+    """
+
+    objective: str
+    trainable_parameters: int
+    step_tokens: int
+    samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SAMPLE_COUNTS, 0))
+    steps: list[MetricSums] = field(default_factory=lambda: [MetricSums()])
+    evaluated: MetricSums = field(default_factory=MetricSums)
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Adds one line, given as its JSON fields, of any peer's journal: a MicrobatchCompleted or a SamplesCounted.
+
+        Ignores other events, and a MicrobatchCompleted without metrics. The counts of a SamplesCounted replace the
+        present ones if its origin has seen as many samples or more.
+        """
+        if fields.get("event") == "SamplesCounted":
+            if fields["seen"] >= self.samples["seen"]:  # every origin counts all samples, as far as it knows of them
+                self.samples = {name: int(fields[name]) for name in SAMPLE_COUNTS}
+        elif fields.get("event") == "MicrobatchCompleted" and (metrics := fields.get("metrics")):
+            is_training = fields.get("purpose", "train") == "train"
+            self._add_metrics(metrics, int(fields.get("tokens", 0)), is_training=is_training)
+
+    def _add_metrics(self, metrics: Sequence[float], tokens: int, *, is_training: bool) -> None:
+        if not is_training:
+            self.evaluated.add(metrics, tokens)
+            return
+        if self.steps[-1].tokens >= self.step_tokens:
+            self.steps.append(MetricSums())
+        self.steps[-1].add(metrics, tokens)
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the mean metrics of the last whole step by name, and with "first" and "eval" two more such dicts.
+
+        "first" has the means of the first whole step, "eval" those of the evaluation microbatches; each of the two is
+        {} without any metrics. Without a whole step, the partial step counts as first and last. Means are rounded to
+        four decimals.
+        """
+        whole = [step for step in self.steps if step.tokens >= self.step_tokens] or self.steps
+        last, first, evaluated = (
+            {name: round(value, 4) for name, value in named_means(self.objective, part.sums, part.tokens).items()}
+            for part in (whole[-1], whole[0], self.evaluated)
+        )
+        return {**last, "first": first, "eval": evaluated}
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a demo's result about tuning: objective, trained parameters, samples, metrics."""
+        return {
+            "objective": self.objective,
+            "trainable_parameters": self.trainable_parameters,
+            "samples": self.samples,
+            "tuning": self.metrics(),
+        }
 
 
 @dataclass
@@ -82,17 +220,17 @@ class DemoTotals:
         """Returns the optimizer steps of a stage; if there is no entry, adds one without steps first."""
         return self.stage_steps.setdefault(stage, StageSteps())
 
-    def add(self, index: int, fields: Mapping[str, Any]) -> None:  # noqa: C901 - one flat case per event
-        """Adds one line, given as its JSON fields, of the journal of the peer with this index, to the totals.
-
-        Counts events about training microbatches, steps, rounds, traffic and the peer's state, and with `tuning` also
-        those about metrics and samples; ignores all others.
-        """
+    def add(self, index: int, fields: Mapping[str, Any]) -> None:
+        """Adds one line of the journal of the peer with this index, given as its JSON fields; ignores other events."""
         peer = self.peer(index)
-        at_unix = float(fields.get("at_unix", 0.0))
         if self.tuning is not None:
             self.tuning.add(fields)
         event = from_json(fields)
+        self._add_microbatch_event(peer, event, at_unix=float(fields.get("at_unix", 0.0)))
+        self._add_step_event(event)
+        self._add_peer_event(peer, event)
+
+    def _add_microbatch_event(self, peer: PeerTotals, event: events.Event | None, at_unix: float) -> None:
         match event:
             case events.MicrobatchStarted(microbatch, "train"):
                 peer.unfinished.add(microbatch)
@@ -107,8 +245,19 @@ class DemoTotals:
                 self.rerouted += 1
             case events.MicrobatchCounted(microbatch, stages, _):
                 self._times_counted.setdefault(microbatch, Counter()).update(stages)
+
+    def _add_step_event(self, event: events.Event | None) -> None:
+        match event:
             case events.StepTaken():
                 self.steps_of(event.stage).add(event)
+            case events.RoundDone():
+                self.finished_rounds.add((event.stage, event.round))
+                self.failed_parts += event.failed_parts
+                self.contributors += event.contributors
+                self.members += event.members
+
+    def _add_peer_event(self, peer: PeerTotals, event: events.Event | None) -> None:
+        match event:
             case events.StateChanged("serving", _):
                 peer.is_serving = peer.has_joined = True
             case events.StateChanged("leaving" | "left", _):
@@ -117,17 +266,10 @@ class DemoTotals:
                 peer.stages = range(first, last + 1)
             case events.Traffic():
                 peer.traffic = event
-            case events.RoundDone():
-                self.finished_rounds.add((event.stage, event.round))
-                self.failed_parts += event.failed_parts
-                self.contributors += event.contributors
-                self.members += event.members
             case events.StartStep(name, seconds, _):
                 peer.start_steps.append({"name": name, "seconds": round(seconds, 3)})
 
     def _add_completed(self, loss_sum: float, tokens: int, at_unix: float) -> None:
-        # When `target_tokens` tokens or more have come together since the last entry of `losses`, appends their mean
-        # loss.
         self.completed += 1
         self.tokens += tokens
         self.first_completed_unix = min(self.first_completed_unix or at_unix, at_unix)
@@ -188,21 +330,23 @@ class DemoMeasurements:
     heldout_loss: float | None
 
 
-def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) -> dict[str, Any]:
+def result_of(
+    totals: DemoTotals, measured: DemoMeasurements, *, peers: int, stages: int, steps: int, link: str | None = None
+) -> dict[str, Any]:
     """Returns the fields of the JSON object that `swarm demo --json` prints, except "sample".
 
-    Numbers that are not known, or that JSON does not have, are None.
+    peers, stages, steps, link: what was asked for. Numbers that are not known, or that JSON does not have, are None.
     """
     tokens, seconds = measured.trained
     losses = totals.losses
-    peers = sorted(totals.peers.items())
+    each = sorted(totals.peers.items())
     first_unix = totals.first_completed_unix
     return {
         "schema": 1,
         "run_id": measured.run_id,
-        "peers": plan.peers,
-        "stages": plan.stages,
-        "steps": plan.steps,
+        "peers": peers,
+        "stages": stages,
+        "steps": steps,
         "seconds": round(seconds, 3),
         "tokens": tokens,
         "tokens_per_second": round(tokens / seconds, 1) if seconds else 0.0,
@@ -217,25 +361,25 @@ def result_of(plan: DemoPlan, totals: DemoTotals, measured: DemoMeasurements) ->
             "participation": _round_for_json(totals.contributors / totals.members if totals.members else None),
             "failed_parts": totals.failed_parts,
         },
-        "peers_killed": sum(peer.is_killed for _, peer in peers),
-        "peers_joined": sum(peer.has_joined for _, peer in peers),
+        "peers_killed": sum(peer.is_killed for _, peer in each),
+        "peers_joined": sum(peer.has_joined for _, peer in each),
         "bytes": {
-            kind: sum(getattr(peer.traffic, f"{kind}_bytes") for _, peer in peers)
+            kind: sum(getattr(peer.traffic, f"{kind}_bytes") for _, peer in each)
             for kind in ("boundary", "averaging", "state")
         },
-        "link": plan.link,
-        **_step_fields(plan, totals, tokens),
+        "link": link,
+        **_step_fields(totals, stages, tokens),
         "total_seconds": _round_for_json(measured.total_seconds),
         "first_microbatch_seconds": _round_for_json(first_unix - measured.began_unix if first_unix else None),
-        "start_steps": {str(index): peer.start_steps for index, peer in peers},
-        "spans": {str(index): [peer.stages[0], peer.stages[-1]] if peer.stages else None for index, peer in peers},
+        "start_steps": {str(index): peer.start_steps for index, peer in each},
+        "spans": {str(index): [peer.stages[0], peer.stages[-1]] if peer.stages else None for index, peer in each},
         "losses": [_round_for_json(loss) for loss in losses],
         **(totals.tuning.fields() if totals.tuning is not None else {}),
     }
 
 
-def _step_fields(plan: DemoPlan, totals: DemoTotals, computed: int) -> dict[str, Any]:
-    stages = [totals.steps_of(stage) for stage in range(plan.stages)]
+def _step_fields(totals: DemoTotals, stage_count: int, computed: int) -> dict[str, Any]:
+    stages = [totals.steps_of(stage) for stage in range(stage_count)]
     counted = min(stage.counted_tokens for stage in stages)
     return {
         "optimizer_steps": [stage.steps for stage in stages],

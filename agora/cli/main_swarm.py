@@ -161,10 +161,21 @@ def demo(
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
     texts = (*(data or ("stdlib",)), *(more_data or ()))
     folder = _find_base_model(base_model)
-    plan = command.DemoPlan(
-        peers, stages, steps, texts, preset, codec, link, kill_every, seed, directory, folder, objective
+    options = command.DemoOptions(
+        peers=peers,
+        stages=stages,
+        steps=steps,
+        data=texts,
+        preset=preset,
+        codec=codec,
+        link=link,
+        kill_every=kill_every,
+        seed=seed,
+        directory=directory,
+        base_model=folder,
+        objective=objective,
     )
-    raise typer.Exit(command.run(plan, as_json=as_json))
+    raise typer.Exit(command.run(options, as_json=as_json))
 
 
 @app.command()

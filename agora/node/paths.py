@@ -2,17 +2,26 @@
 
 Layout of a data directory (mode 0700):
 
-    agora.toml                 settings, optional identity.key               this machine's Ed25519 key, mode 0600
-    daemon.lock                names the process that uses the directory incarnation                the number of the
-    last start, which the next one exceeds ports                      the TCP ports that the daemon listened on last
-    paused                     there while the owner has paused the daemon events.jsonl               the journal
-    corpus/                    tokenised texts, by content banned.txt                 the peers that the owner of this
-    machine has banned from it base/<list hash>/          fetched tensors of a base model, by its tensor list runs/<run
-    id>/run.toml     the signed manifest of each run this machine has joined runs/<run id>/ticket       the ticket that
-    admits this machine, mode 0600 runs/<run id>/revocations  which peers are banned from the run, and by which key
-    runs/<run id>/peers.txt    addresses that answered last time runs/<run id>/checkpoints/ this machine's checkpoints,
-    by stage and step runs/<run id>/collected/   the weights of every stage, as last asked for by an export runs/<run
-    id>/drawn.txt    how many microbatches the origin has drawn, in blocks
+    agora.toml                  settings, optional
+    identity.key                this machine's Ed25519 key, mode 0600
+    daemon.lock                 the pid of the process that uses the directory
+    incarnation                 the number of the last start, which the next one exceeds
+    ports                       the TCP ports that the daemon listened on last
+    paused                      there while the owner has paused the daemon
+    banned.txt                  the peers that the owner has banned from this machine, mode 0600
+    events.jsonl                the journal; older parts of it in events.jsonl.1 and so on
+    profile-<key>.json          how fast this machine computes the run's model, as an earlier start has measured
+    corpus/                     tokenised texts and rows of samples, by content
+    base/<list hash>/           fetched tensors of a base model, by its tensor list
+    runs/<run id>/run.toml      the signed manifest of each run that this machine has joined
+    runs/<run id>/ticket        the tickets that admit this machine, mode 0600
+    runs/<run id>/revocations   which peers are banned from the run, and by which key, mode 0600
+    runs/<run id>/peers.txt     addresses that answered last time
+    runs/<run id>/drawn.txt     how many microbatches the origin has drawn, in blocks
+    runs/<run id>/epochs.json   which samples the origins have seen, by step of stage 0
+    runs/<run id>/checkpoints/  this machine's checkpoints, by stage and step
+    runs/<run id>/weights/      the weights of the stages held, as last asked for
+    runs/<run id>/collected/    the weights of every stage, as last asked for by an export
 """
 
 from __future__ import annotations

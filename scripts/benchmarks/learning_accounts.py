@@ -1,7 +1,7 @@
 """What became of a swarm's tokens, from the journals of all its daemons, those that were killed included. Pure.
 
 A token is computed when its microbatch has come
-home to its origin. Each stage then counts it in an optimizer step (agora.cli.step_accounts has the rules), or loses it:
+home to its origin. Each stage then counts it in an optimizer step (agora.cli.demo_totals has the rules), or loses it:
 
 | tokens that are lost | why |
 |---|---|
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agora.cli.step_accounts import StageSteps
+from agora.cli.demo_totals import StageSteps
 from agora.observe import events
 from agora.observe.journal import from_json
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from agora_protocol.manifest import Manifest
 
-from agora.cli.demo import DemoPlan
+from agora.cli.demo import DemoOptions
 from agora.net.shaping.link import LinkError, LinkSpec
 
 STAGES: Final = 2
@@ -77,7 +77,7 @@ class Effort:
     def manifest(self, job: Job) -> Manifest:
         """Returns the manifest of a run: that of `swarm demo` with as many steps. The plain loop has one stage."""
         name = "".join(letter if letter.isalnum() else "-" for letter in f"{job.name} {job.steps} {job.seed}")
-        plan = DemoPlan(stages=STAGES, steps=job.steps, seed=job.seed)
+        plan = DemoOptions(stages=STAGES, steps=job.steps, seed=job.seed)
         manifest = plan.manifest().with_values(name=name, **self.overrides)
         return manifest if job.setting else manifest.with_values(stages={"count": 1, "first_layers": ()})
 

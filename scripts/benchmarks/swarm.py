@@ -10,8 +10,8 @@ from typing import Any
 
 from agora_protocol.manifest import Manifest
 
+from agora.cli.demo_totals import StageSteps
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm, SwarmFailed
-from agora.cli.step_accounts import StageSteps
 from agora.observe import events
 from agora.observe.journal import from_json
 from benchmarks.children import BenchFailed, Nursery

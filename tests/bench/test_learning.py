@@ -21,8 +21,8 @@ from benchmarks.report import Report, columns
 from benchmarks.task import corpus_cache, prepare_corpus
 from safetensors.torch import save_file
 
-from agora.cli.demo import DemoPlan
-from agora.cli.step_accounts import StageSteps
+from agora.cli.demo import DemoOptions
+from agora.cli.demo_totals import StageSteps
 from agora.model import family_of
 from agora.observe import events, journal
 
@@ -191,7 +191,7 @@ def test_the_efforts_have_what_the_ratios_need() -> None:
 
 def test_a_swarm_trains_what_the_demo_trains_and_the_plain_loop_the_same_in_one_stage() -> None:
     swarm, plain = (FULL.manifest(Job(setting, 100, 2)) for setting in (EIGHT, None))
-    assert swarm == DemoPlan(peers=8, steps=100, seed=2).manifest().with_values(name=swarm.name)
+    assert swarm == DemoOptions(peers=8, steps=100, seed=2).manifest().with_values(name=swarm.name)
     assert plain == swarm.with_values(name=plain.name, stages={"count": 1})
 
 

@@ -12,7 +12,7 @@ from agora_protocol.invite import Invite
 
 from agora.cli import demo
 from agora.cli.console import Failure
-from agora.cli.demo import DemoPlan
+from agora.cli.demo import DemoOptions
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from agora.observe import events, journal
 
@@ -102,7 +102,7 @@ class ScriptedSwarm(LocalSwarm):
         return daemon
 
 
-Make = Callable[[DemoPlan, Sequence[Script]], demo.Demo]
+Make = Callable[[DemoOptions, Sequence[Script]], demo.Demo]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def swarm(clock: Clock, tmp_path: Path) -> Make:
-    def make(plan: DemoPlan, scripts: Sequence[Script]) -> demo.Demo:
+    def make(plan: DemoOptions, scripts: Sequence[Script]) -> demo.Demo:
         return demo.Demo(plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8)
 
     return make
@@ -129,14 +129,14 @@ def completed(*times: float) -> list[tuple[float, events.Event]]:
 def test_heartbeats_alone_do_not_keep_a_demo_going(swarm: Make, clock: Clock) -> None:
     scripts = [[(10.0, SERVING), *completed(30.0, 60.0)], [(20.0, SERVING)]]
     with pytest.raises(Failure, match=r"180 s: no peer of stage 1 answers") as caught:
-        swarm(DemoPlan(peers=2, stages=2, steps=4), scripts).train()
+        swarm(DemoOptions(peers=2, stages=2, steps=4), scripts).train()
     assert "2 microbatches" in str(caught.value)
     assert clock.now == pytest.approx(60.0 + demo.STALL_S, abs=5.0)
 
 
 def test_a_replacement_that_joins_is_not_training(swarm: Make, clock: Clock) -> None:
     scripts = [[(20.0 * late, SPAN), (20.0 * late + 1.0, SERVING)] for late in range(20)]
-    made = swarm(DemoPlan(peers=2, stages=1, steps=4, kill_every=30.0), scripts)
+    made = swarm(DemoOptions(peers=2, stages=1, steps=4, kill_every=30.0), scripts)
     with pytest.raises(Failure, match="180 s"):
         made.train()
     killed = [daemon for daemon in made.swarm.daemons.values() if daemon.end_is_intended]
@@ -152,7 +152,7 @@ def test_slow_is_not_stalled_and_an_evaluation_may_take_its_time(swarm: Make, cl
     ]
     first = sorted([(9.0, SPAN), (10.0, SERVING), *completed(*slow), *steps], key=lambda entry: entry[0])
     late = slow[-1] + 3 * demo.STALL_S
-    result = swarm(DemoPlan(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
+    result = swarm(DemoOptions(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
     assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_S
 
 
@@ -161,4 +161,4 @@ def test_a_dir_that_is_a_file_or_not_empty_is_a_sentence(tmp_path: Path) -> None
     file.touch()
     for directory, text in ((file, "cannot make"), (tmp_path, "is not empty")):
         with pytest.raises(Failure, match=text):
-            demo.run(DemoPlan(directory=directory), as_json=True)
+            demo.run(DemoOptions(directory=directory), as_json=True)

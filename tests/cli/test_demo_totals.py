@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from agora.cli.console import Failure
-from agora.cli.demo import DemoPlan
-from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
+from agora.cli.demo import DemoOptions
+from agora.cli.demo_totals import DemoMeasurements, DemoTotals, StageSteps, failure_of, result_of, summary_of
 from agora.observe import events, journal
+from agora.observe.events import RoundDone, StepTaken
 
 MEASURED = DemoMeasurements("ab" * 32, 0.5, 9.0, (24, 4.0), 3.05)
+
+
+def result(totals: DemoTotals) -> dict[str, Any]:
+    return result_of(totals, MEASURED, peers=2, stages=2, steps=3)
 
 
 def journal_line(event: events.Event, at_unix: float = 1.0) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def test_steps_are_those_that_an_optimizer_took_and_one_of_several_replicas_coun
     assert totals.step == 1, "this replica passed two numbers along no gradient"
     add(totals, 0, step_taken(0, 2, 0), step_taken(0, 3, 8), *(step_taken(1, number, 7) for number in (1, 2)))
     assert totals.step == 3
-    value = result_of(DemoPlan(stages=2), totals, MEASURED)
+    value = result(totals)
     assert (value["optimizer_steps"], value["steps_taken"], value["tokens_counted"]) == ([3, 2], 2, 14)
 
 
@@ -94,8 +99,7 @@ def good_totals() -> DemoTotals:
 
 
 def test_the_object_has_the_contracts_fields() -> None:
-    plan = DemoPlan(peers=2, stages=2, steps=3)
-    value = result_of(plan, good_totals(), MEASURED)
+    value = result(good_totals())
     assert {"schema", "run_id", "peers", "stages", "steps", "seconds", "tokens", "tokens_per_second"} <= set(value)
     assert value["loss"] == {"first": 5.6, "last": 3.0, "eval": 3.05}
     assert set(value["microbatches"]) >= {"completed", "rerouted", "dropped", "counted_twice"}
@@ -113,7 +117,7 @@ def test_the_object_has_the_contracts_fields() -> None:
 def test_a_person_reads_what_was_computed_and_what_of_it_went_into_steps() -> None:
     totals = good_totals()
     add(totals, 0, replace(step_taken(0, 4, 4), staleness=3.0))
-    lines = summary_of(result_of(DemoPlan(peers=2, stages=2, steps=3), totals, MEASURED))
+    lines = summary_of(result(totals))
     assert "steps         4 / 3 in 4.0 s, each of 7 / 8 tokens (target 8)" in lines
     assert "tokens        24 computed, 6 per second; 100.0 % counted in a step of every stage" in lines
     assert "staleness     gradients are 0.43 / 0.00 steps old on average" in lines
@@ -130,14 +134,14 @@ def test_a_person_reads_what_was_computed_and_what_of_it_went_into_steps() -> No
     ],
 )
 def test_each_way_to_fail_has_its_sentence(change: dict[str, Any], reason: str) -> None:
-    value = result_of(DemoPlan(peers=2, stages=2, steps=3), good_totals(), MEASURED)
+    value = result(good_totals())
     assert reason in failure_of(value | change)
 
 
 def test_flags_that_cannot_work_are_bad_arguments() -> None:
     for plan, text in (
-        (DemoPlan(peers=1, stages=2), "give --peers 2 or more"),
-        (DemoPlan(link="200,50"), "write RATE,RTT"),
+        (DemoOptions(peers=1, stages=2), "give --peers 2 or more"),
+        (DemoOptions(link="200,50"), "write RATE,RTT"),
     ):
         with pytest.raises(Failure, match=text) as caught:
             plan.manifest()
@@ -145,7 +149,9 @@ def test_flags_that_cannot_work_are_bad_arguments() -> None:
 
 
 def test_the_manifest_follows_from_the_flags() -> None:
-    manifest = DemoPlan(peers=6, stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")).manifest()
+    manifest = DemoOptions(
+        peers=6, stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")
+    ).manifest()
     assert (manifest.stages.count, manifest.model.layers, manifest.seed, manifest.boundary.codec) == (
         6,
         6,
@@ -155,14 +161,68 @@ def test_the_manifest_follows_from_the_flags() -> None:
     assert manifest.optimizer.total_steps == 16 and manifest.optimizer.warmup_steps == 8
     assert manifest.data.corpus[0] == "stdlib" and manifest.data.corpus[1].startswith("/")
     with pytest.raises(Failure, match="gzip") as caught:
-        DemoPlan(codec="gzip").manifest()
+        DemoOptions(codec="gzip").manifest()
     assert caught.value.code == 2
     with pytest.raises(Failure, match="huge"):
-        DemoPlan(preset="huge").manifest()
+        DemoOptions(preset="huge").manifest()
 
 
 @pytest.mark.parametrize("link", [None, "20Mbit,50ms"])
 def test_boundaries_are_the_presets_unless_a_codec_is_asked_for(link: str | None) -> None:
-    plain, told = (DemoPlan(link=link, codec=codec).manifest() for codec in (None, "int8"))
+    plain, told = (DemoOptions(link=link, codec=codec).manifest() for codec in (None, "int8"))
     assert (plain.model.subspace, plain.boundary.codec) == (56, "int6/int3")
     assert (told.model.subspace, told.boundary.codec) == (128, "int8")
+
+
+def taken(step: int, tokens: int, *, whole: int | None = None, norm: float | None = 1.0, age: float = 0.0) -> StepTaken:
+    """A step that one replica took; `whole`: the tokens of all replicas in the mean gradient that it stepped along."""
+    return StepTaken(0, step, tokens, None, 0.1, gradient_norm=norm, staleness=age, step_tokens=whole)
+
+
+def steps_of(*events: StepTaken) -> StageSteps:
+    found = StageSteps()
+    for event in events:
+        found.add(event)
+    return found
+
+
+def test_replicas_that_step_along_their_own_gradients_count_all_their_tokens_in_one_step() -> None:
+    found = steps_of(taken(1, 60), taken(1, 40), taken(2, 40), taken(2, 60))
+    assert (found.steps, found.counted_tokens, found.missed, dict(found.tokens)) == (2, 200, 0, {1: 100, 2: 100})
+    assert found.tokens_per_step == 100.0
+
+
+def test_a_step_along_the_mean_of_all_holds_the_tokens_of_that_mean_once() -> None:
+    found = steps_of(taken(1, 60, whole=100), taken(1, 40, whole=100))
+    assert (found.steps, found.counted_tokens, found.missed) == (1, 100, 0)
+
+
+def test_a_part_that_came_too_late_is_counted_with_the_step_that_it_went_into_or_missed() -> None:
+    found = steps_of(taken(1, 60, whole=60), taken(1, 40, whole=60), taken(2, 60, whole=140), taken(2, 40, whole=140))
+    assert (found.counted_tokens, dict(found.tokens), found.missed) == (200, {1: 60, 2: 140}, 0)
+    found.add_round(RoundDone(0, "gradient", 2, 1, 0, 2.0, 2, 40.0, 40.0, 0.1, 8))
+    assert found.missed == 40.0
+
+
+def test_what_a_replica_brought_before_it_was_killed_is_counted() -> None:
+    found = steps_of(taken(1, 60, whole=100))
+    assert (found.counted_tokens, found.missed) == (100, 0)
+
+
+def test_a_step_that_was_replayed_counts_nothing_twice() -> None:
+    found = steps_of(taken(1, 100, whole=100), taken(1, 0, whole=100))
+    assert (found.steps, found.counted_tokens, found.missed) == (1, 100, 0)
+
+
+def test_a_number_taken_over_without_a_gradient_is_no_step() -> None:
+    found = steps_of(taken(1, 50), taken(2, 50, norm=None))
+    assert (found.steps, found.counted_tokens) == (1, 50)
+
+
+def test_staleness_is_a_mean_over_tokens() -> None:
+    assert steps_of(taken(1, 75, age=2.0), taken(2, 25)).staleness == pytest.approx(1.5)
+
+
+def test_a_stage_without_a_step_has_neither_tokens_per_step_nor_staleness() -> None:
+    found = StageSteps()
+    assert (found.steps, found.counted_tokens, found.tokens_per_step, found.staleness) == (0, 0, None, None)

@@ -10,9 +10,8 @@ import pytest
 from agora_protocol.manifest import HfSection
 
 from agora.cli.console import USAGE, Failure
-from agora.cli.demo import DemoPlan, tuning_totals
-from agora.cli.demo_totals import DemoMeasurements, DemoTotals, failure_of, result_of, summary_of
-from agora.cli.tuning_totals import TuningTotals
+from agora.cli.demo import DemoOptions, tuning_totals
+from agora.cli.demo_totals import DemoMeasurements, DemoTotals, TuningTotals, failure_of, result_of, summary_of
 from agora.data.tokenizer import byte_tokenizer_json
 from tests.model.tiny_models import make_model, save
 
@@ -67,7 +66,7 @@ def dpo_totals() -> DemoTotals:
 def test_a_demo_of_tuning_says_what_the_plain_one_says_and_more() -> None:
     totals = dpo_totals()
     assert totals.losses == [0.5, 0.5]
-    value = result_of(DemoPlan(stages=1, steps=1), totals, MEASURED)
+    value = result_of(totals, MEASURED, peers=4, stages=1, steps=1)
     assert (value["objective"], value["trainable_parameters"], value["tokens"]) == ("dpo", 500, 24)
     assert value["samples"] == {"seen": 3, "repeated": 1, "missed": 0}
     assert value["tuning"]["rewards/margins"] == 0.2 and value["tuning"]["eval"] == {}
@@ -75,12 +74,12 @@ def test_a_demo_of_tuning_says_what_the_plain_one_says_and_more() -> None:
     lines = summary_of(value)
     assert "samples       3 seen, 1 repeated, 0 missed" in lines
     assert any("rewards/accuracies 1.000" in line and "500 parameters are trained" in line for line in lines)
-    plain = result_of(DemoPlan(stages=1), DemoTotals(1024), MEASURED)
+    plain = result_of(DemoTotals(1024), MEASURED, peers=4, stages=1, steps=40)
     assert not {"objective", "trainable_parameters", "samples", "tuning"} & set(plain)
 
 
 def test_a_base_models_loss_may_stay_where_it_was_but_not_rise() -> None:
-    value = result_of(DemoPlan(stages=1, steps=2), dpo_totals(), MEASURED) | {"optimizer_steps": [2]}
+    value = result_of(dpo_totals(), MEASURED, peers=4, stages=1, steps=2) | {"optimizer_steps": [2]}
     assert failure_of(value | {"loss": {"first": 3.0, "last": 3.1, "eval": 3.2}}) == ""
     assert "did not fall" in failure_of(value | {"loss": {"first": 3.0, "last": 3.4, "eval": 3.5}})
 
@@ -90,7 +89,7 @@ def test_the_manifest_of_a_tuning_demo_is_that_of_swarm_new_with_the_plans_stage
 ) -> None:
     file = tmp_path / "qa.jsonl"
     file.write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n' * 50)
-    plan = DemoPlan(peers=3, stages=3, steps=30, seed=5, data=(str(file),), base_model=base, codec="int8")
+    plan = DemoOptions(peers=3, stages=3, steps=30, seed=5, data=(str(file),), base_model=base, codec="int8")
     manifest = plan.manifest()
     assert isinstance(manifest.model, HfSection) and manifest.model.trained == "lora"
     assert (manifest.objective.kind, manifest.data.samples, manifest.seed) == ("sft", str(file), 5)
@@ -98,17 +97,17 @@ def test_the_manifest_of_a_tuning_demo_is_that_of_swarm_new_with_the_plans_stage
     assert plan.flags() == ["--allow-files", "--base-model", str(base)]
     totals = tuning_totals(manifest)
     assert totals is not None and (totals.objective, totals.step_tokens) == ("sft", manifest.optimizer.target_tokens)
-    plain = DemoPlan(stages=1, base_model=base).manifest()
+    plain = DemoOptions(stages=1, base_model=base).manifest()
     assert (plain.objective.kind, plain.data.corpus) == ("lm", ("stdlib",))
-    assert tuning_totals(DemoPlan().manifest()) is None and DemoPlan(link="1Mbit,5ms").flags()[1] == "--link"
+    assert tuning_totals(DemoOptions().manifest()) is None and DemoOptions(link="1Mbit,5ms").flags()[1] == "--link"
 
 
 def test_flags_of_a_tuning_demo_that_do_not_fit_are_bad_arguments(base: Path) -> None:
     for plan, says in (
-        (DemoPlan(base_model=base, preset="tiny"), "exclude each other"),
-        (DemoPlan(base_model=base, data=("stdlib", "a.jsonl")), "one file"),
-        (DemoPlan(base_model=base, objective="sft"), "give them with --data FILE"),
-        (DemoPlan(objective="sft"), "give one with --base-model DIR"),
+        (DemoOptions(base_model=base, preset="tiny"), "exclude each other"),
+        (DemoOptions(base_model=base, data=("stdlib", "a.jsonl")), "one file"),
+        (DemoOptions(base_model=base, objective="sft"), "give them with --data FILE"),
+        (DemoOptions(objective="sft"), "give one with --base-model DIR"),
     ):
         with pytest.raises(Failure, match=says) as raised:
             plan.manifest()
