@@ -3,5 +3,3 @@
 Only identity.py reads and writes a file, the key file.
 protocol/SPEC.md says the same in prose.
 """
-
-__version__ = "0.1.0"

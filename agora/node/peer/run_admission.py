@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from agora_protocol import __version__
 from agora_protocol.errors import AgoraError, DiskError, NotAdmitted, ProtocolError
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import MAX_SHARED_REVOCATIONS
@@ -22,6 +21,7 @@ from agora_protocol.messages import ShareRevocations, TookRevocations
 from agora_protocol.records import BanList, Claim, Record
 from agora_protocol.shards import Shard
 
+from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.dht.directory import Directory

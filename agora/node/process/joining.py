@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from agora_protocol import __version__
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError, NotAdmitted
 from agora_protocol.ids import PeerId, RunId
@@ -20,6 +19,7 @@ from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import GetManifest, ManifestAnswer
 from agora_protocol.tickets import InviteTicket
 
+from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.p2pd.host import Host
