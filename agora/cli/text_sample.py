@@ -24,7 +24,7 @@ from agora.data.tokenizer import Tokenizer, open_tokenizer
 from agora.state.merged_model import open_stages
 
 if TYPE_CHECKING:
-    from agora.model import Stage
+    from agora.model import StageModule
 
 LINES: Final = 3
 LINE_CHARACTERS: Final = 72
@@ -59,7 +59,7 @@ class WholeModel(NamedTuple):
     context: maximum number of tokens that the model attends to.
     """
 
-    stage: Stage
+    stage: StageModule
     tokenizer: Tokenizer
     context: int
 

@@ -1,7 +1,7 @@
 """What the device thread and the event loop exchange: the loop sends step policies, the thread results and events.
 
 The loop publishes a new StepPolicy whenever its knowledge of the other replicas changes; the device thread reads the
-newest one. For every step and every closed share it puts an event on a queue (train.step_events).
+newest one. For every step and every closed share it puts an event on a queue (train.device_worker.StepEvents).
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.manifest import ModelSection
 from agora_protocol.manifest_rules import suggest
 
-from agora.model.family import Family, RunLayer, Stage, keep_graph, stage_loss
+from agora.model.family import Family, RunLayer, StageModule, keep_graph, stage_loss
 from agora.model.subspace_family import SubspaceFamily
 from agora.tuning.hf_family import HfFamily
 
-__all__ = ["FAMILIES", "Family", "RunLayer", "Stage", "family_of", "keep_graph", "stage_loss"]
+__all__ = ["FAMILIES", "Family", "RunLayer", "StageModule", "family_of", "keep_graph", "stage_loss"]
 
 # The value of [model] family -> the class that is called with the model section.
 FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": HfFamily}

@@ -40,7 +40,7 @@ def keep_graph(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Te
     return compute(hidden)
 
 
-class Stage(nn.Module, abc.ABC):
+class StageModule(nn.Module, abc.ABC):
     """Base class of stages: consecutive layers of a model.
 
     The first stage also has the embedding, the last one the final norm and the head. Parameters carry their full names
@@ -132,7 +132,7 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def make_stage(self, layers: range) -> Stage:
+    def make_stage(self, layers: range) -> StageModule:
         """Constructs the stage of `layers`. The caller must have set the meta device: no memory is allocated."""
 
     def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
@@ -186,7 +186,7 @@ class Family(abc.ABC):
         """Returns the ModelDescription for the model card: the model's kind and sizes in words."""
 
     @torch.no_grad()
-    def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> Stage:
+    def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> StageModule:
         """Builds and returns the stage of `layers` with its initial weights on the CPU, the same on every peer.
 
         Trained parameters are float32. seed: the run's seed. base_model: the folder with the weights that the run
@@ -197,7 +197,7 @@ class Family(abc.ABC):
         self.fill_weights(stage, seed, base_model)
         return stage
 
-    def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
+    def fill_weights(self, stage: StageModule, seed: int, base_model: Path | None) -> None:
         """Sets all parameters of `stage`, in place, to their initial values; the base class draws them from the seed.
 
         Called under torch.no_grad. base_model: the folder with the base model's files, or None; the base class ignores
@@ -212,7 +212,7 @@ class Family(abc.ABC):
     @torch.no_grad()
     def load_stage(
         self, layers: range, seed: int, weights: Mapping[str, NDArray[np.float32]], base_model: Path | None = None
-    ) -> Stage:
+    ) -> StageModule:
         """Builds and returns the stage of `layers` on the CPU with these trained weights, float32 by full name.
 
         `weights` is copied; tensors of other names in it are ignored. base_model: the folder with the frozen weights,
@@ -227,14 +227,14 @@ class Family(abc.ABC):
             parameter.copy_(torch.from_numpy(weights[name]))
         return stage
 
-    def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:  # noqa: B027 - most families have none
+    def fill_frozen(self, stage: StageModule, base_model: Path | None) -> None:  # noqa: B027 - most families have none
         """Sets the frozen parameters of `stage`, in place, to their values; the base class has none and does nothing.
 
         Called under torch.no_grad. base_model: the folder with the base model's files, or None. An override raises
         LocalError when this machine cannot make or read the values.
         """
 
-    def _allocate_stage(self, layers: range, seed: int) -> Stage:
+    def _allocate_stage(self, layers: range, seed: int) -> StageModule:
         with torch.device("meta"):
             stage = self.make_stage(layers)
         stage.allocate()
@@ -250,7 +250,7 @@ class Family(abc.ABC):
             return {name: tuple(p.shape) for name, p in self.make_stage(layers).trained_parameters()}
 
     def hidden_matrices(self, layers: range) -> list[str]:
-        """Returns Stage.hidden_matrices of the stage of `layers`, which it makes on the meta device."""
+        """Returns StageModule.hidden_matrices of the stage of `layers`, which it makes on the meta device."""
         with torch.device("meta"):
             return self.make_stage(layers).hidden_matrices()
 

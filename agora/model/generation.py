@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from agora.model.family import Stage
+from agora.model.family import StageModule
 
 
 def continue_ids(
-    model: Stage, prompt: Sequence[int], *, context: int, seed: int, temperature: float = 0.8
+    model: StageModule, prompt: Sequence[int], *, context: int, seed: int, temperature: float = 0.8
 ) -> Iterator[int]:
     """Yields token ids that continue `prompt`, endlessly: the caller takes as many as it wants, and stops at end ids.
 

@@ -16,7 +16,7 @@ from agora_protocol.manifest import SubspaceSection
 from numpy.typing import NDArray
 
 from agora.model import fixed_tensors
-from agora.model.family import Family, Stage
+from agora.model.family import Family, StageModule
 from agora.model.subspace_stage import FIXED_SCALE, STREAM_PROJECTIONS, SubspaceStage, stream_width
 from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
@@ -49,7 +49,7 @@ class SubspaceFamily(Family):
     def __init__(self, model: SubspaceSection) -> None:
         self._model = model
 
-    def make_stage(self, layers: range) -> Stage:
+    def make_stage(self, layers: range) -> StageModule:
         return SubspaceStage(self._model, layers)
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:

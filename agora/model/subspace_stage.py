@@ -20,7 +20,7 @@ from agora_protocol.manifest import SubspaceSection
 from torch import Tensor, nn
 
 from agora.model import fixed_tensors
-from agora.model.family import RunLayer, Stage, keep_graph
+from agora.model.family import RunLayer, StageModule, keep_graph
 
 # Standard deviation of initial weights in layers; those of STREAM_PROJECTIONS are smaller, see initial_std.
 WEIGHT_STD = 0.02
@@ -165,7 +165,7 @@ class Subspace(nn.Module):
         return expand
 
 
-class SubspaceStage(Stage):
+class SubspaceStage(StageModule):
     """A stage of the family `subspace`: Llama layers whose residual stream has k numbers a token (see the module).
 
     Made on the meta device, it has no values until Family.build_stage or load_stage fills it.

@@ -39,7 +39,7 @@ class StageState:
     updates: how many of these steps went into the moments.
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
     agreed: the last step whose mean over all replicas is in the state.
-    lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.lineage.
+    lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see agora.train.stage.with_step.
     plan: which steps of the stage are local. If step `step` is, `layout` has the moments ANCHOR and VELOCITY.
     """
 
@@ -95,7 +95,7 @@ class MomentSpec:
 class TensorSlot:
     """The place of one named tensor in a stage's flat arrays: `offset` and `elements` count elements, not bytes.
 
-    is_hidden_matrix: whether the model family marks the tensor as a hidden matrix, see agora.model.Stage.
+    is_hidden_matrix: whether the model family marks the tensor as a hidden matrix, see agora.model.StageModule.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Runs a stage's layers so that autograd keeps one layer's graph at a time, or measures the graphs' bytes.
 
-repeat_in_backward and GraphMeasure.run_layer are each a RunLayer, which Stage.forward calls for each of its layers.
+repeat_in_backward and GraphMeasure.run_layer are each a RunLayer, which a StageModule calls for each of its layers.
 torch.utils.checkpoint is not used: its first call imports torch._dynamo, which takes seconds and some 60 MB.
 """
 

@@ -5,11 +5,14 @@ No graphs.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import Final, TypeVar, TypeVarTuple
 
 import numpy as np
 from agora_protocol.errors import NotMyStage, ProtocolError
@@ -25,18 +28,39 @@ from agora.core.sync_mode import EXACT, StepPlan
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, device_errors, work_clock_of
-from agora.train.gradient_norms import GradientNormBound
-from agora.train.gradient_sum import GradientShare
+from agora.train.gradients import GradientNormBound, GradientShare
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage_progress import StageProgress
-from agora.train.stage_replica import AveragedSlice, Blocks
-from agora.train.step_events import StepEvents
+from agora.train.stage import AveragedSlice, Blocks, StageProgress
 from agora.train.weight_versions import LIMIT_FACTOR, StashedForward
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+MAX_EVENTS: Final = 4096  # maximum number of step events that wait for their reader; the oldest are dropped
+
+
+class StepEvents:
+    """A queue of at most MAX_EVENTS step events: any thread may `put`; one task iterates, on the loop that made it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[StepEvent] = deque(maxlen=MAX_EVENTS)
+        self._arrived = asyncio.Event()
+
+    def put(self, event: StepEvent) -> None:
+        """Appends an event and wakes the reader; drops the oldest event if the queue is full. From any thread."""
+        self._events.append(event)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def __aiter__(self) -> AsyncIterator[StepEvent]:
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            await self._arrived.wait()
+            self._arrived.clear()
 
 
 def _priority_of(purpose: str) -> Priority:
@@ -287,7 +311,7 @@ class DeviceWorker:
     ) -> None:
         """Moves the stage's anchor and weights in `blocks` by the result of the averaging round of step `step`.
 
-        Does nothing if a result of this or a later step was applied before. Arguments: see StageReplica.step_anchor.
+        Does nothing if a result of this or a later step was applied before. Arguments: see Stage.step_anchor.
         """
         function = self.trainer.stage(stage).step_anchor
         await self._run_and_step(function, step, blocks, snapshot, averaged, wanted_slices)
@@ -295,7 +319,7 @@ class DeviceWorker:
     async def catch_up(self, stage: int, step: int) -> None:
         """Raises a stage's step count to `step`, that of its other replicas, if it is behind and has no closed share.
 
-        May first take a step with the stage's summed gradient, or drop that gradient, see TrainedStage.catch_up.
+        May first take a step with the stage's summed gradient, or drop that gradient, see Stage.catch_up.
         """
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
@@ -312,7 +336,7 @@ class DeviceWorker:
         """Takes step `step`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
 
         Drops this replica's closed share of this step. With 0 tokens the step is only counted. wanted_slices: see
-        TrainedStage. Raises LocalError when another step is the next one, ProtocolError for a gradient that cannot be
+        Stage. Raises LocalError when another step is the next one, ProtocolError for a gradient that cannot be
         used; the step can then be taken along another gradient.
         """
         function = self.trainer.stage(stage).step_with_gradient

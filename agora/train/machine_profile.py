@@ -26,7 +26,7 @@ from torch import Tensor
 from agora.cost.activation_bytes import MicrobatchSize
 from agora.cost.decoder_sizes import decoder_sizes
 from agora.cost.run_cost import microbatch_flops
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 from agora.train.device import has_native_bf16
 from agora.tuning.hf_stage import HfStage
 
@@ -159,7 +159,7 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return (intercept, slope) if slope > 0 else (0.0, through_zero)
 
 
-def _make_filled_stage(manifest: Manifest, layers: range) -> Stage:
+def _make_filled_stage(manifest: Manifest, layers: range) -> StageModule:
     with torch.device("meta"):
         stage = family_of(manifest.model).make_stage(layers)
     stage.allocate()
@@ -175,7 +175,7 @@ def _make_filled_stage(manifest: Manifest, layers: range) -> Stage:
 
 
 def _measure_seconds(
-    stage: Stage, manifest: Manifest, device: torch.device, rows: int, deadline: float, clock: Callable[[], float]
+    stage: StageModule, manifest: Manifest, device: torch.device, rows: int, deadline: float, clock: Callable[[], float]
 ) -> float:
     tokens = torch.zeros(rows, manifest.model.context, dtype=torch.int64, device=device)
     entry = tokens
@@ -193,7 +193,7 @@ def _measure_seconds(
     return statistics.median(times)
 
 
-def _forward_and_backward(stage: Stage, entry: Tensor, tokens: Tensor, device: torch.device) -> None:
+def _forward_and_backward(stage: StageModule, entry: Tensor, tokens: Tensor, device: torch.device) -> None:
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_native_bf16(device)):
         output = stage(entry, tokens)
     inputs: list[Tensor] = [parameter for _, parameter in stage.trained_parameters()]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from agora.core.stepping import StepEvent
-from agora.model import RunLayer, Stage, family_of, keep_graph
+from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
 from agora.train.activation_checkpointing import GraphMeasure, repeat_in_backward
@@ -25,7 +25,7 @@ from agora.train.device import has_native_bf16
 from agora.train.graph_budget import GraphMemory
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
-from agora.train.stage_replica import StageReplica
+from agora.train.stage import Stage
 from agora.train.weight_prediction import predicts_weights
 from agora.train.weight_versions import LIMIT_FACTOR, StashedForward, StashedForwards, WeightVersion
 
@@ -106,26 +106,26 @@ class SpanTrainer:
         self._bf16 = has_native_bf16(device)
         self.graphs = GraphMemory(manifest.schedule.activations, device, in_flight)
         self.stashed = StashedForwards(LIMIT_FACTOR * in_flight)
-        self.stages: dict[int, StageReplica] = {}
+        self.stages: dict[int, Stage] = {}
         family = family_of(manifest.model)
         for number in span.stages:
             module = family.build_stage(manifest.layers_of(number), manifest.seed, base_model)
             place = OptimizerOffload(device, state_in_host)
-            self.stages[number] = StageReplica(number, module, place, manifest, self.stashed, report, on_step)
+            self.stages[number] = Stage(number, module, place, manifest, self.stashed, report, on_step)
         weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
         self.predicts_weights = predicts_weights(manifest, weights_bytes, memory.available_bytes(device))
         if self.predicts_weights:
             for stage in self.stages.values():
                 stage.predict_weights()
 
-    def stage(self, number: int) -> StageReplica:
+    def stage(self, number: int) -> Stage:
         """Returns stage `number`. Raises NotMyStage if it is not in this span."""
         if number not in self.stages:
             raise NotMyStage(f"stage {number} is not held here; this peer holds {self.span}")
         return self.stages[number]
 
     def take_due_steps(self) -> None:
-        """Takes the step, or closes the share, of every stage for which that is due, see TrainedStage.step_if_due."""
+        """Takes the step, or closes the share, of every stage for which that is due, see Stage.step_if_due."""
         for stage in self.stages.values():
             stage.step_if_due()
 
@@ -222,7 +222,7 @@ class SpanTrainer:
                 output = self._run(*again)
         return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
 
-    def _stages_from(self, entry_stage: int) -> list[StageReplica]:
+    def _stages_from(self, entry_stage: int) -> list[Stage]:
         return [self.stages[number] for number in range(entry_stage, self.span.last + 1)]
 
     def _steps_from(self, entry_stage: int) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ class SpanTrainer:
         return hidden
 
     @contextmanager
-    def _mode_for(self, module: Stage, purpose: str, microbatch: MicrobatchId, stage: int) -> Iterator[None]:
+    def _mode_for(self, module: StageModule, purpose: str, microbatch: MicrobatchId, stage: int) -> Iterator[None]:
         # Dropout's random seed is a hash of microbatch and stage, so that a second forward drops the same values.
         with ExitStack() as stack:
             if purpose == "reference":

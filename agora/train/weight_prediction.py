@@ -15,7 +15,7 @@ from typing import Final
 
 from agora_protocol.manifest import Manifest
 
-from agora.train.gradient_sum import GradientShare
+from agora.train.gradients import GradientShare
 from agora.train.optimizer import StageOptimizer
 from agora.train.weight_versions import StashedForwards, VersionedWeights, WeightVersion
 

@@ -15,7 +15,7 @@ from agora_protocol.errors import Busy, LocalError
 from agora_protocol.ids import MicrobatchId
 from torch import Tensor, nn
 
-from agora.model import Stage
+from agora.model import StageModule
 from agora.state.layout import Layout, TensorSlot, lay_out
 from agora.train.objectives import TokenBatch
 
@@ -34,14 +34,14 @@ class WeightVersion:
     The views share flat's version counter: autograd raises if weights that a graph still needs were changed.
     """
 
-    def __init__(self, flat: Tensor, layout: Layout, template: Stage) -> None:
+    def __init__(self, flat: Tensor, layout: Layout, template: StageModule) -> None:
         """template: a module of the same structure; its frozen parameters and its buffers are shared, not copied."""
         self.flat = flat
         named = dict(template.named_parameters())
         self.parameters = [nn.Parameter(tensor_in(flat, slot)) for slot in layout.slots]
         memo: dict[int, object] = {id(tensor): tensor for tensor in [*named.values(), *template.buffers()]}
         memo |= {id(named[slot.name]): parameter for slot, parameter in zip(layout.slots, self.parameters, strict=True)}
-        self.module: Stage = copy.deepcopy(template, memo)
+        self.module: StageModule = copy.deepcopy(template, memo)
 
 
 class VersionedWeights:
@@ -82,7 +82,7 @@ class VersionedWeights:
 class StageWeights(VersionedWeights):
     """The trainable weights that a stage has learnt."""
 
-    def __init__(self, module: Stage, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
+    def __init__(self, module: StageModule, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
         """Copies the trainable parameters of `module`, which moves to `device`, to the first version.
 
         hidden_matrices: full names of the parameters to mark as such in the layout.

@@ -17,7 +17,7 @@ import torch
 from agora_protocol.base_config import parse_config
 from agora_protocol.manifest import HfSection
 
-from agora.model.family import Family, Stage
+from agora.model.family import Family, StageModule
 from agora.state.merged_model import ExportedTensor, TensorBlocks
 from agora.state.model_card import ModelDescription
 from agora.tuning.adapter_files import (
@@ -59,20 +59,20 @@ class HfFamily(Family):
         require_folder(base_model)
         self.parameter_shapes(range(1))
 
-    def make_stage(self, layers: range) -> Stage:
+    def make_stage(self, layers: range) -> StageModule:
         return HfStage(self._model, layers)
 
-    def fill_weights(self, stage: Stage, seed: int, base_model: Path | None) -> None:
+    def fill_weights(self, stage: StageModule, seed: int, base_model: Path | None) -> None:
         self._read_files(stage, base_model)
         if self._has_lora:
             for name, parameter in stage.trained_parameters():
                 parameter.copy_(initial_lora_values(seed, name, parameter.shape))
 
-    def fill_frozen(self, stage: Stage, base_model: Path | None) -> None:
+    def fill_frozen(self, stage: StageModule, base_model: Path | None) -> None:
         if self._has_lora:
             self._read_files(stage, base_model)
 
-    def _read_files(self, stage: Stage, base_model: Path | None) -> None:
+    def _read_files(self, stage: StageModule, base_model: Path | None) -> None:
         assert isinstance(stage, HfStage)
         for name, values in read_tensors(base_model, self._model.weights, wanted_tensors(stage)):
             stage.load(name, values)

@@ -19,7 +19,7 @@ from agora_protocol.manifest import HfSection
 from torch import Tensor, nn
 
 from agora.core.terminal_text import one_line
-from agora.model.family import RunLayer, Stage, keep_graph
+from agora.model.family import RunLayer, StageModule, keep_graph
 from agora.tuning.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
 from agora.tuning.hf_architecture import architecture_of
 from agora.tuning.lora_layers import adapters_off, inject_lora, lora_targets
@@ -30,7 +30,7 @@ HEAD: Final = "lm_head"
 INSIDE_LORA: Final = ".base_layer."  # what peft inserts into the name of a parameter of a layer that has LoRA
 
 
-class HfStage(Stage):
+class HfStage(StageModule):
     """A stage of the family `hf`: transformers' decoder layers. It has no values until HfFamily fills it from files.
 
     With LoRA, only the LoRA matrices are trained, and all other parameters are frozen.

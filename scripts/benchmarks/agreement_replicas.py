@@ -31,7 +31,7 @@ from agora.replica.part_averager import Part, PartAverager, RoundConfig
 from agora.replica.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage_replica import Blocks
+from agora.train.stage import Blocks
 from benchmarks.agreement_settings import Setting, sequences_of
 from benchmarks.worker import Channel
 

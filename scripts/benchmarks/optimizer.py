@@ -13,7 +13,7 @@ import torch
 from agora_protocol.manifest import Manifest, link_subspace
 from torch import Tensor
 
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from agora.train.muon import MuonMatrices
@@ -121,7 +121,7 @@ def measure_stage(size: StageSize, device: torch.device, repeats: int) -> dict[s
     }
 
 
-def train_microbatch(stage: Stage, manifest: Manifest, device: torch.device) -> tuple[Tensor, ...]:
+def train_microbatch(stage: StageModule, manifest: Manifest, device: torch.device) -> tuple[Tensor, ...]:
     """Returns the gradients of one microbatch through the stage: one forward, one backward, the graph kept between."""
     shape = manifest.boundary_shape()
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()

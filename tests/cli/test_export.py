@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agora.cli import console, export
 from agora.cli.console import Failure
-from agora.model import Stage, family_of, stage_loss
+from agora.model import StageModule, family_of, stage_loss
 from agora.node import paths, runs
 from agora.node.control.control_socket import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
@@ -58,13 +58,13 @@ def signed() -> SignedManifest:
 
 
 @pytest.fixture(scope="module")
-def stages() -> list[Stage]:
+def stages() -> list[StageModule]:
     """Far from their initial values, gains included, so that no tensor could stand for another."""
     return disturbed([family_of(MANIFEST.model).build_stage(MANIFEST.layers_of(k), 5) for k in range(3)])
 
 
 @torch.no_grad()
-def disturbed(built: list[Stage]) -> list[Stage]:
+def disturbed(built: list[StageModule]) -> list[StageModule]:
     for number, parameter in enumerate(p for stage in built for p in stage.parameters()):
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
         parameter.mul_(2).add_(noise, alpha=0.1)
@@ -72,7 +72,7 @@ def disturbed(built: list[Stage]) -> list[Stage]:
 
 
 @pytest.fixture
-def checkpoints(home: paths.Home, signed: SignedManifest, stages: list[Stage]) -> paths.Home:
+def checkpoints(home: paths.Home, signed: SignedManifest, stages: list[StageModule]) -> paths.Home:
     """A data directory that holds a checkpoint of every stage."""
     runs.remember_manifest(home, signed)
     for stage in range(3):
@@ -80,11 +80,11 @@ def checkpoints(home: paths.Home, signed: SignedManifest, stages: list[Stage]) -
     return home
 
 
-def named(stage: Stage) -> dict[str, np.ndarray]:
+def named(stage: StageModule) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in stage.named_parameters()}
 
 
-def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[Stage], stage: int, step: int) -> Path:
+def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[StageModule], stage: int, step: int) -> Path:
     """Writes a checkpoint whose averaged weights are those of `stages`, and whose weights are twice as large."""
     layout = with_moments(signed.manifest.optimizer, StageWeights(stages[stage], torch.device("cpu")).layout)
     average = layout.flatten(named(stages[stage]))
@@ -97,7 +97,7 @@ def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size
     return export.run(wanted, out, directories, dtype=dtype, shard_size=size, as_json=True, **flags)
 
 
-def logits_of(stages: list[Stage], tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(stages: list[StageModule], tokens: torch.Tensor) -> torch.Tensor:
     hidden = tokens
     for stage in stages:
         hidden = stage(hidden, tokens)
@@ -113,7 +113,7 @@ def some_tokens(b: int = 2) -> torch.Tensor:
 
 @torch.no_grad()
 def test_transformers_computes_the_runs_logits_and_loss(
-    checkpoints: paths.Home, stages: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: paths.Home, stages: list[StageModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("poems", tmp_path / "out", size="20KB") == console.DONE
     output = json.loads(capsys.readouterr().out)
@@ -137,7 +137,12 @@ def exported(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("from_daemon", [False, True])
 def test_without_the_average_the_weights_of_the_last_step_are_exported_and_the_card_says_so(
-    checkpoints: paths.Home, signed: SignedManifest, stages: list[Stage], tmp_path: Path, from_daemon: bool, capsys: Any
+    checkpoints: paths.Home,
+    signed: SignedManifest,
+    stages: list[StageModule],
+    tmp_path: Path,
+    from_daemon: bool,
+    capsys: Any,
 ) -> None:
     async def collect(average: bool) -> Answer:
         times = 1 if average else 2
@@ -158,7 +163,7 @@ def test_without_the_average_the_weights_of_the_last_step_are_exported_and_the_c
 
 
 def test_a_run_that_keeps_no_average_exports_its_weights_unasked(
-    home: paths.Home, stages: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: paths.Home, stages: list[StageModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signed = SignedManifest.sign(MANIFEST.with_values(optimizer={"average_decay": 0.0}), Identity.generate())
     runs.remember_manifest(home, signed)
@@ -205,7 +210,7 @@ def test_generate_runs_and_text_survives_the_tokenizer(checkpoints: paths.Home, 
 
 
 @torch.no_grad()
-def test_bf16_is_the_same_model_rounded(checkpoints: paths.Home, stages: list[Stage], tmp_path: Path) -> None:
+def test_bf16_is_the_same_model_rounded(checkpoints: paths.Home, stages: list[StageModule], tmp_path: Path) -> None:
     run("poems", tmp_path / "out", dtype="bf16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
@@ -237,7 +242,7 @@ def test_the_card_and_the_list_say_where_it_comes_from(
 
 
 def test_the_card_of_a_run_with_sparse_boundaries_says_what_the_export_has_that_it_never_used(
-    home: paths.Home, stages: list[Stage], tmp_path: Path
+    home: paths.Home, stages: list[StageModule], tmp_path: Path
 ) -> None:
     founded = SignedManifest.sign(
         MANIFEST.with_values(name="sparse", boundary={"codec": "top12:int8"}), Identity.generate()
@@ -256,7 +261,7 @@ def test_the_card_of_a_run_with_sparse_boundaries_says_what_the_export_has_that_
 def test_the_newest_whole_checkpoint_in_any_data_directory_is_taken(
     checkpoints: paths.Home,
     signed: SignedManifest,
-    stages: list[Stage],
+    stages: list[StageModule],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -325,7 +330,7 @@ def daemon(
         loop.close()
 
 
-def collected(folder: Path, signed: SignedManifest, stages: list[Stage], step: int, times: int = 1) -> Answer:
+def collected(folder: Path, signed: SignedManifest, stages: list[StageModule], step: int, times: int = 1) -> Answer:
     """Writes files with the weights of `stages`, multiplied by `times`, and returns the answer that names them."""
     files = {}
     for stage, module in enumerate(stages):
@@ -339,7 +344,7 @@ def collected(folder: Path, signed: SignedManifest, stages: list[Stage], step: i
 def test_a_daemon_collects_what_is_newer_than_any_checkpoint(
     checkpoints: paths.Home,
     signed: SignedManifest,
-    stages: list[Stage],
+    stages: list[StageModule],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -379,7 +384,7 @@ def test_a_daemon_that_cannot_leaves_it_to_the_checkpoints(
 
 
 def test_what_a_daemon_collected_is_checked_before_anything_is_written(
-    checkpoints: paths.Home, signed: SignedManifest, stages: list[Stage], tmp_path: Path
+    checkpoints: paths.Home, signed: SignedManifest, stages: list[StageModule], tmp_path: Path
 ) -> None:
     async def collect(average: bool) -> Answer:
         answer = collected(tmp_path / "collected", signed, stages, 60)

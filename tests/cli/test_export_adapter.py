@@ -27,14 +27,14 @@ from typer.testing import CliRunner
 from agora.cli import console, export
 from agora.cli.console import Failure
 from agora.cli.main_swarm import app
-from agora.model import Stage
+from agora.model import StageModule
 from agora.node import paths, runs
 from agora.node.settings import SettingsError
 from agora.state.checkpoint import write_checkpoint
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 from agora.tuning.base_model import BaseModelError
 from agora.tuning.data_hashes import hash_tokenizer
 from agora.tuning.model_tokenizer import open_training_tokenizer
@@ -55,7 +55,7 @@ class Tuned:
     home: paths.Home
     base: Path
     signed: SignedManifest
-    stages: list[Stage]
+    stages: list[StageModule]
 
     def logits(self) -> torch.Tensor:
         with torch.no_grad():

@@ -18,7 +18,7 @@ from agora.node import paths, runs
 from agora.node.settings import SettingsError
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 from tests.cli.test_text_sample import demo
 from tests.model.tiny_models import make_model, manifest_of, save, stages_of
 

@@ -19,7 +19,7 @@ from agora.model import family_of
 from agora.node import paths, runs
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 
 MODEL = {"width": 32, "layers": 2, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 32}
 MANIFEST = Manifest.from_values({"name": "poems", "model": MODEL, "stages": {"count": 2}}, "test")

@@ -18,9 +18,9 @@ from agora.core.sync_mode import StepPlan
 from agora.cost.decoder_sizes import decoder_sizes
 from agora.cost.run_cost import run_cost, trained_parameters
 from agora.cost.stage_cost import ALL_ACTIVATIONS, Activations
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 from agora.train.memory import measure_saved_bytes
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 from agora.tuning.hf_family import HfFamily
 from agora.tuning.hf_stage import HfStage
 from tests.cost.training_memory import measured_peak
@@ -54,7 +54,7 @@ def subspace_manifest(subspace: int, **sections: Any) -> Manifest:
     return Manifest.from_values({"model": model, "stages": {"count": 3}, "schedule": {"microbatch": 2}} | sections, "t")
 
 
-def filled_stage(manifest: Manifest, stage: int) -> Stage:
+def filled_stage(manifest: Manifest, stage: int) -> StageModule:
     """A stage with values, without the files of a base model."""
     family, layers = family_of(manifest.model), manifest.layers_of(stage)
     built = family._allocate_stage(layers, 0)
@@ -67,7 +67,7 @@ def filled_stage(manifest: Manifest, stage: int) -> Stage:
     return built
 
 
-def saved_bytes(manifest: Manifest, stage: Stage, *, in_bf16: bool) -> int:
+def saved_bytes(manifest: Manifest, stage: StageModule, *, in_bf16: bool) -> int:
     """What autograd keeps of one microbatch's forward through the stage."""
     tokens = torch.zeros(manifest.schedule.microbatch, manifest.model.context, dtype=torch.int64)
     entry = tokens if stage.is_first else torch.randn(manifest.boundary_shape(), requires_grad=True)

@@ -10,13 +10,13 @@ import torch
 from agora_protocol.manifest import Manifest, preset
 from torch import Tensor
 
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 from agora.model.generation import continue_ids
 
 MODEL = {"width": 32, "subspace": 16, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 16}
 
 
-class Counting(Stage):
+class Counting(StageModule):
     """Predicts that the id after i is i + 1, or with odds of e^-1 to 1 that it is i + 2; remembers what it saw."""
 
     def __init__(self) -> None:

@@ -7,16 +7,16 @@ import torch
 from agora_protocol.manifest import PRESETS, Manifest, preset
 from torch.nn.functional import cross_entropy
 
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 from agora.train.optimizer import StageOptimizer
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 
 PARAMETERS = {"tiny": 0.68e6, "small": 19.9e6, "150m": 149e6, "1b": 988e6, "8b": 7.96e9}
 LARGE = ("150m", "1b", "8b")
 META = torch.device("meta")
 
 
-def stages_of(manifest: Manifest) -> list[Stage]:
+def stages_of(manifest: Manifest) -> list[StageModule]:
     """All stages, on the meta device."""
     with META:
         return [family_of(manifest.model).make_stage(manifest.layers_of(n)) for n in range(manifest.stage_count)]
@@ -51,7 +51,7 @@ def test_every_stage_of_a_preset_goes_forward_and_backward_and_steps(name: str) 
         step(manifest, number, stage)
 
 
-def step(manifest: Manifest, number: int, stage: Stage) -> None:
+def step(manifest: Manifest, number: int, stage: StageModule) -> None:
     """Takes an optimizer step along the gradients of a stage whose backward was done."""
     layout = stage_layout(manifest, number)
     gradients = {name: p.grad for name, p in stage.trained_parameters()}

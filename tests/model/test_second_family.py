@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from agora.cli import export
 from agora.core.span_work import SpanWork
 from agora.cost.stage_cost import MemoryNeed
-from agora.model import FAMILIES, Family, RunLayer, Stage, family_of, keep_graph
+from agora.model import FAMILIES, Family, RunLayer, StageModule, family_of, keep_graph
 from agora.node import paths, runs
 from agora.node.doctor import preflight
 from agora.node.limits.memory_budget import MemoryOffer
@@ -71,7 +71,7 @@ class LinearSection(ModelSection):
         return "[model] width 13 is unlucky; use 14." if self.width == 13 else None
 
 
-class LinearStage(Stage):
+class LinearStage(StageModule):
     """An embedding, linear layers, and a head without bias."""
 
     def __init__(self, model: LinearSection, layers: range) -> None:
@@ -109,7 +109,7 @@ class LinearFamily(Family):
     def __init__(self, model: LinearSection) -> None:
         self._model = model
 
-    def make_stage(self, layers: range) -> Stage:
+    def make_stage(self, layers: range) -> StageModule:
         return LinearStage(self._model, layers)
 
     def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:

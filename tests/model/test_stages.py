@@ -11,7 +11,7 @@ from agora_protocol.manifest import SubspaceSection
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.model import Stage, family_of, stage_loss
+from agora.model import StageModule, family_of, stage_loss
 from agora.model.subspace_stage import apply_rotary, rotary_table
 
 SEED = 11
@@ -31,12 +31,12 @@ def small(**changes: Any) -> SubspaceSection:
     return SubspaceSection(**(sizes | changes))
 
 
-def cut(model: SubspaceSection, count: int, seed: int = SEED) -> list[Stage]:
+def cut(model: SubspaceSection, count: int, seed: int = SEED) -> list[StageModule]:
     size = model.layers // count
     return [family_of(model).build_stage(range(k * size, (k + 1) * size), seed) for k in range(count)]
 
 
-def run(stages: list[Stage], tokens: Tensor) -> Tensor:
+def run(stages: list[StageModule], tokens: Tensor) -> Tensor:
     hidden = tokens
     for stage in stages:
         hidden = stage(hidden, tokens)
@@ -47,7 +47,7 @@ def some_tokens(model: SubspaceSection, b: int = 2, seed: int = 0) -> Tensor:
     return torch.randint(model.vocabulary, (b, model.context), generator=torch.Generator().manual_seed(seed))
 
 
-def all_weights(stages: list[Stage]) -> dict[str, Tensor]:
+def all_weights(stages: list[StageModule]) -> dict[str, Tensor]:
     return {name: p.detach() for stage in stages for name, p in stage.named_parameters()}
 
 

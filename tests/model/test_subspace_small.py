@@ -17,7 +17,7 @@ from agora_protocol.manifest import Manifest, SubspaceSection
 from torch import Tensor
 
 from agora.core.span_work import SpanWork
-from agora.model import Stage, family_of, fixed_tensors, stage_loss
+from agora.model import StageModule, family_of, fixed_tensors, stage_loss
 from agora.model.subspace_stage import FIXED_SCALE
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
@@ -38,7 +38,7 @@ SAME_WIDTH = MODEL.model_copy(update={"subspace": WIDTH, "embedding": "fixed"})
 STEPS = 5
 
 
-def cut(model: SubspaceSection, count: int) -> list[Stage]:
+def cut(model: SubspaceSection, count: int) -> list[StageModule]:
     """Away from the initial values, so that every tensor counts; the same whatever the cut."""
     size = model.layers // count
     stages = [family_of(model).build_stage(range(k * size, (k + 1) * size), SEED) for k in range(count)]
@@ -53,7 +53,7 @@ def some_tokens(model: SubspaceSection, b: int = 2) -> Tensor:
     return torch.randint(model.vocabulary, (b, model.context), generator=torch.Generator().manual_seed(3))
 
 
-def gradients(stages: list[Stage], tokens: Tensor) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+def gradients(stages: list[StageModule], tokens: Tensor) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """Loss sum, gradients by name, and boundaries, each crossed as peers do: values there, gradient back."""
     entries, outputs = [], []
     hidden = tokens

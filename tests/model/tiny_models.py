@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 
 CONTEXT = 24
 VOCABULARY = 263
@@ -106,13 +106,13 @@ def manifest_of(folder: Path, stages: int = 2, **sections: Any) -> Manifest:
     return Manifest.from_values(values, "test")
 
 
-def stages_of(manifest: Manifest, folder: Path) -> list[Stage]:
+def stages_of(manifest: Manifest, folder: Path) -> list[StageModule]:
     """Every stage of the run with its initial weights."""
     family = family_of(manifest.model)
     return [family.build_stage(manifest.layers_of(k), manifest.seed, folder) for k in range(manifest.stage_count)]
 
 
-def logits_of(stages: list[Stage], tokens: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+def logits_of(stages: list[StageModule], tokens: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
     """The logits of the stages in turn."""
     hidden = tokens
     for stage in stages:

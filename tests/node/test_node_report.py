@@ -28,7 +28,7 @@ from agora.replica.gradient_wire import GradientWire
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge
-from agora.train.stage_progress import StageProgress
+from agora.train.stage import StageProgress
 
 ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(

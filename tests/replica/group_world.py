@@ -26,7 +26,7 @@ from agora.replica.group import ReplicaGroup
 from agora.state.layout import lay_out
 from agora.swarm.peer_score import Violation
 from agora.train.diloco import OuterOptimizer
-from agora.train.history_hash import INITIAL_LINEAGE, lineage_of_weights, with_step
+from agora.train.stage import INITIAL_LINEAGE, lineage_of_weights, with_step
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from tests.replica.world import identities
 from tests.train.support import small_manifest
@@ -99,7 +99,7 @@ class FakeStage:
                 self.group.on_microbatch_left(0, in_progress=0)
 
     def _take_due_step(self) -> None:
-        """As train.TrainedStage.step_if_due."""
+        """As train.Stage.step_if_due."""
         if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
             return
         if not self.policy.uses_mean_gradient(self.step, self.plan):
@@ -161,7 +161,7 @@ class FakeStage:
         self.plan = self.change_rule.after_slice_round(self.plan, step, wanted_slices)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """As train.TrainedStage."""
+        """As train.Stage."""
         if step > self.step and self.share is None:
             if self.tokens and (step == self.step + 1 or self.plan.is_local(self.step)):
                 self._step_alone()

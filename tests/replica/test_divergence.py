@@ -10,7 +10,7 @@ from agora_protocol.ids import PeerId
 from agora.observe.events import StageDiverged
 from agora.replica.divergence import replicas_to_fetch_from
 from agora.replica.replica_progress import DirectReport, ReplicaCounts, ReplicaProgress
-from agora.train.history_hash import INITIAL_LINEAGE, KEPT_STEPS, with_step
+from agora.train.stage import INITIAL_LINEAGE, KEPT_STEPS, with_step
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.replica.test_group import EXACT, assert_equal_bits, at_one_step
 from tests.virtual_time import run

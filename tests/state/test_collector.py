@@ -22,7 +22,7 @@ from agora.state import collector
 from agora.state.collector import StageCollector
 from agora.state.layout import Layout, MomentSpec, StageState
 from agora.swarm.view import PeerView, View
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 from agora.train.weight_versions import StageWeights
 from tests.state.world import Replica, World, flipped, state
 

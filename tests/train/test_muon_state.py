@@ -18,7 +18,7 @@ from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_che
 from agora.state.layout import StageState
 from agora.state.transfer import StateFetch
 from agora.train.device_worker import DeviceWorker
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 from tests.state.world import CHANGE_RULE, World
 from tests.train.support import batches_for, pipeline_of, small_manifest, train_step
 

@@ -10,7 +10,7 @@ from agora_protocol.manifest import OptimizerSection
 from torch import nn
 
 from agora.state.layout import ALIGNMENT
-from agora.train.gradient_sum import GradientSum
+from agora.train.gradients import GradientSum
 from agora.train.optimizer import StageOptimizer, learning_rate
 from agora.train.weight_versions import StageWeights
 from tests.oracle import plain_learning_rate

@@ -10,7 +10,7 @@ from agora_protocol.limits import SLICE_BLOCK
 
 from agora.core.sync_mode import ALL_EXACT, EXACT, MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, StepPlan
 from agora.state.layout import ANCHOR, VELOCITY
-from agora.train.stage_replica import StageReplica
+from agora.train.stage import Stage
 from tests.train.test_weight_versions import Bench
 
 SLICES = 4
@@ -19,18 +19,18 @@ FIRST = NOTICE_STEPS
 PLAN = StepPlan(EXACT, FIRST, SLICES)
 
 
-def stage_of() -> StageReplica:
+def stage_of() -> Stage:
     return Bench("keep", averaging={"fraction": 1 / SLICES}).trainer.stage(0)
 
 
-def take_exact_step(stage: StageReplica, wanted: int = EXACT) -> None:
+def take_exact_step(stage: Stage, wanted: int = EXACT) -> None:
     """Along a mean that every stage gets alike."""
     generator = torch.Generator().manual_seed(stage.step)
     gradient = torch.randn(stage.layout.numel, generator=generator)
     stage.step_with_gradient(stage.step, gradient, 64, wanted)
 
 
-def take_local_step(stage: StageReplica, seed: int) -> None:
+def take_local_step(stage: Stage, seed: int) -> None:
     """Along a gradient of its own."""
     stage.sum.flat.copy_(torch.randn(stage.layout.numel, generator=torch.Generator().manual_seed(seed)))
     stage.layout.clear_padding(stage.sum.flat)
@@ -38,13 +38,13 @@ def take_local_step(stage: StageReplica, seed: int) -> None:
     stage.catch_up(stage.step + 1)
 
 
-def change_to_local(stage: StageReplica) -> None:
+def change_to_local(stage: Stage) -> None:
     take_exact_step(stage, wanted=SLICES)
     while stage.step < FIRST:
         take_exact_step(stage)
 
 
-def average_slice(stage: StageReplica, wanted: int = SLICES) -> None:
+def average_slice(stage: Stage, wanted: int = SLICES) -> None:
     """Applies a mean difference of 0 in a block."""
     blocks = np.array([0])
     found = stage.difference_to_anchor(blocks)

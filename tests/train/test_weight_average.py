@@ -21,7 +21,7 @@ from agora.state.transfer import StateFetch
 from agora.train.objectives import TokenBatch
 from agora.train.optimizer import average_decay
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage_replica import StageReplica
+from agora.train.stage import Stage
 from tests.state.world import CHANGE_RULE, World
 from tests.train.support import batches_for, microbatch_id, small_manifest
 
@@ -39,13 +39,13 @@ def one_stage(**optimizer: object) -> Manifest:
     return small_manifest(stages={"count": 1}, optimizer=optimizer)
 
 
-def gradient(stage: StageReplica, seed: int) -> torch.Tensor:
+def gradient(stage: Stage, seed: int) -> torch.Tensor:
     flat = torch.randn(stage.weights.layout.numel, generator=torch.Generator().manual_seed(seed))
     stage.weights.layout.clear_padding(flat)
     return flat
 
 
-def take_steps(stage: StageReplica, first: int, last: int) -> list[np.ndarray]:
+def take_steps(stage: Stage, first: int, last: int) -> list[np.ndarray]:
     """Takes steps along random gradients, from step number START + first on. Returns the weights after each."""
     weights = []
     if stage.step == 0:
@@ -141,7 +141,7 @@ def test_a_boundary_that_is_evaluated_leaves_a_stage_as_its_average_makes_it() -
     assert torch.equal(forward["evaluate"], expected) and not torch.allclose(forward["train"], expected, atol=1e-3)
 
 
-def check_that_it_goes_on(state: StageState, stage: StageReplica) -> None:
+def check_that_it_goes_on(state: StageState, stage: Stage) -> None:
     """A fresh stage that loads `state`, exported from `stage`, has its average and goes on as `stage` does."""
     fresh = trainer_of(one_stage(name="muon")).stage(0)
     fresh.load_state(state)

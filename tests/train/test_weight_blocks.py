@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agora.core.sync_mode import StepPlan
 from agora.state.layout import ANCHOR, VELOCITY
-from agora.train.trained_stage import stage_layout
+from agora.train.stage import stage_layout
 from tests.train.test_weight_versions import Bench, same
 
 RATE, MOMENTUM = AveragingSection().outer_rate, 20 * AveragingSection().outer_momentum

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agora.core.stepping import StepPolicy
 from agora.observe.events import StepTaken
-from agora.train.stage_replica import StageReplica
+from agora.train.stage import Stage
 from agora.train.weight_prediction import MAX_MEMORY_FRACTION, predicts_weights
 from tests.train.support import small_manifest
 from tests.train.test_weight_versions import Bench, same
@@ -19,18 +19,18 @@ TOKENS = 32
 """Of a microbatch."""
 
 
-def bench_of(activations: str = "keep", **sections: Any) -> tuple[Bench, StageReplica]:
+def bench_of(activations: str = "keep", **sections: Any) -> tuple[Bench, Stage]:
     bench = Bench(activations, **sections)
     return bench, bench.trainer.stage(0)
 
 
-def mean_gradient(stage: StageReplica, seed: int) -> Tensor:
+def mean_gradient(stage: Stage, seed: int) -> Tensor:
     gradient = torch.randn(stage.layout.numel, generator=torch.Generator().manual_seed(seed))
     stage.layout.clear_padding(gradient)
     return gradient
 
 
-def flat(stage: StageReplica) -> Tensor:
+def flat(stage: Stage) -> Tensor:
     return stage.weights.current.flat.clone()
 
 
@@ -66,7 +66,7 @@ def test_steps_are_the_same_bits_with_and_without_predicted_weights() -> None:
     assert torch.equal(flat(benches[0][1]), flat(benches[1][1]))
 
 
-def close_share_with(bench: Bench, stage: StageReplica, number: int) -> None:
+def close_share_with(bench: Bench, stage: Stage, number: int) -> None:
     bench.forward(number)
     bench.backward(number)
     stage.take_gradient_share()

@@ -24,7 +24,7 @@ from agora.train import memory
 from agora.train.memory import graphs_fit
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage_progress import StageProgress
+from agora.train.stage import StageProgress
 from tests.train.support import Events, batches_for, microbatch_id, small_manifest
 
 NEVER = 1 << 40

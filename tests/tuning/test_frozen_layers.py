@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from agora.cost.run_cost import NF4_BLOCK, run_cost
-from agora.model import Stage, family_of, stage_loss
+from agora.model import StageModule, family_of, stage_loss
 from agora.tuning import base_model, hf_family, nf4_linear, packages
 from agora.tuning.base_model import BaseModelError, WantedTensor, read_tensors
 from agora.tuning.frozen_layers import Bf16Linear
@@ -234,7 +234,7 @@ def test_a_transposed_matrix_of_another_shape_is_refused(tmp_path: Path) -> None
 # --- how much memory they take
 
 
-def tensor_bytes(stage: Stage) -> int:
+def tensor_bytes(stage: StageModule) -> int:
     """Bytes of all frozen tensors of a stage: parameters, and what bitsandbytes keeps beside them; shared ones once."""
     tensors = [parameter for parameter in stage.parameters() if not parameter.requires_grad]
     for parameter in list(tensors):

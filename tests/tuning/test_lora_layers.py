@@ -16,7 +16,7 @@ from agora_protocol.manifest import HfSection, Manifest
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agora.model import Stage, family_of, stage_loss
+from agora.model import StageModule, family_of, stage_loss
 from agora.train.optimizer import learning_rate
 from agora.train.weight_versions import StageWeights
 from agora.tuning.base_model import BaseModelError
@@ -33,7 +33,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 @torch.no_grad()
-def set_matrices(stages: list[Stage]) -> dict[str, Tensor]:
+def set_matrices(stages: list[StageModule]) -> dict[str, Tensor]:
     """Gives the B matrices values other than zero; returns all trained matrices by name."""
     trained = {name: parameter for stage in stages for name, parameter in stage.trained_parameters()}
     for number, (name, parameter) in enumerate(sorted(trained.items())):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 from agora.state.merged_model import write_shards
 from agora.tuning.base_model import BaseModelError, read_header
 from agora.tuning.lora_merge import BLOCK_VALUES, LoraProduct, merged_tensor
@@ -36,7 +36,7 @@ def merged(
     return loaded
 
 
-def with_matrices(manifest: Manifest, base: Path) -> tuple[list[Stage], dict[str, Tensor]]:
+def with_matrices(manifest: Manifest, base: Path) -> tuple[list[StageModule], dict[str, Tensor]]:
     stages = stages_of(manifest, base)
     return stages, set_matrices(stages)
 

@@ -22,7 +22,7 @@ from agora.swarm.status import RunIdentity, SampleReport, build_status
 from agora.swarm.view import View, merge
 
 if TYPE_CHECKING:
-    from agora.train.stage_progress import StageProgress
+    from agora.train.stage import StageProgress
 
 RATE_WINDOW_S = 15.0  # seconds over which tokens per second are averaged
 NO_TRAFFIC = Traffic(0, 0, 0)

@@ -1,15 +1,44 @@
-"""The sum of a stage's gradients for its next step, and the share of a step that is closed with it."""
+"""A stage's gradients: which received ones are plausible, the sum for its next step, and the share closed with it."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from statistics import median
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agora.state.layout import Layout
 from agora.train.weight_versions import tensor_in
+
+WINDOW: Final = 65
+MIN_SAMPLES: Final = 5
+MAX_RATIO: Final = 100.0
+# The limit before MIN_SAMPLES gradients were seen: the gradient of a sum of token losses is far smaller.
+FIRST_LIMIT: Final = 1e4
+
+
+class GradientNormBound:
+    """The upper bound for the next gradient's root mean square, by the last WINDOW root mean squares above 0."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[float] = deque(maxlen=WINDOW)
+
+    @property
+    def limit(self) -> float:
+        return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
+
+    def record_and_check(self, size: float) -> bool:
+        """Returns whether a gradient of root mean square `size` may be used: whether it is at most `limit`.
+
+        False for NaN. Records min(size, limit) for later limits, unless the size is 0 or NaN.
+        """
+        limit = self.limit
+        if size > 0:
+            self._sizes.append(min(size, limit))
+        return size <= limit
 
 
 @dataclass(frozen=True, slots=True)

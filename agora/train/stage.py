@@ -1,4 +1,7 @@
-"""One stage in training: its weights, the gradient sum of its next step, and the step itself."""
+"""One stage of a span: its weights, the gradient sum of its next step, the step itself, and its exchange with replicas.
+
+Everything but StageProgress is used on the device thread only.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,69 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
+import numpy as np
+import torch
 from agora_protocol.errors import LocalError, ProtocolError
+from agora_protocol.limits import RECENT_STEPS, SLICE_BLOCK
 from agora_protocol.manifest import Manifest
+from agora_protocol.records import StageAccount
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.core.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
 from agora.core.sync_mode import EXACT, ChangeRule, StepPlan, first_step_plan
-from agora.model import Stage, family_of
+from agora.model import StageModule, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
-from agora.state.layout import Layout, lay_out
+from agora.state.layout import Flat, Layout, StageState, lay_out
 from agora.train.diloco import OuterOptimizer
-from agora.train.gradient_sum import ClosedShare, GradientShare, GradientSum, SumTotals
-from agora.train.history_hash import INITIAL_LINEAGE, lineage_of_weights, with_step
+from agora.train.gradients import ClosedShare, GradientShare, GradientSum, SumTotals
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.optimizer_offload import OptimizerOffload
-from agora.train.stage_progress import StageProgress
-from agora.train.token_accounts import TokenAccounts
 from agora.train.weight_prediction import WeightPrediction
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion
 
 # Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows.
 MAX_CLOSED_SHARES = 2
 STALENESS_BINS = 33  # staleness 0, 1, ... 31, and one bin for everything older.
+Blocks = NDArray[np.int64]  # numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once
+# A slice's mean difference to the anchor, float32 [n], and for each of its parts whether the round gave a mean.
+AveragedSlice = tuple[Tensor, tuple[bool, ...]]
+INITIAL_LINEAGE: Final = 1  # the lineage of the initial weights. 0 stands for an unknown lineage.
+# How many last steps' lineages are kept: replicas at different steps compare their lineages of an earlier one.
+KEPT_STEPS: Final = 32
 
 
-def stage_layout(manifest: Manifest, stage: int) -> Layout:
-    """Returns the layout of a stage's tensors and moments, computed from the manifest without building the stage."""
-    family = family_of(manifest.model)
-    layers = manifest.layers_of(stage)
-    layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
-    return with_moments(manifest.optimizer, layout)
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """Snapshot of the training progress of one of this peer's stages."""
+
+    stage: int
+    step: int  # how many optimizer steps were taken
+    open_step: int  # number of the step whose share is open: `step` + closed shares that wait for their means
+    tokens_in_share: int  # counted here for the open share
+    tokens_counted: int  # counted here since the stage was loaded
+    tokens_total: int  # this replica's tokens in all steps and shares, those of a loaded state included
+    # Number of microbatches by how many steps old their gradient was; the last bin has all older ones.
+    staleness: tuple[int, ...]
+    tokens_predicted: int  # of those counted here, tokens whose gradient was computed at predicted weights
+    refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
+    account: StageAccount  # what became of the tokens counted here
+    plan: StepPlan  # which of the stage's steps are local, in how many slices
+    lineages: Mapping[int, int]  # of the last agreed steps, by step; see with_step
+
+    @property
+    def agreed(self) -> int:
+        return max(self.lineages)
+
+    @property
+    def lineage(self) -> int:
+        return self.lineages[self.agreed]
 
 
-class TrainedStage:
+class Stage:
     """One stage in training: sums its gradients, and steps along this sum or along the mean gradient of all replicas.
 
     step: how many optimizer steps the stage has taken, here or at its replicas. sum: the gradients of the open share;
@@ -51,7 +83,7 @@ class TrainedStage:
     def __init__(
         self,
         number: int,
-        module: Stage,
+        module: StageModule,
         place: OptimizerOffload,
         manifest: Manifest,
         stashed: StashedForwards,  # their graphs may need the weights
@@ -356,3 +388,186 @@ class TrainedStage:
         )
         self._stepped_at = now
         self._on_step(StageStepped(self.number, self.step, totals.tokens))
+
+    def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
+        """Returns (anchor - weights, weights), both copied from the numbered `blocks` of the stage's flat weights.
+
+        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes exact steps.
+        """
+        if self.outer is None:
+            return None
+        rows = self.weights.current.flat.view(-1, SLICE_BLOCK)
+        snapshot = rows.index_select(0, self._block_numbers(blocks)).flatten().cpu()
+        return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
+
+    def step_anchor(
+        self,
+        step: int,
+        blocks: Blocks,
+        snapshot: Tensor,
+        averaged: AveragedSlice | None,
+        wanted_slices: int = EXACT,
+    ) -> None:
+        """Applies the mean of step `step`'s round over `blocks` to anchor and weights, and records it in the lineage.
+
+        Does nothing if a mean of this or a later step was applied before, and during exact steps. snapshot: the weights
+        that the round began with. averaged: the round's result; parts without a mean stay as they are. None if there is
+        no other replica: then the snapshot becomes the anchor, and the weights stay. wanted_slices: in how many slices
+        all means of the round want to agree later, which the lineage includes. Raises ProtocolError for a mean that
+        does not fit or gives weights that are not finite.
+        """
+        if step <= self.progress.agreed or self.outer is None:
+            return
+        rows = torch.from_numpy(blocks)
+        if averaged is None:
+            self.outer.set_anchor(rows, snapshot)
+            checksum = zlib.crc32(snapshot.numpy().data)
+        else:
+            mean, has_mean = averaged
+            pass_steps = self._averaging.every * self.plan.slices_at(step - 1)
+            change = self.outer.step(rows, snapshot, mean, has_mean, pass_steps).to(self.sum.flat.device)
+            numbers = self._block_numbers(blocks)
+            flat = self.writable_weights()
+            flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
+            self.layout.clear_padding(flat)
+            decided = bytes(has_mean) + wanted_slices.to_bytes(2, "big")
+            checksum = zlib.crc32(decided, zlib.crc32(mean.contiguous().numpy().data))
+            if self.prediction:
+                self.prediction.forget()
+        self.record_slice(step, checksum, wanted_slices)
+
+    def export_state(self) -> StageState:
+        """Returns a copy, on the CPU, of the stage's weights, moments, step, tokens and lineage after the last step.
+
+        The gradient sum and closed shares are not part of this state.
+        """
+        weights = self.weights.current.flat.cpu().numpy().copy()
+        moments = {name: moment.cpu().numpy().copy() for name, moment in self.moments.items()}
+        optimizer = self.optimizer
+        return StageState(
+            self.number,
+            self.step,
+            optimizer.updates,
+            self.tokens_stepped,
+            self.layout.at_step(self.step, self.plan),
+            weights,
+            moments,
+            self.progress.agreed,
+            self.progress.lineage,
+            self.plan,
+        )
+
+    def load_state(self, state: StageState) -> None:
+        """Replaces weights, moments, step and lineage with those of `state`; drops the gradient sum and closed shares.
+
+        Reports StepsSkipped if that loses tokens. Raises ProtocolError, and changes nothing, for an array that is
+        missing, does not fit or is not finite, and for a mean square with a negative value.
+        """
+        layout = self.layout.at_step(state.step, state.plan)
+        weights = self._copy_checked("weights", state.weights, layout)
+        moments = {}
+        for moment in layout.moments:
+            values = self._copy_checked(moment.name, state.moments.get(moment.name), layout.of_moment(moment))
+            if moment.is_square and bool((values < 0).any()):
+                raise ProtocolError("bad-tensor", f"a value of {moment.name} of stage {self.number} is negative")
+            moments[moment.name] = values
+        self.writable_weights().copy_(weights)
+        self.optimizer.load(state.updates, moments)
+        self.outer = None
+        if state.plan.is_local(state.step):
+            self.outer = self._new_outer()
+            for name, values in self.outer.moments.items():
+                values.copy_(moments[name])
+        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage, state.plan)
+
+    def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
+        fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)
+        if array is None or not fits or not np.isfinite(array).all():
+            problem = "are missing, have another size than this run's, or are not finite"
+            raise ProtocolError("bad-tensor", f"the {name} of stage {self.number} {problem}")
+        values = torch.tensor(array)
+        layout.clear_padding(values)
+        return values
+
+    def _block_numbers(self, blocks: Blocks) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.sum.flat.device)
+
+
+def stage_layout(manifest: Manifest, stage: int) -> Layout:
+    """Returns the layout of a stage's tensors and moments, computed from the manifest without building the stage."""
+    family = family_of(manifest.model)
+    layers = manifest.layers_of(stage)
+    layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
+    return with_moments(manifest.optimizer, layout)
+
+
+class _RecentStep(NamedTuple):
+    """The token counts of one of the last optimizer steps; for the fields see TokenAccounts.record_step."""
+
+    own: int
+    in_mean: int | None
+    staleness: float
+
+
+class TokenAccounts:
+    """Counts what became of a stage's tokens here since the stage was loaded: totals, and sums over the last steps.
+
+    computed: tokens whose gradient was computed; the owner of this object adds to it. Of steps, only the last
+    RECENT_STEPS are kept.
+    """
+
+    def __init__(self) -> None:
+        self.computed = 0
+        self._counted = 0
+        self._recent: deque[_RecentStep] = deque(maxlen=RECENT_STEPS)
+
+    def record_step(self, own: int, in_mean: int | None, staleness: float) -> None:
+        """Records an optimizer step that was taken along a gradient.
+
+        own: this peer's tokens that went into the gradient. in_mean: tokens of all replicas in the mean gradient; None
+        if the step was along this peer's own gradient. staleness: mean age of this peer's gradients in steps.
+        """
+        self._counted += own
+        self._recent.append(_RecentStep(own, in_mean, staleness))
+
+    def forget_recent(self) -> None:
+        """Drops the recent steps, but not the totals; to be called when a loaded state has replaced the stage's."""
+        self._recent.clear()
+
+    def account(self, waiting: int) -> StageAccount:
+        """Returns the account for the progress record: totals, and sums and mean staleness over the recent steps.
+
+        waiting: tokens that are in no step yet. Each step's staleness is weighted by this peer's tokens in it; the mean
+        is 0 without tokens.
+        """
+        along_own = [step.own for step in self._recent if step.in_mean is None]
+        in_mean = [step.in_mean for step in self._recent if step.in_mean is not None]
+        own = sum(step.own for step in self._recent)
+        return StageAccount(
+            computed=self.computed,
+            waiting=waiting,
+            counted=self._counted,
+            own_steps=len(along_own),
+            along_own=sum(along_own),
+            mean_steps=len(in_mean),
+            in_mean=sum(in_mean),
+            staleness=sum(step.own * step.staleness for step in self._recent) / max(own, 1),
+        )
+
+
+def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
+    """Returns a copy of `lineages` (step -> lineage) with that of `step` added; only the last KEPT_STEPS steps remain.
+
+    step: 1 is the first. checksum: of the step's mean. last: the agreed step before this one, by default step - 1.
+    lineage(step) = CRC-32(lineage(last), step, checksum), or 0 (unknown) if lineage(last) is unknown.
+    If that CRC is 0, the lineage is INITIAL_LINEAGE instead.
+    """
+    parent = lineages.get(step - 1 if last is None else last, 0)
+    child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_LINEAGE
+    kept = {past: lineage for past, lineage in lineages.items() if step - KEPT_STEPS < past < step}
+    return {**kept, step: child if parent else 0}
+
+
+def lineage_of_weights(weights: memoryview) -> int:
+    """Returns a lineage that follows from a replica's own weights alone: after local steps no two replicas share it."""
+    return zlib.crc32(weights) or INITIAL_LINEAGE

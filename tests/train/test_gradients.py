@@ -10,7 +10,7 @@ import pytest
 from agora_protocol.errors import ProtocolError
 
 from agora.core.span_work import SpanWork
-from agora.train.gradient_norms import FIRST_LIMIT, MAX_RATIO, MIN_SAMPLES, GradientNormBound
+from agora.train.gradients import FIRST_LIMIT, MAX_RATIO, MIN_SAMPLES, GradientNormBound
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
 
