@@ -39,7 +39,7 @@ class StageState:
     updates: how many of these steps went into the moments.
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
     agreed: the last step whose mean over all replicas is in the state.
-    lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see agora.train.stage.with_step.
+    lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.stage.
     plan: which steps of the stage are local. If step `step` is, `layout` has the moments ANCHOR and VELOCITY.
     """
 
