@@ -14,7 +14,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 
-import agora.net
+import agora.net.dht
 from agora.cli import console, sample_command
 from agora.cli.status_command import fetch, lines_of
 from agora.core.terminal_text import printable
@@ -92,7 +92,7 @@ def test_a_peers_malformed_status_is_a_sentence(
     invite = str(Invite(RunId("ab" * 32), (address,), "poems"))
     status = dict(GOOD_STATUS)
     light = SimpleNamespace(fetch_status=lambda *_args, **_kwargs: status)  # py-libp2p and hivemind exclude each other
-    monkeypatch.setattr(agora.net, "light", light, raising=False)
+    monkeypatch.setattr(agora.net.dht, "status_client", light, raising=False)
     assert fetch(invite, paths.Home(tmp_path)) == GOOD_STATUS
     status |= wrong
     shown = fetch(invite, paths.Home(tmp_path))

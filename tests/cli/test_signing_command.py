@@ -18,7 +18,7 @@ from agora_protocol.manifest import SignedManifest, preset
 from agora_protocol.messages import TookRevocations
 from agora_protocol.tickets import InviteTicket, open_proof, open_revocation
 
-import agora.net
+import agora.net.dht
 from agora.cli import main_node, signing_command
 from agora.cli.console import Failure
 from agora.cli.signing_command import InviteRequest
@@ -160,7 +160,7 @@ def test_a_data_directory_without_the_run_costs_no_address(tmp_path: Path, monke
     # A fake module: the real one's packages cannot be imported beside those of other tests.
     light = SimpleNamespace(share_revocations=share, Credentials=lambda identity, proof: None)
     monkeypatch.setitem(sys.modules, "agora.net.dht.status_client", light)
-    monkeypatch.setattr(agora.net, "light", light, raising=False)
+    monkeypatch.setattr(agora.net.dht, "status_client", light, raising=False)
     found = FoundRun(founder.signed, (founder.home, Home(tmp_path / "without")), (), tmp_path)
     signer = signing_command._find_signer(found)
     assert signing_command.tell_peer(founder.run, found, b"sealed", signer) == ["a peer of the run"]
