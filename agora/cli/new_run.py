@@ -16,7 +16,7 @@ from agora_protocol.errors import ManifestError
 from agora.cli.console import USAGE, Failure, print_json, print_to_stderr
 from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
 from agora.data.tokenizer import BYTES
-from agora.tuning.hub_models import fetch_model, hub_id_of
+from agora.tuning.base.hub import fetch_model, hub_id_of
 
 NOTHING_CHOSEN = TuningChoice()
 BYTE_VALUES = 256

@@ -24,7 +24,7 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli.console import USAGE, Failure, print_to_stderr
 from agora.cli.tuning_data import TrainingData, check_objective, read_training_data
-from agora.tuning.record_formats import Objective
+from agora.tuning.chat.record_formats import Objective
 
 TRAINED: Final = ("all", "lora")
 FROZEN_AS: Final = ("float32", "bf16", "nf4")
@@ -226,7 +226,7 @@ def heldout_share(data: TrainingData) -> float:
 
 
 def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
-    from agora.tuning.base_model import read_config
+    from agora.tuning.base.model_files import read_config
 
     text = read_config(folder)
     try:
@@ -242,7 +242,7 @@ def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
 
 
 def _hash_weights(folder: Path) -> dict[str, Any]:
-    from agora.tuning.base_model import file_hash, tensor_list_hash, weight_files
+    from agora.tuning.base.model_files import file_hash, tensor_list_hash, weight_files
 
     names = weight_files(folder)
     size = sum((folder / file).stat().st_size for file in names)
@@ -265,8 +265,8 @@ def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
 
 
 def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
-    from agora.tuning.data_hashes import hash_samples, hash_tokenizer
-    from agora.tuning.model_tokenizer import open_training_tokenizer
+    from agora.tuning.chat.data_hashes import hash_samples, hash_tokenizer
+    from agora.tuning.chat.model_tokenizer import open_training_tokenizer
 
     tokenizer = open_training_tokenizer(str(base_model / TOKENIZER), 2**31)
     return {"samples_hash": hash_samples(samples), "tokenizer_hash": hash_tokenizer(tokenizer)}

@@ -35,3 +35,11 @@ def split_limit(hashes: Hashes, fraction: float) -> np.uint64:
     """
     limit = min(int(fraction * 2**64), 2**64 - 1)
     return np.uint64(min(max(limit, int(hashes.min()) + 1), int(hashes.max())))
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """Returns a pseudorandom permutation of 0 to count - 1, int64 [count]: the shuffled order of one epoch's items."""
+    # By a sort of hashes: numpy's own permutations may change between its versions, and peers would disagree.
+    digest = hashlib.sha256(f"agora epoch 1\0{seed}\0{epoch}".encode()).digest()
+    hashes = mix(np.arange(count, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
+    return np.argsort(hashes, kind="stable").astype(np.int64)

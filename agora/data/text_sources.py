@@ -16,8 +16,7 @@ from pathlib import Path
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
-from agora.tuning.conversations import check_text
-from agora.tuning.record_files import ROWS, import_pyarrow, read_lines, unreadable_table
+from agora.data.record_files import ROWS, check_text, import_pyarrow, read_lines, unreadable_table
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from agora.cost.run_cost import min_memory
 from agora.cost.stage_cost import MemoryNeed
-from agora.state.merged_model import ExportedTensor, TensorBlocks
+from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
-from agora.tuning.lora_merge import ReadTrained
 
 IGNORED: Final = -1  # the target of a token that is not supervised
 # Called with a layer, the function that computes the layer, and the layer's input; returns the output. It decides what

@@ -25,6 +25,7 @@ from agora.state.files import PUBLIC, FileDigest, safetensors_header, write_file
 Dtype = Literal["float32", "bf16"]
 # Called with the number of bytes just checked or written; every value counts as float32, whatever is written.
 ReportBytes = Callable[[int], None]
+ReadTrained = Callable[[str], NDArray[np.float32]]  # returns a trained tensor, float32, by its name in the run
 
 SOURCE_BYTES: Final = 4  # of a value in a stage's file
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "bf16": 2}

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from agora_protocol.manifest import OptimizerSection
 from torch import Tensor
 
+from agora.core.tuning_packages import import_tuning
 from agora.train.optimizer_offload import OptimizerOffload
-from agora.tuning.packages import import_tuning
 
 BLOCK: Final = 256  # how many values share a scale; bitsandbytes' update supports no other block size
 # How many values are updated at a time: on the CPU the update makes float32 copies of their moments.

@@ -18,16 +18,19 @@ from agora_protocol.base_config import parse_config
 from agora_protocol.manifest import HfSection
 
 from agora.model.family import Family, StageModule
-from agora.state.merged_model import ExportedTensor, TensorBlocks
+from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
-from agora.tuning.adapter_files import (
+from agora.tuning.adapters.adapter_files import (
     ADAPTER_CONFIG,
     adapter_config,
     adapter_tensor_name,
     lora_scaling,
     matrices_by_weight,
 )
-from agora.tuning.base_model import (
+from agora.tuning.adapters.lora_layers import initial_lora_values, lora_targets
+from agora.tuning.adapters.lora_merge import LoraProduct, merged_tensor
+from agora.tuning.base.hf_architecture import architecture_of
+from agora.tuning.base.model_files import (
     CONFIG,
     GENERATION,
     WantedTensor,
@@ -37,10 +40,7 @@ from agora.tuning.base_model import (
     read_tensors,
     require_folder,
 )
-from agora.tuning.hf_architecture import architecture_of
 from agora.tuning.hf_stage import HfStage
-from agora.tuning.lora_layers import initial_lora_values, lora_targets
-from agora.tuning.lora_merge import LoraProduct, ReadTrained, merged_tensor
 
 END_IDS: Final = "eos_token_id"
 
@@ -155,3 +155,14 @@ def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
     LoRA matrices do not.
     """
     return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}
+
+
+def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
+    """Returns names and shapes of the base model's tensors that a stage of `layers` needs, each once.
+
+    Allocates and reads nothing; importing transformers may take seconds. Raises TuningMissing without a package,
+    ManifestError for a wrong config.
+    """
+    with torch.device("meta"):
+        stage = HfStage(model, layers)
+    return list(dict.fromkeys(wanted_tensors(stage).values()))

@@ -19,12 +19,11 @@ from agora_protocol.manifest import HfSection
 from torch import Tensor, nn
 
 from agora.core.terminal_text import one_line
+from agora.core.tuning_packages import TuningMissing
 from agora.model.family import RunLayer, StageModule, keep_graph
-from agora.tuning.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
-from agora.tuning.hf_architecture import architecture_of
-from agora.tuning.lora_layers import adapters_off, inject_lora, lora_targets
-from agora.tuning.packages import TuningMissing
-from agora.tuning.row_segments import as_additive, attended_pairs, token_positions
+from agora.tuning.adapters.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
+from agora.tuning.adapters.lora_layers import adapters_off, inject_lora, lora_targets
+from agora.tuning.base.hf_architecture import architecture_of
 
 HEAD: Final = "lm_head"
 INSIDE_LORA: Final = ".base_layer."  # what peft inserts into the name of a parameter of a layer that has LoRA
@@ -203,3 +202,39 @@ def _apply_layer(layer: nn.Module, options: dict[str, Any], hidden: Tensor) -> T
 def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
     # No values are drawn, because drawing on the meta device would import much of torch.
     return nn.Embedding(rows, width, padding, _weight=torch.empty(rows, width))
+
+
+# --- rows that hold several sequences: which token attends to which, and each token's position
+
+
+def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
+    """Returns the position, from 0, of each token in its sequence, int64 [b, s]; [1, s] if each row is one sequence.
+
+    hidden: [b, s, d] or [b, s], used only for s and the device. segments: int [b, s], the number of each token's
+    sequence, ascending in each row; None: each row is one sequence.
+    """
+    places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+    if segments is None:
+        return places
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
+    """Returns the causal attention mask, bool [b or 1, 1, s, s]: True where a token (row) attends to a token (column).
+
+    A token attends to the last `window` tokens of its own sequence, itself included; window None: to itself and all
+    tokens before it. hidden: [b, s, d] or [b, s], used only for s and the device. segments: int [b, s], the number of
+    each token's sequence; None: each row is one sequence.
+    """
+    length = hidden.shape[1]
+    places = torch.arange(length, device=hidden.device)
+    ages = places[:, None] - places[None, :]
+    allowed = ((ages >= 0) & (ages < (window or length)))[None, None]
+    return allowed if segments is None else allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+
+
+def as_additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts a bool mask to one of `dtype` to add to attention scores: 0 where allowed, else the dtype's minimum."""
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from agora.core.tuning_packages import import_tuning
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.text_sources import STDLIB, find_files
 from agora.data.tokenizer import ByteTokenizer
 from agora.train.memory import keep_freed_memory
-from agora.tuning.packages import import_tuning
 from benchmarks.worker import Channel
 
 SEQUENCES: Final = 16  # sequences of a step of pretraining

@@ -16,9 +16,9 @@ import torch
 from agora_protocol.manifest import HfSection
 from torch import nn
 
+from agora.core.tuning_packages import import_tuning
 from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
-from agora.tuning.packages import import_tuning
 from benchmarks.worker import Channel
 from benchmarks.workload import Work, loss_sum
 

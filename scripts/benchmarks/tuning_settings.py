@@ -12,7 +12,7 @@ from agora_protocol.codec_names import DIRECTIONS, parse_codec
 from agora_protocol.errors import ManifestError
 from agora_protocol.manifest import Manifest
 
-from agora.tuning.base_model import file_hash, read_config, weight_files
+from agora.tuning.base.model_files import file_hash, read_config, weight_files
 
 FrozenAs = Literal["float32", "nf4"]
 BaseName = Literal["ordinary", "outliers"]

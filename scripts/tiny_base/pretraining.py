@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from agora.core.tuning_packages import import_tuning
 from agora.train.muon import UPDATE_RMS, orthogonalise
-from agora.tuning.packages import import_tuning
 
 CONTEXT: Final = 256
 SIZES: Final = {

@@ -35,9 +35,9 @@ from agora.state.files import replace_tensors
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
 from agora.train.stage import stage_layout
-from agora.tuning.base_model import BaseModelError
-from agora.tuning.data_hashes import hash_tokenizer
-from agora.tuning.model_tokenizer import open_training_tokenizer
+from agora.tuning.base.store import BaseModelError
+from agora.tuning.chat.data_hashes import hash_tokenizer
+from agora.tuning.chat.model_tokenizer import open_training_tokenizer
 from tests.cli.test_export import Answer, daemon
 from tests.model.tiny_models import DECODER, logits_of, manifest_of, save, some_tokens, stages_of
 from tests.tuning.chat_folders import CHATML, write_folder

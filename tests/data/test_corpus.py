@@ -17,11 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from agora_protocol.errors import DataError, DiskError, LocalError, ManifestError
 
-from agora.data import text_sources, token_cache
+from agora.data import record_files, text_sources, token_cache
 from agora.data.corpus import open_corpus
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import ByteTokenizer, Ids
-from agora.tuning import record_files
 
 DOCUMENTS = ["def f():\n    return 1\n", "caf\u00e9 \u20ac \U0001f600", "x"]
 EXPECTED = b"".join(document.encode() + b"\0" for document in DOCUMENTS)

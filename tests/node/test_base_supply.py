@@ -24,11 +24,11 @@ from agora.node.process.watchdog import Notifier
 from agora.node.span import base_supply
 from agora.node.span.base_supply import BaseSupply, FetchPlan, describe_fetch
 from agora.observe import events
-from agora.state.stored_tensors import BaseModelError
 from agora.swarm.peer_score import Violation
 from agora.swarm.view import PeerView, View
-from agora.tuning import base_fetch
-from agora.tuning.base_model import tensor_list_hash, weight_files
+from agora.tuning.base import fetch
+from agora.tuning.base.model_files import tensor_list_hash, weight_files
+from agora.tuning.base.store import BaseModelError
 from tests.memory_network import MemoryCall, MemoryNetwork
 from tests.model.tiny_models import make_model, manifest_of, save
 
@@ -176,7 +176,7 @@ def test_a_second_run_with_the_same_model_on_the_same_machine_fetches_nothing(tm
 def test_peers_that_serve_are_asked_first_and_this_one_never(tmp_path: Path, whole: Path, monkeypatch: Any) -> None:
     orders = []
 
-    class Fetch(base_fetch.BaseFetch):
+    class Fetch(fetch.BaseFetch):
         async def fetch_list(self, known: Any) -> Any:
             orders.extend(self._list_sources() for _ in range(20))
             raise BaseModelError("enough")
@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_before_anything_is_fetched(tmp_path: Path, whole: P
         swarm = Swarm(tmp_path, run_of(whole))
         swarm.add("giver", whole)
         usage = SimpleNamespace(free=10**6)
-        monkeypatch.setattr("agora.tuning.tensor_store.shutil.disk_usage", lambda path: usage)
+        monkeypatch.setattr("agora.tuning.base.store.shutil.disk_usage", lambda path: usage)
         with pytest.raises(DiskError, match=r"The base model for stages 0 needs .* are free; free some space"):
             await swarm.add("joiner").provide(Span(0, 0))
 

@@ -9,8 +9,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.pipeline.reference_cache import ReferenceCache
-from agora.tuning.epoch_batches import EpochBatches
-from agora.tuning.sample_rows import open_sample_rows
+from agora.tuning.chat.sample_rows import open_sample_rows
+from agora.tuning.epochs.batches import EpochBatches
 from tests.pipeline.world import peer_id
 from tests.tuning.sample_runs import sample_run, write_records
 

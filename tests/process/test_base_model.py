@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from agora.cli import export
-from agora.state.stored_tensors import list_tensors
-from agora.tuning.base_needs import needed_tensors
+from agora.tuning.base.store import list_tensors
+from agora.tuning.hf_family import needed_tensors
 from tests.model.tiny_models import make_model, manifest_of, save
 from tests.process.harness import drained, last_step, swarm
 

@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from agora.cli.console import USAGE, Failure
 from agora.data import text_sources
 from agora.data.text_sources import stdlib_files
-from agora.tuning.chat_template import split_supervised
-from agora.tuning.model_tokenizer import open_model_tokenizer
-from agora.tuning.sample_file import open_samples
-from agora.tuning.supervision import tokenise
+from agora.tuning.chat.chat_template import split_supervised
+from agora.tuning.chat.model_tokenizer import open_model_tokenizer
+from agora.tuning.chat.sample_file import open_samples
+from agora.tuning.chat.supervision import tokenise
 
 SOME_FILES = 30
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}, {"role": "assistant", "content": "Serialize."}]

@@ -12,12 +12,12 @@ from agora_protocol.manifest import Manifest
 from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
 
+from agora.core.tuning_packages import TuningMissing
 from agora.state.layout import lay_out
 from agora.train.eight_bit import BLOCK, CHUNK, QuantisedMoment, chunks
 from agora.train.optimizer import StageOptimizer
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import stage_layout
-from agora.tuning.packages import TuningMissing
 from tests.train.support import batches_for, moment_bytes, pipeline_of, small_manifest, train_step
 from tests.train.test_optimizer import section
 

@@ -16,12 +16,11 @@ from agora_protocol.tensor_list import TensorList
 from safetensors.numpy import load_file, save_file
 
 from agora.core.calls import Reply
-from agora.state.stored_tensors import list_tensors
 from agora.swarm.peer_score import Violation
-from agora.tuning.base_fetch import BaseFetch
-from agora.tuning.base_server import BaseServer
-from agora.tuning.base_tensors import BaseTensors
-from agora.tuning.tensor_store import TensorStore
+from agora.tuning.base.fetch import BaseFetch
+from agora.tuning.base.server import BaseServer
+from agora.tuning.base.store import TensorStore, list_tensors
+from agora.tuning.base.tensors import BaseTensors
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 CHUNK_VALUES = STATE_CHUNK_BYTES // 4

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agora.tuning.epoch_assigner import EpochAssigner
+from agora.tuning.epochs.assigner import EpochAssigner
 
 INTERVAL = 0.25
 SESSIONS = itertools.count(1)

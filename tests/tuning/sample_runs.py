@@ -8,7 +8,7 @@ from typing import Any
 
 from agora_protocol.manifest import Manifest
 
-from agora.tuning.sample_rows import MarkedRows
+from agora.tuning.chat.sample_rows import MarkedRows
 
 CONFIG = {
     "model_type": "llama",

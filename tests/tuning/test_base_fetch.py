@@ -17,11 +17,11 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.state.chunk_source import CHUNK_S, FAILURES, WINDOW
-from agora.state.stored_tensors import BaseModelError
 from agora.swarm.peer_score import Violation
-from agora.tuning import base_fetch, base_server
-from agora.tuning.base_fetch import NO_PEER_TIMEOUT_S, TIMEOUT_S
-from agora.tuning.base_server import LIST
+from agora.tuning.base import fetch
+from agora.tuning.base.fetch import NO_PEER_TIMEOUT_S, TIMEOUT_S
+from agora.tuning.base.server import LIST
+from agora.tuning.base.store import BaseModelError
 from tests.state.world import flipped
 from tests.tuning.base_world import CHUNK_VALUES, BaseWorld, make_folder, values_in
 from tests.virtual_time import run
@@ -37,7 +37,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return work(*arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
-    monkeypatch.setattr(base_server, "run_in_thread", inline)
+    monkeypatch.setattr("agora.tuning.base.server.run_in_thread", inline)
     return
 
 
@@ -286,7 +286,7 @@ def test_a_source_that_is_always_busy_is_not_waited_for_for_ever(tmp_path: Path,
         with pytest.raises(BaseModelError, match="hashing its files"):
             await world.run(4)
         took = loop.time() - began
-        assert base_fetch.BUSY_TIMEOUT_S < took < base_fetch.BUSY_TIMEOUT_S + TIMEOUT_S + 15
+        assert fetch.BUSY_TIMEOUT_S < took < fetch.BUSY_TIMEOUT_S + TIMEOUT_S + 15
 
     in_world(tmp_path, whole, work)
 

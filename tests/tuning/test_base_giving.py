@@ -13,12 +13,10 @@ from agora_protocol.limits import MAX_BASE_TENSORS, STATE_CHUNK_BYTES
 from agora_protocol.messages import GetBase, GetPiece
 from agora_protocol.tensor_list import TensorList, bits_to_held
 
-from agora.state import stored_tensors
-from agora.state.stored_tensors import BaseModelError, TensorLocation, list_tensors
-from agora.tuning import base_server
-from agora.tuning.base_server import LIST, MAX_AT_ONCE, BaseServer
-from agora.tuning.base_tensors import BaseTensors
-from agora.tuning.tensor_store import TensorStore
+from agora.tuning.base import store as base_store
+from agora.tuning.base.server import LIST, LIST_RETRY_MS, MAX_AT_ONCE, BaseServer
+from agora.tuning.base.store import BaseModelError, TensorLocation, TensorStore, list_tensors
+from agora.tuning.base.tensors import BaseTensors
 from tests.tuning.base_world import NAMES, make_folder
 
 
@@ -56,7 +54,7 @@ def test_a_whole_folder_gives_list_and_tensors_and_hashes_itself_once(
             for piece in range(tensor.piece_count):
                 data = (await server.answer(GetPiece(number, piece))).tensors[0].data
                 assert tensor.is_piece(piece, data) and len(data) == tensor.piece_bytes(piece)
-        monkeypatch.setattr("agora.tuning.base_tensors.list_tensors", None)  # it is kept on the disk
+        monkeypatch.setattr("agora.tuning.base.tensors.list_tensors", None)  # it is kept on the disk
         again, _, _ = peer(tmp_path, listed, whole)
         assert await held_by(again, listed) == {0, 1, 2, 3, 4}
 
@@ -72,17 +70,17 @@ def test_while_it_hashes_its_files_it_is_busy(
         assert going_on.wait(30)
         return list_tensors(files)
 
-    monkeypatch.setattr("agora.tuning.base_tensors.list_tensors", slowly)
-    monkeypatch.setattr(base_server, "LIST_WAIT_S", 0.05)
+    monkeypatch.setattr("agora.tuning.base.tensors.list_tensors", slowly)
+    monkeypatch.setattr("agora.tuning.base.server.LIST_WAIT_S", 0.05)
 
     async def work() -> None:
         server, _, _ = peer(tmp_path, listed, whole)
         for _ in range(3):
             with pytest.raises(Busy, match="hashing") as raised:
                 await server.answer(GetBase())
-            assert raised.value.retry_after_ms == base_server.LIST_RETRY_MS
+            assert raised.value.retry_after_ms == LIST_RETRY_MS
         going_on.set()
-        monkeypatch.setattr(base_server, "LIST_WAIT_S", 30)
+        monkeypatch.setattr("agora.tuning.base.server.LIST_WAIT_S", 30)
         assert await held_by(server, listed) == {0, 1, 2, 3, 4}
         await server.close()
 
@@ -93,8 +91,8 @@ def test_closing_ends_the_wait_for_a_list(
     tmp_path: Path, whole: Path, listed: TensorList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going_on = threading.Event()
-    monkeypatch.setattr("agora.tuning.base_tensors.list_tensors", lambda files: going_on.wait(30))
-    monkeypatch.setattr(base_server, "LIST_WAIT_S", 0.05)
+    monkeypatch.setattr("agora.tuning.base.tensors.list_tensors", lambda files: going_on.wait(30))
+    monkeypatch.setattr("agora.tuning.base.server.LIST_WAIT_S", 0.05)
 
     async def work() -> None:
         server, _, _ = peer(tmp_path, listed, whole)
@@ -229,14 +227,14 @@ def test_a_disk_that_fails_once_is_asked_again(
 ) -> None:
     async def test() -> None:
         server, _, events = peer(tmp_path, listed, whole)
-        real, failures = stored_tensors.read_at, [OSError("the disk does not answer")]
+        real, failures = base_store.read_at, [OSError("the disk does not answer")]
 
         def read_at(path: Path, start: int, size: int) -> bytes:
             if failures:
                 raise failures.pop()
             return real(path, start, size)
 
-        monkeypatch.setattr(stored_tensors, "read_at", read_at)
+        monkeypatch.setattr(base_store, "read_at", read_at)
         with pytest.raises(Refused, match="not usable"):
             await held_by(server, listed)
         assert "the disk does not answer" in events[0].error

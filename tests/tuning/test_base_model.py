@@ -14,13 +14,13 @@ import torch
 from agora_protocol.manifest import Manifest
 from safetensors.torch import load_file, save_file
 
+from agora.core import tuning_packages
+from agora.core.tuning_packages import TuningMissing
 from agora.model import family_of
-from agora.state.stored_tensors import list_tensors, read_tensor_locations
-from agora.tuning import base_model, packages
-from agora.tuning.base_model import BaseModelError, WantedTensor, read_config, tensor_list_hash, weight_files
-from agora.tuning.base_needs import needed_tensors
-from agora.tuning.packages import TuningMissing
-from agora.tuning.tensor_store import TensorStore
+from agora.tuning.base import model_files
+from agora.tuning.base.model_files import WantedTensor, read_config, tensor_list_hash, weight_files
+from agora.tuning.base.store import BaseModelError, TensorStore, list_tensors, read_tensor_locations
+from agora.tuning.hf_family import needed_tensors
 from tests.model.tiny_models import (
     CONFIGS,
     hashes,
@@ -71,7 +71,7 @@ class RecordingReader:
 
     def __init__(self) -> None:
         self.read: list[str] = []
-        self._open = base_model.safe_open
+        self._open = model_files.safe_open
 
     def __call__(self, path: Path, framework: str) -> Any:
         recorder, opened = self, self._open(path, framework=framework)
@@ -100,7 +100,7 @@ class RecordingReader:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_only_the_tensors_of_the_stage_are_read(single: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = RecordingReader()
-    monkeypatch.setattr(base_model, "safe_open", recorder)
+    monkeypatch.setattr(model_files, "safe_open", recorder)
     built = build(manifest_of(single, 3), stage, single)
     assert sorted(recorder.read) == sorted(name for name, _ in built.named_parameters())
     assert ("model.embed_tokens.weight" in recorder.read) == (stage == 0)
@@ -108,12 +108,12 @@ def test_only_the_tensors_of_the_stage_are_read(single: Path, stage: int, monkey
 
 def test_a_peer_needs_the_shards_of_its_own_stage_only(sharded: Path) -> None:
     manifest = manifest_of(sharded, 3)
-    files = json.loads((sharded / base_model.INDEX).read_text())["weight_map"]
+    files = json.loads((sharded / model_files.INDEX).read_text())["weight_map"]
     kept = {file for tensor, file in files.items() if ".layers.1." in tensor}
     for path in sharded.glob("*.safetensors"):
         if path.name not in kept:
             path.unlink()
-    (sharded / base_model.INDEX).unlink()
+    (sharded / model_files.INDEX).unlink()
     assert len(kept) < len(manifest.model.weights)
     build(manifest, 1, sharded)
     for stage in (0, 2):
@@ -184,7 +184,7 @@ def test_a_stage_takes_what_the_owners_files_lack_from_those_that_were_fetched(
     owner = tmp_path / "owner"
     owner.mkdir()
     values = load_file(single / "model.safetensors")
-    fetched = base_model.read_fetched_tensors(store.folder)
+    fetched = model_files.read_fetched_tensors(store.folder)
     assert 0 < len(fetched) < len(values)
     rest = {name: tensor for name, tensor in values.items() if name not in fetched}
     save_file(rest, owner / "model.safetensors", {"format": "pt"})
@@ -201,7 +201,7 @@ def test_a_weights_file_comes_before_a_fetched_tensor_and_is_checked_by_its_own_
     manifest = manifest_of(single)
     store.link_files(single, ["model.safetensors"])
     wanted = {"w": WantedTensor(("model.norm.weight",), (32,))}
-    for stored in base_model.locate_tensors(store.folder, ["model.safetensors"], wanted).values():
+    for stored in model_files.locate_tensors(store.folder, ["model.safetensors"], wanted).values():
         assert stored.path.name == "model.safetensors" and stored.fetched is None
     _flip_a_bit(single / "model.safetensors")
     with pytest.raises(BaseModelError, match="has the SHA-256"):
@@ -211,20 +211,20 @@ def test_a_weights_file_comes_before_a_fetched_tensor_and_is_checked_by_its_own_
 def test_a_damaged_fetched_tensor_is_one_sentence_before_any_value_is_read(
     single: Path, store: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, stored = next(iter(base_model.read_fetched_tensors(store.folder).items()))
+    name, stored = next(iter(model_files.read_fetched_tensors(store.folder).items()))
     wanted = {"w": WantedTensor((name,), stored.shape)}
-    assert [key for key, _ in base_model.read_tensors(store.folder, [], wanted)] == ["w"]
+    assert [key for key, _ in model_files.read_tensors(store.folder, [], wanted)] == ["w"]
     _flip_a_bit(stored.path)
     recorder = RecordingReader()
-    monkeypatch.setattr(base_model, "safe_open", recorder)
+    monkeypatch.setattr(model_files, "safe_open", recorder)
     with pytest.raises(BaseModelError, match=r"\.safetensors is damaged; start the daemon again"):
-        list(base_model.read_tensors(store.folder, [], wanted))
+        list(model_files.read_tensors(store.folder, [], wanted))
     assert not recorder.read
 
 
 def test_fetched_tensors_count_only_beside_the_list_that_the_folder_is_named_by(store: TensorStore) -> None:
     other = store.folder.rename(store.folder.with_name("0" * 64))
-    assert base_model.read_fetched_tensors(other) == {} and base_model.read_fetched_tensors(other / "tensors") == {}
+    assert model_files.read_fetched_tensors(other) == {} and model_files.read_fetched_tensors(other / "tensors") == {}
 
 
 def test_the_hash_of_the_list_is_that_of_the_model_however_it_is_cut(single: Path, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_what_a_span_needs_is_what_its_stages_read(name: str, tmp_path: Path, mo
     for stage in range(3):
         with monkeypatch.context() as patch:
             recorder = RecordingReader()
-            patch.setattr(base_model, "safe_open", recorder)
+            patch.setattr(model_files, "safe_open", recorder)
             build(manifest, stage, folder)
         stored = load_file(folder / "model.safetensors")
         needed = needed_tensors(manifest.model, manifest.layers_of(stage))
@@ -324,7 +324,7 @@ def test_files_that_are_not_the_runs_are_one_sentence(
     before = manifest_of(single)
     damage(single / "model.safetensors")
     recorder = RecordingReader()
-    monkeypatch.setattr(base_model, "safe_open", recorder)
+    monkeypatch.setattr(model_files, "safe_open", recorder)
     with pytest.raises(BaseModelError, match=says) as raised:
         build(manifest_of(single) if is_in_manifest else before, 1, single)
     assert "\n" not in str(raised.value) and not recorder.read
@@ -344,7 +344,7 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
     with pytest.raises(BaseModelError, match=f"has no {first}, which model.safetensors.index.json lists"):
         weight_files(sharded)
     for content in ("{", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}'):
-        (sharded / base_model.INDEX).write_text(content)
+        (sharded / model_files.INDEX).write_text(content)
         with pytest.raises(BaseModelError, match="is not an index of weights files"):
             weight_files(sharded)
 
@@ -353,14 +353,14 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
 
 
 def test_who_lacks_transformers_is_told_the_command(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, real = manifest_of(single), packages.importlib.import_module
+    manifest, real = manifest_of(single), tuning_packages.importlib.import_module
 
     def refuse(name: str) -> Any:
         if name.startswith("transformers"):
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         return real(name)
 
-    monkeypatch.setattr(packages.importlib, "import_module", refuse)
+    monkeypatch.setattr(tuning_packages.importlib, "import_module", refuse)
     family = family_of(manifest.model)
     for call in (lambda: build(manifest, 0, single), lambda: family.check_machine(single)):
         with pytest.raises(

@@ -11,8 +11,8 @@ import pytest
 from agora_protocol.errors import DataError, DiskError
 from datasets import Dataset
 
-from agora.tuning.data_hashes import check_samples, check_tokenizer, hash_samples, hash_tokenizer
-from agora.tuning.model_tokenizer import open_model_tokenizer
+from agora.tuning.chat.data_hashes import check_samples, check_tokenizer, hash_samples, hash_tokenizer
+from agora.tuning.chat.model_tokenizer import open_model_tokenizer
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, write_folder
 
 NOW = datetime(2026, 7, 1)

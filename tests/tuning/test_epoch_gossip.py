@@ -15,7 +15,7 @@ from agora_protocol.messages import GossipedEpochs, GossipEpochs, Pong
 from agora.core.calls import Reply
 from agora.observe.events import Event, TaskFailed
 from agora.swarm.peer_score import Violation
-from agora.tuning.epoch_gossip import HEARTBEAT_S, INTERVAL_S, REPEAT_S, TARGETS, EpochGossip
+from agora.tuning.epochs.gossip import HEARTBEAT_S, INTERVAL_S, REPEAT_S, TARGETS, EpochGossip
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from tests.pipeline.world import peer_id
 from tests.virtual_time import run

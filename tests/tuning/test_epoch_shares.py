@@ -7,9 +7,9 @@ from agora_protocol.errors import DataError, ProtocolError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agora.tuning.block_order import BlockOrder
-from agora.tuning.epoch_assigner import ANNOUNCE_INTERVALS, LAPSE_INTERVALS, EpochAssigner
-from agora.tuning.epoch_state import KEPT_TALLIES, MAX_EPOCH, MAX_STATE_INTS
+from agora.tuning.epochs.assigner import ANNOUNCE_INTERVALS, LAPSE_INTERVALS, EpochAssigner
+from agora.tuning.epochs.block_order import BlockOrder
+from agora.tuning.epochs.state import KEPT_TALLIES, MAX_EPOCH, MAX_STATE_INTS
 from tests.tuning.epoch_swarm import EpochSwarm
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.tuning.epoch_state import (
+from agora.tuning.epochs.microbatch_sets import BlockLayout, MicrobatchSet
+from agora.tuning.epochs.state import (
     MAX_INT,
     MAX_STATE_INTS,
     MAX_TALLIES,
@@ -18,7 +19,6 @@ from agora.tuning.epoch_state import (
     read_state,
     write_state,
 )
-from agora.tuning.microbatch_sets import BlockLayout, MicrobatchSet
 
 COUNTS = st.sampled_from([1, 7, 40, 512, 1000, 1_000_000])
 NUMBERS = st.lists(st.integers(0, 999_999), max_size=30)

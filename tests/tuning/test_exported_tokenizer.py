@@ -11,10 +11,10 @@ from agora_protocol.errors import DataError, ManifestError
 from transformers import AutoTokenizer
 
 from agora.data.tokenizer import open_tokenizer
-from agora.tuning.conversations import ChatMessage, Conversation
-from agora.tuning.data_hashes import hash_tokenizer
-from agora.tuning.exported_tokenizer import pretrained_tokenizer_files
-from agora.tuning.model_tokenizer import open_model_tokenizer, open_training_tokenizer
+from agora.tuning.chat.conversations import ChatMessage, Conversation
+from agora.tuning.chat.data_hashes import hash_tokenizer
+from agora.tuning.chat.exported_tokenizer import pretrained_tokenizer_files
+from agora.tuning.chat.model_tokenizer import open_model_tokenizer, open_training_tokenizer
 from tests.tuning.chat_folders import CHATML, write_folder
 
 CHAT = [

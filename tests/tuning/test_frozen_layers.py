@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+from agora.core import tuning_packages
+from agora.core.tuning_packages import TuningMissing
 from agora.cost.run_cost import NF4_BLOCK, run_cost
 from agora.model import StageModule, family_of, stage_loss
-from agora.tuning import base_model, hf_family, nf4_linear, packages
-from agora.tuning.base_model import BaseModelError, WantedTensor, read_tensors
-from agora.tuning.frozen_layers import Bf16Linear
-from agora.tuning.nf4_linear import Nf4Linear
-from agora.tuning.packages import TuningMissing
+from agora.tuning import hf_family
+from agora.tuning.adapters import nf4_linear
+from agora.tuning.adapters.frozen_layers import Bf16Linear
+from agora.tuning.adapters.nf4_linear import Nf4Linear
+from agora.tuning.base.model_files import WantedTensor, read_tensors
+from agora.tuning.base.store import BaseModelError
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of
 from tests.tuning.test_base_model import RecordingReader
 from tests.tuning.test_lora_layers import LORA, relative_error, set_matrices, with_peft
@@ -204,7 +207,7 @@ def test_only_the_tensors_of_the_stage_are_read(stage: int, tmp_path: Path, monk
     whole = make_model("qwen3")
     folder = save(whole, tmp_path / "base")
     manifest, recorder = manifest_of(folder, 3, model=NF4), RecordingReader()
-    monkeypatch.setattr(base_model, "safe_open", recorder)
+    monkeypatch.setattr("agora.tuning.base.model_files.safe_open", recorder)
     family_of(manifest.model).build_stage(manifest.layers_of(stage), manifest.seed, folder)
     outside = {0: {"model.embed_tokens.weight"}, 2: {"model.norm.weight", "lm_head.weight"}}.get(stage, set())
     expected = {name for name, _ in whole.named_parameters() if f".layers.{stage}." in name} | outside
@@ -218,7 +221,7 @@ def test_a_wrong_file_is_refused_before_any_value_is_read(tmp_path: Path, monkey
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr(base_model, "safe_open", recorder)
+    monkeypatch.setattr("agora.tuning.base.model_files.safe_open", recorder)
     with pytest.raises(BaseModelError, match="has the SHA-256"):
         stages_of(manifest, folder)
     assert not recorder.read
@@ -268,14 +271,14 @@ def test_the_estimate_of_memory_is_what_the_tensors_of_a_stage_take(frozen_as: s
 def test_who_lacks_a_package_is_told_the_command(
     package: str, purpose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, real = save(make_model("llama"), tmp_path / "base"), packages.importlib.import_module
+    folder, real = save(make_model("llama"), tmp_path / "base"), tuning_packages.importlib.import_module
 
     def refuse(name: str) -> Any:
         if name.split(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         return real(name)
 
-    monkeypatch.setattr(packages.importlib, "import_module", refuse)
+    monkeypatch.setattr(tuning_packages.importlib, "import_module", refuse)
     family = family_of(manifest_of(folder, model=NF4).model)
     with pytest.raises(
         TuningMissing,

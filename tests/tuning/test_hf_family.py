@@ -26,7 +26,7 @@ from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.train.optimizer import learning_rate, with_moments
 from agora.train.weight_versions import StageWeights
-from agora.tuning.hf_architecture import ARCHITECTURES
+from agora.tuning.base.hf_architecture import ARCHITECTURES
 from tests.model.tiny_models import (
     CONFIGS,
     hashes,

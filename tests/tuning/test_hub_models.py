@@ -21,8 +21,8 @@ from agora.node.span.base_model_folder import (
     names_hub_model,
     with_fetched_base_model,
 )
-from agora.state.stored_tensors import BaseModelError
-from agora.tuning.hub_models import HubId, fetch_model, find_cached, find_or_fetch, hub_id_of
+from agora.tuning.base.hub import HubId, fetch_model, find_cached, find_or_fetch, hub_id_of
+from agora.tuning.base.store import BaseModelError
 from tests.model.tiny_models import hashes, make_model, save
 from tests.tuning.hub_server import COMMIT, REPO, FakeHub, serve
 

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from agora.model import StageModule, family_of, stage_loss
 from agora.train.optimizer import learning_rate
 from agora.train.weight_versions import StageWeights
-from agora.tuning.base_model import BaseModelError
-from agora.tuning.frozen_layers import linear_layers
-from agora.tuning.hf_architecture import architecture_of
+from agora.tuning.adapters.frozen_layers import linear_layers
+from agora.tuning.base.hf_architecture import architecture_of
+from agora.tuning.base.store import BaseModelError
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of
 from tests.train.support import batches_for, pipeline_of, train_step
 

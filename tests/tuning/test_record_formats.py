@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from agora_protocol.errors import DataError, InputError
 
-from agora.tuning.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Sample
-from agora.tuning.record_formats import FORMATS, Objective, parse_columns
-from agora.tuning.sample_file import open_samples
+from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Sample
+from agora.tuning.chat.record_formats import FORMATS, Objective, parse_columns
+from agora.tuning.chat.sample_file import open_samples
 
 SYSTEM = ChatMessage("system", "Be brief.")
 USER = ChatMessage("user", "2 + 2?")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agora.tuning.row_segments import as_additive, attended_pairs, token_positions
+from agora.tuning.hf_stage import as_additive, attended_pairs, token_positions
 from tests.model.tiny_models import CONFIGS, CONTEXT, logits_of, make_model, manifest_of, save, some_tokens, stages_of
 
 SEGMENTS = torch.tensor([[0] * 9 + [1] * 1 + [2] * 14, [3] * 17 + [4] * 7])

@@ -14,12 +14,12 @@ from agora_protocol.errors import DataError, DiskError, ManifestError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agora.tuning import row_building, sample_rows
-from agora.tuning.data_hashes import hash_samples, hash_tokenizer
-from agora.tuning.model_tokenizer import open_training_tokenizer
-from agora.tuning.row_building import RowBuilder, RowSummary
-from agora.tuning.sample_rows import SampleRows, open_sample_rows
-from agora.tuning.supervision import TokenSequence
+from agora.tuning.chat import row_building, sample_rows
+from agora.tuning.chat.data_hashes import hash_samples, hash_tokenizer
+from agora.tuning.chat.model_tokenizer import open_training_tokenizer
+from agora.tuning.chat.row_building import RowBuilder, RowSummary
+from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
+from agora.tuning.chat.supervision import TokenSequence
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, write_folder
 from tests.tuning.sample_runs import completions, sample_run, samples_of, sequence_of, unpacked, write_records
 

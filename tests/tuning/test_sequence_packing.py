@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.tuning.sequence_packing import assign_rows, fill_rows
-from agora.tuning.supervision import TokenSequence
+from agora.tuning.chat.sequence_packing import assign_rows, fill_rows
+from agora.tuning.chat.supervision import TokenSequence
 
 CONTEXT = 64
 LENGTHS = st.lists(st.integers(1, CONTEXT), max_size=200)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from agora.data.tokenizer import ByteTokenizer
-from agora.tuning.chat_template import split_supervised
-from agora.tuning.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Role, Sample
-from agora.tuning.model_tokenizer import ModelTokenizer, open_model_tokenizer
-from agora.tuning.sample_file import PlacedSample
-from agora.tuning.supervision import TokenSample, tokenise
+from agora.tuning.chat.chat_template import split_supervised
+from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Role, Sample
+from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer
+from agora.tuning.chat.sample_file import PlacedSample
+from agora.tuning.chat.supervision import TokenSample, tokenise
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, DROPS_EARLIER_THOUGHTS, write_folder
 
 NOW = datetime(2026, 7, 1)
@@ -306,8 +306,8 @@ def test_who_lacks_jinja2_is_told_the_command_that_installs_it() -> None:
 import sys
 sys.modules["jinja2"] = None
 from datetime import datetime
-from agora.tuning.conversations import ChatMessage, Conversation
-from agora.tuning.model_tokenizer import open_model_tokenizer
+from agora.tuning.chat.conversations import ChatMessage, Conversation
+from agora.tuning.chat.model_tokenizer import open_model_tokenizer
 from agora_protocol.errors import LocalError
 try:
     open_model_tokenizer(None, datetime.now()).template.render(Conversation((ChatMessage("user", "x"),)), "")

@@ -17,9 +17,7 @@ from agora_protocol.limits import MAX_BASE_TENSORS, STATE_CHUNK_BYTES
 from agora_protocol.tensor_list import ListedTensor, TensorList
 from safetensors.numpy import save_file
 
-from agora.state.stored_tensors import BaseModelError, is_intact, list_tensors, read_tensor_locations
-from agora.tuning import tensor_store
-from agora.tuning.tensor_store import TensorStore
+from agora.tuning.base.store import LIST, BaseModelError, TensorStore, is_intact, list_tensors, read_tensor_locations
 from tests.tuning.base_world import NAMES, SIZES, make_folder, values_in
 
 
@@ -212,7 +210,7 @@ def test_the_list_is_kept_under_its_hash_and_no_other(tmp_path: Path, listed: Te
     assert store.read_list() == listed
     other = store.folder.rename(tmp_path / ("0" * 64))
     assert TensorStore(other).read_list() is None
-    (other / tensor_store.LIST).write_bytes(b"\xc1")
+    (other / LIST).write_bytes(b"\xc1")
     malformed = other.rename(tmp_path / hashlib.sha256(b"\xc1").hexdigest())
     with pytest.raises(ProtocolError):
         TensorStore(malformed).read_list()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agora.node.settings import Settings
-from agora.tuning.hub_models import find_or_fetch, hub_id_of
+from agora.tuning.base.hub import find_or_fetch, hub_id_of
 
 
 def absolute_name(named: Path) -> str:

@@ -20,15 +20,14 @@ from agora.core.threads import run_in_thread
 from agora.net.rpc.incoming import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS
 from agora.node.process.startup import Startup
-from agora.state.stored_tensors import BaseModelError
 from agora.swarm.peer_score import ReportViolation
 from agora.swarm.view import View
-from agora.tuning.base_fetch import BaseFetch
-from agora.tuning.base_model import WantedTensor
-from agora.tuning.base_needs import needed_tensors
-from agora.tuning.base_server import BaseServer
-from agora.tuning.base_tensors import MALFORMED, BaseTensors
-from agora.tuning.tensor_store import TensorStore
+from agora.tuning.base.fetch import BaseFetch
+from agora.tuning.base.model_files import WantedTensor
+from agora.tuning.base.server import BaseServer
+from agora.tuning.base.store import BaseModelError, TensorStore
+from agora.tuning.base.tensors import MALFORMED, BaseTensors
+from agora.tuning.hf_family import needed_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.train.device_worker import DeviceWorker
 from agora.train.stage import stage_layout
-from agora.tuning.epoch_gossip import EpochGossip
+from agora.tuning.epochs.gossip import EpochGossip
 
 # At least this part of a microbatch's tokens, 1 in 64, is assumed to be supervised, however few were measured.
 MAX_UNSUPERVISED = 64

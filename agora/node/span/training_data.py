@@ -16,9 +16,9 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.node.peer.local_peer import LocalPeer
-from agora.tuning.epoch_batches import EpochBatches
-from agora.tuning.epoch_record import EpochRecord
-from agora.tuning.sample_rows import SampleRows, open_sample_rows
+from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
+from agora.tuning.epochs.batches import EpochBatches
+from agora.tuning.epochs.epoch_record import EpochRecord
 
 
 @dataclass

@@ -1,0 +1,173 @@
+"""Finds a base model of the Hugging Face Hub by its id, in this machine's cache or on the Hub; fetches missing files.
+
+Only config, tokenizer and safetensors files are fetched: never pickled weights, never code. The cache is that of every
+program that uses the package huggingface_hub, which comes with transformers and is imported when an id is looked up.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from agora.tuning.base.store import BaseModelError
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The files that are fetched besides the weights, if the model has them.
+DESCRIPTIONS: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    INDEX,
+)
+MAX_INDEX_BYTES: Final = 64 * 2**20
+MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
+_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
+_WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """The name of a model on the Hub. repo: ORG/NAME. revision: a branch, a tag or a commit; None: the main branch."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubFolder:
+    """The folder in this machine's cache that has a model's files. hub_id: the model's id, with the cached commit."""
+
+    folder: Path
+    hub_id: HubId
+
+
+def hub_id_of(named: Path) -> HubId | None:
+    """Returns `named` as a model's id if it looks like ORG/NAME[@REVISION] and is no existing folder; None otherwise.
+
+    Does not check whether the Hub has such a model.
+    """
+    match = _ID.fullmatch(str(named))
+    if match is None or named.is_dir():
+        return None
+    return HubId(match["repo"], match["revision"])
+
+
+def find_or_fetch(wanted: HubId) -> HubFolder:
+    """Returns the model's folder in the cache; if a file is missing there, fetches the model from the Hub first.
+
+    A complete copy in the cache is used without asking the Hub. Blocks. Raises BaseModelError without the package
+    huggingface_hub, for a model that the Hub lacks, refuses or has without safetensors files, and when the network or
+    disk fails.
+    """
+    return find_cached(wanted) or fetch_model(wanted)
+
+
+def find_cached(wanted: HubId) -> HubFolder | None:
+    """Returns the model's folder in the cache, without asking the Hub; the result's hub_id has the cached commit.
+
+    Returns None if the config or a weights file is missing, or if the id is not valid on the Hub; tokenizer files may
+    be missing. Raises BaseModelError if the package huggingface_hub is missing or an index is malformed.
+    """
+    hub = _import_hub("huggingface_hub")
+    try:
+        config = hub.try_to_load_from_cache(wanted.repo, DESCRIPTIONS[0], revision=wanted.revision)
+    except ValueError:  # not a valid name on the Hub
+        return None
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    if not all((folder / name).is_file() for name in _weight_files(folder)):
+        return None
+    return HubFolder(folder, replace(wanted, revision=folder.name))
+
+
+def fetch_model(wanted: HubId) -> HubFolder:
+    """Fetches the model's missing files into the cache, at the commit that the revision names now; returns the folder.
+
+    Fetches the files DESCRIPTIONS and the weights files. Blocks. If the Hub cannot be reached, a complete copy in the
+    cache is used. Raises BaseModelError when there is no such model or revision, when access is denied, when the model
+    has no config.json or no safetensors files, and when the network or disk fails.
+    """
+    _import_hub("huggingface_hub")
+    folder = _download(wanted, list(DESCRIPTIONS))
+    found = HubFolder(folder, replace(wanted, revision=folder.name))
+    if not (folder / DESCRIPTIONS[0]).is_file():
+        raise BaseModelError(f"{wanted} on the Hub has no {DESCRIPTIONS[0]}; choose a model of transformers.")
+    weights = _weight_files(folder)
+    _download(found.hub_id, weights)
+    missing = [name for name in weights if not (folder / name).is_file()]
+    if missing:
+        raise BaseModelError(
+            f"{wanted} on the Hub has no {missing[0]}, and other kinds of weights are not read; choose a model with "
+            "safetensors files, or load it with transformers, write it with save_pretrained, and name that folder."
+        )
+    return found
+
+
+def _weight_files(folder: Path) -> list[str]:
+    # Only model.safetensors if that exists or there is no index; otherwise those that the index lists, sorted.
+    index = folder / INDEX
+    if (folder / ONE_FILE).is_file() or not index.is_file():
+        return [ONE_FILE]
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError("it is too long")
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if not names or not all(_WEIGHTS.fullmatch(name) for name in names):
+            raise ValueError("it lists no safetensors files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BaseModelError(f"{index} is not an index of weights files; choose another model or revision.") from error
+    return names
+
+
+def _download(wanted: HubId, names: list[str]) -> Path:
+    hub = _import_hub("huggingface_hub")
+    errors = _import_hub("huggingface_hub.errors")
+    if not sys.stderr.isatty():
+        _import_hub("huggingface_hub.utils").disable_progress_bars()
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    try:
+        return Path(
+            hub.snapshot_download(wanted.repo, revision=wanted.revision, allow_patterns=names, endpoint=endpoint)
+        )
+    except errors.GatedRepoError as error:
+        raise BaseModelError(
+            f"{wanted.repo} is given only to those who accept its terms; accept them on its page of the Hub, then log "
+            "in with `hf auth login`."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise BaseModelError(
+            f"There is no folder {wanted}, and the Hub has no such model; correct the name, or log in with `hf auth "
+            "login` if the model is private."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise BaseModelError(f"{wanted.repo} has no revision {wanted.revision}; see its page on the Hub.") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise BaseModelError(
+            f"There is no folder {wanted}, the Hub cannot be reached, and the cache does not have that model whole; "
+            "check the network, or name a folder."
+        ) from error
+    except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:MAX_REASON]
+        raise BaseModelError(f"Cannot fetch {wanted} from the Hub ({reason}); try again: what came is kept.") from error
+
+
+def _import_hub(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BaseModelError(
+            "A model of the Hub needs the package huggingface_hub; install it with: pip install 'agora-swarm[tuning]'"
+        ) from error

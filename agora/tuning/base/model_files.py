@@ -1,0 +1,286 @@
+"""Reads single tensors of a base model from safetensors files of this machine, after checking them.
+
+The files are the model's own, or those of tensors that were fetched from peers (state.tensor_store), or some of each.
+Also lists the weights files of a folder, for writing a manifest. The header of each file lists the file's tensors; only
+the files with wanted tensors are hashed and read, so a peer needs only the shards of its own span. The index file,
+which no hash in the manifest covers, is read only for writing a manifest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from agora_protocol.errors import ProtocolError
+from agora_protocol.limits import MAX_CONFIG_BYTES
+from agora_protocol.tensor_list import ListedTensor
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from agora.tuning.base.store import DOWNLOAD_AGAIN, BaseModelError, TensorLocation, TensorStore, is_intact, list_tensors
+from agora.tuning.base.tensors import malformed_list_error
+
+CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION: Final = "generation_config.json"
+MAX_INDEX_BYTES: Final = 64 * 2**20
+READABLE: Final = ("F32", "BF16", "F16")  # the dtypes, as safetensors calls them, that become float32 without a loss
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """A tensor that a stage needs from the base model. shape: the shape that it must have.
+
+    names: the names that it may have in the files; the first one that exists is used.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor is stored: the file, its name there, its dtype as safetensors calls it, its shape.
+
+    fetched: for a tensor that was fetched from peers, where its bytes lie, and its entry in the tensor list, whose
+    hashes they must match; None if the file is one of the model's own.
+    """
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fetched: tuple[TensorLocation, ListedTensor] | None = None
+
+    @property
+    def is_readable(self) -> bool:
+        return self.dtype in READABLE
+
+
+def read_config(folder: Path) -> str:
+    """Returns the text of the folder's config.json, which is not parsed.
+
+    Raises BaseModelError if the folder or the file is missing, or if the file is unreadable, not UTF-8, or longer than
+    4 * MAX_CONFIG_BYTES.
+    """
+    return _read_text(require_folder(folder) / CONFIG, 4 * MAX_CONFIG_BYTES)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Returns the names of the folder's weights files: model.safetensors if it exists, or those in the index, sorted.
+
+    Raises BaseModelError if the folder has neither, if the index is malformed, or if a file that it lists is missing.
+    """
+    if (folder / ONE_FILE).is_file():
+        return [ONE_FILE]
+    if not (folder / INDEX).is_file():
+        raise BaseModelError(
+            f"{folder} has neither {ONE_FILE} nor {INDEX}, and other kinds of weights are not read; load the model "
+            "with transformers and write it with save_pretrained."
+        )
+    try:
+        names = sorted(set(json.loads(_read_text(folder / INDEX, MAX_INDEX_BYTES))["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BaseModelError(f"{folder / INDEX} is not an index of weights files; {DOWNLOAD_AGAIN}.") from error
+    if missing:
+        raise BaseModelError(f"{folder} has no {missing[0]}, which {INDEX} lists; {DOWNLOAD_AGAIN}.")
+    return names
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Returns the content of the folder's generation_config.json (how text is sampled and ended); {} without a file.
+
+    No hash in the manifest covers it. Raises BaseModelError for a file that is not a JSON object or is longer than
+    MAX_CONFIG_BYTES.
+    """
+    path = folder / GENERATION
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(_read_text(path, MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise BaseModelError(f"{path} is not a JSON object; {DOWNLOAD_AGAIN}.")
+    return values
+
+
+def _read_text(path: Path, max_bytes: int) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise BaseModelError(f"{path} has more than {max_bytes} bytes; {DOWNLOAD_AGAIN}.")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BaseModelError(f"Cannot read {path} ({error}); name the folder of a Hugging Face model.") from error
+
+
+def read_tensors(
+    folder: Path | None, files: Sequence[tuple[str, str]], wanted: Mapping[str, WantedTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (key in `wanted`, values) of each wanted tensor, float32 on the CPU, one tensor at a time in memory.
+
+    The tensors come in the order of the files' paths, not that of `wanted`. folder: the model's folder, or a
+    TensorStore's. files: name and SHA-256 of each weights file, as the manifest lists them. Before the first tensor is
+    yielded, checks the hashes of the weights files that are needed and of the fetched tensors. Raises BaseModelError
+    for a folder of None, for another hash, for a missing tensor or one of a wrong shape or dtype, and for an
+    unreadable file.
+    """
+    located = locate_checked(folder, files, wanted)
+    for path in sorted({stored.path for stored in located.values()}):
+        with safe_open(path, framework="pt") as reader:
+            for key, stored in located.items():
+                if stored.path == path:
+                    yield key, reader.get_tensor(stored.name).to(torch.float32)
+
+
+def locate_checked(
+    folder: Path | None, files: Sequence[tuple[str, str]], wanted: Mapping[str, WantedTensor]
+) -> dict[str, StoredTensor]:
+    """Returns key in `wanted` -> where the tensor is stored, after checking the hashes of the tensors' bytes.
+
+    Hashes the whole weights files that have a wanted tensor (a file that this process has hashed is not read again),
+    and the fetched tensors; blocks meanwhile. The arguments are those of read_tensors. Raises BaseModelError without a
+    folder, for another hash, for a missing tensor, a wrong shape, a dtype that is not in READABLE, and a file that
+    cannot be read.
+    """
+    folder = require_folder(folder)
+    located = locate_tensors(folder, [name for name, _ in files], wanted)
+    used = {stored.path for stored in located.values()}
+    for name, digest in files:
+        if folder / name in used:
+            _check_hash(folder / name, digest)
+    for stored in located.values():
+        if stored.fetched is not None and not is_intact(*stored.fetched):
+            raise BaseModelError(f"{stored.path} is damaged; start the daemon again: it fetches this tensor again.")
+    return located
+
+
+def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, WantedTensor]) -> dict[str, StoredTensor]:
+    """Returns key in `wanted` -> where the tensor is stored, in the order of `wanted`; hashes are not checked.
+
+    Reads the headers of the weights files `files` in the folder; absent files are skipped. A tensor that none of them
+    has is looked for among the tensors fetched from peers into the folder. Raises BaseModelError for a missing tensor,
+    a wrong shape, a dtype that is not in READABLE, and a file whose header cannot be read.
+    """
+    present = [folder / name for name in files if (folder / name).is_file()]
+    stored = read_fetched_tensors(folder) | {tensor.name: tensor for path in present for tensor in read_header(path)}
+    absent = [name for name in files if not (folder / name).is_file()]
+    located = {}
+    for key, tensor in wanted.items():
+        place = next((stored[name] for name in tensor.names if name in stored), None)
+        if place is None:
+            raise BaseModelError(_explain_missing(folder, tensor.names[0], absent))
+        if place.shape != tensor.shape:
+            raise BaseModelError(
+                f"{place.path}: {place.name} has the shape {list(place.shape)}, and the manifest's config gives it "
+                f"{list(tensor.shape)}; its config and weights do not match: its author has to write it again."
+            )
+        if not place.is_readable:
+            raise BaseModelError(
+                f"{place.path}: {place.name} is {place.dtype}, and only {', '.join(READABLE)} can be trained; the run "
+                "needs a manifest of the unquantised model."
+            )
+        located[key] = place
+    return located
+
+
+def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns name -> place of the tensors that are complete in a TensorStore's folder; {} for any other folder.
+
+    Reads the folder's tensor list; the tensors' values are neither read nor checked. Raises BaseModelError if the list
+    is malformed.
+    """
+    store = TensorStore(folder)
+    try:
+        tensors = store.read_list()
+    except ProtocolError as error:
+        raise malformed_list_error(error) from error
+    found = {}
+    for number, listed in enumerate(tensors.tensors if tensors is not None else ()):
+        if (location := store.find(number, listed)) is not None:
+            fetched = location, listed
+            found[listed.name] = StoredTensor(location.path, listed.name, listed.dtype, listed.shape, fetched)
+    return found
+
+
+def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
+    """Returns the manifest's tensors_hash: the SHA-256, in hex, of the tensor list of the weights files `names`.
+
+    The list has name, shape and hashes of each tensor; with it peers can fetch tensors from each other. Returns "" if
+    no valid list can be made (no tensor, too many, or too large). Tensors that no list can have are left out. Reads all
+    bytes of the files. Raises BaseModelError for a file that cannot be read, or a tensor that two files have.
+    """
+    try:
+        return list_tensors([folder / name for name in names]).digest
+    except ProtocolError:
+        return ""
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """Returns name, dtype and shape of the tensors that a safetensors file has, by its header; reads no values.
+
+    Raises BaseModelError if the file cannot be read or the library refuses the header: if it is too long, or its
+    tensors overlap, leave gaps or end beyond the file.
+    """
+    try:
+        with safe_open(path, framework="pt") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping
+            return [StoredTensor(path, n, str(s.get_dtype()), tuple(s.get_shape())) for n, s in slices.items()]
+    except (SafetensorError, OSError) as error:
+        raise BaseModelError(f"{path} cannot be read as safetensors ({str(error)[:200]}); {DOWNLOAD_AGAIN}.") from error
+
+
+def file_hash(path: Path) -> str:
+    """Returns the SHA-256 of a file's content in hex. Raises BaseModelError if the file cannot be read.
+
+    A file that this process has hashed is not read again while its size, modification time and inode are unchanged.
+    """
+    try:
+        status = path.stat()
+        return _hash_content(path, status.st_size, status.st_mtime_ns, status.st_ino)
+    except OSError as error:
+        raise BaseModelError(f"Cannot read {path} ({error.strerror or error}); {DOWNLOAD_AGAIN}.") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash_content(path: Path, size: int, changed_ns: int, inode: int) -> str:
+    # Raises OSError. size, changed_ns, inode: not used but as the cache's key, so that a changed file is hashed again.
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_hash(path: Path, digest: str) -> None:
+    if (found := file_hash(path)) != digest:
+        raise BaseModelError(
+            f"{path} has the SHA-256 {found[:16]}..., and the manifest says {digest[:16]}...; {DOWNLOAD_AGAIN}."
+        )
+
+
+def require_folder(folder: Path | None) -> Path:
+    """Returns `folder`. Raises BaseModelError, whose text says what to do, if it is None or is not a folder."""
+    if folder is None:
+        raise BaseModelError("this run begins with a base model; name the folder that has its files: --base-model DIR")
+    if not folder.is_dir():
+        raise BaseModelError(f"--base-model {folder} is not a folder; name the one that has the base model's files.")
+    return folder
+
+
+def _explain_missing(folder: Path, tensor: str, absent: Sequence[str]) -> str:
+    if not absent:
+        return (
+            f"No weights file in {folder} has the tensor {tensor}, which the manifest's config needs; whoever wrote "
+            "the manifest has to write one of a model's config and weights."
+        )
+    others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+    return (
+        f"{folder} has no {absent[0]}{others}, and no other file has the tensor {tensor}; download the missing files "
+        "into it, or hold other stages."
+    )

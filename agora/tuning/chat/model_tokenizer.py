@@ -1,0 +1,154 @@
+"""Opens the files of a Hugging Face model folder about text: tokenizer, special tokens, chat template, context length.
+
+Nothing in the folder is executed, except the
+chat template in its sandbox.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from agora_protocol.errors import DataError, DiskError, ManifestError
+
+from agora.data.tokenizer import BYTES, TOKENIZER_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, tokenizer_path
+from agora.tuning.chat.chat_template import PLAIN_TEMPLATE, ChatTemplate
+
+SETTINGS_FILE: Final = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+MODEL_FILE: Final = "config.json"
+CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
+BYTES_END: Final = "\0"  # ends a turn for the byte tokenizer
+NO_END: Final = "\n"  # ends a turn for a tokenizer without a token for that
+# The date for templates that write it in training: all peers must render the same text, whenever they start.
+#
+# It is the date that Llama 3's own template writes if it is given no clock.
+TRAINING_DATE: Final = datetime(2024, 7, 26)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """A tokenizer with its chat template.
+
+    end_of_turn: the text of the token that ends a completion or a document. name, template_name: what to call the
+    tokenizer and the template in messages to a person. longest_context: the model's maximum context in tokens; None
+    if the folder does not state it.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    name: str
+    template_name: str
+    end_of_turn: str
+    longest_context: int | None
+
+    @property
+    def fingerprint(self) -> str:
+        parts = ["agora tokenizer 1", self.tokenizer.fingerprint, self.template.fingerprint, self.end_of_turn]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = None) -> ModelTokenizer:
+    """Opens the tokenizer that a manifest names, with its folder's chat template and TRAINING_DATE as the time.
+
+    source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError for a
+    file of another name, for a malformed tokenizer.json, and when the model has fewer ids (`vocabulary`) than the
+    tokenizer; DiskError for a missing tokenizer.json or an unreadable file, DataError for another malformed file,
+    LocalError without the package tokenizers.
+    """
+    path = tokenizer_path(source, base)
+    if path is not None and path.name != TOKENIZER_FILE:
+        raise ManifestError(
+            f"[data] tokenizer {source!r} is not a {TOKENIZER_FILE}, beside which the chat template would be looked "
+            f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
+        )
+    tokenizer = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE)
+    if tokenizer.tokenizer.vocabulary > vocabulary:
+        raise ManifestError(
+            f"Tokenizer {source!r} has token id {tokenizer.tokenizer.vocabulary - 1} but [model] vocabulary is "
+            f"{vocabulary}; use the tokenizer of the base model."
+        )
+    return tokenizer
+
+
+def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
+    """Opens the tokenizer of a model folder with its chat template; for None the byte tokenizer (byte 0 ends a turn).
+
+    A folder without a chat template, and the byte tokenizer, get PLAIN_TEMPLATE. A turn ends with the eos_token of
+    tokenizer_config.json or special_tokens_map.json, otherwise the tokenizer's end_of_text, otherwise a newline. now:
+    the time for templates that write the date. Raises DiskError for a missing tokenizer.json or an unreadable file,
+    DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
+    """
+    if folder is None:
+        return _with_template(ByteTokenizer(), None, {"eos_token": BYTES_END}, BYTES, None, now)
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise DiskError(
+            f"{folder} has no {TOKENIZER_FILE}; give the folder of a Hugging Face model, with the tokenizer as "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it."
+        )
+    tokenizer = JsonTokenizer(folder / TOKENIZER_FILE)
+    settings = _read_object(folder / SETTINGS_FILE)
+    special = _special_tokens({**_read_object(folder / SPECIAL_TOKENS_FILE), **settings})
+    special.setdefault("eos_token", tokenizer.end_of_text or NO_END)
+    model = _read_object(folder / MODEL_FILE)
+    longest = next((value for key in CONTEXT_KEYS if isinstance(value := model.get(key), int)), None)
+    return _with_template(tokenizer, _template_source(folder, settings), special, str(folder), longest, now)
+
+
+def _with_template(
+    tokenizer: Tokenizer, source: str | None, special: Mapping[str, str], name: str, longest: int | None, now: datetime
+) -> ModelTokenizer:
+    kind = "the plain template" if source is None else f"the chat template of {name}"
+    template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, now)
+    return ModelTokenizer(tokenizer, template, name, kind, special["eos_token"], longest)
+
+
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    # Returns the source of a folder's chat template: chat_template.jinja, otherwise `chat_template` in `settings`.
+    # settings: the content of tokenizer_config.json; of a list of templates there, the one called "default" is
+    # returned.
+    if (folder / TEMPLATE_FILE).is_file():
+        return _read_text_file(folder / TEMPLATE_FILE)
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several templates with names; "default" is the one for conversations
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"The chat_template in {folder / SETTINGS_FILE} is not text; correct it.")
+    return template
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    texts = {
+        name: value.get("content") if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(_read_text_file(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({str(error)[:200]!r}); fetch or write it again.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is not a JSON object; fetch or write it again.")
+    return value
+
+
+def _read_text_file(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text; fetch or write it again.") from error

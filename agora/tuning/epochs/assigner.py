@@ -1,0 +1,357 @@
+"""Decides which origin takes which microbatch of an epoch, so that each is done once an epoch across the swarm.
+
+Deterministic.
+
+Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
+sends the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
+(block_order.py): first the blocks where it has the lowest hash of the live origins, then those where one live origin
+has a lower hash, and so on. So origins that are equally fast do not take the same microbatches, and a fast one takes
+what the slow ones have not reached.
+
+| a microbatch | when |
+|---|---|
+| is free | it is not done, and no live origin has opened or claimed it: what a dead one had in flight is free again |
+| is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, or of its next block |
+| may be claimed where others work | others work in every block with free ones; a hash chooses the place |
+| is opened | its claim was sent ANNOUNCE_INTERVALS times, or the origin has the lowest hash of the block |
+| is no longer claimed | a live origin opened it, or claimed it with a lower hash; or take_next is not called any more |
+
+An origin claims as many microbatches ahead as it opens during ANNOUNCE_INTERVALS of gossip. So others receive a claim
+before it is opened, and one of two origins with the same claim drops it. A paused origin delays no other, because its
+claims lapse. When no microbatch of an epoch is free, origins go on with the next epoch. At most open_epochs are in
+progress; beyond them origins wait for the oldest one.
+
+A microbatch is done twice if its origin seems dead but is not, if two origins open it because a message was lost or
+late, or if an origin died before it sent that it was done. Each session sends all origins what it has completed, so
+that repeats are counted, except those that a dead origin never sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agora_protocol.errors import DataError, ProtocolError
+
+from agora.tuning.epochs.block_order import BlockOrder
+from agora.tuning.epochs.free_microbatches import HeldByOthers, first_free, next_free
+from agora.tuning.epochs.microbatch_sets import BlockLayout, MicrobatchSet, NumberRange
+from agora.tuning.epochs.state import (
+    KEPT_TALLIES,
+    MAX_STATE_INTS,
+    MAX_TALLIES,
+    DifferentRowsError,
+    EpochCounts,
+    EpochPart,
+    EpochState,
+    ShareCounts,
+    Tally,
+    open_epochs,
+    read_state,
+    write_state,
+)
+
+# Number of calls of `next_state` after which the other origins are assumed to know of a claim.
+ANNOUNCE_INTERVALS: Final = 3
+# Calls of `next_state` without a `take_next` after which an origin drops its claims; a new origin waits for the states
+# of all live origins for at most as many.
+LAPSE_INTERVALS: Final = 8
+# If more other origins are known, those that are not live are forgotten. What they had done stays known.
+KEPT_ORIGINS: Final = 256
+# The factor by which the measured pace decays with each call of `next_state` while fewer microbatches are opened.
+PACE_DECAY: Final = 31 / 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A microbatch that this origin means to open. number: counted from 0 within the epoch.
+
+    calls_before: how often `next_state` had been called when the microbatch was claimed.
+    """
+
+    epoch: int
+    number: int
+    calls_before: int
+
+
+class EpochAssigner:
+    """Decides which microbatches of the epochs one origin takes, from what the origins of the swarm send each other.
+
+    seed: the run's seed. me: this origin's name. session: a number from 0 to 2^63 - 1, unique to this start of the
+    origin. count: microbatches in an epoch. rows_id: identifies the rows, so that origins with other rows are refused.
+    last_state: the last result of `next_state`, () before; the gossip of other origins is answered with it.
+    """
+
+    def __init__(self, seed: int, me: str, session: int, count: int, rows_id: int = 0) -> None:
+        self._me = me
+        self._session = session
+        self._rows_id = rows_id
+        self._layout = BlockLayout(count)
+        self._first = 0  # the first epoch that is not complete
+        self._parts: dict[int, EpochPart] = {}
+        self._in_flight: set[int] = set()  # numbers of opened microbatches, of complete epochs too
+        self._claims: list[_Claim] = []
+        self._last_claimed: dict[int, int] = {}
+        self._tallies: dict[int, Tally] = {}
+        self._others: dict[str, EpochState] = {}
+        self._live = frozenset({me})
+        self._order = BlockOrder(seed, me, self._layout.blocks)
+        self._state_calls = 0
+        self._last_take_at = 0  # in state calls
+        self._version = 0
+        self._taken_since_told = 0
+        self._pace = 0.0
+        self.last_state: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return self._layout.count
+
+    def take_next(self, live: Collection[str]) -> int | None:
+        """Takes the next microbatch and returns its number, epoch * count + its place; None if it may open none.
+
+        First drops claims that other origins have done, opened or claimed with precedence, and claims new ones ahead.
+        Then opens a claim: one announced often enough before one that needs no announcement, then of the oldest epoch;
+        without any, a new one in a block where this origin has the lowest hash. The microbatch is in flight until
+        `mark_completed` or `release` is called with its number. Returns None if no microbatch is free, all claims are
+        too new, or the state of a live origin is not known yet (only in the first LAPSE_INTERVALS calls of
+        `next_state`); then call again after each `merge`, `mark_completed` and `next_state`. live: the names of the
+        live origins, with or without this one; remembered for `counts`.
+        """
+        self._last_take_at = self._state_calls
+        self._live = names = frozenset(live) | {self._me}
+        states = {name: state for name, state in self._others.items() if name in names}
+        if len(states) + 1 < len(names) and self._state_calls < LAPSE_INTERVALS:
+            return None
+        if len(self._others) > KEPT_ORIGINS:
+            self._others = states
+        others = HeldByOthers(states, names, self._layout)
+        self._claims = [claim for claim in self._claims if self._may_keep(claim, others)]
+        while len(self._claims) <= self._claims_ahead(len(names)) and (claim := self._find_free(others)) is not None:
+            self._claims.append(claim)
+        ready = [claim for claim in self._claims if self._may_open(claim, names)]
+        if not ready:
+            if (own := self._find_free(others, own_blocks=True)) is None:
+                return None
+            self._claims.append(own)
+            ready = [own]
+        announced_at = self._state_calls - ANNOUNCE_INTERVALS
+        chosen = min(ready, key=lambda claim: (claim.calls_before > announced_at, claim.epoch))
+        self._claims.remove(chosen)
+        self._part(chosen.epoch).opened.add(chosen.number)
+        number = chosen.epoch * self.count + chosen.number
+        self._in_flight.add(number)
+        self._taken_since_told += 1
+        return number
+
+    def mark_completed(self, number: int, samples: int = 1) -> None:
+        """Records that a taken microbatch is done, adds it to this session's tally, closes epochs that are complete.
+
+        samples: how many samples the microbatch has. Raises ValueError if it is not in flight.
+        """
+        self._end_flight(number)
+        epoch, place = divmod(number, self.count)
+        tally = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
+        self._tallies[self._session] = Tally(tally.microbatches + 1, tally.samples + samples)
+        if epoch >= self._first:
+            self._part(epoch).done.add(place)
+            self._close_epochs()
+
+    def release(self, number: int) -> None:
+        """Returns a taken microbatch untrained: any origin may take it. Raises ValueError if it is not in flight."""
+        self._end_flight(number)
+
+    def next_state(self) -> tuple[int, ...]:
+        """Returns what to send to the other origins, at most MAX_STATE_INTS integers (see state.py).
+
+        Advances the logical clock: call it once in every interval of gossip, whether or not the result is sent. An
+        origin measures its pace and the age of its claims in these calls. After LAPSE_INTERVALS calls without a
+        `take_next`, drops all claims. If nothing has changed, the result equals the last one; else its version grows.
+        """
+        self._state_calls += 1
+        self._pace = max(self._taken_since_told, self._pace * PACE_DECAY)
+        self._taken_since_told = 0
+        if self._state_calls - self._last_take_at > LAPSE_INTERVALS:
+            self._claims.clear()
+        self._mark_claims()
+        if self._encode(MAX_STATE_INTS) != self.last_state:
+            self._version += 1
+            self.last_state = self._encode(MAX_STATE_INTS)
+        return self.last_state
+
+    def merge(self, origin: str, values: Sequence[int]) -> None:
+        """Merges the state of another origin: the integers that its `next_state` returned. Ignores a state of this one.
+
+        The state replaces the known one of that origin, unless it is older, of the same session; the microbatches
+        done in it, and its tallies, are added in any case. Raises ProtocolError if the state is malformed, DataError if
+        that origin trains on other rows.
+        """
+        try:
+            state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
+        except DifferentRowsError:
+            raise DataError(
+                f"Peer {origin} trains on other rows than this one; compare samples, tokenizer.json and chat template, "
+                "and give their hashes in the manifest ([data] samples_hash and tokenizer_hash) of the next run."
+            ) from None
+        except ValueError as error:
+            raise ProtocolError("bad-message", f"The share of {origin} cannot be read: {error}.") from None
+        if origin == self._me:
+            return
+        known = self._others.get(origin)
+        if known is None or known.session != state.session or known.version < state.version:
+            self._others[origin] = state
+        self._learn(state)
+
+    def snapshot(self) -> tuple[int, ...]:
+        """Returns, as integers for a checkpoint, what is known to be done, and the tallies; nothing in flight."""
+        return self._encode(None)
+
+    def restore(self, snapshot: Sequence[int]) -> None:
+        """Adds the microbatches that are done in a snapshot of this or of another origin, and the snapshot's tallies.
+
+        Raises DataError if the snapshot is of other rows, ValueError if it is malformed; nothing has changed then.
+        """
+        try:
+            self._learn(read_state(snapshot, self._layout, self._rows_id))
+        except DifferentRowsError as error:
+            raise DataError(
+                f"The epoch of the checkpoint cannot be resumed: {error}; give the samples and the tokenizer with "
+                "which the run has begun."
+            ) from error
+
+    def done_ranges(self, epoch: int) -> list[NumberRange]:
+        """Returns which microbatches (0 to count - 1) of an epoch are known to be done, as ascending (first, length).
+
+        [(0, count)] for a complete epoch, [] for one of which nothing is known.
+        """
+        if epoch < self._first:
+            return [(0, self.count)]
+        return list(self._parts[epoch].done.ranges(full_blocks=True)) if epoch in self._parts else []
+
+    def counts(self) -> ShareCounts:
+        """Returns how many microbatches the swarm has done so far, in all and in each epoch in progress.
+
+        As far as this origin knows; repeats are counted from the sessions' tallies.
+        """
+        epochs = [self._count_epoch(epoch) for epoch in range(self._first, self._newest() + 1)]
+        seen = self._first * self.count + sum(epoch.done for epoch in epochs)
+        total = Tally(*(sum(numbers) for numbers in zip(*self._tallies.values(), strict=True)))
+        return ShareCounts(
+            seen=seen,
+            repeated=max(0, total.microbatches - seen),
+            missed=sum(self.count - epoch.done for epoch in epochs[:-1]),
+            samples=total.samples,
+            epochs=tuple(epochs),
+        )
+
+    def _count_epoch(self, epoch: int) -> EpochCounts:
+        own = self._parts.get(epoch, EpochPart.empty(self._layout))
+        done = own.done
+        in_flight = MicrobatchSet(self._layout)
+        in_flight.update(own.opened)
+        for name, state in self._others.items():
+            if name in self._live and (part := state.epochs.get(epoch)):
+                in_flight.update(part.opened)
+        in_flight_count = sum((mask & ~done.mask(block)).bit_count() for block, mask in in_flight.masks.items())
+        return EpochCounts(epoch, len(done), in_flight_count, self.count - len(done) - in_flight_count)
+
+    def _newest(self) -> int:
+        begun = [epoch for epoch, part in self._parts.items() if part.done.masks or part.opened.masks]
+        return max(begun, default=self._first - 1)
+
+    def _mark_claims(self) -> None:
+        for part in self._parts.values():
+            part.claimed.masks.clear()
+        for claim in self._claims:
+            if claim.epoch >= self._first:
+                self._part(claim.epoch).claimed.add(claim.number)
+
+    def _encode(self, limit: int | None) -> tuple[int, ...]:
+        parts = {epoch: part for epoch, part in self._parts.items() if not part.is_empty()}
+        tallies = dict(reversed(list(self._tallies.items())))  # the newest first: a limit leaves out the oldest
+        if limit is None:
+            nothing = MicrobatchSet(self._layout)
+            done = {epoch: EpochPart(part.done, nothing, nothing) for epoch, part in parts.items() if part.done.masks}
+            state = EpochState(0, 0, self._first, tallies, done)
+        else:
+            state = EpochState(self._session, self._version, self._first, tallies, parts)
+        return write_state(state, self._layout, self._rows_id, limit)
+
+    def _learn(self, state: EpochState) -> None:
+        for session, tally in reversed(list(state.tallies.items())):
+            if session != self._session and self._tallies.get(session, Tally()) < tally:
+                self._tallies.pop(session, None)
+                self._tallies[session] = tally
+        while len(self._tallies) > KEPT_TALLIES:
+            del self._tallies[next(iter(self._tallies))]
+        self._first = max(self._first, state.first)
+        for epoch, part in state.epochs.items():
+            if epoch >= self._first:
+                self._part(epoch).done.update(part.done)
+        self._close_epochs()
+
+    def _close_epochs(self) -> None:
+        while (part := self._parts.get(self._first)) is not None and part.done.is_complete():
+            self._first += 1
+        for past in [epoch for epoch in self._parts if epoch < self._first]:
+            del self._parts[past]
+            self._last_claimed.pop(past, None)
+
+    def _part(self, epoch: int) -> EpochPart:
+        return self._parts.setdefault(epoch, EpochPart.empty(self._layout))
+
+    def _end_flight(self, number: int) -> None:
+        if number not in self._in_flight:
+            raise ValueError(f"microbatch {number} was not taken")
+        self._in_flight.remove(number)
+        epoch, place = divmod(number, self.count)
+        if epoch in self._parts:
+            self._parts[epoch].opened.discard(place)
+
+    def _claims_ahead(self, origins: int) -> int:
+        return max(1, min(math.ceil(ANNOUNCE_INTERVALS * self._pace), self.count // (2 * origins)))
+
+    def _may_keep(self, claim: _Claim, others: HeldByOthers) -> bool:
+        if claim.epoch < self._first or claim.number in self._part(claim.epoch).done:
+            return False
+        block = claim.number // self._layout.size
+        for name, state in others.states.items():
+            part = state.epochs.get(claim.epoch)
+            if part is None:
+                continue
+            if claim.number in part.opened:
+                return False
+            if claim.number in part.claimed and self._order.is_preceded_by(name, claim.epoch, block):
+                return False
+        return True
+
+    def _may_open(self, claim: _Claim, live: frozenset[str]) -> bool:
+        if claim.calls_before + ANNOUNCE_INTERVALS <= self._state_calls:
+            return True
+        return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
+
+    def _find_free(self, others: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
+        # Remembers its number in `_last_claimed`; the caller must add the claim to `_claims`. own_blocks: looks only in
+        # blocks where this origin has the lowest hash and no other works, so that the claim may be opened now.
+        for epoch in range(self._first, self._first + open_epochs(self._layout)):
+            number = self._find_free_in(epoch, others, own_blocks)
+            if number is not None:
+                self._last_claimed[epoch] = number
+                return _Claim(epoch, number, self._state_calls)
+        return None
+
+    def _find_free_in(self, epoch: int, others: HeldByOthers, own_blocks: bool) -> int | None:
+        part = self._part(epoch)
+        held, workers = others.of_epoch(epoch)
+        taken = MicrobatchSet(self._layout)
+        for numbers in (part.done, part.opened, held):
+            taken.update(numbers)
+        for claim in self._claims:
+            if claim.epoch == epoch:
+                taken.add(claim.number)
+        order = self._order.order(epoch, others.live)
+        if own_blocks:
+            return first_free(order.own, taken, workers)
+        return next_free(order, taken, workers, self._last_claimed.get(epoch))

@@ -1,0 +1,149 @@
+"""Draws an origin's microbatches from the rows of samples, so that the swarm trains on each once an epoch.
+
+Microbatch j of epoch e holds items j * n to (j + 1) * n - 1 in the order of the epoch, where an item is a row, or a
+pair of rows in dpo runs, and n is how many of them a microbatch holds. The last one of an epoch is filled up with the
+epoch's first items; those repeats are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from agora_protocol.ids import PeerId
+from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
+
+from agora.codec import encode_tokens
+from agora.data.hashing import epoch_order
+from agora.data.sampling import DrawnMicrobatch
+from agora.tuning.chat.sample_rows import SampleRows
+from agora.tuning.epochs.assigner import EpochAssigner
+
+KEPT_ORDERS: Final = 4  # maximum number of epochs whose order is cached
+ID_DIGITS: Final = 15  # hex digits of the rows' fingerprint that other origins receive: 60 bits
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """How many samples (in dpo runs: pairs) the swarm has trained on, as far as this origin knows.
+
+    epoch: the first epoch that is not complete.
+    seen: samples trained on at least once in an epoch, summed over the epochs.
+    repeated: how often a sample was trained on again in the same epoch.
+    missed: samples not trained on yet, in epochs in progress that are older than the newest.
+    """
+
+    epoch: int
+    seen: int
+    repeated: int
+    missed: int
+
+
+class EpochBatches:
+    """Draws one origin's microbatches of samples, and counts what the swarm has trained on.
+
+    rows: the training and held-out rows.
+    seed: the run's seed.
+    microbatch_size: b, rows in a microbatch.
+    me: this origin.
+    session: a number below 2^63 that is used by no other start of any origin.
+    live: returns the names of the live origins; called at each draw.
+    shares: decides which microbatches this origin takes; its state is to be exchanged with the other origins and kept
+    in checkpoints.
+    """
+
+    def __init__(
+        self,
+        rows: SampleRows,
+        seed: int,
+        microbatch_size: int,
+        me: PeerId,
+        session: int,
+        live: Callable[[], Collection[PeerId]],
+    ) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._microbatch_size = microbatch_size
+        self._items = microbatch_size // rows.rows_together
+        self._live = live
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        count = -(-rows.items // self._items)
+        self.shares = EpochAssigner(seed, me, session, count, int(rows.fingerprint[:ID_DIGITS], 16))
+
+    def draw(self) -> DrawnMicrobatch | None:
+        """Takes the next training microbatch and returns it, with its number; None if this origin may open none now.
+
+        The tokens are [2, b, s + 1]: token ids, and the marks of SampleRows.batch. The number is epoch * microbatches
+        in an epoch + position in the epoch. The microbatch is in flight until `mark_completed` or `release` is called
+        with its number. After None, try again when other origins have sent new states (see EpochAssigner.take_next).
+        """
+        number = self.shares.take_next(self._live())
+        return (
+            None if number is None else DrawnMicrobatch(encode_tokens(self._rows.batch(self.rows_of(number))), number)
+        )
+
+    def mark_completed(self, number: int) -> None:
+        """Records that the drawn microbatch `number` is done, and counts the samples (pairs, for dpo) in its rows.
+
+        Raises ValueError if it was not drawn, or is already completed or released.
+        """
+        self.shares.mark_completed(number, int(self._rows.samples_in(self.rows_of(number)).sum()))
+
+    def release(self, number: int) -> None:
+        """Records that the drawn microbatch of this number is given up: any origin may take it again.
+
+        Raises ValueError if it was not drawn, or is already completed or released.
+        """
+        self.shares.release(number)
+
+    def heldout_microbatches(self, count: int) -> Iterator[WireTensor]:
+        """Yields at most `count` microbatches of held-out rows, as wire tensors; equal ones at every call.
+
+        Held-out rows that do not fill a last microbatch are left out; too few for one microbatch are repeated to fill
+        it. See SampleRows.heldout_batches.
+        """
+        return map(encode_tokens, self._rows.heldout_batches(self._microbatch_size, count))
+
+    def rows_of(self, number: int) -> NDArray[np.int64]:
+        """Returns the indices of the training rows [b] of microbatch `number`, in the shuffled order of its epoch.
+
+        A dpo pair is two adjacent rows: chosen, then rejected. The last microbatch of an epoch is filled up with the
+        epoch's first rows.
+        """
+        epoch, position = divmod(number, self.shares.count)
+        items = self._items_of(epoch, np.arange(position * self._items, (position + 1) * self._items))
+        return _rows_of_items(items, self._rows.rows_together)
+
+    def counts(self) -> SampleCounts:
+        """Returns how many samples the swarm has trained on, as far as this origin knows; pairs, for dpo."""
+        shares = self.shares.counts()
+        each = self._rows.summary.trained
+        done = [self._count_samples(part.epoch) for part in shares.epochs]
+        first = shares.epochs[0].epoch if shares.epochs else shares.seen // self.shares.count
+        seen = first * each + sum(done)
+        return SampleCounts(
+            epoch=first,
+            seen=seen,
+            repeated=max(0, shares.samples - seen),
+            missed=sum(each - samples for samples in done[:-1]),
+        )
+
+    def _items_of(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if epoch not in self._orders:
+            while len(self._orders) >= KEPT_ORDERS:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = epoch_order(self._seed, epoch, self._rows.items)
+        return self._orders[epoch][positions % self._rows.items]
+
+    def _count_samples(self, epoch: int) -> int:
+        is_done = np.zeros(self._rows.items, np.bool_)
+        for first, length in self.shares.done_ranges(epoch):
+            is_done[self._items_of(epoch, np.arange(first * self._items, (first + length) * self._items))] = True
+        return int(self._rows.samples_in(_rows_of_items(np.flatnonzero(is_done), self._rows.rows_together)).sum())
+
+
+def _rows_of_items(items: NDArray[np.int64], rows_together: int) -> NDArray[np.int64]:
+    return (items[:, None] * rows_together + np.arange(rows_together)).reshape(-1)

@@ -1,0 +1,249 @@
+"""What an origin sends others about the epochs in progress, and keeps for a restart, written as integers.
+
+Also the counts that follow from this state. Deterministic.
+
+| the integers, each 0 to 2^63 - 1 | how many |
+|---|---|
+| FORMAT, identity of the rows, microbatches in an epoch | 3 |
+| session, version, first epoch that is not complete | 3 |
+| number of tallies; of each: session, microbatches, samples | 1 + 3 for each |
+| number of epochs; of each what follows | 1 |
+| - the epoch, counted from the first | 1 |
+| - its blocks that are done, bit 0 of the first word for block 0 | one for 32 blocks |
+| - of opened, claimed, other done ones: how many ranges; of each the gap before it, its length | 3 + 2 for each |
+
+An epoch has at most MAX_BLOCKS blocks. Done microbatches have as many gaps between them as microbatches are in flight;
+so a state of 10^6 microbatches an epoch usually has less than 200 integers. A message has at most MAX_STATE_INTS:
+ranges, then epochs, that would exceed it are left out, the last ones first. An origin that does not receive such a
+range may repeat its microbatches; nothing worse happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from agora.tuning.epochs.microbatch_sets import BlockLayout, MicrobatchSet, NumberRange, lowest_bit
+
+FORMAT: Final = 1
+MAX_INT: Final = 2**63 - 1
+# The highest first incomplete epoch that is plausible of another origin; an origin's own count may go beyond it.
+MAX_EPOCH: Final = 2**32
+# Maximum number of microbatches or samples of one session that a message may state; sums of them fit into MAX_INT.
+MAX_TALLY: Final = 2**48
+MAX_STATE_INTS: Final = 1024
+MAX_TALLIES: Final = 64  # maximum number of tallies in a message
+# Maximum number of tallies in memory and in a snapshot; of more, those that changed least recently are forgotten.
+KEPT_TALLIES: Final = 1024
+WORD_BITS: Final = 32
+# How many microbatches the epochs in progress should have together, within MAX_OPEN_EPOCHS.
+MIN_OPEN_MICROBATCHES: Final = 256
+MAX_OPEN_EPOCHS: Final = 32
+
+
+class Tally(NamedTuple):
+    """How many microbatches one session (one start of an origin) has completed, and the samples in them.
+
+    The session's number is the key under which its tally is kept.
+    """
+
+    microbatches: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPart:
+    """What one origin knows of an epoch: the microbatches done by any origin, and those that it has opened or claimed.
+
+    The sets themselves are changed in place.
+    """
+
+    done: MicrobatchSet
+    opened: MicrobatchSet  # taken for training, not done yet
+    claimed: MicrobatchSet  # to be opened next
+
+    @classmethod
+    def empty(cls, layout: BlockLayout) -> EpochPart:
+        """Returns an EpochPart of three empty sets: nothing is known of the epoch."""
+        return cls(MicrobatchSet(layout), MicrobatchSet(layout), MicrobatchSet(layout))
+
+    def is_empty(self) -> bool:
+        """Returns whether all three sets are empty."""
+        return not (self.done.masks or self.opened.masks or self.claimed.masks)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochState:
+    """What an origin sends the other origins about the epochs. All epochs before `first` are complete."""
+
+    session: int  # the number of this start of the origin, used by no other start of any origin
+    version: int  # grows with each change of the session's state
+    first: int  # the first epoch that is not complete
+    # What each session has completed, by the session's number.
+    tallies: Mapping[int, Tally] = field(default_factory=dict)
+    # What the origin knows of the epochs that are not complete, by the epoch's number.
+    epochs: Mapping[int, EpochPart] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCounts:
+    """How many microbatches of an epoch in progress are done, in flight at a live origin, or neither.
+
+    not_started: those neither done nor in flight, claimed ones included. An origin counts as live if it was live when
+    `take_next` was last called.
+    """
+
+    epoch: int
+    done: int
+    in_flight: int
+    not_started: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCounts:
+    """How many microbatches the swarm has done, as far as this origin knows."""
+
+    seen: int  # microbatches done at least once, summed over the epochs
+    repeated: int  # completions of a microbatch that was done before
+    missed: int  # microbatches not done yet, of all epochs but the newest that has begun
+    samples: int  # the samples in all completions, repeated ones included
+    epochs: tuple[EpochCounts, ...]  # the epochs in progress, the oldest first
+
+
+def open_epochs(layout: BlockLayout) -> int:
+    """Returns how many epochs may be in progress at the same time: from 2 to MAX_OPEN_EPOCHS.
+
+    Within these bounds the number is the smallest whose epochs together have MIN_OPEN_MICROBATCHES microbatches.
+    """
+    return min(max(2, -(-MIN_OPEN_MICROBATCHES // layout.count)), MAX_OPEN_EPOCHS)
+
+
+def write_state(state: EpochState, layout: BlockLayout, rows_id: int, limit: int | None) -> tuple[int, ...]:
+    """Encodes a state as at most `limit` integers, in the format of the module's docstring; None: without a limit.
+
+    With a limit, only the first MAX_TALLIES tallies are written, and what does not fit is left out: the last ranges of
+    an epoch, and the epochs after it. The limit must have room for the tallies. rows_id: identifies the rows that the
+    state is about.
+    """
+    room = MAX_INT if limit is None else limit
+    tallies = list(state.tallies.items())[: None if limit is None else MAX_TALLIES]
+    values = [FORMAT, rows_id, layout.count, state.session, state.version, state.first, len(tallies)]
+    values += itertools.chain.from_iterable((session, *tally) for session, tally in tallies)
+    count_index = len(values)
+    epochs = 0
+    values.append(epochs)
+    for epoch in sorted(state.epochs):
+        written = _write_epoch(epoch - state.first, state.epochs[epoch], room - len(values))
+        if written is None:
+            break
+        values += written
+        epochs += 1
+    values[count_index] = epochs
+    return tuple(values)
+
+
+def read_state(
+    values: Sequence[int], layout: BlockLayout, rows_id: int, *, max_tallies: int = KEPT_TALLIES
+) -> EpochState:
+    """Decodes a state from the integers that write_state returned.
+
+    A `first` above MAX_EPOCH is lowered to MAX_EPOCH, and the epochs are numbered from there; above 2 * MAX_EPOCH it is
+    refused. Raises DifferentRowsError (a ValueError) if `rows_id` or the number of microbatches in an epoch differ from
+    the sender's, ValueError for a malformed state, numbers that are too large, or more than `max_tallies` tallies.
+    """
+    reader = _Reader(values)
+    if reader.take() != FORMAT:
+        raise ValueError("the state of the epochs has an unknown format")
+    if reader.take() != rows_id or reader.take() != layout.count:
+        raise DifferentRowsError("the state of the epochs is of other rows")
+    session, version, first = reader.take(), reader.take(), reader.take()
+    if first > 2 * MAX_EPOCH:
+        raise ValueError(f"epoch {first} is beyond {2 * MAX_EPOCH}")
+    first = min(first, MAX_EPOCH)
+    count = reader.take()
+    if count > max_tallies:
+        raise ValueError(f"{count} tallies are more than {max_tallies}")
+    tallies = {reader.take(): Tally(reader.take(), reader.take()) for _ in range(count)}
+    if any(number > MAX_TALLY for tally in tallies.values() for number in tally):
+        raise ValueError(f"a tally is more than {MAX_TALLY}")
+    max_open = open_epochs(layout)
+    epochs: dict[int, EpochPart] = {}
+    for _ in range(reader.take()):
+        offset = reader.take()
+        if offset >= max_open:
+            raise ValueError(f"epoch {offset} after the first is in progress, more than {max_open} cannot be")
+        epochs[first + offset] = _read_epoch(reader, layout)
+    reader.check_end()
+    return EpochState(session, version, first, tallies, epochs)
+
+
+class DifferentRowsError(ValueError):
+    """Raised when a state is about other rows than this origin's."""
+
+
+def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
+    layout = part.done.layout
+    values = [offset, *_full_words(part.done, layout)]
+    lists = [part.opened, part.claimed, part.done]
+    room -= len(values) + len(lists)
+    if room < 0:
+        return None
+    for microbatches in lists:
+        ranges = microbatches.ranges(full_blocks=microbatches is not part.done)
+        written = list(itertools.islice(_gaps(ranges), room // 2))
+        values += [len(written), *itertools.chain.from_iterable(written)]
+        room -= 2 * len(written)
+    return values
+
+
+def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
+    part = EpochPart.empty(layout)
+    for first in range(0, layout.blocks, WORD_BITS):
+        word = reader.take()
+        if word >> min(WORD_BITS, layout.blocks - first):
+            raise ValueError(f"{word} names more than {layout.blocks} blocks")
+        while word:
+            part.done.add_block(first + lowest_bit(word))
+            word &= word - 1
+    for microbatches in (part.opened, part.claimed, part.done):
+        position = 0
+        for _ in range(reader.take()):
+            gap, length = reader.take(), reader.take()
+            microbatches.add_range((position + gap, length))
+            position += gap + length
+    return part
+
+
+def _full_words(done: MicrobatchSet, layout: BlockLayout) -> list[int]:
+    bits = sum(1 << block for block in done.masks if done.is_full(block))
+    return [bits >> first & (1 << WORD_BITS) - 1 for first in range(0, layout.blocks, WORD_BITS)]
+
+
+def _gaps(ranges: Iterable[NumberRange]) -> Iterator[NumberRange]:
+    end = 0
+    for first, length in ranges:
+        yield first - end, length
+        end = first + length
+
+
+class _Reader:
+    """Reads the integers of a message or file one after the other, and checks that each is 0 to MAX_INT."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = values
+        self._at = 0
+
+    def take(self) -> int:
+        if self._at >= len(self._values):
+            raise ValueError("the state of the epochs ends too early")
+        value = self._values[self._at]
+        if type(value) is not int or not 0 <= value <= MAX_INT:
+            raise ValueError(f"{value!r:.40} is not an integer from 0 to {MAX_INT}")
+        self._at += 1
+        return value
+
+    def check_end(self) -> None:
+        if self._at != len(self._values):
+            raise ValueError("the state of the epochs goes on after its end")
