@@ -22,8 +22,8 @@ from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.interfaces import HopAnswer, SpanCompute
 from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
+from agora.pipeline.load_balancer import deadline_for_others
 from agora.pipeline.router import Router
-from agora.pipeline.routing import deadline_for_others
 
 MIN_USEFUL_S = 0.001  # A hop that has less than this many seconds left starts nothing
 PATH_SAMPLES = 33  # number of latest samples whose median is `Hop.path_s`

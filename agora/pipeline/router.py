@@ -19,8 +19,7 @@ from agora.observe import events
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.flow_control import Pace
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.peer_choice import Choice, PathHint
-from agora.pipeline.routing import Attempt, RoutingTable
+from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHint
 from agora.pipeline.wire_rules import WireRules
 from agora.swarm.peer_score import Violation
 from agora.swarm.view import View
@@ -44,7 +43,7 @@ class RoutedCall:
     tensors: Sequence[WireTensor]
     deadline: float  # loop time
     on_progress: OnProgress  # passes a progress message on upstream
-    hint: PathHint  # which peers hold the microbatch; at first those named in the request
+    hint: RouteHint  # which peers hold the microbatch; at first those named in the request
     # Stage -> the peer that was last reported upstream.
     reported_upstream: dict[int, PeerId] = field(default_factory=dict)
     reasons: dict[PeerId, str] = field(default_factory=dict)  # peer -> why it last failed or was busy
@@ -113,7 +112,7 @@ class Router:
         offences: ViolationLog,
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
     ) -> None:
-        self.table = RoutingTable(me, stage_count)
+        self.balancer = LoadBalancer(me, stage_count)
         self._me = me
         self._caller = caller
         self._view_of = view_of
@@ -139,7 +138,7 @@ class Router:
         asked. Raises Unavailable at the loop time `deadline`. on_progress: called with each new progress message from
         downstream. The answer's `peer` is the peer that was called, and its `path_ms` includes the time on that link.
         """
-        routed = RoutedCall(process, tensors, deadline, on_progress, PathHint(dict(process.hint)))
+        routed = RoutedCall(process, tensors, deadline, on_progress, RouteHint(dict(process.hint)))
         while True:
             attempt = await self._next_attempt(routed)
             if (answer := await self._try(routed, attempt)) is not None:
@@ -154,7 +153,7 @@ class Router:
                 reasons = [f"{peer[-8:]} {reason}" for peer, reason in routed.reasons.items()][-MAX_REASONS:]
                 raise Unavailable(stage, reasons or [choice.reason])
             if choice.peer is not None:
-                return self.table.record_sent(now, stage, choice.peer, routed.payload_bytes, routed.deadline)
+                return self.balancer.record_sent(now, stage, choice.peer, routed.payload_bytes, routed.deadline)
             await self._changed.wait(min(routed.deadline, choice.look_again_at))
 
     def _choose(self, now: float, routed: RoutedCall) -> Choice:
@@ -163,11 +162,11 @@ class Router:
         replicas = view.replicas(stage)
         me = view.peers.get(self._me)
         suspended_s = {seen.peer: s for seen in replicas if (s := self._violations.suspended_s(seen.peer)) > 0.0}
-        self.table.update(stage, replicas, suspended_s.keys(), me.reachability if me is not None else "unknown")
-        choice = self.table.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
+        self.balancer.update(stage, replicas, suspended_s.keys(), me.reachability if me is not None else "unknown")
+        choice = self.balancer.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
         if suspended_s:  # the end of a suspension brings a candidate, as a change of the view does
             choice = replace(choice, look_again_at=min(choice.look_again_at, now + min(suspended_s.values())))
-        is_empty = not self.table.callees(stage)
+        is_empty = not self.balancer.callees(stage)
         if is_empty != (stage in self._empty_stages):
             self._empty_stages ^= {stage}
             self._report(events.RouteChanged(stage, is_empty, choice.peer or "", choice.reason))
@@ -177,12 +176,12 @@ class Router:
         try:
             answer = self._check_reply(routed, attempt.peer, await self._call(routed, attempt))
         except Busy as refusal:
-            self.table.record_busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
+            self.balancer.record_busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
             routed.reasons[attempt.peer] = "busy"
         except AgoraError as error:
             self._record_failure(routed, attempt, error)
         except BaseException:  # this side gives the call up
-            self.table.record_abandoned(attempt)
+            self.balancer.record_abandoned(attempt)
             raise
         else:
             return self._record_answer(attempt, answer)
@@ -213,9 +212,9 @@ class Router:
         now = loop_time()
         queue = min(call_progress.queue, 1 << 20)
         if call_progress.event == "accepted":
-            self.table.record_accepted(now, attempt, queue, self._round_trip_s(attempt.peer))
+            self.balancer.record_accepted(now, attempt, queue, self._round_trip_s(attempt.peer))
         elif call_progress.event == "finished":
-            self.table.record_queue(now, attempt, queue)
+            self.balancer.record_queue(now, attempt, queue)
 
     def _check_reply(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
         message = reply.message
@@ -241,7 +240,7 @@ class Router:
         self._pace = self._pace.after_completion(now)
         period_s = self._pace.period_s.value or math.inf
         service_s = answer.message.busy_ms / 1000.0
-        crossing_s = self.table.record_answered(now, attempt, service_s, answer.nbytes, period_s)
+        crossing_s = self.balancer.record_answered(now, attempt, service_s, answer.nbytes, period_s)
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
@@ -249,9 +248,9 @@ class Router:
         now = loop_time()
         reason = f"{error.code}: {error}"
         if isinstance(error, Unavailable):
-            self.table.record_failed(now, attempt, 0.0, UNAVAILABLE_FAILURES)
+            self.balancer.record_failed(now, attempt, 0.0, UNAVAILABLE_FAILURES)
         else:
-            self.table.record_failed(now, attempt, now - attempt.started)
+            self.balancer.record_failed(now, attempt, now - attempt.started)
         routed.record_failure(attempt.peer, reason)
         self._report(events.MicrobatchRerouted(routed.process.microbatch.hex(), attempt.stage, attempt.peer, reason))
 
@@ -261,4 +260,4 @@ class Router:
         So other peers of the stage are asked next.
         """
         self._violations.report_violation(peer, Violation.USELESS_GRADIENT, f"{error.code}: {error}")
-        self.table.record_rejected(loop_time(), stage, peer)
+        self.balancer.record_rejected(loop_time(), stage, peer)

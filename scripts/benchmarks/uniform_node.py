@@ -13,18 +13,17 @@ from agora_protocol.ids import MicrobatchId, PeerId
 
 from agora.cli import main_node
 from agora.pipeline import router
-from agora.pipeline.peer_choice import Choice, PathHint, list_candidates
-from agora.pipeline.routing import Attempt, RoutingTable
+from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHint, list_candidates
 
 
-class EvenTable(RoutingTable):
+class EvenBalancer(LoadBalancer):
     """Chooses the peer that was asked least often; waits for that peer while it is busy."""
 
     def __init__(self, me: PeerId, stage_count: int) -> None:
         super().__init__(me, stage_count)
         self._asked: defaultdict[int, Counter[PeerId]] = defaultdict(Counter)
 
-    def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: PathHint) -> Choice:
+    def choose(self, now: float, microbatch: MicrobatchId, stage: int, payload_bytes: int, hint: RouteHint) -> Choice:
         candidates = list_candidates(now, self.callees(stage), payload_bytes)
         if not candidates:
             return super().choose(now, microbatch, stage, payload_bytes, hint)
@@ -43,5 +42,5 @@ class EvenTable(RoutingTable):
 
 
 if __name__ == "__main__":
-    vars(router)["RoutingTable"] = EvenTable
+    vars(router)["LoadBalancer"] = EvenBalancer
     main_node.main()

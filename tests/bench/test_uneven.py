@@ -18,10 +18,10 @@ from benchmarks.uneven import (
     plan_spans,
     possible_rate,
 )
-from benchmarks.uniform_node import EvenTable
+from benchmarks.uniform_node import EvenBalancer
 
 from agora.cost.run_cost import run_cost
-from agora.pipeline.peer_choice import PathHint
+from agora.pipeline.load_balancer import RouteHint
 from agora.swarm.view import PeerView
 
 
@@ -35,12 +35,12 @@ def test_every_swarm_holds_every_stage_and_has_the_same_machines() -> None:
 
 
 def test_even_routing_asks_a_slow_peer_as_often_as_a_fast_one() -> None:
-    table, asked = EvenTable(PeerId("me"), 2), Counter[PeerId]()
+    table, asked = EvenBalancer(PeerId("me"), 2), Counter[PeerId]()
     peers = tuple(PeerView(PeerId(name), Span(1, 1), 1, state="serving") for name in ("fast", "slow"))
     table.update(1, peers)
     for number in range(20):
         now = float(10 * number)
-        chosen = table.choose(now, MicrobatchId(bytes([number]) * 16), 1, 100, PathHint())
+        chosen = table.choose(now, MicrobatchId(bytes([number]) * 16), 1, 100, RouteHint())
         assert chosen.peer is not None
         asked[chosen.peer] += 1
         attempt = table.record_sent(now, 1, chosen.peer, 100, now + 60.0)
@@ -50,12 +50,12 @@ def test_even_routing_asks_a_slow_peer_as_often_as_a_fast_one() -> None:
 
 
 def test_a_busy_peer_is_waited_for_and_a_refused_microbatch_is_not_counted() -> None:
-    table = EvenTable(PeerId("me"), 2)
+    table = EvenBalancer(PeerId("me"), 2)
     table.update(1, tuple(PeerView(PeerId(name), Span(1, 1), 1, state="serving") for name in ("a", "b")))
     table.record_busy(0.0, table.record_sent(0.0, 1, PeerId("a"), 100, 60.0), 2.0)
-    waits = table.choose(1.0, MicrobatchId(bytes(16)), 1, 100, PathHint())
+    waits = table.choose(1.0, MicrobatchId(bytes(16)), 1, 100, RouteHint())
     assert waits.peer is None and waits.look_again_at == 2.0
-    assert table.choose(2.0, MicrobatchId(bytes(16)), 1, 100, PathHint()).peer == "a"
+    assert table.choose(2.0, MicrobatchId(bytes(16)), 1, 100, RouteHint()).peer == "a"
 
 
 def test_what_is_possible_is_the_slowest_stage_of_devices_that_always_work() -> None:

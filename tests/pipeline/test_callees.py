@@ -8,9 +8,15 @@ from dataclasses import replace
 import pytest
 from agora_protocol.ids import PeerId, Span, microbatch_id
 
-from agora.pipeline.callees import MAX_CALLEES, MAX_TIMES_MEDIAN, MIN_TIMES_MEDIAN, choose_callees, rendezvous_key
-from agora.pipeline.peer_choice import PathHint
-from agora.pipeline.routing import RoutingTable
+from agora.pipeline.load_balancer import (
+    MAX_CALLEES,
+    MAX_TIMES_MEDIAN,
+    MIN_TIMES_MEDIAN,
+    LoadBalancer,
+    RouteHint,
+    choose_callees,
+    rendezvous_key,
+)
 from agora.swarm.view import PeerView
 
 CALLERS = [PeerId(f"caller-{number}") for number in range(400)]
@@ -81,10 +87,10 @@ def test_a_peer_whose_capacity_is_unknown_counts_as_usual() -> None:
 
 def test_the_peer_that_already_holds_a_microbatch_is_asked_although_it_is_no_callee() -> None:
     live, me = peers(40), CALLERS[0]
-    table = RoutingTable(me, 3)
+    table = LoadBalancer(me, 3)
     table.update(1, tuple(live.values()))
     assert set(table.callees(1)) == called(me, live)
     other = min(set(live) - set(table.callees(1)))
-    assert table.choose(100.0, MB, 1, 1000, PathHint({1: other}, {other})).peer == other
+    assert table.choose(100.0, MB, 1, 1000, RouteHint({1: other}, {other})).peer == other
     gone = PeerId("peer-999")
-    assert table.choose(100.0, MB, 1, 1000, PathHint({1: gone}, {gone})).peer in live
+    assert table.choose(100.0, MB, 1, 1000, RouteHint({1: gone}, {gone})).peer in live

@@ -129,7 +129,7 @@ def check_leftovers(world: World) -> None:
             assert all(
                 cost.open_calls == 0
                 for stage in range(world.stage_count)
-                for cost in node.router.table.callees(stage).values()
+                for cost in node.router.balancer.callees(stage).values()
             )
 
 

@@ -13,29 +13,27 @@ from hypothesis import strategies as st
 
 from agora.pipeline.flow_control import Pace, StalenessCeiling, equal_quota, measured_window, staleness_ceiling
 from agora.pipeline.hop import is_hopeless
-from agora.pipeline.peer_choice import (
+from agora.pipeline.load_balancer import (
     MAX_BACKOFF_IF_ALL_FAIL_S,
     MAX_BACKOFF_S,
-    NEWCOMER_CALLS,
-    PathHint,
-    PeerStats,
-    choose_next,
-    list_candidates,
-)
-from agora.pipeline.routing import (
     MAX_SPEED_RATIO,
+    NEWCOMER_CALLS,
     Attempt,
-    RoutingTable,
+    LoadBalancer,
+    PeerStats,
+    RouteHint,
     attempt_deadline,
+    choose_next,
     deadline_for_others,
     deadline_to_send,
+    list_candidates,
     newcomer_stats,
 )
 from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
 
 A, B, C = peer_id("a"), peer_id("b"), peer_id("c")
-NONE = PathHint()
+NONE = RouteHint()
 MB = microbatch_id(b"session0", 1)
 PAYLOAD = 1000
 
@@ -44,9 +42,9 @@ def measured(service_s: float, **rest) -> PeerStats:
     return PeerStats(service_s=service_s, answers=50, acceptances=50, **rest)
 
 
-def table_of(costs: dict[PeerId, PeerStats], incarnation: int = 0) -> RoutingTable:
+def table_of(costs: dict[PeerId, PeerStats], incarnation: int = 0) -> LoadBalancer:
     """A routing table in which stage 1 is served by copies of these peers, with PAYLOAD bytes in each microbatch."""
-    made = RoutingTable(peer_id("me"), 2)
+    made = LoadBalancer(peer_id("me"), 2)
     made.update(1, tuple(PeerView(peer, Span(1, 1), incarnation) for peer in costs))
     for peer, known in made.callees(1).items():
         for each in fields(PeerStats):
@@ -54,7 +52,7 @@ def table_of(costs: dict[PeerId, PeerStats], incarnation: int = 0) -> RoutingTab
     return made
 
 
-def sent(made: RoutingTable, now: float = 100.0, peer: PeerId = A) -> Attempt:
+def sent(made: LoadBalancer, now: float = 100.0, peer: PeerId = A) -> Attempt:
     return made.record_sent(now, 1, peer, PAYLOAD, now + 60.0)
 
 
@@ -215,20 +213,20 @@ def test_a_newer_incarnation_starts_with_a_clean_record() -> None:
 
 def test_a_peer_that_already_has_the_microbatch_is_preferred_however_loaded() -> None:
     costs = {A: measured(0.1, queue=99, queue_at=100.0), B: measured(0.1)}
-    assert choose(costs, hint=PathHint({1: A}, {A})).reason == "already holds the result of this microbatch"
-    assert choose(costs, hint=PathHint({1: A})).peer == A
-    assert choose(costs, hint=PathHint({2: A})).peer == B
-    assert choose(costs, hint=PathHint({1: C})).peer == B, "nobody outside the view is ever asked"
+    assert choose(costs, hint=RouteHint({1: A}, {A})).reason == "already holds the result of this microbatch"
+    assert choose(costs, hint=RouteHint({1: A})).peer == A
+    assert choose(costs, hint=RouteHint({2: A})).peer == B
+    assert choose(costs, hint=RouteHint({1: C})).peer == B, "nobody outside the view is ever asked"
 
 
 def test_who_holds_the_result_is_worth_a_short_wait_but_not_a_long_one() -> None:
     once = replace(measured(0.1), failures=1, failed_at=100.0)
-    choice = choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, {A}))
+    choice = choose({A: once, B: measured(0.1)}, 100.1, hint=RouteHint({1: A}, {A}))
     assert choice.peer is None
     assert choice.look_again_at == 100.25
-    assert choose({A: once, B: measured(0.1)}, 100.1, hint=PathHint({1: A})).peer == B
+    assert choose({A: once, B: measured(0.1)}, 100.1, hint=RouteHint({1: A})).peer == B
     often = replace(once, failures=5)
-    assert choose({A: often, B: measured(0.1)}, 100.1, hint=PathHint({1: A}, {A})).peer == B
+    assert choose({A: often, B: measured(0.1)}, 100.1, hint=RouteHint({1: A}, {A})).peer == B
 
 
 def test_reasons_say_what_is_going_on() -> None:

@@ -417,12 +417,12 @@ def test_a_callee_that_keeps_sending_useless_gradients_is_suspended_and_others_g
         await train(world.origin(node, max_in_flight=2), 60)
         assert len(offences_of(node)) == POINTS_TO_SUSPEND == liar.calls_in
         assert {(peer, offence) for peer, offence, _ in offences_of(node)} == {(liar.peer, "useless-gradient")}
-        assert set(node.router.table.callees(1)) == {sound.peer}
+        assert set(node.router.balancer.callees(1)) == {sound.peer}
         assert sound.calls_in >= 60
         assert node.compute.counted.total() == len(completed(node.events)) >= 60
         await asyncio.sleep(PENALTIES[Violation.USELESS_GRADIENT].suspension_s)
         await enter(node)
-        assert set(node.router.table.callees(1)) == {sound.peer, liar.peer}, "it is tried again afterwards"
+        assert set(node.router.balancer.callees(1)) == {sound.peer, liar.peer}, "it is tried again afterwards"
 
     run(work())
 

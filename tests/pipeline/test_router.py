@@ -13,7 +13,7 @@ from agora_protocol.messages import CallProgress, Pong, Process, Processed
 from agora.net.rpc.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.peer_choice import PathHint
+from agora.pipeline.load_balancer import RouteHint
 from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, RoutedCall
 from agora.swarm.peer_score import PENALTIES, POINTS_TO_SUSPEND, Violation
 from tests.pipeline.world import (
@@ -119,7 +119,7 @@ def test_a_stage_whose_only_peer_comes_back_busy_is_reported_as_not_empty_althou
         node, only = world.add("first", "0"), world.add("only", "1", service_s=30.0)
         first = asyncio.create_task(send(node))
         await asyncio.sleep(1.0)  # its cost is kept while this call is open
-        node.router.table.callees(1)[only.peer].busy_until = asyncio.get_running_loop().time() + 5.0
+        node.router.balancer.callees(1)[only.peer].busy_until = asyncio.get_running_loop().time() + 5.0
         world.hide(only)
         second = asyncio.create_task(send(node, microbatch_id(b"session0", 2)))
         await asyncio.sleep(1.0)
@@ -257,12 +257,12 @@ def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
 def test_a_peer_that_was_busy_keeps_its_hint_at_its_first_failure() -> None:
     holder = peer_id("holder")
     process = Process(MB, peer_id("origin"), 1, "train", 60_000, ())
-    routed = RoutedCall(process, [], 60.0, lambda news: None, PathHint({1: holder}, {holder}))
+    routed = RoutedCall(process, [], 60.0, lambda news: None, RouteHint({1: holder}, {holder}))
     routed.reasons[holder] = "busy"
     routed.record_failure(holder, "the stream ended")
-    assert routed.hint == PathHint({1: holder}, {holder})
+    assert routed.hint == RouteHint({1: holder}, {holder})
     routed.record_failure(holder, "the stream ended")
-    assert routed.hint == PathHint({}, set())
+    assert routed.hint == RouteHint({}, set())
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         world, hints, passed = World(stages), [], []
         node, talker = world.add("first", "0"), world.add("talker", "1")
         world.add("last", "2")
-        choose, answer = node.router.table.choose, talker.hop.process
+        choose, answer = node.router.balancer.choose, talker.hop.process
 
         def spy(*args):
             hints.append(args[-1])
@@ -314,7 +314,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
                     progress(CallProgress(number % stages, peer_id(f"stranger {number}"), what, 0))
             return await answer(message, tensors, deadline, progress)
 
-        node.router.table.choose, talker.hop.process = spy, talk
+        node.router.balancer.choose, talker.hop.process = spy, talk
         process = Process(MB, peer_id("origin"), 1, "train", 60_000)
         deadline = asyncio.get_running_loop().time() + 60.0
         reply = await node.router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
@@ -374,11 +374,11 @@ def test_cancelling_a_send_leaves_no_trace_in_the_costs() -> None:
         node, only = world.add("first", "0"), world.add("only", "1", service_s=50.0)
         task = asyncio.create_task(send(node, purpose="evaluate"))
         await asyncio.sleep(1.0)
-        assert node.router.table.callees(1)[only.peer].open_calls == 1
+        assert node.router.balancer.callees(1)[only.peer].open_calls == 1
         task.cancel()
         await asyncio.wait([task])
         await asyncio.sleep(0.1)
-        cost = node.router.table.callees(1)[only.peer]
+        cost = node.router.balancer.callees(1)[only.peer]
         assert (cost.open_calls, cost.failures, cost.virtual_s) == (0, 0, 0.0)
         assert only.ledger.taken == 0, "the cancel went downstream"
 
@@ -393,10 +393,10 @@ def test_peers_that_left_the_view_are_forgotten_and_enter_as_new() -> None:
         world.hide(only)
         with pytest.raises(Unavailable):
             await send(node, microbatch_id(b"session0", 2), within_s=1.0)
-        assert node.router.table.callees(1) == {}
+        assert node.router.balancer.callees(1) == {}
         world.show(only)
         await send(node, microbatch_id(b"session0", 3))
-        assert node.router.table.callees(1)[only.peer].answers == 1
+        assert node.router.balancer.callees(1)[only.peer].answers == 1
 
     run(work())
 
@@ -420,7 +420,7 @@ def test_measured_costs_are_about_what_they_measure() -> None:
         node = world.add("first", "0")
         peers = {s: world.add(f"s{s}", "1", service_s=s) for s in (0.05, 0.2)}
         await train(world.origin(node, max_in_flight=6), 60)
-        costs = node.router.table.callees(1)
+        costs = node.router.balancer.callees(1)
         for service, peer in peers.items():
             assert costs[peer.peer].service_s == pytest.approx(service, rel=0.01)
             assert costs[peer.peer].round_trip_s == pytest.approx(0.01, rel=0.01)

@@ -9,8 +9,14 @@ from dataclasses import replace
 import pytest
 from agora_protocol.ids import Span, microbatch_id
 
-from agora.pipeline.peer_choice import NEWCOMER_CALLS, PathHint
-from agora.pipeline.routing import MAX_SPEED_RATIO, Attempt, RoutingTable, must_use_relay
+from agora.pipeline.load_balancer import (
+    MAX_SPEED_RATIO,
+    NEWCOMER_CALLS,
+    Attempt,
+    LoadBalancer,
+    RouteHint,
+    must_use_relay,
+)
 from agora.swarm.view import PeerView
 from tests.pipeline.world import peer_id
 
@@ -23,18 +29,18 @@ def views(*peers: str, incarnation: int = 1) -> tuple[PeerView, ...]:
     return tuple(PeerView(peer, Span(1, 1), incarnation, state="serving") for peer in peers)
 
 
-def table(*peers: str) -> RoutingTable:
-    made = RoutingTable(ME, STAGES)
+def table(*peers: str) -> LoadBalancer:
+    made = LoadBalancer(ME, STAGES)
     made.update(1, views(*peers))
     return made
 
 
-def send(made: RoutingTable, peer: str, now: float = 100.0, deadline: float = 160.0) -> Attempt:
+def send(made: LoadBalancer, peer: str, now: float = 100.0, deadline: float = 160.0) -> Attempt:
     return made.record_sent(now, 1, peer, PAYLOAD, deadline)
 
 
-def chosen(made: RoutingTable, now: float = 100.0) -> str | None:
-    return made.choose(now, MB, 1, PAYLOAD, PathHint()).peer
+def chosen(made: LoadBalancer, now: float = 100.0) -> str | None:
+    return made.choose(now, MB, 1, PAYLOAD, RouteHint()).peer
 
 
 def test_a_peer_never_chooses_itself_nor_one_that_is_suspended() -> None:
@@ -42,13 +48,13 @@ def test_a_peer_never_chooses_itself_nor_one_that_is_suspended() -> None:
     assert set(made.callees(1)) == {A}
     made.update(1, views(ME, A), suspended={A})
     assert made.callees(1) == {}
-    assert "is suspended" in made.choose(100.0, MB, 1, PAYLOAD, PathHint()).reason
+    assert "is suspended" in made.choose(100.0, MB, 1, PAYLOAD, RouteHint()).reason
     made.update(1, views(ME, A))
     assert chosen(made) == A, "it enters again as a newcomer when it is not suspended any more"
 
 
 def test_updating_with_the_same_replicas_changes_nothing() -> None:
-    made, seen = RoutingTable(ME, STAGES), views(A, B)
+    made, seen = LoadBalancer(ME, STAGES), views(A, B)
     made.update(1, seen)
     send(made, A)
     known = made.callees(1)
@@ -126,7 +132,7 @@ def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(others: int) -> 
     liar, *honest = names = [peer_id(f"p{number}") for number in range(others + 1)]
     made, counts, now = table(*names), Counter[str](), 0.0
     for number in range(2000):
-        peer = made.choose(now, microbatch_id(b"session0", number), 1, PAYLOAD, PathHint()).peer
+        peer = made.choose(now, microbatch_id(b"session0", number), 1, PAYLOAD, RouteHint()).peer
         assert peer is not None
         attempt = send(made, peer, now, now + 60.0)
         made.record_accepted(now, attempt, 0, 0.0)
@@ -156,12 +162,12 @@ def test_two_peers_meet_through_a_relay_when_neither_can_be_dialled_and_one_open
 
 
 def test_a_peer_that_is_reached_directly_gets_more_than_one_behind_a_relay() -> None:
-    made = RoutingTable(ME, STAGES)
+    made = LoadBalancer(ME, STAGES)
     replicas = tuple(replace(view, reachability=r) for view, r in zip(views(A, B), ("punched", "relayed"), strict=True))
     made.update(1, replicas, own_reachability="punched")
     sent = Counter[str]()
     for number in range(300):
-        now, peer = 100.0 + number, made.choose(100.0 + number, MB, 1, PAYLOAD, PathHint()).peer
+        now, peer = 100.0 + number, made.choose(100.0 + number, MB, 1, PAYLOAD, RouteHint()).peer
         assert peer is not None
         sent[peer] += 1
         attempt = send(made, peer, now, now + 60.0)

@@ -14,8 +14,8 @@ from agora_protocol import limits
 
 from agora.pipeline.hop import is_hopeless
 from agora.pipeline.ledger import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS
+from agora.pipeline.load_balancer import MAX_FAILURES, deadline_for_others
 from agora.pipeline.router import MIN_ATTEMPT_S, UNAVAILABLE_FAILURES
-from agora.pipeline.routing import MAX_FAILURES, deadline_for_others
 from agora.planning.simulator.event_queue import DeadlineWheel, EventQueue
 from agora.planning.simulator.measurements import Measurements
 from agora.planning.simulator.simulated_device import JobOrder
@@ -148,8 +148,8 @@ class HopSimulation:
             self._give_up(visit)
             return True
         payload = int(self._workload.boundary_bytes)
-        peer.table.update(stage, peer.replicas)
-        choice = peer.table.choose(now, visit.microbatch.id, stage, payload, visit.microbatch.path)
+        peer.balancer.update(stage, peer.replicas)
+        choice = peer.balancer.choose(now, visit.microbatch.id, stage, payload, visit.microbatch.path)
         if choice.peer is not None:
             self._call(visit, self._find(choice.peer), payload, until)
             return True
@@ -175,7 +175,7 @@ class HopSimulation:
 
     def _call(self, visit: Visit, callee: SimulatedPeer, payload: int, until: float) -> None:
         now, peer = self._events.now, visit.peer
-        attempt = peer.table.record_sent(now, visit.last + 1, callee.id, payload, until)
+        attempt = peer.balancer.record_sent(now, visit.last + 1, callee.id, payload, until)
         call = Call(visit, callee, attempt)
         visit.call, visit.state = call, "downstream"
         self._deadlines.add(call, attempt.until)
@@ -198,12 +198,12 @@ class HopSimulation:
         if call.ended or not visit.peer.is_up:
             return
         ping_s = visit.peer.equipment.link.round_trip_to(call.callee.equipment.link)
-        visit.peer.table.record_accepted(self._events.now, call.attempt, queue, ping_s)
+        visit.peer.balancer.record_accepted(self._events.now, call.attempt, queue, ping_s)
         self._measurements.messages += sum(stage < visit.entry_stage for stage in visit.microbatch.path.peer_by_stage)
 
     def _on_busy(self, call: Call, retry_s: float) -> None:
         if self._end(call):
-            call.caller.peer.table.record_busy(self._events.now, call.attempt, retry_s)
+            call.caller.peer.balancer.record_busy(self._events.now, call.attempt, retry_s)
             self._reroute(call)
 
     def _on_failed(self, call: Call, is_unavailable: bool = False) -> None:
@@ -211,7 +211,7 @@ class HopSimulation:
             now, attempt = self._events.now, call.attempt
             wasted_s = 0.0 if is_unavailable else now - attempt.started
             most = UNAVAILABLE_FAILURES if is_unavailable else MAX_FAILURES
-            call.caller.peer.table.record_failed(now, attempt, wasted_s, most)
+            call.caller.peer.balancer.record_failed(now, attempt, wasted_s, most)
             path = call.caller.microbatch.path.peer_by_stage
             if path.get(attempt.stage) == call.callee.id:
                 del path[attempt.stage]
@@ -248,9 +248,9 @@ class HopSimulation:
         service_s = callee_s * callee.peer.device.slowdown
         peer.pace = peer.pace.after_completion(now)
         period_s = peer.pace.period_s.value or math.inf
-        peer.table.record_queue(now, call.attempt, queue)
+        peer.balancer.record_queue(now, call.attempt, queue)
         nbytes = int(self._workload.gradient_bytes)
-        crossing_s = peer.table.record_answered(now, call.attempt, service_s, nbytes, period_s)
+        crossing_s = peer.balancer.record_answered(now, call.attempt, service_s, nbytes, period_s)
         visit.downstream_path_s = min(callee.path_s + crossing_s, now - call.attempt.started)
         visit.state, visit.committed, visit.queued_at = "backward", True, now
         seconds = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
@@ -316,7 +316,7 @@ class HopSimulation:
             self._deadlines.remove(call)
             call.callee.calls_in.pop(call, None)
             if visit.peer.is_up:
-                visit.peer.table.record_abandoned(call.attempt)
+                visit.peer.balancer.record_abandoned(call.attempt)
             self._forget_caller(call.visit, call)
 
     def _forget_caller(self, visit: Visit | None, call: Call) -> None:

@@ -13,8 +13,7 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora.core.moving_average import MovingAverage
 from agora.pipeline.flow_control import Pace, SendWindow, StepQuota
 from agora.pipeline.hop import PATH_SAMPLES
-from agora.pipeline.peer_choice import PathHint
-from agora.pipeline.routing import Attempt, RoutingTable
+from agora.pipeline.load_balancer import Attempt, LoadBalancer, RouteHint
 from agora.planning.simulator.simulated_device import SimulatedDevice
 from agora.planning.simulator.simulated_link import SimulatedLink
 from agora.swarm.view import PeerView
@@ -69,7 +68,7 @@ class SimulatedPeer:
         self.span: Span | None = None
         self.serving_since = 0.0  # simulated second since which it has served its span
         self.incarnation = 0
-        self.table = RoutingTable(peer, stages)  # what it knows of the peers that it calls
+        self.balancer = LoadBalancer(peer, stages)  # what it knows of the peers that it calls
         self.pace = Pace()  # how often its calls are answered
         self.busy_s = MovingAverage(0.1)  # mean seconds of a visit's own work
         self.backward_s = MovingAverage(0.1)  # mean seconds of a backward pass, its wait at the device included
@@ -104,7 +103,7 @@ class SimulatedMicrobatch:
         self.origin = origin
         self.opened = opened
         self.attempts = 0  # how many were begun
-        self.path = PathHint()  # by entry stage, the peer last known to hold the microbatch
+        self.path = RouteHint()  # by entry stage, the peer last known to hold the microbatch
         self.counted = 0  # an integer with a bit for each stage at which its gradient was counted
         self.kept: list[Visit] = []  # its visits whose answers peers keep
 
