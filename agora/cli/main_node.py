@@ -96,20 +96,20 @@ def join(
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
     """
-    from agora.node.process import daemon
-    from agora.node.span import base_model_folder
+    from agora.node.process import startup
+    from agora.tuning.base.hub import absolute_name
 
     flags: dict[str, Any] = {
         "listen": tuple(listen) if listen else None,
         "link": link,
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
-        "base_model": base_model_folder.absolute_name(base_model) if base_model else None,
+        "base_model": absolute_name(base_model) if base_model else None,
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
     flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
-    daemon.run(run, paths.home_at(directory), flags)
+    startup.run(run, paths.home_at(directory), flags)
 
 
 @app.command()
@@ -230,11 +230,11 @@ def ban(
     Example:
       agora-node ban 12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB
     """
-    from agora.node.peer import admission_files
+    from agora.node import runs
 
     if run is None and not _entries_in(directory):
         home = paths.home_at(directory)
-        admission_files.add_banned(home, peer)
+        runs.add_banned(home, peer)
         text = f"{peer} is banned here; no daemon runs, so it holds from the next start on."
         _print_answer({"text": text, "peer": peer}, as_json)
         return

@@ -384,7 +384,7 @@ def plan(
 def _find_base_model(named: Path | None) -> Path | None:
     if named is None:
         return None
-    from agora.node.span.base_model_folder import find_or_fetch_base_model
+    from agora.tuning.base.hub import find_or_fetch_base_model
 
     return find_or_fetch_base_model(named, lambda where: console.print_to_stderr(f"hub          {where}"))
 

@@ -35,7 +35,6 @@ from agora.cli.console import STALLED, USAGE, Failure
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import runs
 from agora.node.control import control_client
-from agora.node.peer import admission_files
 from agora.swarm.admission import LISTED, TICKET, Admission, Revocations, judge_proof
 
 DAY_S: Final = 86_400
@@ -169,7 +168,7 @@ def _find_signer(found: FoundRun) -> _Signer:
             identity = Identity.load(home.identity)
             if identity.peer == founder:
                 return _Signer(identity, b"")
-            proof = admission_files.read_proof(home, run)
+            proof = runs.read_proof(home, run)
             judged = judge_proof(open_proof(proof, run), identity.peer, time.time(), Revocations(founder))
             if isinstance(judged, Admission) and judged.role == DELEGATE:
                 return _Signer(identity, proof)
@@ -207,7 +206,7 @@ def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) 
     run = found.signed.run_id
     for home in found.homes:
         if home.manifest(run).is_file() and f"the daemon in {home.root}" not in receivers:
-            admission_files.write_revocations(home, run, [*admission_files.read_revocations(home, run), sealed])
+            runs.write_revocations(home, run, [*runs.read_revocations(home, run), sealed])
 
 
 def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:

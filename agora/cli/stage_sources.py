@@ -15,10 +15,10 @@ from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
 from agora.node.runs import RunReference
-from agora.node.span.base_model_folder import absolute_name, with_fetched_base_model
 from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
 from agora.state.layout import AVERAGE
 from agora.state.merged_model import StageFile
+from agora.tuning.base.hub import absolute_name
 
 COLLECT_S = 3600.0  # for a daemon to fetch the weights of all stages
 
@@ -193,6 +193,5 @@ def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | 
     """
     home = paths.home_at(next(iter(directories), None))
     flags = {"base_model": absolute_name(flag) if flag else None}
-    return with_fetched_base_model(
-        settings.load(home.root / "agora.toml", flags), lambda where: print_to_stderr(f"hub          {where}")
-    ).named_base_model
+    chosen = settings.load(home.root / "agora.toml", flags)
+    return chosen.with_fetched_base_model(lambda where: print_to_stderr(f"hub          {where}")).named_base_model

@@ -17,7 +17,6 @@ from agora.cli import console
 from agora.core.terminal_text import printable
 from agora.node import paths, runs
 from agora.node.control import control_client
-from agora.node.peer import admission_files
 
 if TYPE_CHECKING:
     from agora_protocol.identity import Identity
@@ -131,7 +130,7 @@ def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identi
     if is_used or not home.identity.exists():
         return None, b""
     own = Identity.load(home.identity)
-    return own, ticket.proof_for(own.peer, run) if ticket is not None else admission_files.read_proof(home, run)
+    return own, ticket.proof_for(own.peer, run) if ticket is not None else runs.read_proof(home, run)
 
 
 def lines_of(status: Status) -> list[str]:

@@ -9,12 +9,18 @@ from agora_protocol.manifest_rules import suggest
 
 from agora.model.family import Family, RunLayer, StageModule, keep_graph, stage_loss
 from agora.model.subspace_family import SubspaceFamily
-from agora.tuning.hf_family import HfFamily
 
 __all__ = ["FAMILIES", "Family", "RunLayer", "StageModule", "family_of", "keep_graph", "stage_loss"]
 
+
+def _hf_family(model: Any) -> Family:
+    from agora.tuning.hf_family import HfFamily  # only here: a run without a base model never loads it
+
+    return HfFamily(model)
+
+
 # The value of [model] family -> the class that is called with the model section.
-FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": HfFamily}
+FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": _hf_family}
 
 
 def family_of(model: ModelSection) -> Family:

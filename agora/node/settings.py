@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from pydantic import AfterValidator
 
 from agora.net.shaping.link import LinkSpec
 from agora.net.shaping.rate_limits import RateLimits, parse_rate
-from agora.node.limits.hours import Hours
+from agora.node.limits.pausing import Hours
 
 PREFIX = "AGORA_"
 FLAGS = "the command line"
@@ -110,6 +110,23 @@ class Settings(pydantic.BaseModel):
     @property
     def named_base_model(self) -> Path | None:
         return Path(self.base_model).expanduser() if self.base_model else None
+
+    @property
+    def names_hub_model(self) -> bool:
+        from agora.tuning.base.hub import hub_id_of
+
+        return self.named_base_model is not None and hub_id_of(self.named_base_model) is not None
+
+    def with_fetched_base_model(self, show_line: Callable[[str], None]) -> Settings:
+        """Returns settings whose base_model is a folder, see find_or_fetch_base_model; unchanged if none is named.
+
+        May fetch gigabytes, and blocks meanwhile. Raises BaseModelError if the model cannot be fetched.
+        """
+        from agora.tuning.base.hub import find_or_fetch_base_model
+
+        if self.named_base_model is None:
+            return self
+        return self.model_copy(update={"base_model": str(find_or_fetch_base_model(self.named_base_model, show_line))})
 
     @property
     def span(self) -> Span | None:

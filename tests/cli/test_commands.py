@@ -57,7 +57,7 @@ def test_importing_the_commands_imports_nothing_heavy() -> None:
         "libp2p",
         "trio",
         "uvloop",
-        "agora.node.process.lifecycle",
+        "agora.node.process.daemon",
     }
     instant_help = {"safetensors", "numpy", "pydantic", "rich", "cryptography", "msgpack", "agora_protocol.manifest"}
     names = ("main_node", "main_swarm", "status_command", "local_swarm", "demo")

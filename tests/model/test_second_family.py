@@ -25,8 +25,7 @@ from agora.core.span_work import SpanWork
 from agora.cost.stage_cost import MemoryNeed
 from agora.model import FAMILIES, Family, RunLayer, StageModule, family_of, keep_graph
 from agora.node import paths, runs
-from agora.node.doctor import preflight
-from agora.node.limits.memory_budget import MemoryOffer
+from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportedTensor
@@ -180,8 +179,8 @@ def test_its_boundaries_cross_and_its_stages_learn(manifest: Manifest) -> None:
 
 def test_its_memory_decides_whether_a_span_fits(manifest: Manifest) -> None:
     with pytest.raises(OutOfMemory, match=r"Stages 0-1 need 3,328 MiB of memory and 3,072 MiB may be used"):
-        preflight.check_memory(manifest, Span(0, 1), MemoryOffer(3 * 2**30))
-    note = preflight.check_memory(manifest, Span(1, 1), MemoryOffer(3 * 2**30))
+        check_memory(manifest, Span(0, 1), MemoryBudget(3 * 2**30))
+    note = check_memory(manifest, Span(1, 1), MemoryBudget(3 * 2**30))
     assert note == "2,304 MiB of 3,072 MiB memory needed"
 
 

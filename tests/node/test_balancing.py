@@ -9,7 +9,7 @@ from typing import Any
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.peer.balancing import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_ability
+from agora.node.process.daemon import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_ability
 from agora.observe.events import MoveChosen
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S
 from agora.swarm.stage_capacity import Ability, equal_demands

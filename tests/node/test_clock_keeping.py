@@ -14,7 +14,7 @@ from agora_protocol.messages import Message, Pong
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.rpc.network_errors import ConnectionBroken
-from agora.node.peer.clock_keeping import ASK_S, MORE_ANSWERS_S, ClockKeeper
+from agora.node.peer.local_peer import CLOCK_ANSWER_S, MORE_ANSWERS_S, ClockKeeper
 from agora.node.process.startup import StartSteps
 from agora.node.process.watchdog import Notifier
 from agora.swarm.swarm_clock import SwarmClock
@@ -55,7 +55,8 @@ def keeper() -> tuple[ClockKeeper, AskedNetwork]:
 
 
 @pytest.mark.parametrize(
-    ("peers", "seconds"), [((QUICK, SILENT, GONE), MORE_ANSWERS_S), ((SILENT, GONE), ASK_S), ((QUICK, GONE), 0.0)]
+    ("peers", "seconds"),
+    [((QUICK, SILENT, GONE), MORE_ANSWERS_S), ((SILENT, GONE), CLOCK_ANSWER_S), ((QUICK, GONE), 0.0)],
 )
 def test_a_start_waits_shortly_for_the_late_ones_and_ends_their_calls(peers: Sequence[PeerId], seconds: float) -> None:
     async def main() -> None:

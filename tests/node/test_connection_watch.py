@@ -9,7 +9,7 @@ from pathlib import Path
 from agora_protocol.ids import PeerId, Span
 
 from agora.net.p2pd.host import Host
-from agora.node.peer.connection_watch import watch_connections
+from agora.node.peer.local_peer import watch_connections
 from agora.swarm.lost_peers import LostPeers
 from agora.swarm.view import PeerView, View
 from tests.net.helpers import make_host, run

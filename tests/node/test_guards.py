@@ -9,8 +9,8 @@ import torch
 from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.manifest import Manifest
 
-from agora.node.limits.disk_guard import DiskGuard, stored_bytes
-from agora.node.limits.memory_guard import (
+from agora.node.limits.disk import DiskGuard, stored_bytes
+from agora.node.limits.memory import (
     MAX_POLLS_OVER_LIMIT,
     MemoryGuard,
     MemoryState,

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError
 
-from agora.node.limits.hours import DAY_MINUTES, Hours
-from agora.node.limits.pausing import BY_OWNER, OwnersPause
+from agora.node.limits.pausing import BY_OWNER, DAY_MINUTES, Hours, OwnersPause
 
 
 @pytest.mark.parametrize(

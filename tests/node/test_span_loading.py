@@ -14,7 +14,7 @@ from agora_protocol.manifest import preset
 
 from agora.cost.run_cost import usual_in_flight
 from agora.node.peer.local_peer import MAX_SLOTS_BYTES, compute_slots
-from agora.node.span.span_loading import MAX_LOADS, load_until_confirmed
+from agora.node.span.loaded_span import MAX_LOADS, load_until_confirmed
 
 
 class Loads:
@@ -111,9 +111,9 @@ def test_long_links_get_four_times_the_usual_slots_as_far_as_memory_goes() -> No
 def test_asking_what_memory_a_span_needs_takes_no_time_of_the_event_loop() -> None:
     """In a fresh process: drawing a normal tensor on the meta device would import torch's compiler, for seconds."""
     code = (
-        "import sys; from agora.node import doctor; from agora.node.limits.memory_budget import MemoryOffer; "
+        "import sys; from agora.node.limits.memory import MemoryBudget, check_memory; "
         "from agora_protocol.ids import Span; from agora_protocol.manifest import preset; "
-        "doctor.check_memory(preset('tiny'), Span(0, 0), MemoryOffer(2**40)); "
+        "check_memory(preset('tiny'), Span(0, 0), MemoryBudget(2**40)); "
         "print('torch._dynamo' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agora.cli.local_swarm import LocalSwarm
-from agora.node.wireguard import KEY_FILE, configuration_of, ensure_key, read_mesh
+from agora.cli.mesh_command import KEY_FILE, configuration_of, ensure_key, read_mesh
 from tests.process.harness import last_step, tiny
 from tests.process.sites import Sites, can_make_sites
 

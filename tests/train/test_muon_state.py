@@ -12,8 +12,7 @@ from agora_protocol.manifest import Manifest, preset
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.node.doctor import preflight
-from agora.node.limits.memory_budget import MemoryOffer
+from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import StageState
 from agora.state.transfer import StateFetch
@@ -133,7 +132,7 @@ def test_the_memory_that_a_span_needs_follows_the_moments() -> None:
     needs = {}
     for name in ("adamw", "muon"):
         manifest = preset("small", optimizer={"name": name})
-        note = preflight.check_memory(manifest, Span(1, 2), MemoryOffer(2**40))
+        note = check_memory(manifest, Span(1, 2), MemoryBudget(2**40))
         needs[name] = int(note.split(" MiB")[0].replace(",", ""))
     saved = sum(hidden_bytes(manifest, stage) for stage in (1, 2))
     assert needs["adamw"] - needs["muon"] == pytest.approx(saved / 2**20, abs=1)

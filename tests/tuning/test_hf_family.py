@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from agora.cli import export
 from agora.model import family_of, stage_loss
 from agora.node import paths, runs
-from agora.node.doctor import preflight
-from agora.node.limits.memory_budget import MemoryOffer
+from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.train.optimizer import learning_rate, with_moments
@@ -138,7 +137,7 @@ def test_shapes_are_known_without_files_and_hidden_matrices_are_those_inside_lay
 def test_a_machine_without_the_memory_of_a_span_is_told(tmp_path: Path) -> None:
     manifest = manifest_of(save(make_model("llama"), tmp_path / "base"))
     with pytest.raises(OutOfMemory, match="hold fewer stages"):
-        preflight.check_memory(manifest, Span(0, 1), MemoryOffer(2**20))
+        check_memory(manifest, Span(0, 1), MemoryBudget(2**20))
 
 
 def test_a_config_that_transformers_refuses_is_one_sentence(tmp_path: Path) -> None:

@@ -15,13 +15,15 @@ from agora.cli import new_run
 from agora.cli.console import Failure
 from agora.data.tokenizer import byte_tokenizer_json
 from agora.node import settings
-from agora.node.span.base_model_folder import (
+from agora.tuning.base.hub import (
+    HubId,
     absolute_name,
+    fetch_model,
+    find_cached,
+    find_or_fetch,
     find_or_fetch_base_model,
-    names_hub_model,
-    with_fetched_base_model,
+    hub_id_of,
 )
-from agora.tuning.base.hub import HubId, fetch_model, find_cached, find_or_fetch, hub_id_of
 from agora.tuning.base.store import BaseModelError
 from tests.model.tiny_models import hashes, make_model, save
 from tests.tuning.hub_server import COMMIT, REPO, FakeHub, serve
@@ -193,10 +195,10 @@ def test_a_daemon_finds_the_folder_that_the_manifest_was_written_from(
     folder, said = fetch_model(HubId(REPO)).folder, list[str]()
     monkeypatch.setenv("HF_ENDPOINT", NOBODY)
     chosen = settings.load(tmp_path / "agora.toml", {}, {"AGORA_BASE_MODEL": f"{REPO}@{COMMIT}"})
-    assert names_hub_model(chosen)
-    placed = with_fetched_base_model(chosen, said.append)
+    assert chosen.names_hub_model
+    placed = chosen.with_fetched_base_model(said.append)
     assert placed.named_base_model == folder
-    assert not names_hub_model(placed)
+    assert not placed.names_hub_model
     assert said == [f"{REPO}@{COMMIT} is in {folder}"]
     nothing = settings.load(tmp_path / "agora.toml", {}, {})
-    assert with_fetched_base_model(nothing, pytest.fail) is nothing
+    assert nothing.with_fetched_base_model(pytest.fail) is nothing

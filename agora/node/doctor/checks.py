@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from agora.node.doctor.preflight import MIN_FREE_BYTES
+from agora.node.limits.disk import MIN_FREE_BYTES
 from agora.swarm.swarm_clock import MAX_TOLERATED_S, REMEDY
 
 State = Literal["pass", "warn", "fail"]

@@ -34,10 +34,9 @@ from packaging.requirements import Requirement
 
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
-from agora.node.doctor import preflight
 from agora.node.doctor.checks import PackageReading, PeerReading, Readings
-from agora.node.limits.disk_guard import stored_bytes
-from agora.node.peer import admission_files
+from agora.node.limits.disk import MIN_FREE_BYTES, check_disk, stored_bytes
+from agora.node.limits.memory import BASE_BYTES, needed_memory
 from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
 
@@ -173,11 +172,11 @@ def _read_free_memory(chosen: settings.Settings) -> float:
 
 def _compute_needed_memory(manifest: Manifest | None) -> float:
     if manifest is None:
-        return float(preflight.BASE_BYTES + MINIMUM_STAGE_BYTES)
+        return float(BASE_BYTES + MINIMUM_STAGE_BYTES)
     spans = [Span(stage, stage) for stage in range(manifest.stage_count)]
     with contextlib.suppress(ImportError, AgoraError):
-        return float(min(preflight.needed_memory(manifest, span) for span in spans))
-    return float(preflight.BASE_BYTES)
+        return float(min(needed_memory(manifest, span) for span in spans))
+    return float(BASE_BYTES)
 
 
 def _nearest_existing(directory: Path) -> Path:
@@ -198,11 +197,11 @@ def _find_disk_problem(directory: Path, limit_bytes: int) -> str:
     try:
         if not existing.is_dir():
             return f"{existing} is not a directory"
-        preflight.check_disk(existing)
+        check_disk(existing)
     except AgoraError as error:
         return str(error)
     held = stored_bytes(directory) if limit_bytes else 0
-    if limit_bytes and held + preflight.MIN_FREE_BYTES > limit_bytes:
+    if limit_bytes and held + MIN_FREE_BYTES > limit_bytes:
         return f"{directory} holds {held / 2**20:,.0f} MiB of the {limit_bytes / 2**20:,.0f} MiB that `disk_gib` allows"
     return ""
 
@@ -299,7 +298,7 @@ def _read_unit_state() -> str:
 def _find_admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me: PeerId) -> str:
     run, policy = signed.run_id, AdmissionPolicy.of(signed.manifest)
     try:
-        proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else admission_files.read_proof(home, run)
+        proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else runs.read_proof(home, run)
         is_member = AdmissionBook(run, policy).judge(me, proof, time.time()).is_member
     except AgoraError as error:
         return str(error)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Final
 
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.codec_names import parse_codec
+from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.messages import Ping
 from agora_protocol.records import Progress
 
 from agora.core.clock import loop_time
+from agora.core.tasks import BackgroundTasks
 from agora.cost.run_cost import usual_in_flight
 from agora.net.dht.directory import Directory
 from agora.net.nat.address_book import addresses_by_peer
@@ -24,29 +30,28 @@ from agora.net.nat.own_addresses import is_circuit, public_only
 from agora.net.nat.relay import RelayService
 from agora.net.p2pd.host import Host
 from agora.net.rpc.incoming import NetLimits
-from agora.net.rpc.network import Network
+from agora.net.rpc.network import MAX_CLOCKS, Network
+from agora.net.rpc.network_errors import ConnectionBroken
 from agora.net.shaping.uplink import SAMPLE_S, UplinkMeter
 from agora.node import runs
 from agora.node.control.node_report import NodeReport, progress_record, status_json
-from agora.node.limits.memory_budget import measure_offer
-from agora.node.limits.memory_guard import MemoryGuard
-from agora.node.peer.clock_keeping import ClockKeeper
-from agora.node.peer.connection_watch import watch_connections
+from agora.node.limits.memory import MemoryGuard, measure_budget
 from agora.node.peer.reachability_keeper import ReachabilityKeeper
 from agora.node.peer.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
 from agora.node.peer.run_admission import RunAdmission
-from agora.node.process.background import BackgroundTasks
 from agora.node.process.startup import Startup
 from agora.node.span.base_supply import BaseSupply
-from agora.node.span.capacity_probe import OwnAbility
-from agora.observe import events
+from agora.node.span.capacity_probe import CapacityProbe
+from agora.observe import events, faults
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
 from agora.pipeline.wire_rules import TensorForm, WireRules
 from agora.replica.partition import owning_bandwidths
+from agora.swarm.lost_peers import LostPeers
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.redialling import Redialling
-from agora.swarm.view import PeerView
+from agora.swarm.swarm_clock import clock_remark
+from agora.swarm.view import PeerView, View
 from agora.swarm.violations import ViolationLog
 from agora.train.weight_versions import LIMIT_FACTOR
 
@@ -58,6 +63,13 @@ REMEMBER_S = 15.0  # seconds between two writes of other peers' addresses to dis
 REDIAL_S = 5.0  # seconds between two checks of which peers are missing from the view
 DIAL_S = 4.0  # seconds that one attempt to redial missing peers may take
 MEET_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
+CONNECTIONS_S: Final = 1.0  # seconds between two checks of which peers are connected
+CHECK_DIAL_S: Final = 4.0  # seconds after which a dial counts as failed
+CLOCK_ANSWER_S: Final = 4.0  # seconds within which peers must answer with the time, dialling included
+MORE_ANSWERS_S: Final = 0.5  # seconds that a start waits for further answers once it has one
+# Seconds from the start of `run` until the peers that are connected then are asked for the first time.
+FIRST_CLOCK_S: Final = 5.0
+CLOCK_AGAIN_S: Final = 20.0  # seconds between two such questions after the first
 
 
 class LocalPeer:
@@ -87,10 +99,10 @@ class LocalPeer:
         self.host = host
         self.admission = admission
         self.manifest = manifest = signed.manifest
-        free = measure_offer("cpu", startup.settings.memory_gib).host
+        free = measure_budget("cpu", startup.settings.memory_gib).host
         self.slots = compute_slots(manifest, free)
         self.sent = SentTensors()
-        self.ability = OwnAbility(manifest, startup.settings, startup.home.root)
+        self.ability = CapacityProbe(manifest, startup.settings, startup.home.root)
         self.offences = ViolationLog(startup.report_event)
         self.ledger = WorkLedger(startup.me, self.slots, startup.report_event)
         report_violation = self.offences.report_violation
@@ -320,3 +332,89 @@ def wire_rules(manifest: Manifest) -> WireRules:
         manifest.tokens_shape(),
         manifest.objective.kind,
     )
+
+
+async def watch_connections(
+    host: Host, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
+) -> None:
+    """Every CONNECTIONS_S, until cancelled, dials peers of the view whose connection broke; tells `lost` of failures.
+
+    Dials several peers concurrently. lost: decides which peers to dial, and whether a failed dial makes a peer count as
+    lost. on_lost: called for each peer that then counts as lost.
+    """
+    while True:
+        await asyncio.sleep(CONNECTIONS_S)
+        with contextlib.suppress(ConnectionBroken):  # p2pd is gone: the daemon notices that
+            connected = await host.connected_peers()
+            due = lost.update_connected(loop_time(), connected, view_of())
+            failed = await asyncio.gather(*(_is_unreachable(host, peer) for peer in due))
+            for peer in (peer for peer, has_failed in zip(due, failed, strict=True) if has_failed):
+                if lost.record_failed_dial(loop_time(), peer.peer, peer.incarnation):
+                    on_lost()
+
+
+async def _is_unreachable(host: Host, peer: PeerView) -> bool:
+    try:
+        await host.reach(peer.peer, peer.addresses, CHECK_DIAL_S)
+    except AgoraError as error:
+        return isinstance(error, ConnectionBroken)
+    return False
+
+
+class ClockKeeper:
+    """Asks other peers for the time, corrects the daemon's SwarmClock, and warns the owner if the clock is wrong."""
+
+    def __init__(self, startup: Startup, network: Network) -> None:
+        self._startup = startup
+        self._network = network
+
+    async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
+        """Asks peers for the time and corrects the clock, so that even the first records are judged by true time.
+
+        known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * CLOCK_ANSWER_S at most, as the
+        step "clock" of the start. Without an answer the clock is settled uncorrected.
+        """
+        with self._startup.steps.step("clock") as note:
+            peers = list(known)[:MAX_CLOCKS]
+            for peer in peers:
+                self._network.learn(peer, known[peer])
+            await self._await_answers(peers)
+            boot_unix = await self._network.ask_clocks(CLOCK_ANSWER_S)
+            self._correct_clock(boot_unix)
+            correction_s = self._startup.clock.correction.seconds
+            note.text = f"{len(boot_unix)} peers told the time, corrected by {correction_s:.2f} s"
+
+    async def run(self) -> None:
+        """After FIRST_CLOCK_S, then every CLOCK_AGAIN_S, asks connected peers for the time and corrects the clock.
+
+        Runs until it is cancelled.
+        """
+        for wait_s in itertools.chain([FIRST_CLOCK_S], itertools.repeat(CLOCK_AGAIN_S)):
+            await asyncio.sleep(wait_s)
+            await faults.reach("clock.asked")
+            self._correct_clock(await self._network.ask_clocks(CLOCK_ANSWER_S))
+
+    async def _await_answers(self, peers: Sequence[PeerId]) -> None:
+        deadline = loop_time() + CLOCK_ANSWER_S
+        calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
+        running = calls
+        timeout_s = CLOCK_ANSWER_S
+        try:
+            while running:
+                done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                if any(call.exception() is None for call in done):
+                    timeout_s = MORE_ANSWERS_S
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def _correct_clock(self, boot_unix: Sequence[float]) -> None:
+        clock = self._startup.clock
+        former = clock_remark(clock.correction)
+        clock.follow(boot_unix)
+        remark = clock_remark(clock.correction)
+        if remark and remark != former:
+            self._startup.report_event(events.OwnerTold(remark))

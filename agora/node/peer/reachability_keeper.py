@@ -116,7 +116,7 @@ class ReachabilityKeeper:
 
     async def _update_reachability(self) -> None:
         if self._has_upnp:  # p2pd lists the address outside as soon as the router has forwarded a port
-            with contextlib.suppress(ConnectionBroken):  # if p2pd is gone, the lifecycle notices that
+            with contextlib.suppress(ConnectionBroken):  # if p2pd is gone, the daemon notices that
                 listed = [address.rpartition("/p2p/")[0] for address in await self._host.addresses()]
                 self._own = tuple(dict.fromkeys((*self._host.own_addresses, *listed)))
         if self.findings.is_due(loop_time()):

@@ -28,8 +28,8 @@ from agora.net.dht.directory import Directory
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.incoming import IncomingCall
 from agora.net.rpc.network import Network
+from agora.node import runs
 from agora.node.paths import Home
-from agora.node.peer import admission_files
 from agora.node.process.startup import Startup
 from agora.observe import events
 from agora.swarm.admission import AdmissionPolicy
@@ -46,9 +46,9 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionB
 
     Leaves out revocations that are invalid by now. Raises DiskError when a file cannot be read.
     """
-    banned = admission_files.read_banned(home)
+    banned = runs.read_banned(home)
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest), banned)
-    for sealed in admission_files.read_revocations(home, signed.run_id):
+    for sealed in runs.read_revocations(home, signed.run_id):
         with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
             book.add_revocation(sealed, now_unix)
     return book
@@ -187,7 +187,7 @@ class RunAdmission:
 
     def _write_revocations(self) -> None:
         try:
-            admission_files.write_revocations(self._startup.home, self._run, self.book.signed_revocations())
+            runs.write_revocations(self._startup.home, self._run, self.book.signed_revocations())
         except DiskError as error:
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 

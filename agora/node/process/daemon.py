@@ -1,113 +1,422 @@
-"""Runs a daemon as a process: data directory, lock, log, signals, event loop, exit code."""
+"""One daemon in its event loop: it opens the local peer, holds one span after another, and leaves in order."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import functools
 import os
-import signal
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
-import uvloop
-from agora_protocol.errors import DiskError, LocalError
-from agora_protocol.identity import Identity
+from agora_protocol.errors import AgoraError, InputError, LocalError
+from agora_protocol.ids import Span
+from agora_protocol.invite import Invite
+from agora_protocol.manifest import SignedManifest
 
-from agora.core.clock import boot_time
-from agora.node import paths, runs, settings
-from agora.node.process.incarnations import next_incarnation
-from agora.node.process.startup import StartSteps, Startup
-from agora.node.process.watchdog import Notifier
-from agora.node.span.base_model_folder import names_hub_model, with_fetched_base_model
-from agora.observe import faults
-from agora.observe.journal import Journal
-from agora.observe.log import EventLog
-from agora.observe.reporter import Reporter
-from agora.swarm.swarm_clock import SwarmClock
+from agora.core.clock import loop_time
+from agora.core.tasks import BackgroundTasks, wait_for_any
+from agora.net.dht.directory import Directory
+from agora.node import paths
+from agora.node.control.control_api import ControlSocket, questions_of
+from agora.node.control.node_report import NO_TRAFFIC, NodeReport, WindowedRate, add_traffic
+from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
+from agora.node.limits.pausing import OwnersPause
+from agora.node.peer.local_peer import LocalPeer
+from agora.node.peer.run_admission import RunAdmission
+from agora.node.process import joining
+from agora.node.process.startup import Startup
+from agora.node.process.watchdog import Watchdog
+from agora.node.span.loaded_span import LoadedSpan, load_span
+from agora.observe import events
+from agora.swarm import health
+from agora.swarm.health import Health
+from agora.swarm.placement import Placement
+from agora.swarm.rebalancing import judge_interval_s, judge_move
+from agora.swarm.status import RunIdentity
+from agora.swarm.swarm_clock import clock_remark
+from agora.swarm.view import View
+
+LEAVE_S = 9.0  # seconds that all of leaving takes at most: one less than the 10 s in texts for users
+ANNOUNCE_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
+ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
+CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
+MOVE_FINISH_S = 30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
+MOVE_CHECKPOINT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
+MEASURE_S = 4.0  # seconds between two measurements of how long microbatches take here
+WAIT_AFTER_FAILURE_S = 120.0  # seconds for which a peer whose move has failed does not try again
 
 
-def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
-    """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
+@dataclass(frozen=True, slots=True)
+class _MoveRequest:
+    """A request to serve the stages `span`. done: ends when they are served, or with the error that prevents it."""
 
-    text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Creates
-    the key at the first start, and fetches a base model that is named by its Hub id. Raises an AgoraError that says
-    what to do when the daemon cannot begin, or when an error ends it.
+    span: Span
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class _FatalError(LocalError):
+    """Raised when p2pd or a background task has ended unasked: the daemon leaves in order and exits with an error."""
+
+
+class Daemon:
+    """One running daemon: opens the local peer, serves a span, moves to others when asked, leaves once `stop` is set.
+
+    `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
+    open, and in a pause; `signed`, the manifest, until it is known.
     """
-    faults.set_active_faults(faults.from_environment())
-    faults.reach_blocking("daemon.started")
-    began_ns = time.time_ns()
-    began_s = boot_time()
-    clock = SwarmClock(time.time(), boot_time)
-    chosen = settings.load(home.root / "agora.toml", flags)
-    reference = runs.resolve(text, home)
-    with _open_directory(home.root) as journal:
-        reporter = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix)
-        notifier = Notifier()
-        incarnation = next_incarnation(home.incarnation, began_ns)
-        steps = StartSteps(reporter.report, notifier)
-        with steps.step("identity") as note:
-            identity = Identity.load_or_create(home.identity)
-            note.text = identity.peer
-        if names_hub_model(chosen):
-            with steps.step("hub") as note:
-                chosen = with_fetched_base_model(chosen, functools.partial(setattr, note, "text"))
-        with steps.step("imports"):
-            import agora.node.process.lifecycle  # noqa: F401
-        startup = Startup(reference, home, chosen, identity, incarnation, clock, reporter, notifier, steps, began_s)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_daemon(startup))
 
+    def __init__(self, startup: Startup) -> None:
+        self.startup = startup
+        self.signed: SignedManifest | None = None
+        self.local_peer: LocalPeer | None = None
+        self.loaded: LoadedSpan | None = None
+        self.stop = asyncio.Event()
+        self.leave_reason = "asked to leave"
+        self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
+        self._report_event = startup.report_event
+        self._since_unix = startup.clock.unix()
+        self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
+        self._addresses: tuple[str, ...] = ()
+        self._rate = WindowedRate()
+        self._move: _MoveRequest | None = None
+        self._move_wanted = asyncio.Event()
+        self._tasks = BackgroundTasks()
+        self._past_traffic = NO_TRAFFIC
+        self._peer_closing = AsyncExitStack()
+        self._span_closing = AsyncExitStack()
 
-@contextmanager
-def _open_directory(root: Path) -> Iterator[Journal]:
-    with ExitStack() as closing:
+    async def run(self) -> None:
+        """Joins, serves or pauses until `stop` is set; then leaves in order. Raises the error that ended it."""
+        control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
+        await control.start()
+        self._tasks.start("watchdog", self._watchdog.run())
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            closing.enter_context(lock_file(root / "daemon.lock"))
-            journal = Journal(root)
-        except OSError as error:
-            reason = f"Cannot make or write {root} ({error.strerror})"
-            raise DiskError(f"{reason}; free some space, or choose another directory with --dir.") from error
-        yield journal
+            while not self.stop.is_set():
+                if not self.pause.reason:
+                    await self._serve_until_stopped()
+                if not self.stop.is_set():  # also if the pause has ended by now: what was opened must be closed first
+                    await self._stay_paused()
+            await self._leave(self.leave_reason)
+        except _FatalError as error:
+            await self._leave(str(error))
+            raise
+        finally:
+            await self._close()
+            await self._tasks.close()
+            await control.close()
+            self._report_event(events.StateChanged("left", "the daemon has ended"))
+
+    # --- the present state
+
+    def serving_span(self) -> LoadedSpan:
+        """Returns `loaded`, the held span. Raises LocalError, which says what the daemon does, while it is None."""
+        if self.loaded is None:
+            raise LocalError(f"this daemon is {self.describe_state()}; ask again when it serves")
+        return self.loaded
+
+    def describe_state(self) -> str:
+        """Returns the end of "this daemon is ..." while no span is held: why it is paused, or it starts or moves."""
+        if self.pause.reason:
+            return self.pause.reason
+        return "still starting" if self._move is None else f"moving to stages {self._move.span}"
+
+    def invite(self) -> Invite:
+        """Returns an invite with own and others' addresses. Raises LocalError while run or own address is unknown."""
+        if self.signed is None or not self._addresses:
+            missing = "know its run" if self.signed is None else "have an address"
+            raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
+        known = self.local_peer.membership.view if self.local_peer is not None else View()
+        announced = self.local_peer.reachability.announcement().addresses if self.local_peer is not None else ()
+        own = tuple(dict.fromkeys((*announced, *self._addresses)))
+        return joining.make_invite(self.signed, self.startup.me, own, known)
+
+    def take_node_report(self) -> NodeReport:
+        """Returns a snapshot of this daemon: state, health, counters, traffic, view, span. Updates the token rate."""
+        startup, local_peer = self.startup, self.local_peer
+        counters = startup.reporter.snapshot()
+        now_unix = startup.clock.unix()
+        view = local_peer.membership.view if local_peer else View()
+        claim = local_peer.membership.claim if local_peer else None
+        link = local_peer.host.link if local_peer else None
+        run = RunIdentity(startup.reference.run, startup.reference.name, 0, 0)
+        if self.signed is not None:
+            run = RunIdentity.of(self.signed.manifest)
+        return NodeReport(
+            peer=startup.me,
+            incarnation=claim.incarnation if claim else startup.incarnation,
+            run=run,
+            state=claim.state if claim else "joining",
+            startup_step=startup.steps.current,
+            pause_reason=self.pause.reason,
+            link=link.spec.text if link is not None else startup.settings.link,
+            health=self._assess_health(view, run.stage_count, now_unix),
+            now_unix=now_unix,
+            clock_remark=clock_remark(startup.clock.correction),
+            counters=counters,
+            tokens_per_second=self._rate.update(now_unix, counters.counted_tokens),
+            view=view,
+            paths=local_peer.network.paths if local_peer else {},
+            traffic=self._total_traffic(),
+            span=self.loaded.take_span_report() if self.loaded else None,
+        )
+
+    def _assess_health(self, view: View, stage_count: int, now_unix: float) -> Health:
+        # Returns PAUSED in a pause, DEGRADED while no span is held, otherwise the swarm's health by the view.
+        if self.pause.reason:
+            return Health(health.PAUSED, f"this peer is {self.pause.reason}", self.pause.remedy)
+        if self.loaded is None:
+            step = self.startup.steps.current or "serve"
+            return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
+        return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
+
+    def _total_traffic(self) -> events.Traffic:
+        # Returns the bytes carried since the daemon's start, those before a pause included.
+        return add_traffic(self._past_traffic, self.local_peer.traffic()) if self.local_peer else self._past_traffic
+
+    # --- start and serve
+
+    async def _serve_until_stopped(self) -> None:
+        serving = asyncio.create_task(self._start_and_serve(), name="serve")
+        await wait_for_any(serving, self.stop.wait(), self.pause.wait_until(paused=True))
+        if serving.done() and not self.stop.is_set():
+            serving.result()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    async def _stay_paused(self) -> None:
+        self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
+        await self._wind_down("paused")
+        await self._close()
+        joining.register_paused(self.startup, self.signed)
+        await wait_for_any(self.stop.wait(), self.pause.wait_until(paused=False))
+        if not self.stop.is_set():
+            self.startup = joining.startup_after_pause(self.startup, self.signed)
+
+    async def _start_and_serve(self) -> None:
+        local_peer = await self._open_local_peer()
+        loaded = await self._serve_span(local_peer, self.startup.settings.span)
+        me, incarnation = self.startup.me, self.startup.incarnation
+        run, first, last = local_peer.signed.run_id, loaded.span.first, loaded.span.last
+        self._report_event(events.PeerStarted(me, run, first, last, incarnation, os.getpid(), self._addresses))
+        print(f"invite {self.invite()}", flush=True)
+        local_peer.tasks.start("ability", publish_ability(local_peer, lambda: self.loaded))
+        if self.startup.settings.rebalance and self.startup.settings.span is None:
+            local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
+        while True:
+            await self._wait_for_move_request(local_peer)
+            await self._carry_out_move(local_peer)
+
+    async def _open_local_peer(self) -> LocalPeer:
+        # Sets `signed` and `_addresses` as soon as each is known, since other daemons may ask for the invite.
+        startup, closing = self.startup, self._peer_closing
+        if self.signed is None and (startup.reference.signed is not None or not startup.reference.run):
+            self.signed = await joining.read_manifest(startup)
+        host, self._addresses = await joining.open_host(startup)
+        closing.push_async_callback(host.close)
+        others = await joining.connect_to_run(startup, host, self.signed)
+        if self.signed is None:
+            self.signed = await joining.fetch_manifest(startup, host, others)
+        with startup.steps.step("doctor") as note:
+            note.text = check_disk(startup.home.root)
+            disk = DiskGuard(startup.home, startup.settings.disk_bytes)
+            await asyncio.to_thread(disk.make_room, self.signed.manifest, None, MIN_FREE_BYTES)
+        proof = joining.own_proof(startup, self.signed.run_id)
+        admission = RunAdmission(startup, self.signed, self._addresses, proof, startup.clock.unix)
+        with startup.steps.step("directory"):
+            stages = self.signed.manifest.stage_count
+            unix = startup.clock.unix
+            directory = await Directory.create(host, self.signed.run_id, (), stages=stages, guard=admission, unix=unix)
+            closing.push_async_callback(directory.close)
+            local_peer = LocalPeer(startup, self.signed, host, directory, admission, self.take_node_report)
+            closing.push_async_callback(local_peer.close)
+            await local_peer.start(others)
+        self.local_peer = local_peer
+        self._since_unix = startup.clock.unix()
+        return local_peer
+
+    async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:
+        loaded = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
+        with self.startup.steps.step("serve") as note:
+            self.loaded = loaded
+            await local_peer.membership.set_state("serving")
+            note.text = f"stages {loaded.span}"
+        self._report_event(events.StateChanged("serving", f"stages {loaded.span}"))
+        if loaded.origin is not None:
+            loaded.tasks.start("origin", loaded.origin.run())
+        return loaded
+
+    async def _wait_for_move_request(self, local_peer: LocalPeer) -> None:
+        groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
+        waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
+        running = [task for group in groups for task in group.started]
+        try:
+            await asyncio.wait((*waits, *running), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if local_peer.host.died.is_set():
+            raise _FatalError("the network process p2pd ended by itself; start the daemon again and look at its memory")
+        for task, error in (ended for group in groups if (ended := group.find_ended()) is not None):
+            text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
+            self._report_event(events.TaskFailed(task, text))
+            is_known = isinstance(error, AgoraError)
+            raise _FatalError(str(error) if is_known else f"its task {task} failed ({text}); please report this")
+
+    # --- move
+
+    def _movable_span(self) -> LoadedSpan | None:
+        return None if self._move is not None else self.loaded
+
+    async def move(self, stages: Span) -> None:
+        """Moves this daemon to `stages`; returns once it serves them. Raises LocalError or InputError if it cannot.
+
+        If loading fails, serves the former stages again and raises the error. Cancelling does not stop the move.
+        """
+        if self.stop.is_set() or self.pause.reason:
+            raise LocalError(f"this daemon is {self.pause.reason or 'leaving'}, and does not move")
+        if self._move is not None:
+            raise LocalError(f"this daemon is moving to stages {self._move.span} already; wait until it serves them")
+        held = self.serving_span().span
+        count = self.signed.manifest.stage_count if self.signed else 0
+        if stages.last >= count:
+            raise InputError(f"stages {stages} are beyond the run's last stage; give stages within 0-{count - 1}.")
+        if stages == held:
+            raise LocalError(f"this daemon holds stages {held} already; give other stages, within 0-{count - 1}")
+        self._move = move = _MoveRequest(stages)
+        self._move_wanted.set()
+        await asyncio.shield(move.done)
+
+    async def _carry_out_move(self, local_peer: LocalPeer) -> None:
+        move, former = self._move, self.serving_span()
+        assert move is not None
+        self._move_wanted.clear()
+        self._report_event(events.StateChanged("moving", f"from stages {former.span} to stages {move.span}"))
+        failure: AgoraError | None = LocalError("this daemon has ended its work, and has not moved")
+        try:
+            await self._give_up_span(local_peer, former)
+            try:
+                await self._serve_span(local_peer, move.span)
+                failure = None
+            except AgoraError as error:
+                failure = error
+                self._report_event(events.TaskFailed("move", f"{error.code}: {error}"))
+                await self._serve_span(local_peer, former.span)
+        finally:
+            self._move = None
+            if failure is None:
+                move.done.set_result(None)
+            else:
+                move.done.set_exception(failure)
+                move.done.exception()  # retrieved, since no task may wait any more
+
+    async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
+        # While a stage has no peer, this origin's own microbatches cannot come back.
+        timeout_s = ORIGIN_S if self.take_node_report().empty_stages else MOVE_FINISH_S
+        await self._finish_work(local_peer, loaded, timeout_s, loop_time() + 2 * timeout_s, "moving to other stages")
+        await loaded.write_checkpoints(MOVE_CHECKPOINT_S)
+        self.loaded = None
+        await self._span_closing.aclose()
+
+    # --- leave
+
+    async def _leave(self, reason: str) -> None:
+        self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
+        self._report_event(events.StateChanged("leaving", reason))
+        await self._wind_down("leaving")
+
+    async def _wind_down(self, reason: str) -> None:
+        local_peer, loaded = self.local_peer, self.loaded
+        deadline = loop_time() + LEAVE_S - 3.0
+        if local_peer is not None and loaded is None:
+            await self._announce_leaving(local_peer)
+        if local_peer is None or loaded is None:
+            return
+        loaded.collector.close()
+        if not local_peer.host.died.is_set():
+            await self._finish_work(local_peer, loaded, ORIGIN_S, deadline, reason)
+        await loaded.write_checkpoints(max(1.0, deadline + 1.0 - loop_time()))
+        self._watchdog.report_traffic(self.take_node_report())
+
+    async def _finish_work(
+        self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, deadline: float, reason: str
+    ) -> None:
+        try:
+            async with asyncio.timeout(origin_s):
+                own_work = [loaded.origin.leave(origin_s - 1.0)] if loaded.origin is not None else []
+                await asyncio.gather(self._announce_leaving(local_peer), *own_work)
+        except TimeoutError:
+            self._report_event(events.TaskFailed("leave", "open work could not be ended in time"))
+        await local_peer.ledger.drain(max(0.1, deadline - loop_time()), reason)
+
+    async def _announce_leaving(self, local_peer: LocalPeer) -> None:
+        try:
+            async with asyncio.timeout(ANNOUNCE_S):
+                await local_peer.membership.set_state("leaving")
+        except TimeoutError:
+            self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
+
+    async def _close(self) -> None:
+        self._past_traffic = self._total_traffic()
+        self.loaded = self.local_peer = None
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._span_closing.aclose()
+                await self._peer_closing.aclose()
+        except TimeoutError:
+            self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
 
 
-@contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Creates and locks a file, and writes this process' id into it; unlocks but keeps the file when the block ends.
+async def publish_ability(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
+    """Every MEASURE_S, until cancelled, puts this machine's measured rate and uplink into its claim.
 
-    If another process has the lock, raises LocalError, which names that process, without waiting. The kernel frees a
-    dead process' lock. Raises OSError if the file cannot be written.
+    The claim's next publication has them. Does nothing until a microbatch has been measured. held_span: returns the
+    span that is held, None while none is.
     """
-    with path.open("a+", errors="replace") as file:
+    while True:
+        loaded = held_span()
+        service_s = loaded.hop.service_s if loaded is not None else None
+        if loaded is not None and service_s is not None:
+            capacity = local_peer.ability.record_measurement(loaded.span, service_s, local_peer.uplink_bytes_per_s())
+            local_peer.membership.update_ability(capacity, local_peer.ability.ability.bandwidth)
+        await asyncio.sleep(MEASURE_S)
+
+
+async def keep_balance(
+    local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], move: Callable[[Span], Awaitable[None]]
+) -> None:
+    """At random moments, until cancelled, decides whether this peer should hold other stages, and if so moves there.
+
+    Each decision to move is reported as MoveChosen; after a failed move decides nothing for WAIT_AFTER_FAILURE_S.
+    held_span: returns the span that is held, None while the peer should not move. move: called to move; if that
+    fails, reports the failure itself and raises AgoraError.
+    """
+    rng = random.Random()
+    while True:
+        await asyncio.sleep(judge_interval_s(rng))
+        loaded = held_span()
+        placement = await _choose_move(local_peer, rng, loaded.loaded_at) if loaded is not None else None
+        if placement is None or placement.span is None or held_span() is None:
+            continue
+        span = placement.span
+        local_peer.startup.report_event(events.MoveChosen(span.first, span.last, placement.reason))
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise LocalError(
-                f"{path.parent} is in use by the daemon with pid {file.read(32).strip() or 'unknown'}; "
-                f"stop it with `agora-node leave --dir {path.parent}`, or give this one its own --dir"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield  # the file stays: one that is removed can be locked twice
+            await move(span)
+        except AgoraError:  # reported by the move itself
+            await asyncio.sleep(WAIT_AFTER_FAILURE_S)
 
 
-async def _run_daemon(startup: Startup) -> None:
-    from agora.node.process.lifecycle import Daemon
-
-    daemon = Daemon(startup)
-
-    def leave_or_exit() -> None:
-        if daemon.stop.is_set():
-            paths.unregister(paths.socket_of(startup.home))
-            os._exit(1)
-        daemon.stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, leave_or_exit)
-    await daemon.run()
+async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: float) -> Placement | None:
+    # Both decisions draw the same random numbers, so that deciding twice does not make a move less likely.
+    seed = rng.random()
+    placement = None
+    for is_fresh in (False, True):
+        if is_fresh:
+            await local_peer.membership.refresh()
+        own = local_peer.ability
+        view = local_peer.membership.view
+        served_s = loop_time() - loaded_at
+        placement = judge_move(view, local_peer.startup.me, own.demands, own.ability, random.Random(seed), served_s)
+        if placement is None:
+            return None
+    return placement

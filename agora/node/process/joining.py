@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError, NotAdmitted
@@ -22,17 +24,15 @@ from agora_protocol.tickets import InviteTicket
 from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
+from agora.net.nat.own_addresses import check_port, host_and_port
 from agora.net.p2pd.host import Host
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.incoming import IncomingCall
 from agora.net.rpc.network import Network
 from agora.node import paths, runs
 from agora.node.control import control_client
-from agora.node.peer import admission_files
 from agora.node.peer.run_admission import load_book
-from agora.node.process.incarnations import next_incarnation
-from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
-from agora.node.process.startup import Startup
+from agora.node.process.startup import Startup, next_incarnation
 from agora.swarm.admission import AdmissionPolicy
 from agora.swarm.admission_book import AdmissionBook
 from agora.swarm.view import View
@@ -40,6 +40,10 @@ from agora.swarm.view import View
 FETCH_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
 LOCAL_DAEMONS_S = 60.0  # seconds to wait, in all, for other daemons of this machine that do not answer yet
 INVITE_ADDRESSES = 8  # an invite has at most this many of this peer's own addresses, and at most as many of other peers
+# Peers remember each other's addresses: when all machines of a run are restarted at the same time, no peer is left to
+# ask, and peers on new ports would not find each other. So a daemon listens on the ports of its last start.
+FAMILIES: Final = ("ip4", "ip6")
+MAX_PORT: Final = 65_535
 
 
 class RunUnreachable(LocalError):
@@ -131,7 +135,7 @@ def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
         raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
     runs.remember_manifest(home, signed)
     if proof:
-        admission_files.write_proof(home, signed.run_id, proof)
+        runs.write_proof(home, signed.run_id, proof)
     socket, root = str(paths.socket_of(home)), str(home.root)
     name, founder = signed.manifest.name, signed.founder
     _register(paths.DaemonEntry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
@@ -187,7 +191,7 @@ def own_proof(startup: Startup, run: RunId) -> bytes:
     """
     if ticket := startup.reference.ticket:
         return InviteTicket.parse(ticket).proof_for(startup.me, run)
-    return admission_files.read_proof(startup.home, run)
+    return runs.read_proof(startup.home, run)
 
 
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
@@ -248,7 +252,7 @@ def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Seq
     With `signed`, also leaves out peers that are banned from the run or otherwise not admitted to it.
     """
     if signed is None:
-        banned = set(admission_files.read_banned(startup.home))
+        banned = set(runs.read_banned(startup.home))
         return tuple(address for address in known if peer_of_address(address) not in banned)
     now_unix = time.time()
     book = load_book(startup.home, signed, now_unix)
@@ -269,3 +273,54 @@ async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
                     break
                 await asyncio.sleep(0.2)
     return tuple(addresses)
+
+
+def read_ports(file: Path) -> dict[str, int]:
+    """Returns the TCP port by "ip4" and "ip6" that the file holds; leaves out what is missing or malformed."""
+    try:
+        words = file.read_text(encoding="ascii").split()[:4]
+    except (OSError, ValueError):
+        return {}
+    pairs = zip(words[::2], words[1::2], strict=False)
+    return {
+        family: int(port)
+        for family, port in pairs
+        if family in FAMILIES and port.isdecimal() and 0 < int(port) <= MAX_PORT
+    }
+
+
+def write_ports(file: Path, endpoints: Mapping[str, tuple[str, int]]) -> None:
+    """Writes the TCP ports of `endpoints` to a file. Ignores an OSError: the next start then chooses other ports.
+
+    endpoints: by "ip4" and "ip6", (host, port).
+    """
+    with contextlib.suppress(OSError):
+        paths.replace_text(file, "".join(f"{family} {port}\n" for family, (_, port) in sorted(endpoints.items())))
+
+
+def is_free(family: str, host: str, port: int) -> bool:
+    """Tries to listen on a TCP port of an IP address; returns whether that works. family: "ip4" or "ip6"."""
+    try:
+        check_port("", family, host, port)
+    except (LocalError, OSError):  # OSError: the kernel has no IPv6 any more
+        return False
+    return True
+
+
+def with_last_ports(
+    listen: Sequence[str], last: Mapping[str, int], is_free: Callable[[str, str, int], bool]
+) -> tuple[str, ...]:
+    """Returns the multiaddrs `listen`; in the first one of each family (ip4, ip6) with TCP port 0, puts the last port.
+
+    An address whose last port is not free stays as it is. last: TCP port by "ip4" and "ip6". is_free: takes a family,
+    an IP address and a port, and returns whether that can be listened on.
+    """
+    chosen = list[str]()
+    left = dict(last)
+    for address in listen:
+        direct = host_and_port(address)
+        if direct is not None and direct[2] == 0 and (port := left.pop(direct[0], 0)):
+            family, host, _ = direct
+            address = f"/{family}/{host}/tcp/{port}" if is_free(family, host, port) else address
+        chosen.append(address)
+    return tuple(chosen)

@@ -1,25 +1,38 @@
-"""What a daemon is started with, and the named and timed steps of its start."""
+"""How a process becomes a daemon: its directory, lock, key and settings; signals, event loop, phases of the start."""
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import functools
+import os
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
+import uvloop
+from agora_protocol.errors import DiskError, LocalError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
 from agora.core.clock import boot_time
-from agora.node.paths import Home
+from agora.node import paths, runs, settings
 from agora.node.process.watchdog import Notifier
-from agora.node.runs import RunReference
 from agora.node.settings import Settings
-from agora.observe import events
+from agora.observe import events, faults
+from agora.observe.journal import Journal
+from agora.observe.log import EventLog
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
 
 WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
+# The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
+MOVES_NS: Final = 1_000_000_000
+MAX_INCARNATION: Final = 2**62  # A number from this one on in the file is ignored, and the clock alone counts
 
 
 @dataclass
@@ -65,8 +78,8 @@ class StartSteps:
 class Startup:
     """What a daemon is started with: its run, data directory, settings, key, where to report, and its start's steps."""
 
-    reference: RunReference
-    home: Home
+    reference: runs.RunReference
+    home: paths.Home
     settings: Settings
     identity: Identity
     incarnation: int  # the unix time of the start, in nanoseconds, but greater than that of any earlier start
@@ -87,3 +100,103 @@ class Startup:
     def report_event(self, event: events.Event) -> None:
         """Reports an event to the journal, the log and the counters."""
         self.reporter.report(event)
+
+
+def next_incarnation(file: Path, now_ns: int) -> int:
+    """Returns the number of this start and writes it to `file`: the greater of `now_ns` and the last one + MOVES_NS.
+
+    now_ns: unix time in nanoseconds. A missing or malformed file counts as none. Raises DiskError if writing fails.
+    """
+    try:
+        last = int(file.read_text(encoding="ascii").strip() or 0)
+    except (OSError, ValueError):
+        last = 0
+    number = max(now_ns, last + MOVES_NS if 0 < last < MAX_INCARNATION else 0)
+    try:
+        paths.replace_text(file, f"{number}\n")
+    except OSError as error:
+        raise DiskError(f"Cannot write {file} ({error.strerror}); free some space, or choose another --dir.") from error
+    return number
+
+
+def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
+    """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
+
+    text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Creates
+    the key at the first start, and fetches a base model that is named by its Hub id. Raises an AgoraError that says
+    what to do when the daemon cannot begin, or when an error ends it.
+    """
+    faults.set_active_faults(faults.from_environment())
+    faults.reach_blocking("daemon.started")
+    began_ns = time.time_ns()
+    began_s = boot_time()
+    clock = SwarmClock(time.time(), boot_time)
+    chosen = settings.load(home.root / "agora.toml", flags)
+    reference = runs.resolve(text, home)
+    with _open_directory(home.root) as journal:
+        reporter = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix)
+        notifier = Notifier()
+        incarnation = next_incarnation(home.incarnation, began_ns)
+        steps = StartSteps(reporter.report, notifier)
+        with steps.step("identity") as note:
+            identity = Identity.load_or_create(home.identity)
+            note.text = identity.peer
+        if chosen.names_hub_model:
+            with steps.step("hub") as note:
+                chosen = chosen.with_fetched_base_model(functools.partial(setattr, note, "text"))
+        with steps.step("imports"):
+            import agora.node.process.daemon  # noqa: F401
+        startup = Startup(reference, home, chosen, identity, incarnation, clock, reporter, notifier, steps, began_s)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run_daemon(startup))
+
+
+@contextmanager
+def _open_directory(root: Path) -> Iterator[Journal]:
+    with ExitStack() as closing:
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            closing.enter_context(lock_file(root / "daemon.lock"))
+            journal = Journal(root)
+        except OSError as error:
+            reason = f"Cannot make or write {root} ({error.strerror})"
+            raise DiskError(f"{reason}; free some space, or choose another directory with --dir.") from error
+        yield journal
+
+
+@contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """Creates and locks a file, and writes this process' id into it; unlocks but keeps the file when the block ends.
+
+    If another process has the lock, raises LocalError, which names that process, without waiting. The kernel frees a
+    dead process' lock. Raises OSError if the file cannot be written.
+    """
+    with path.open("a+", errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise LocalError(
+                f"{path.parent} is in use by the daemon with pid {file.read(32).strip() or 'unknown'}; "
+                f"stop it with `agora-node leave --dir {path.parent}`, or give this one its own --dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield  # the file stays: one that is removed can be locked twice
+
+
+async def _run_daemon(startup: Startup) -> None:
+    from agora.node.process.daemon import Daemon
+
+    daemon = Daemon(startup)
+
+    def leave_or_exit() -> None:
+        if daemon.stop.is_set():
+            paths.unregister(paths.socket_of(startup.home))
+            os._exit(1)
+        daemon.stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, leave_or_exit)
+    await daemon.run()

@@ -12,8 +12,7 @@ from agora.core.threads import run_in_thread
 from agora.cost.machine import Machine
 from agora.cost.run_cost import run_cost
 from agora.cost.stage_cost import RunCost
-from agora.node.doctor import preflight
-from agora.node.limits.memory_budget import measure_offer
+from agora.node.limits.memory import BASE_BYTES, measure_budget
 from agora.node.settings import Settings
 from agora.swarm.placement import Ability, StageDemands
 from agora.train.device import choose_device
@@ -21,7 +20,7 @@ from agora.train.machine_profile import find_profile
 from agora.train.memory import resident_bytes
 
 
-class OwnAbility:
+class CapacityProbe:
     """This machine's ability for placement, as measured so far. demands: what the run's stages ask of a machine.
 
     `ability` has the spans that fit once `assess_machine` has returned, and a measured speed after
@@ -35,7 +34,7 @@ class OwnAbility:
         self._folder = folder
         self._cost = run_cost(manifest)
         # With a limit, what this process has taken by now counts against it; else only what is free matters.
-        self.base_bytes = max(preflight.BASE_BYTES, resident_bytes() if settings.memory_bytes else 0)
+        self.base_bytes = max(BASE_BYTES, resident_bytes() if settings.memory_bytes else 0)
         self._max_span_lengths: tuple[int, ...] = ()
         self._speed = 0.0
         self._bandwidth = 0.0
@@ -53,7 +52,7 @@ class OwnAbility:
             self._speed = await run_in_thread(self._profiled_speed)
 
     def _longest_spans(self) -> tuple[int, ...]:
-        offer = measure_offer(self._settings.device, self._settings.memory_gib)
+        offer = measure_budget(self._settings.device, self._settings.memory_gib)
         cost = run_cost(self._manifest, in_flight=1)
         return longest_spans(cost, offer.for_stages(self.base_bytes), self._settings.most_stages)
 

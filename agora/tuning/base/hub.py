@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -171,3 +172,25 @@ def _import_hub(module: str) -> Any:
         raise BaseModelError(
             "A model of the Hub needs the package huggingface_hub; install it with: pip install 'agora-swarm[tuning]'"
         ) from error
+
+
+def absolute_name(named: Path) -> str:
+    """Returns a folder's absolute path, for a process with another working directory; an id of the Hub unchanged.
+
+    named: the folder, or ORG/NAME[@REVISION].
+    """
+    return str(named) if hub_id_of(named) is not None else str(named.expanduser().absolute())
+
+
+def find_or_fetch_base_model(named: Path, show_line: Callable[[str], None]) -> Path:
+    """Returns the folder of a base model: `named` itself or, if that is an id of the Hub, the one in the Hub's cache.
+
+    Fetches a model that the cache does not have; blocks meanwhile. show_line: called, for an id only, with a line about
+    the model's folder. Raises BaseModelError if the model cannot be fetched or its files are malformed.
+    """
+    wanted = hub_id_of(named)
+    if wanted is None:
+        return named
+    found = find_or_fetch(wanted)
+    show_line(f"{found.hub_id} is in {found.folder}")
+    return found.folder

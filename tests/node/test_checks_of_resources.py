@@ -13,8 +13,8 @@ from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.node.doctor import preflight
-from agora.node.limits.memory_budget import MemoryOffer, limit_offer
+from agora.node.limits.disk import check_disk
+from agora.node.limits.memory import MemoryBudget, check_memory, limit_budget
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -25,7 +25,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DiskError, match=r"No space left on device\); free some space there, or choose another --dir"):
-        preflight.check_disk(tmp_path)
+        check_disk(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -35,7 +35,7 @@ def test_a_disk_that_lets_nothing_be_removed_is_a_disk_error(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(DiskError, match="Read-only file system"):
-        preflight.check_disk(tmp_path)
+        check_disk(tmp_path)
 
 
 def test_a_nearly_full_disk_names_what_is_free_and_what_is_needed(
@@ -43,12 +43,12 @@ def test_a_nearly_full_disk_names_what_is_free_and_what_is_needed(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3 * 2**20))
     with pytest.raises(DiskError, match="has 3 MiB free and the daemon needs 64 MiB"):
-        preflight.check_disk(tmp_path)
+        check_disk(tmp_path)
 
 
 def test_too_little_memory_names_the_need() -> None:
     manifest = preset("tiny")
     with pytest.raises(OutOfMemory, match=r"Stages 0-1 need \d+ MiB .* 102 MiB may be used"):
-        preflight.check_memory(manifest, Span(0, 1), limit_offer(MemoryOffer(2**40), 0.1))
+        check_memory(manifest, Span(0, 1), limit_budget(MemoryBudget(2**40), 0.1))
     with pytest.raises(OutOfMemory, match="and 50 MiB may be used; free some, or hold fewer stages"):
-        preflight.check_memory(manifest, Span(0, 0), MemoryOffer(50 * 2**20))
+        check_memory(manifest, Span(0, 0), MemoryBudget(50 * 2**20))

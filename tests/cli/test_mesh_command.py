@@ -13,7 +13,7 @@ from agora_protocol.errors import DiskError, InputError
 from typer.testing import CliRunner
 
 from agora.cli.main_swarm import app
-from agora.node.wireguard import configuration_of, ensure_key, read_mesh
+from agora.cli.mesh_command import configuration_of, ensure_key, read_mesh
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "wireguard" / "machines.toml"
 

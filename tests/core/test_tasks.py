@@ -6,7 +6,7 @@ import asyncio
 
 from agora_protocol.errors import LocalError
 
-from agora.node.process.background import BackgroundTasks
+from agora.core.tasks import BackgroundTasks
 
 
 def test_tasks_end_when_they_are_closed_and_the_first_that_failed_is_named() -> None:

@@ -13,9 +13,9 @@ from agora_protocol.manifest import Manifest, preset
 from agora.cost.machine import Machine
 from agora.cost.run_cost import run_cost
 from agora.cost.stage_cost import RunCost, StageCost
-from agora.node.doctor import preflight
+from agora.node.limits.memory import BASE_BYTES
 from agora.node.settings import Settings
-from agora.node.span.capacity_probe import OwnAbility, demands_of, longest_spans
+from agora.node.span.capacity_probe import CapacityProbe, demands_of, longest_spans
 from agora.train.machine_profile import Profile, profile_key, write_profile
 
 FLOPS = 1e10
@@ -25,11 +25,11 @@ def tiny(stages: int = 4) -> Manifest:
     return preset("tiny", model={"layers": stages}, stages={"count": stages})
 
 
-def ability(folder: Path, **settings: object) -> OwnAbility:
+def ability(folder: Path, **settings: object) -> CapacityProbe:
     """What a machine has found out that was profiled before."""
     key = profile_key(tiny(), torch.device("cpu"))
     write_profile(folder / f"profile-{key[:16]}.json", key, Profile(FLOPS, 0.0, 1.0))
-    own = OwnAbility(tiny(), Settings(device="cpu", **settings), folder)
+    own = CapacityProbe(tiny(), Settings(device="cpu", **settings), folder)
     asyncio.run(own.assess_machine())
     return own
 
@@ -57,7 +57,7 @@ def test_demands_are_the_work_the_larger_boundary_and_what_a_newcomer_fetches() 
 
 
 def test_before_anything_is_measured_speed_and_bandwidth_are_unknown(tmp_path: Path) -> None:
-    own = OwnAbility(tiny(), Settings(), tmp_path)
+    own = CapacityProbe(tiny(), Settings(), tmp_path)
     assert (own.ability.speed, own.ability.bandwidth, own.ability.max_span_lengths) == (0.0, 0.0, ())
     assert len(own.demands.work) == 4 and sum(own.demands.work) == pytest.approx(4.0)
 
@@ -72,7 +72,7 @@ def test_the_profile_gives_the_speed_and_a_brake_divides_it(tmp_path: Path) -> N
 def test_owners_limits_shorten_the_spans(tmp_path: Path) -> None:
     assert ability(tmp_path).ability.max_span_lengths == (4, 3, 2, 1), "room for all of a tiny model"
     assert ability(tmp_path, most_stages=2).ability.max_span_lengths == (2, 2, 2, 1)
-    assert ability(tmp_path, memory_gib=preflight.BASE_BYTES / 2**30).ability.max_span_lengths == (0, 0, 0, 0)
+    assert ability(tmp_path, memory_gib=BASE_BYTES / 2**30).ability.max_span_lengths == (0, 0, 0, 0)
 
 
 def test_measured_work_replaces_the_profile_and_a_silent_uplink_changes_nothing(tmp_path: Path) -> None:

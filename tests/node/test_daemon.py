@@ -11,9 +11,9 @@ import pytest
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.limits.hours import Hours
+from agora.node.limits.pausing import Hours
 from agora.node.paths import RUNTIME_VARIABLE, Home
-from agora.node.process.lifecycle import Daemon
+from agora.node.process.daemon import Daemon
 from agora.node.process.watchdog import Notifier
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock

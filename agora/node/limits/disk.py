@@ -22,6 +22,33 @@ from agora.state.checkpoint import checkpoint_folders, stage_folder
 
 # The folders of a run that can be removed: an export, or a question to the control socket, makes them again.
 EXPORTS: Final = ("collected", "weights")
+MIN_FREE_BYTES: Final = 64 * 2**20  # disk space that must be free for a daemon to start
+PROBE_BYTES: Final = 64 * 1024  # bytes that are written to find out whether the directory can be written
+_ADVICE: Final = "free some space there, or choose another --dir."
+
+
+def check_disk(directory: Path) -> str:
+    """Writes and removes a small file in `directory`; returns a text about the free space of its disk.
+
+    Raises DiskError when writing fails, or less than MIN_FREE_BYTES are free.
+    """
+    probe = directory / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise DiskError(f"Cannot write in {directory} ({error.strerror}); {_ADVICE}") from error
+    finally:
+        with contextlib.suppress(OSError):  # else it would hide the DiskError
+            probe.unlink(missing_ok=True)
+    if free < MIN_FREE_BYTES:
+        needed = f"{_in_mib(free)} free and the daemon needs {_in_mib(MIN_FREE_BYTES)}"
+        raise DiskError(f"{directory} has {needed}; {_ADVICE}")
+    return f"{_in_mib(free)} of disk free"
 
 
 class DiskGuard:

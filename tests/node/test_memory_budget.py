@@ -9,9 +9,8 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
 from agora.cost.run_cost import min_memory, run_cost
-from agora.node.doctor import preflight
-from agora.node.limits import memory_budget
-from agora.node.limits.memory_budget import MemoryOffer, keeps_state_in_host, limit_offer, measure_offer
+from agora.node.limits import memory
+from agora.node.limits.memory import MemoryBudget, check_memory, keeps_state_in_host, limit_budget, measure_budget
 from agora.node.span.capacity_probe import longest_spans
 
 SMALL = preset("small")
@@ -19,15 +18,15 @@ SPAN = Span(0, 1)
 BASE = 2**28
 
 
-def gpu_with(nbytes: float, host: int = 2**36) -> MemoryOffer:
+def gpu_with(nbytes: float, host: int = 2**36) -> MemoryBudget:
     """A GPU with `nbytes` free, beside plenty of host memory."""
-    return MemoryOffer(host, int(nbytes))
+    return MemoryBudget(host, int(nbytes))
 
 
 def test_without_a_gpu_stages_take_what_the_daemon_leaves_of_the_host() -> None:
-    machine = MemoryOffer(10 * BASE).for_stages(BASE)
+    machine = MemoryBudget(10 * BASE).for_stages(BASE)
     assert (machine.memory, machine.host_memory) == (9 * BASE, 0)
-    assert MemoryOffer(BASE // 2).for_stages(BASE).memory == 0
+    assert MemoryBudget(BASE // 2).for_stages(BASE).memory == 0
 
 
 def test_with_a_gpu_stages_take_its_memory_and_optimizer_state_the_hosts() -> None:
@@ -36,22 +35,22 @@ def test_with_a_gpu_stages_take_its_memory_and_optimizer_state_the_hosts() -> No
 
 
 def test_an_owners_limit_holds_for_each_kind_of_memory() -> None:
-    assert limit_offer(MemoryOffer(2**33, 2**34), 1.0) == MemoryOffer(2**30, 2**30)
-    assert limit_offer(MemoryOffer(2**20, 2**34), 1.0) == MemoryOffer(2**20, 2**30)
-    assert limit_offer(MemoryOffer(2**33, None), 0.0) == MemoryOffer(2**33, None)
+    assert limit_budget(MemoryBudget(2**33, 2**34), 1.0) == MemoryBudget(2**30, 2**30)
+    assert limit_budget(MemoryBudget(2**20, 2**34), 1.0) == MemoryBudget(2**20, 2**30)
+    assert limit_budget(MemoryBudget(2**33, None), 0.0) == MemoryBudget(2**33, None)
 
 
 def test_a_gpu_is_measured_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cpu": 2**36, "cuda": 2**33}
-    monkeypatch.setattr(memory_budget, "choose_device", lambda name: torch.device(name))
-    monkeypatch.setattr(memory_budget, "available_bytes", lambda device, within_limit: free[device.type])
-    assert measure_offer("cuda", 0.0) == MemoryOffer(2**36, 2**33)
-    assert measure_offer("cuda", 4.0) == MemoryOffer(2**32, 2**32)
-    assert measure_offer("cpu", 0.0) == MemoryOffer(2**36)
+    monkeypatch.setattr(memory, "choose_device", lambda name: torch.device(name))
+    monkeypatch.setattr(memory, "available_bytes", lambda device, within_limit: free[device.type])
+    assert measure_budget("cuda", 0.0) == MemoryBudget(2**36, 2**33)
+    assert measure_budget("cuda", 4.0) == MemoryBudget(2**32, 2**32)
+    assert measure_budget("cpu", 0.0) == MemoryBudget(2**36)
 
 
 def test_a_device_that_is_not_there_counts_as_the_cpu() -> None:
-    assert measure_offer("tpu", 0.0).gpu is None
+    assert measure_budget("tpu", 0.0).gpu is None
 
 
 def test_optimizer_state_goes_to_the_host_only_where_the_gpu_has_no_room_for_it() -> None:
@@ -59,7 +58,7 @@ def test_optimizer_state_goes_to_the_host_only_where_the_gpu_has_no_room_for_it(
     assert not keeps_state_in_host(SMALL, SPAN, gpu_with(roomy).for_stages(BASE))
     assert keeps_state_in_host(SMALL, SPAN, gpu_with(least.device).for_stages(BASE))
     assert not keeps_state_in_host(SMALL, SPAN, gpu_with(least.device, host=0).for_stages(BASE)), "no host memory"
-    assert not keeps_state_in_host(SMALL, SPAN, MemoryOffer(2**36).for_stages(BASE)), "no GPU"
+    assert not keeps_state_in_host(SMALL, SPAN, MemoryBudget(2**36).for_stages(BASE)), "no GPU"
 
 
 def test_spans_are_as_long_as_the_gpu_allows_not_the_host() -> None:
@@ -67,17 +66,17 @@ def test_spans_are_as_long_as_the_gpu_allows_not_the_host() -> None:
     one = max(cost.memory(Span(stage, stage)).device for stage in range(cost.stage_count))
     on_gpu = longest_spans(cost, gpu_with(one).for_stages(BASE), 0)
     without_host = longest_spans(cost, gpu_with(one, host=0).for_stages(BASE), 0)
-    on_cpu = longest_spans(cost, MemoryOffer(2**36).for_stages(BASE), 0)
+    on_cpu = longest_spans(cost, MemoryBudget(2**36).for_stages(BASE), 0)
     assert min(without_host) >= 1 and max(without_host) <= 2 < cost.stage_count
     assert all(more >= less for more, less in zip(on_gpu, without_host, strict=True)) and on_gpu != on_cpu
 
 
 def test_a_note_says_where_the_state_lies_and_a_refusal_names_both_memories() -> None:
     least, whole = min_memory(SMALL, SPAN, state_in_host=True), min_memory(SMALL, SPAN)
-    assert "GPU memory needed" in preflight.check_memory(SMALL, SPAN, gpu_with(whole.device), BASE)
-    note = preflight.check_memory(SMALL, SPAN, gpu_with(least.device), BASE)
+    assert "GPU memory needed" in check_memory(SMALL, SPAN, gpu_with(whole.device), BASE)
+    note = check_memory(SMALL, SPAN, gpu_with(least.device), BASE)
     assert note.endswith("GPU memory needed, the optimizer's state in host memory")
     with pytest.raises(OutOfMemory, match=r"of GPU memory and .* of host memory at least, and .* fewer stages"):
-        preflight.check_memory(SMALL, SPAN, gpu_with(least.device - 2**20), BASE)
+        check_memory(SMALL, SPAN, gpu_with(least.device - 2**20), BASE)
     with pytest.raises(OutOfMemory, match="of host memory at least"):
-        preflight.check_memory(SMALL, SPAN, gpu_with(least.device, host=BASE), BASE)
+        check_memory(SMALL, SPAN, gpu_with(least.device, host=BASE), BASE)
