@@ -20,10 +20,10 @@ from typing import Final
 from agora_protocol.ids import Span
 from agora_protocol.manifest import ALL_STEPS, Manifest
 
-from agora.core import sync_mode
+from agora.core.sync_mode import EXACT, ChangeRule
 from agora.cost.stage_cost import RunCost
 from agora.planning.assignment import Plan
-from agora.replica.gradient_wire import GradientWire, MeasuredUplink, choose_gradient_wire
+from agora.replica.decide import GradientWire, MeasuredUplink, ReplicaUplink, choose_gradient_wire, wanted_slices
 
 GRADIENTS: Final = f"averaging.exact_steps = {ALL_STEPS}"
 
@@ -94,18 +94,18 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
 
 
 def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire]) -> str:
-    rule = sync_mode.ChangeRule.from_manifest(manifest)
+    rule = ChangeRule.from_manifest(manifest)
     if not rule.may_change:
         return "so that steps last longer: local steps (averaging.exact_steps = 0) need a twentieth"
     local = []
     for stage in range(manifest.stage_count):
         uplinks = [
-            sync_mode.ReplicaUplink(assignment.share, wires[place].carried)
+            ReplicaUplink(assignment.share, wires[place].carried)
             for place, assignment in enumerate(plan.assignments)
             if assignment.span is not None and stage in assignment.span and place in wires
         ]
-        slices, _ = sync_mode.wanted_slices(sync_mode.EXACT, uplinks, rule.most_slices)
-        if slices != sync_mode.EXACT:
+        slices, _ = wanted_slices(EXACT, uplinks, rule.most_slices)
+        if slices != EXACT:
             local.append(f"stage {stage} in {slices} slices")
     if not local:
         return "so that their gradients come late and are lost in part"

@@ -20,9 +20,6 @@ tokens that all replicas count per second.
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -30,21 +27,12 @@ from agora_protocol.manifest import ALL_STEPS, Manifest
 from agora_protocol.parts import slice_count
 
 EXACT: Final = 0  # as a number of slices: steps are exact, and no slices are averaged
-NEEDED_BYTES: Final = 2 / 8 + 1 / 64  # bytes of a value in the fewest bits: normal2
 # Minimum number of slices of local steps: in one slice they would send as much as exact steps, and learn less.
 MIN_SLICES: Final = 2
-# Replicas with less than this share of all tokens per second may have slower uplinks than the way to agree needs.
-MAX_SLOW_SHARE: Final = 0.25
-# Uplinks are fast enough to return to exact steps if they carry this many times the bytes of gradients.
-RETURN_FACTOR: Final = 1.5
-CHANGE_FACTOR: Final = 1.5  # the number of slices changes if it should be this many times as large, or as small
 # Steps from an exact step to the first local one that its round may decide: two later shares may be closed already.
 NOTICE_STEPS: Final = 3
 # Passes over all slices from a slice round to the change that it may decide: replicas may be a pass apart.
 NOTICE_PASSES: Final = 2
-# Seconds for which an owner must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
-# seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were.
-WISH_S: Final = 20.0
 # Minimum number of steps from one change to the next, if one is to exact steps: replicas fetch a whole state then.
 MIN_STEPS_BETWEEN: Final = 100
 
@@ -76,73 +64,6 @@ def first_step_plan(manifest: Manifest) -> StepPlan:
     if manifest.exact_steps == ALL_STEPS:
         return ALL_EXACT
     return StepPlan(EXACT, manifest.exact_steps, slice_count(manifest.averaging.fraction))
-
-
-class ReplicaUplink(NamedTuple):
-    """A replica's tokens per second, None if unknown, and the bytes that its uplink carries for each value and step.
-
-    carried: infinite if nothing ever waits for the uplink.
-    """
-
-    rate: float | None
-    carried: float = math.inf
-
-
-def carried_by_most(uplinks: Sequence[ReplicaUplink]) -> float:
-    """Returns the bytes for each value and step that most uplinks carry; infinite without uplinks.
-
-    That is the least value such that replicas whose uplinks carry less have less than MAX_SLOW_SHARE of all rates. An
-    unknown rate counts as the median of the known ones.
-    """
-    known = [uplink.rate for uplink in uplinks if uplink.rate is not None]
-    median = statistics.median(known) if known else 1.0
-    rates = [median if uplink.rate is None else uplink.rate for uplink in uplinks]
-    slower = 0.0
-    for rate, uplink in sorted(zip(rates, uplinks, strict=True), key=lambda item: item[1].carried):
-        slower += rate
-        if slower >= MAX_SLOW_SHARE * sum(rates):
-            return uplink.carried
-    return math.inf
-
-
-def wanted_slices(present: int, uplinks: Sequence[ReplicaUplink], most_slices: int) -> tuple[int, str]:
-    """Returns the number of slices that a stage should have, or EXACT, and the reason in words; see the module's table.
-
-    present: the number that it has now, or EXACT. uplinks: of all live replicas. most_slices: the manifest's number.
-    """
-    carried = carried_by_most(uplinks)
-    if math.isinf(carried):
-        reason = "most uplinks are never full"
-    else:
-        reason = f"most uplinks carry {carried:.2g} bytes for each value and step, gradients need {NEEDED_BYTES:.2g}"
-    if carried >= NEEDED_BYTES * (1.0 if present == EXACT else RETURN_FACTOR):
-        return EXACT if len(uplinks) > 1 else present, reason
-    wanted = most_slices if carried == 0 else min(math.ceil(NEEDED_BYTES / carried), most_slices)
-    wanted = max(wanted, MIN_SLICES)
-    is_near = present != EXACT and present / CHANGE_FACTOR < wanted < present * CHANGE_FACTOR
-    return present if is_near else wanted, reason
-
-
-class Wish(NamedTuple):
-    """What kind of change an owner wants for a stage, and since when it has wanted that without a break.
-
-    kind: "none", "exact steps", "more slices" (local steps instead of exact ones, too) or "fewer slices". since: in
-    seconds, on the clock of `now`.
-    """
-
-    kind: str = "none"
-    since: float = 0.0
-
-    def after(self, present: int, wanted: int, now: float) -> Wish:
-        """Returns the wish of an owner that wants `wanted` slices now, where the stage has `present`."""
-        kind = "more slices" if wanted > present else "fewer slices"
-        if wanted in (present, EXACT):
-            kind = "none" if wanted == present else "exact steps"
-        return self if kind == self.kind else Wish(kind, now)
-
-    def is_held(self, now: float) -> bool:
-        """Returns whether it has been wanted for WISH_S seconds, so that the owner may ask for it."""
-        return now - self.since >= WISH_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +124,69 @@ class ChangeRule:
 
     def _may_become(self, wanted: int) -> bool:
         return self.may_change and (wanted == EXACT or MIN_SLICES <= wanted <= self.most_slices)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """When the device thread takes a stage's step along its gradient sum, or closes its share of a step for the mean.
+
+    `own_tokens`, `alone` and `closes_share` hold for step number `step` only (counted from 0). The stage may be at a
+    later step by now: for it the last column holds, which never counts too few tokens and closes no share.
+
+    | question                                 | step `step`                             | any other step      |
+    |------------------------------------------|-----------------------------------------|---------------------|
+    | own tokens needed                        | own_tokens                              | target_tokens       |
+    | uses the mean gradient of all replicas   | if exact and averages, unless `alone`   | if exact, averages  |
+    | closes its share when it has the tokens  | closes_share, if it uses the mean       | no                  |
+
+    Whether a step is exact or local says the stage's StepPlan, which changes on the device thread.
+    """
+
+    target_tokens: int  # how many all replicas together count for one step
+    averages: bool = False  # whether replicas average their gradients; False until a group of replicas says so
+    step: int = -1  # the number for which the next three fields hold; -1: they hold for none
+    own_tokens: int = 0  # how many this replica must count so that all reach `target_tokens`, with those it has counted
+    alone: bool = False  # no other replica holds the stage
+    closes_share: bool = False
+
+    def tokens_needed(self, step: int) -> int:
+        """Returns how many tokens this replica must count for step `step` before it steps or closes its share.
+
+        `own_tokens` at the policy's own step, else `target_tokens`.
+        """
+        return self.own_tokens if step == self.step else self.target_tokens
+
+    def uses_mean_gradient(self, step: int, plan: StepPlan) -> bool:
+        """Returns whether step `step` is taken along the mean gradient of all replicas.
+
+        True if `averages`, unless the step is local by `plan`, or is the policy's own step and the replica is `alone`.
+        """
+        return self.averages and not plan.is_local(step) and not (self.alone and step == self.step)
+
+    def must_close(self, step: int, plan: StepPlan) -> bool:
+        """Returns whether the device thread is to close the share of step `step` once it has `tokens_needed(step)`.
+
+        True only if `closes_share`, at the policy's own step, and if that step uses the mean gradient.
+        """
+        return self.closes_share and step == self.step and self.uses_mean_gradient(step, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class StageStepped:
+    """Event: a stage has taken an optimizer step, and `step` in all. own_tokens: this replica's tokens in this one."""
+
+    stage: int
+    step: int
+    own_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareClosed:
+    """Event: a stage has closed its share of step `step` (counted from 0), over `tokens`, and opened the next."""
+
+    stage: int
+    step: int
+    tokens: int
+
+
+StepEvent = StageStepped | ShareClosed

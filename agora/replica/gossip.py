@@ -15,9 +15,17 @@ from agora_protocol.messages import GossipedSteps, GossipEntry, GossipSteps
 from agora.core.calls import BROKEN, Caller
 from agora.core.clock import loop_time
 from agora.observe import faults
-from agora.replica import replica_progress
-from agora.replica.plausible_steps import FORGIVE_S
-from agora.replica.replica_progress import KnownReplicas, ReplicaCounts
+from agora.replica.trust import FORGIVE_S
+from agora.replica.view import (
+    KnownReplicas,
+    ReplicaCounts,
+    choose_targets,
+    compose_gossip,
+    merge_gossip,
+    record_failure,
+    record_view,
+    suspected_replicas,
+)
 
 INTERVAL_S: Final = 0.25  # seconds between two calls of StepGossip.tick in asynchronous runs
 # Seconds between two calls of StepGossip.tick in synchronous runs, where every replica waits for the step.
@@ -158,11 +166,11 @@ class StepGossip:
         counts = self._counts()
         for stage, gossip in self._stages.items():
             gossip.implausible = {peer: at for peer, at in gossip.implausible.items() if at > now - FORGIVE_S}
-            gossip.known = replica_progress.record_view(gossip.known, self.others_in_view(stage), now)
-            targets = replica_progress.suspected_replicas(gossip.known, self.others_in_view(stage), now)
+            gossip.known = record_view(gossip.known, self.others_in_view(stage), now)
+            targets = suspected_replicas(gossip.known, self.others_in_view(stage), now)
             has_news = gossip.sent != counts[stage] or now - gossip.sent_at > HEARTBEAT_S
             if has_news:
-                targets.update(replica_progress.choose_targets(self.others_in_view(stage), self._me, self._rng))
+                targets.update(choose_targets(self.others_in_view(stage), self._me, self._rng))
             free = [peer for peer in sorted(targets) if (stage, peer) not in self._calls]
             if free:
                 request = GossipSteps(stage, self._compose(stage, counts[stage]))
@@ -186,9 +194,7 @@ class StepGossip:
 
     def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
         own = own._replace(step=int(faults.say("gossip.step", own.step)))
-        return replica_progress.compose_gossip(
-            self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time()
-        )
+        return compose_gossip(self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time())
 
     async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
         # If the call fails, records the failure, so that the peer is suspected. A connection that broke is recorded as
@@ -200,7 +206,7 @@ class StepGossip:
                 self._merge(stage, reply.message.replicas, peer)
         except AgoraError as error:
             broken = error.code == BROKEN and self._listing.has_connections()
-            gossip.known = replica_progress.record_failure(gossip.known, peer, loop_time(), broken=broken)
+            gossip.known = record_failure(gossip.known, peer, loop_time(), broken=broken)
         finally:
             del self._calls[stage, peer]
 
@@ -210,8 +216,8 @@ class StepGossip:
         entries = self._select_plausible(stage, entries, sender)
         listed = self.others_in_view(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
-        known = replica_progress.merge_gossip(gossip.known, accepted, sender, self._me, now)
-        gossip.known = replica_progress.record_view(known, listed, now)
+        known = merge_gossip(gossip.known, accepted, sender, self._me, now)
+        gossip.known = record_view(known, listed, now)
         self._on_change(stage)
 
     def _select_plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:

@@ -13,8 +13,7 @@ from agora_protocol.ids import PeerId, Span
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.stepping import StepPolicy
-from agora.core.sync_mode import StepPlan
+from agora.core.sync_mode import StepPlan, StepPolicy
 
 
 class ReplicatedStages(Protocol):

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_all_finite
 from agora.core.span_work import SpanResult, SpanWork
-from agora.core.stepping import StepEvent, StepPolicy
-from agora.core.sync_mode import EXACT, StepPlan
+from agora.core.sync_mode import EXACT, StepEvent, StepPlan, StepPolicy
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, device_errors, work_clock_of

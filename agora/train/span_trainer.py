@@ -16,7 +16,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from agora.core.stepping import StepEvent
+from agora.core.sync_mode import StepEvent
 from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory

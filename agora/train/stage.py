@@ -22,8 +22,16 @@ from agora_protocol.records import StageAccount
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.stepping import ShareClosed, StageStepped, StepEvent, StepPolicy
-from agora.core.sync_mode import EXACT, ChangeRule, StepPlan, first_step_plan
+from agora.core.sync_mode import (
+    EXACT,
+    ChangeRule,
+    ShareClosed,
+    StageStepped,
+    StepEvent,
+    StepPlan,
+    StepPolicy,
+    first_step_plan,
+)
 from agora.model import StageModule, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
 from agora.state.layout import Flat, Layout, StageState, lay_out

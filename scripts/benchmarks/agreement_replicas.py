@@ -22,13 +22,12 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.core.stepping import StepPolicy
-from agora.core.sync_mode import EXACT
+from agora.core.sync_mode import EXACT, StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.replica.part_averager import Part, PartAverager, RoundConfig
-from agora.replica.partition import ROUNDS_PER_OWNER, Slices, cut_into_parts
+from agora.replica.all_reduce import ROUNDS_PER_OWNER, Slices
+from agora.replica.shard_codec import Part, PartAverager, RoundConfig, cut_into_parts
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Blocks

@@ -21,10 +21,8 @@ from agora_protocol.messages import Contribute, Message, Recall
 from agora.core.calls import Reply
 from agora.net.rpc.incoming import IncomingCall
 from agora.net.rpc.network import Network
-from agora.replica.part_averager import INT8_ROUNDS, Part, RoundConfig
-from agora.replica.partition import cut_into_parts
-from agora.replica.reducer import PartReducer
-from agora.replica.rounds import Round
+from agora.replica.all_reduce import PartReducer, Round
+from agora.replica.shard_codec import INT8_ROUNDS, Part, RoundConfig, cut_into_parts
 from agora.train.memory import keep_freed_memory
 from benchmarks.averaging_values import Holding
 from benchmarks.streams import join

@@ -13,7 +13,7 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer

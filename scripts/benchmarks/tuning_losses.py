@@ -15,7 +15,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.codec import BoundaryCodec
-from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer

@@ -29,12 +29,12 @@ from benchmarks.children import Nursery, deal
 from benchmarks.report import columns
 from benchmarks.task import prepare_corpus, spec
 
-from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids
-from agora.replica.part_codec import PartCodec
-from agora.replica.partition import Slices
+from agora.replica.all_reduce import Slices
+from agora.replica.shard_codec import PartCodec
 from agora.train.objectives import TokenBatch
 
 TINY = Effort((0,), 6, 32, 1, 16, 8, heldout_batches=2)

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from agora_protocol.manifest import ALL_STEPS
 
-from agora.core.stepping import StageStepped, StepPolicy
-from agora.core.sync_mode import ALL_EXACT, StepPlan
+from agora.core.sync_mode import ALL_EXACT, StageStepped, StepPlan, StepPolicy
 from agora.train.device_worker import MAX_EVENTS, StepEvents
 
 KNOWN = StepPolicy(target_tokens=1000, averages=True, step=7, own_tokens=400, alone=True)

@@ -24,7 +24,7 @@ from agora.node.control.node_report import (
 from agora.node.process.watchdog import Notifier, Watchdog
 from agora.observe import events
 from agora.observe.reporter import Counters
-from agora.replica.gradient_wire import GradientWire
+from agora.replica.decide import GradientWire
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge

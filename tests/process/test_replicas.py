@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from agora_protocol.manifest import Manifest
 
-from agora.replica.part_averager import INT8_ROUNDS
+from agora.replica.shard_codec import INT8_ROUNDS
 from tests.oracle import relative_difference, run_plain_loop
 from tests.process.harness import (
     Daemon,

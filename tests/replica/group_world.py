@@ -19,10 +19,9 @@ from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
 
 from agora.core.calls import Reply
-from agora.core.stepping import StepPolicy
-from agora.core.sync_mode import ChangeRule, StepPlan, first_step_plan
+from agora.core.sync_mode import ChangeRule, StepPlan, StepPolicy, first_step_plan
 from agora.observe.events import Event
-from agora.replica.group import ReplicaGroup
+from agora.replica.run import ReplicaGroup
 from agora.state.layout import lay_out
 from agora.swarm.peer_score import Violation
 from agora.train.diloco import OuterOptimizer

@@ -9,8 +9,8 @@ import pytest
 import torch
 from agora_protocol.messages import Averaged
 
-from agora.replica.aggregate import MAX_TIMES_LONGER, Aggregation, aggregate, cap_weights, magnitude, shorten
-from agora.replica.plausibility import MAX_RATIO, MagnitudeBound
+from agora.replica.shard_codec import MAX_TIMES_LONGER, Aggregation, aggregate, cap_weights, magnitude, shorten
+from agora.replica.trust import MAX_RATIO, MagnitudeBound
 
 SIZE = 512
 

@@ -12,9 +12,17 @@ from agora_protocol.messages import Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import RoundDone
-from agora.replica.contributions import ContributionBuilder
-from agora.replica.part_averager import INT8_ROUNDS, Part, PartAverager, RoundConfig
-from agora.replica.part_codec import NORMAL_BITS, EncodedPart, PartCodec
+from agora.replica.all_reduce import owners_of
+from agora.replica.shard_codec import (
+    INT8_ROUNDS,
+    NORMAL_BITS,
+    ContributionBuilder,
+    EncodedPart,
+    Part,
+    PartAverager,
+    PartCodec,
+    RoundConfig,
+)
 from tests.replica.world import RUN, Member, World, identities
 from tests.virtual_time import run
 
@@ -271,7 +279,7 @@ def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothi
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
         slices = world.slices_of(what)
-        owner, _ = members[0].reducer.config.owners(Part(0, what, number, 0, slices), members[0].view)
+        owner, _ = owners_of(members[0].reducer.config, Part(0, what, number, 0, slices), members[0].view)
         kept = {member.reducer.answer_recall(Recall(0, what, number, 0, slices))[0].wire for member in members}
         assert kept == {sends[owner]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
@@ -291,7 +299,8 @@ def test_a_dead_owner_loses_what_its_last_answer_lost_and_nothing_grows(at: str,
         world = World(SIZE, gradient_wire="normal2")
         members = world.add(*identities(3))
         total, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
-        victim, _ = (world.members[peer] for peer in members[0].reducer.config.owners(part(FIRST + 5), members[0].view))
+        config, view = members[0].reducer.config, members[0].view
+        victim, _ = (world.members[peer] for peer in owners_of(config, part(FIRST + 5), view))
         for number in range(FIRST, FIRST + 200):
             if number == FIRST + 5:
                 victim.dies_at = (at, victim.at.get(at, 0) + nth)

@@ -8,8 +8,8 @@ import pytest
 from agora_protocol.ids import PeerId
 
 from agora.observe.events import StageDiverged
-from agora.replica.divergence import replicas_to_fetch_from
-from agora.replica.replica_progress import DirectReport, ReplicaCounts, ReplicaProgress
+from agora.replica.trust import replicas_to_fetch_from
+from agora.replica.view import DirectReport, ReplicaCounts, ReplicaProgress
 from agora.train.stage import INITIAL_LINEAGE, KEPT_STEPS, with_step
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.replica.test_group import EXACT, assert_equal_bits, at_one_step

@@ -16,12 +16,15 @@ from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 
 from agora.core.calls import Reply
 from agora.core.sync_mode import StepPlan
+from agora.replica.decide import Action, next_action
 from agora.replica.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
-from agora.replica.next_action import Action, ActionConfig, OtherReplicas, OwnStage, next_action
-from agora.replica.replica_progress import (
+from agora.replica.view import (
     GOSSIP_FANOUT,
     MAX_DIRECT_TARGETS,
     SILENT_S,
+    ActionConfig,
+    OtherReplicas,
+    OwnStage,
     ReplicaCounts,
     live_replicas,
     tokens_to_go,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agora.replica.gradient_wire import BYTES, DOUBLING_STEPS, MeasuredUplink, choose_gradient_wire
+from agora.replica.decide import BYTES, DOUBLING_STEPS, MeasuredUplink, choose_gradient_wire
 
 MBIT = 1e6 / 8
 NUMEL = 10_000_000

@@ -9,12 +9,11 @@ import torch
 from agora_protocol.messages import Contribute
 
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
-from agora.replica import round_record
-from agora.replica.exact_steps import FETCH_TRIES
-from agora.replica.group import LEADING_STEP_INTERVAL_S
-from agora.replica.next_action import RESUME_AFTER_S
-from agora.replica.part_averager import INT8_ROUNDS, Part
-from agora.replica.replica_progress import GONE_S, SILENT_S
+from agora.replica import all_reduce
+from agora.replica.decide import RESUME_AFTER_S
+from agora.replica.run import FETCH_TRIES, LEADING_STEP_INTERVAL_S
+from agora.replica.shard_codec import INT8_ROUNDS, Part
+from agora.replica.view import GONE_S, SILENT_S
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
 
@@ -109,7 +108,7 @@ def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        monkeypatch.setattr(round_record, "MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr(all_reduce, "MAX_KEPT_BYTES", 0)
         world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **EXACT)
         async with world:
             late = world.all[2]

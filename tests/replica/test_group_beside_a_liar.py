@@ -28,8 +28,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.span_work import SpanWork
 from agora.observe.events import PartFailed, RoundDone, StepTaken
-from agora.replica.group import ReplicaGroup
-from agora.replica.part_averager import Part
+from agora.replica.run import ReplicaGroup
+from agora.replica.shard_codec import Part
 from agora.swarm.peer_score import ReportViolation
 from agora.swarm.violations import ViolationLog
 from agora.train.device_worker import DeviceWorker

@@ -7,21 +7,15 @@ from typing import Any
 
 import pytest
 
-from agora.core.stepping import StepPolicy
-from agora.core.sync_mode import ALL_EXACT, StepPlan
-from agora.replica import next_action as rules
-from agora.replica.next_action import (
-    CLOSE_AFTER_FRACTION,
-    MAX_CLOSE_AFTER_S,
-    RESUME_AFTER_S,
-    Action,
+from agora.core.sync_mode import ALL_EXACT, StepPlan, StepPolicy
+from agora.replica import decide as rules
+from agora.replica.decide import CLOSE_AFTER_FRACTION, MAX_CLOSE_AFTER_S, RESUME_AFTER_S, Action
+from agora.replica.view import (
+    SILENT_S,
     ActionConfig,
+    DirectReport,
     OtherReplicas,
     OwnStage,
-)
-from agora.replica.replica_progress import (
-    SILENT_S,
-    DirectReport,
     ReplicaCounts,
     ReplicaProgress,
     merge_gossip,

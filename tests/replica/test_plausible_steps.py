@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from agora_protocol.messages import GossipSteps
 
-from agora.replica.plausible_steps import FASTEST_TOKENS_PER_S, LEAD, LOCAL_LEAD, MAX_SPEED_UP, SLACK_S, OwnPace
+from agora.replica.trust import FASTEST_TOKENS_PER_S, LEAD, LOCAL_LEAD, MAX_SPEED_UP, SLACK_S, OwnPace
 from agora.swarm.peer_score import Violation
 from tests.replica.group_world import GroupWorld
 from tests.virtual_time import run

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from agora.replica.quota import (
+from agora.replica.view import (
     ASSUMED_STEP_S,
     MAX_CORRECTION,
     MAX_SKIPPED_WAITS,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from agora.replica.replica_progress import (
+from agora.replica.view import (
     GONE_S,
     GOSSIP_FANOUT,
     SILENT_S,

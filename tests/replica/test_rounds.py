@@ -16,16 +16,17 @@ from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import PartFailed, RoundDone
-from agora.replica import reducer as reducer_module
-from agora.replica import round_record
-from agora.replica.aggregate import PartMean
-from agora.replica.part_averager import Part
-from agora.replica.part_codec import EncodedPart, PartCodec
-from agora.replica.partition import MAX_RUNNING_SLICE_ROUNDS, ROUNDS_PER_OWNER, cut_into_parts
-from agora.replica.recall import recall_failed_parts
-from agora.replica.reducer import RECALL_FRACTION
-from agora.replica.round_record import MIN_KEPT_ROUNDS
-from agora.replica.rounds import RoundResult
+from agora.replica import all_reduce
+from agora.replica.all_reduce import (
+    MAX_RUNNING_SLICE_ROUNDS,
+    MIN_KEPT_ROUNDS,
+    RECALL_FRACTION,
+    ROUNDS_PER_OWNER,
+    RoundResult,
+    owners_of,
+    recall_failed_parts,
+)
+from agora.replica.shard_codec import EncodedPart, Part, PartCodec, PartMean, cut_into_parts
 from tests.replica.world import Member, World, identities
 from tests.virtual_time import run
 
@@ -60,15 +61,17 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
     return sum(values_of(i) * (weights[i] / total) for i in indices)
 
 
-def owners_of(world: World, part: int, number: int = 0, what: str = "slice") -> tuple[PeerId, PeerId]:
+def owners_in(world: World, part: int, number: int = 0, what: str = "slice") -> tuple[PeerId, PeerId]:
     config = next(iter(world.members.values())).reducer.config
-    first, second = config.owners(Part(0, what, number, part, world.slices_of(what)), dict.fromkeys(world.members, 0.0))
+    first, second = owners_of(
+        config, Part(0, what, number, part, world.slices_of(what)), dict.fromkeys(world.members, 0.0)
+    )
     assert second is not None
     return first, second
 
 
 def owner_of(world: World, part: int, number: int = 0) -> tuple[Member, Member]:
-    first, second = owners_of(world, part, number)
+    first, second = owners_in(world, part, number)
     return world.members[first], world.members[second]
 
 
@@ -158,10 +161,10 @@ def test_an_owner_keeps_its_part_for_sixteen_rounds_of_a_place_and_then_it_is_an
         every, firsts = 5 if what == "slice" else 1, set()
         for turn in range(20):
             numbers = range(turn * ROUNDS_PER_OWNER, (turn + 1) * ROUNDS_PER_OWNER)
-            ((first, _),) = {owners_of(world, 2, every * number, what) for number in numbers}
+            ((first, _),) = {owners_in(world, 2, every * number, what) for number in numbers}
             firsts.add(first)
         assert firsts == set(world.members), "everybody in its turn"
-        assert len({owners_of(world, 2, number) for number in range(5)}) > 1, "slices have each their own"
+        assert len({owners_in(world, 2, number) for number in range(5)}) > 1, "slices have each their own"
 
     run(main())
 
@@ -379,7 +382,7 @@ def test_a_peer_that_is_no_member_may_have_an_average_and_is_in_none() -> None:
         inside, stranger = members[:3], members[3]
         for member in inside:
             member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
-        first, _ = stranger.reducer.config.owners(Part(0, "slice", 0, 0, 1), inside[0].view)
+        first, _ = owners_of(stranger.reducer.config, Part(0, "slice", 0, 0, 1), inside[0].view)
         sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -582,7 +585,7 @@ def kept_rounds(member: Member, what: str) -> list[int]:
 @pytest.mark.parametrize("rounds_kept", [1, 6, 12])
 def test_means_are_kept_up_to_a_limit_of_bytes(rounds_kept: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(round_record, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
+        monkeypatch.setattr(all_reduce, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
         world = World(SIZE)
         members = world.add(*identities(2))
         for number in range(12):
@@ -659,7 +662,7 @@ def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
     async def main() -> None:
         world = World(PART_ELEMENTS, slices=9)
         members = world.add(*identities(3))
-        first, second = owners_of(world, 0, 0, what)
+        first, second = owners_in(world, 0, 0, what)
         ahead = next(member for member in members if member.peer not in (first, second))
         on_time, loop = [member for member in members if member is not ahead], asyncio.get_running_loop()
         began, sent = loop.time(), PartCodec("float32").encode(values_of(0)[:PART_ELEMENTS])
@@ -668,7 +671,7 @@ def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         results = await one_round(world, on_time, [1.0] * 2, 0, what, chosen)
         assert all(result.failed_parts == 0 and result.contributors == 2 for result in results)
-        assert (loop.time() - began > reducer_module.FIRST_OWNER_WINDOW * world.round_s) == is_awaited
+        assert (loop.time() - began > all_reduce.FIRST_OWNER_WINDOW * world.round_s) == is_awaited
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await world.close()

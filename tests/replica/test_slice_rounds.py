@@ -14,13 +14,10 @@ from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.messages import Averaged
 
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped, TaskFailed
-from agora.replica.aggregate import PartMean
-from agora.replica.part_averager import Part
-from agora.replica.partition import MAX_RUNNING_SLICE_ROUNDS, Slices
-from agora.replica.recall import MAX_RECALLS, RECALL_PAUSE
-from agora.replica.replica_progress import SILENT_S
-from agora.replica.rounds import RoundResult
-from agora.replica.slice_rounds import RECALL_FIRST, SliceRounds
+from agora.replica.all_reduce import MAX_RECALLS, MAX_RUNNING_SLICE_ROUNDS, RECALL_PAUSE, RoundResult, Slices
+from agora.replica.run import RECALL_FIRST, SliceRounds
+from agora.replica.shard_codec import Part, PartMean
+from agora.replica.view import SILENT_S
 from agora.state.layout import ANCHOR, VELOCITY
 from tests.replica.group_world import NUMEL, GroupPeer, GroupWorld
 from tests.virtual_time import run

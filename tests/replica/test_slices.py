@@ -10,14 +10,8 @@ import pytest
 from agora_protocol.limits import MAX_PART_ELEMENTS, PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.parts import slice_count
 
-from agora.replica.partition import (
-    ROUNDS_PER_OWNER,
-    Slices,
-    choose_owners,
-    cut_into_parts,
-    ownership_epoch,
-    owning_bandwidths,
-)
+from agora.replica.all_reduce import ROUNDS_PER_OWNER, Slices, choose_owners, ownership_epoch, owning_bandwidths
+from agora.replica.shard_codec import cut_into_parts
 from tests.replica.world import RUN, identities
 
 

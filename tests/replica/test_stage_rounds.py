@@ -9,9 +9,9 @@ from agora_protocol.manifest import PRESETS, preset
 from agora_protocol.parts import slice_count
 
 from agora.core.moving_average import MovingAverage
-from agora.replica.part_averager import Part
-from agora.replica.replica_progress import NEWCOMER_STEPS
-from agora.replica.stage_rounds import MIN_ROUND_S, ROUND_STEPS
+from agora.replica.all_reduce import MIN_ROUND_S, ROUND_STEPS
+from agora.replica.shard_codec import Part
+from agora.replica.view import NEWCOMER_STEPS
 from tests.replica.group_world import GroupWorld
 from tests.virtual_time import run
 

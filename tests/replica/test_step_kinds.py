@@ -17,19 +17,14 @@ from agora.core.sync_mode import (
     MIN_STEPS_BETWEEN,
     NOTICE_PASSES,
     NOTICE_STEPS,
-    RETURN_FACTOR,
-    WISH_S,
     ChangeRule,
-    ReplicaUplink,
     StepPlan,
-    Wish,
-    carried_by_most,
     first_step_plan,
-    wanted_slices,
 )
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanChanged, StepsSkipped
-from agora.replica.part_averager import Part
-from agora.replica.quota import TokenRate
+from agora.replica.decide import RETURN_FACTOR, WISH_S, ReplicaUplink, Wish, carried_by_most, wanted_slices
+from agora.replica.shard_codec import Part
+from agora.replica.view import TokenRate
 from tests.replica.group_world import FakeStage, GroupPeer, GroupWorld
 from tests.train.support import small_manifest
 from tests.virtual_time import run

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from agora.core.calls import Reply
 from agora.observe.events import Event
-from agora.replica.part_averager import Part, RoundConfig
-from agora.replica.partition import cut_into_parts
-from agora.replica.reducer import PartReducer
-from agora.replica.rounds import Round, RoundResult
+from agora.replica.all_reduce import PartReducer, Round, RoundResult
+from agora.replica.shard_codec import Part, RoundConfig, cut_into_parts
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 RUN = RunId("ab" * 32)

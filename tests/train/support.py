@@ -14,7 +14,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.core.span_work import SpanWork
-from agora.core.stepping import StageStepped, StepPolicy
+from agora.core.sync_mode import StageStepped, StepPolicy
 from agora.observe.events import Event
 from agora.state.layout import VALUE_BYTES, Layout
 from agora.train.device import DeviceOptions

@@ -15,7 +15,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.core.span_work import SpanWork
-from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import StepPolicy
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker

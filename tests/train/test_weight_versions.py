@@ -18,7 +18,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.core.stepping import StepPolicy
+from agora.core.sync_mode import StepPolicy
 from agora.model import family_of
 from agora.train import memory
 from agora.train.memory import graphs_fit

@@ -15,7 +15,7 @@ from agora_protocol.records import Progress
 from agora.net.nat.dial_strategy import relays_of
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
-from agora.replica.gradient_wire import GradientWire
+from agora.replica.decide import GradientWire
 from agora.swarm.health import Health
 from agora.swarm.stage_tokens import sum_accounts
 from agora.swarm.status import RunIdentity, SampleReport, build_status

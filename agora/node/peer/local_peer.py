@@ -46,7 +46,7 @@ from agora.observe import events, faults
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
 from agora.pipeline.wire_rules import TensorForm, WireRules
-from agora.replica.partition import owning_bandwidths
+from agora.replica.all_reduce import owning_bandwidths
 from agora.swarm.lost_peers import LostPeers
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.redialling import Redialling

@@ -22,7 +22,7 @@ from agora_protocol.records import Progress
 from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
 from agora.core.fair_share import Client
-from agora.core.stepping import ShareClosed
+from agora.core.sync_mode import ShareClosed
 from agora.core.tasks import BackgroundTasks
 from agora.core.threads import run_in_thread
 from agora.cost.run_cost import usual_in_flight
@@ -43,8 +43,8 @@ from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.hop import Hop
 from agora.pipeline.interfaces import MicrobatchSource
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.replica.group import ReplicaGroup
-from agora.replica.replica_progress import live_replicas
+from agora.replica.run import ReplicaGroup
+from agora.replica.view import live_replicas
 from agora.state.collector import StageCollector
 from agora.state.keeper import StageHolders, StateKeeper
 from agora.swarm.rebalancing import judge_interval_s

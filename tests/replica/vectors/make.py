@@ -19,9 +19,8 @@ from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_SMALL_PARTS, PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.parts import slice_count
 
-from agora.replica.part_averager import Part, RoundConfig
-from agora.replica.part_codec import PartCodec
-from agora.replica.partition import Slices, cut_into_parts
+from agora.replica.all_reduce import Slices, owners_of
+from agora.replica.shard_codec import Part, PartCodec, RoundConfig, cut_into_parts
 
 HERE: Final = Path(__file__).parent
 RUN: Final = RunId(hashlib.sha256(b"agora vector").hexdigest())
@@ -76,7 +75,7 @@ def owned() -> list[dict[str, Any]]:
     made = []
     for members in groups:
         for part in parts_of:
-            first, second = TERMS.owners(part, members)
+            first, second = owners_of(TERMS, part, members)
             made.append({**_named(part), "members": members, "first": first, "second": second})
     return made
 

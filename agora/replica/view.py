@@ -1,17 +1,4 @@
-"""Keeps what a replica knows of its stage's other replicas: their progress, which are alive, which belong to a step.
-
-Deterministic.
-
-| a replica is | when | what follows |
-|---|---|---|
-| listed | the directory's view names it as a replica of the stage | it is gossiped to |
-| silent | its last report is older than SILENT_S, or connections broke for GONE_S since | it is in no step or round |
-| suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
-| unreachable | it is silent or suspected | no part of a round waits for it |
-| live | it is not unreachable | its tokens count, and others catch up with it |
-
-A new report ends each of these states.
-"""
+"""What is known of one stage: its own counts, what the other replicas report, the rates. Deterministic."""
 
 from __future__ import annotations
 
@@ -24,9 +11,211 @@ from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
+from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GossipEntry
 
-from agora.replica.quota import TokenRate
+from agora.core.moving_average import MovingAverage
+from agora.core.sync_mode import ALL_EXACT, StepPlan
+
+# --- quota
+
+# Divides an optimizer step among the replicas of a stage: how many tokens each counts for its share. Deterministic.
+#
+# A step has m = target / microbatch_tokens microbatches. With the replicas in the order of their ids, and R_i the sum
+# of
+# the first i rates over the sum of all, replica i counts microbatches round(m * R_(i-1)) to round(m * R_i). So the
+# quotas
+# of replicas that know the same rates add up to the target.
+
+RATE_DECAY_S: Final = 10.0  # seconds after which a counted token weighs 1/e of one counted now
+# Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second.
+MIN_MEASURED_S: Final = 0.9
+MAX_MEAN_WAIT_FRACTION: Final = 0.5  # largest fraction of a step for which origins wait for a mean gradient
+# Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown.
+ASSUMED_STEP_S: Final = 2.0
+# Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether means
+# come sooner now.
+MAX_SKIPPED_WAITS: Final = 32
+# Fraction of the target by which a step may be made smaller or larger to correct earlier ones.
+MAX_CORRECTION: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRate:
+    """How fast a replica counts tokens: two sums, tokens and seconds, that decay by exp(-t / RATE_DECAY_S)."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def after(self, tokens: int, seconds: float) -> TokenRate:
+        """Returns the rate after a further `seconds`, in which the replica counted `tokens`, at a constant rate."""
+        if seconds <= 0:
+            return self
+        decay = math.exp(-seconds / RATE_DECAY_S)
+        added_s = RATE_DECAY_S * (1 - decay)
+        return TokenRate(self.tokens * decay + tokens * added_s / seconds, self.seconds * decay + added_s)
+
+    @property
+    def per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds >= MIN_MEASURED_S else None
+
+
+def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, microbatch_tokens: int) -> int:
+    """Returns how many tokens of a step replica `me`, which is in `rates`, counts before it closes its share.
+
+    rates: tokens per second of the replicas that take part; None, unknown, counts as the median of the known rates.
+    When all are 0, the quotas are equal. target: tokens of the step. microbatch_tokens: tokens of one microbatch. A
+    quota is a multiple of microbatch_tokens, possibly 0. The quotas of all replicas add up to the target, rounded to
+    whole microbatches, at least one.
+    """
+    known = [rate for rate in rates.values() if rate is not None]
+    median = statistics.median(known) if known else 1.0
+    filled = {peer: median if rate is None else rate for peer, rate in rates.items()}
+    if not any(filled.values()):
+        filled = dict.fromkeys(filled, 1.0)
+    microbatches = max(1, round(target / microbatch_tokens))
+    total = sum(filled.values())
+    start = sum(rate for peer, rate in filled.items() if peer < me)
+    first, end = (math.floor(microbatches * rate / total + 0.5) for rate in (start, start + filled[me]))
+    return (end - first) * microbatch_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokenPlan:
+    """Plans how many tokens the next step has, so that steps have `target` tokens on average.
+
+    surplus: tokens by which the steps so far exceeded `target` in all, limited to +-MAX_CORRECTION * target.
+    """
+
+    target: int
+    surplus: float = 0.0
+
+    @property
+    def next_target(self) -> int:
+        return round(self.target - self.surplus)
+
+    def after_step(self, tokens: float) -> StepTokenPlan:
+        """Returns the plan after a step of `tokens` tokens, with the surplus + tokens - target, limited as above."""
+        bound = MAX_CORRECTION * self.target
+        return StepTokenPlan(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
+
+
+@dataclass(slots=True)
+class StepMeter:
+    """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
+
+    microbatch_tokens: tokens of one microbatch, of which quotas are multiples.
+    token_plan: plans the tokens of the next step.
+    rate: how fast this replica counts tokens.
+    step_s: average duration of a step.
+    now (an argument of the methods): seconds, always on the same clock.
+    """
+
+    microbatch_tokens: int
+    token_plan: StepTokenPlan
+    rate: TokenRate = field(default_factory=TokenRate)
+    step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
+    # Tokens at which this replica closes its share of the present step; 0 without another replica, or where this one is
+    # far slower than the others.
+    quota_now: int = 0
+    # Seconds in which all replicas together count the target of a step, at their last known rates; 0 while a rate is
+    # unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured
+    # duration would fall further and further.
+    expected_s: float = 0.0
+    _closed_at: float | None = None
+    _steps: int = 0
+    _waits_from: int = 0  # the step from which origins wait for means
+    _skipped_waits: int = 0  # steps without a wait after the last mean that came too late, halved by each in time
+    _measured: tuple[float, int] | None = None
+    _stepped_at: float | None = None
+    _uncorrected_quota: int = 0
+
+    def measure(self, now: float, tokens_counted: int) -> None:
+        """Updates this replica's `rate` by the time and tokens since the last call; the first call only sets the start.
+
+        tokens_counted: all tokens that this replica has counted since it started; if the number fell, the rate is
+        updated with 0 tokens.
+        """
+        if self._measured is not None and now > self._measured[0]:
+            self.rate = self.rate.after(max(0, tokens_counted - self._measured[1]), now - self._measured[0])
+        self._measured = now, tokens_counted
+
+    def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
+        """Returns the tokens at which this replica closes its share of the next step; sets quota_now and expected_s.
+
+        others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
+        tokens of a whole step, and sets quota_now to 0. See own_quota; the step has token_plan.next_target tokens.
+        """
+        rates = {**others, me: self.rate.per_second}
+        self._uncorrected_quota = own_quota(rates, me, self.token_plan.target, self.microbatch_tokens)
+        known = [rate for rate in rates.values() if rate is not None]
+        self.expected_s = self.token_plan.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
+        quota = own_quota(rates, me, self.token_plan.next_target, self.microbatch_tokens)
+        self.quota_now = quota if others else 0
+        return quota
+
+    def record_local_step(self, tokens: int) -> None:
+        """Corrects `token_plan` by the tokens that a local step had beyond the target, or lacked.
+
+        tokens: counted by this replica in the step. The tokens of all replicas are estimated as target * tokens
+        / the quota that this replica has of an uncorrected step. Changes nothing before the first update_quota.
+        """
+        if self._uncorrected_quota > 0:
+            self.token_plan = self.token_plan.after_step(self.token_plan.target * tokens / self._uncorrected_quota)
+
+    def on_share_closed(self, now: float) -> None:
+        """Records that this replica closed a share now, unless an earlier one still awaits its mean."""
+        self._closed_at = now if self._closed_at is None else self._closed_at
+
+    def should_origins_wait(self, now: float) -> bool:
+        """Returns whether origins should wait for the mean of the share that was closed last, or that is closed next.
+
+        Waiting origins open no microbatch, so that the next ones are computed on weights that include the mean. They
+        wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. When a mean came later than that, they do not
+        wait for the next one; if that happens again and again, not for the next 2, 4, 8 ... MAX_SKIPPED_WAITS means.
+        """
+        may_wait = self._steps >= self._waits_from
+        return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)
+
+    @property
+    def _max_wait_s(self) -> float:
+        return MAX_MEAN_WAIT_FRACTION * (self.expected_s or ASSUMED_STEP_S)
+
+    def on_stepped(self, now: float) -> None:
+        """Records that a step was taken now, so that no closed share awaits its mean; updates the average step_s.
+
+        If origins waited for this step's mean and the mean came too late, sets for how many steps they do not wait; a
+        mean in time halves that number for the next time.
+        """
+        waited = self._steps >= self._waits_from
+        self._steps += 1
+        if self._closed_at is not None and waited:
+            if now - self._closed_at > self._max_wait_s:
+                self._skipped_waits = min(max(1, 2 * self._skipped_waits), MAX_SKIPPED_WAITS)
+                self._waits_from = self._steps + self._skipped_waits
+            else:
+                self._skipped_waits //= 2
+        self._closed_at = None
+        if self._stepped_at is not None:
+            self.step_s = self.step_s.with_sample(now - self._stepped_at)
+        self._stepped_at = now
+
+
+# --- replica_progress
+
+# Keeps what a replica knows of its stage's other replicas: their progress, which are alive, which belong to a step.
+#
+# Deterministic.
+#
+# | a replica is | when | what follows |
+# |---|---|---|
+# | listed | the directory's view names it as a replica of the stage | it is gossiped to |
+# | silent | its last report is older than SILENT_S, or connections broke for GONE_S since | it is in no step or round |
+# | suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
+# | unreachable | it is silent or suspected | no part of a round waits for it |
+# | live | it is not unreachable | its tokens count, and others catch up with it |
+#
+# A new report ends each of these states.
 
 SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
 # Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent.
@@ -336,3 +525,63 @@ def leading_step(steps: Collection[Collection[int]]) -> int:
     is no other stage.
     """
     return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)
+
+
+# A replica of an asynchronous run that is more steps than this behind the others fetches their state.
+MAX_STEPS_BEHIND: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ActionConfig:
+    """The manifest's settings for steps."""
+
+    target_tokens: int  # tokens of a step, counted by all replicas together
+    synchronous: bool
+    max_steps_behind: int  # a replica that is more steps behind the others fetches their state
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest) -> ActionConfig:
+        """Returns the manifest's step configuration; max_steps_behind: 1 if synchronous, else MAX_STEPS_BEHIND."""
+        synchronous = manifest.schedule.kind == "synchronous"
+        max_steps_behind = 1 if synchronous else MAX_STEPS_BEHIND
+        return cls(manifest.optimizer.target_tokens, synchronous, max_steps_behind)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStage:
+    """This replica of a stage: how far it is, and what it is doing."""
+
+    counts: ReplicaCounts
+    # Which of the stage's steps are local; all others are exact, along the mean gradient of all replicas.
+    plan: StepPlan = ALL_EXACT
+    quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
+    step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
+    is_leaving: bool = False  # whether this peer is leaving the run
+    is_busy: bool = False  # whether a step, a fetch or a catch-up is running
+    slice_due: int | None = None  # the slice round to begin, None if none is due
+    # When the stage fell behind the run's leading stage, on the loop's clock; None if it is not behind.
+    behind_since: float | None = None
+    # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
+    diverged_from: tuple[PeerId, ...] = ()
+    in_progress: int = 0  # number of microbatches in progress here that belong to the open share
+
+
+@dataclass(frozen=True, slots=True)
+class OtherReplicas:
+    """The other replicas of a stage. known: the progress they reported. listed: the ids that this peer's view names.
+
+    leading_step: steps taken by the stage of the run that has taken the most.
+    """
+
+    known: KnownReplicas
+    listed: Collection[PeerId]
+    leading_step: int = 0
+
+
+def counting_replicas(now: float, others: OtherReplicas) -> tuple[set[PeerId], KnownReplicas]:
+    """Returns the ids of the other replicas that belong to a step, and the progress of the live ones among them by id.
+
+    now: seconds on the clock of the times in `others`. See round_members.
+    """
+    members = round_members(others.known, others.listed, now)
+    return members, live_replicas(others.known, members, now)
