@@ -154,7 +154,9 @@ def addresses_table() -> str:
 
 
 def _default(value: Any) -> str:
-    return "" if value is REQUIRED else f"`{toml_value(value)}`"
+    if value is REQUIRED:
+        return ""
+    return f"`{value if isinstance(value, bytes) else toml_value(value)}`"
 
 
 def _structure(kind: type[Structure], title: str) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from agora_protocol.manifest import Manifest, OptimizerSection
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import OptimizerSection
 from torch import Tensor, nn
 
 from agora.model import family_of, stage_loss

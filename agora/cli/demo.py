@@ -123,7 +123,7 @@ class DemoOptions:
 
 def tuning_totals(manifest: Manifest) -> TuningTotals | None:
     """Returns empty TuningTotals if the run begins with a base model (this loads torch); None for other runs."""
-    from agora_protocol.manifest import HfSection
+    from agora_protocol.manifest_model import HfSection
 
     if not isinstance(manifest.model, HfSection):
         return None

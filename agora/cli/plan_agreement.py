@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from agora_protocol.ids import Span
-from agora_protocol.manifest import ALL_STEPS, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.core.sync_mode import EXACT, ChangeRule
 from agora.cost.stage_cost import RunCost

@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from agora_protocol.base_config import BaseSizes, parse_config, sizes_in
 from agora_protocol.errors import ManifestError
-from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli.console import USAGE, Failure, print_to_stderr

@@ -23,7 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from agora_protocol.manifest import ALL_STEPS, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import ALL_STEPS
 from agora_protocol.parts import slice_count
 
 EXACT: Final = 0  # as a number of slices: steps are exact, and no slices are averaged

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from agora_protocol.base_config import parse_config, sizes_in
-from agora_protocol.manifest import HfSection, ModelSection, SubspaceSection
+from agora_protocol.manifest_model import HfSection, ModelSection, SubspaceSection
 
 Frozen = Literal["float32", "bf16", "nf4"]
 # What a linear layer reads: the normed stream before attention, the heads' output, the normed stream before the

@@ -23,7 +23,8 @@ from typing import Final
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import Span
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import ALL_STEPS, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cost.activation_bytes import (
     FLOAT,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from agora_protocol.errors import ManifestError
-from agora_protocol.manifest import ModelSection
-from agora_protocol.manifest_rules import suggest
+from agora_protocol.manifest_errors import suggest
+from agora_protocol.manifest_model import ModelSection
 
 from agora.model.family import Family, RunLayer, StageModule, keep_graph, stage_loss
 from agora.model.subspace_family import SubspaceFamily

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from agora_protocol.manifest import SubspaceSection
+from agora_protocol.manifest_model import SubspaceSection
 from numpy.typing import NDArray
 
 from agora.model import fixed_tensors

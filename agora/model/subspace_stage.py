@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from agora_protocol.manifest import SubspaceSection
+from agora_protocol.manifest_model import SubspaceSection
 from torch import Tensor, nn
 
 from agora.model import fixed_tensors

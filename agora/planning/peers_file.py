@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from agora_protocol.errors import InputError
 from agora_protocol.fields import describe
-from agora_protocol.manifest_rules import suggest
+from agora_protocol.manifest_errors import suggest
 
 from agora.cost.machine import Machine
 

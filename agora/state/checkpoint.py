@@ -23,7 +23,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 from agora_protocol.errors import DiskError, LocalError
-from agora_protocol.manifest import ALL_STEPS
+from agora_protocol.manifest_sections import ALL_STEPS
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import AveragingSection
+from agora_protocol.manifest_sections import AveragingSection
 from agora_protocol.parts import part_elements
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from agora_protocol.manifest import OptimizerSection
+from agora_protocol.manifest_sections import OptimizerSection
 from torch import Tensor
 
 from agora.core.tuning_packages import import_tuning

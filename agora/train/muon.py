@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
-from agora_protocol.manifest import OptimizerSection
+from agora_protocol.manifest_sections import OptimizerSection
 from torch import Tensor
 
 from agora.state.layout import Layout, TensorSlot

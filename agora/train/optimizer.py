@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from agora_protocol.manifest import OptimizerSection
+from agora_protocol.manifest_sections import OptimizerSection
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam

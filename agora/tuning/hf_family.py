@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from agora_protocol.base_config import parse_config
-from agora_protocol.manifest import HfSection
+from agora_protocol.manifest_model import HfSection
 
 from agora.model.family import Family, StageModule
 from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from agora_protocol.errors import ManifestError
-from agora_protocol.manifest import HfSection
+from agora_protocol.manifest_model import HfSection
 from torch import Tensor, nn
 
 from agora.core.terminal_text import one_line

@@ -3,8 +3,11 @@
     class Pair(Structure):
         stage: int = int_field(0, 1023, doc="first stage to run")
 
-Every instance is valid: the constructor checks every field, whether it was read from the wire or built by hand. Knows
-nothing of kinds, frames or records. Not pydantic, because every message passes here.
+Every instance is valid: the constructor checks every field, whether it was read from the wire or built by hand.
+
+Not pydantic: every message passes here, and its strict floats take integers. Not msgspec either (tried with 0.22), which
+would let pass what the protocol forbids: an integer for a float, the last of two equal keys, a default in place of a
+missing key, a text whose bytes, not characters, are too many; and which checks nothing that is built by hand.
 """
 
 from __future__ import annotations
@@ -153,7 +156,7 @@ def span_field(*, doc: str = "") -> Any:
         return None if len(value) <= MAX_SPAN_STAGES else f"is {value}; a span has at most {MAX_SPAN_STAGES} stages"
 
     def load(value: Any) -> Any:
-        # Returns [first, last] from the wire as a Span; anything else unchanged, so that the check refuses it.
+        # Anything but [first, last] is returned unchanged, so that the check refuses it.
         if isinstance(value, tuple) and len(value) == 2 and all(type(end) is int for end in value):
             try:
                 return Span(*value)
@@ -236,7 +239,9 @@ class Structure:
 
     FIELDS: ClassVar[dict[str, Field]] = {}
     ERROR: ClassVar[str] = "bad-message"
-    _checks: ClassVar[tuple[tuple[str, Callable[[Any], Any] | None, Check], ...]] = ()
+    # What follows from FIELDS, in tuples, which are faster to go through.
+    _checks: ClassVar[tuple[tuple[str, Check], ...]] = ()
+    _loads: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
     _dumps: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -246,13 +251,14 @@ class Structure:
                 delattr(cls, name)
             else:
                 setattr(cls, name, field.default)
-        cls._checks = tuple((name, field.load, field.check) for name, field in cls.FIELDS.items())
+        cls._checks = tuple((name, field.check) for name, field in cls.FIELDS.items())
+        cls._loads = tuple((name, field.load) for name, field in cls.FIELDS.items() if field.load)
         cls._dumps = tuple((name, field.dump) for name, field in cls.FIELDS.items() if field.dump)
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         values = self.__dict__
-        for name, _, check in self._checks:
+        for name, check in self._checks:
             if problem := check(values[name]):
                 raise ProtocolError(self.ERROR, f"{type(self).__name__}.{name} {problem}.")
         if problem := self.find_problem():
@@ -286,12 +292,11 @@ class Structure:
             raise ProtocolError(cls.ERROR, _key_problem(cls, fields))
         made = object.__new__(cls)  # not cls(**fields): a frozen dataclass sets field by field, slowly
         values = made.__dict__
-        for name, load, check in cls._checks:
-            value = values[name] = fields[name] if load is None else load(fields[name])
-            if problem := check(value):
-                raise ProtocolError(cls.ERROR, f"{cls.__name__}.{name} {problem}.")
-        if problem := made.find_problem():
-            raise ProtocolError(cls.ERROR, f"{cls.__name__} {problem}.")
+        for name in cls.FIELDS:  # in their order, which to_fields keeps
+            values[name] = fields[name]
+        for name, load in cls._loads:
+            values[name] = load(values[name])
+        made.__post_init__()
         return made
 
 

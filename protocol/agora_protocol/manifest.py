@@ -10,7 +10,9 @@ import hashlib
 import math
 import operator
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Self, cast
 
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
@@ -18,18 +20,17 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, fie
 from agora_protocol import manifest_toml
 from agora_protocol.codec_names import DIRECTIONS, parse_codec
 from agora_protocol.errors import ManifestError, ProtocolError
+from agora_protocol.fields import describe
 from agora_protocol.identity import Identity, verify
-from agora_protocol.ids import PeerId, RunId, Span
-from agora_protocol.limits import MAX_MANIFEST_BYTES, STATE_CHUNK_BYTES
+from agora_protocol.ids import PeerId, RunId, Span, is_peer_id
+from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, MAX_REFERENCES, STATE_CHUNK_BYTES
+from agora_protocol.manifest_errors import explain_error, nearest_multiple, suggest
 from agora_protocol.manifest_model import (
-    HfSection,
     ModelSection,
     SubspaceSection,
-    link_subspace,
     model_with_changes,
     read_model_section,
 )
-from agora_protocol.manifest_rules import check_rules, explain_error, suggest
 from agora_protocol.manifest_sections import (
     ALL_STEPS,
     MAX_SEED,
@@ -45,32 +46,12 @@ from agora_protocol.manifest_sections import (
     StagesSection,
 )
 from agora_protocol.packing import is_version, pack, pack_canonical, unpack
-from agora_protocol.presets import PRESETS as PRESETS
-
-__all__ = [
-    "ALL_STEPS",
-    "PRESETS",
-    "AdmissionSection",
-    "AveragingSection",
-    "BoundarySection",
-    "CheckpointSection",
-    "DataSection",
-    "HfSection",
-    "Manifest",
-    "ModelSection",
-    "ObjectiveSection",
-    "OptimizerSection",
-    "ScheduleSection",
-    "SignedManifest",
-    "StagesSection",
-    "SubspaceSection",
-    "link_subspace",
-    "preset",
-]
+from agora_protocol.presets import PRESETS
 
 RUN_TAG: Final = b"agora manifest 1\0"
 SIGNATURE_TAG: Final = b"agora founder 1\0"
 SIGNED_VERSION: Final = 1
+SIGNING_BYTES: Final = 128  # bytes kept free for founder, signature and their msgpack
 
 
 class Manifest(Section):
@@ -114,7 +95,9 @@ class Manifest(Section):
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
         """Pydantic calls this last: raises ManifestError for values that do not fit together."""
-        check_rules(self, _source_of(info))
+        for rule in RULES:
+            if problem := rule(self):
+                raise ManifestError(f"{_source_of(info)}: {problem}")
         return self
 
     @classmethod
@@ -204,6 +187,156 @@ class Manifest(Section):
         Ignores revocations; which peers are really admitted is decided in agora/swarm/admission.py.
         """
         return self.admission.mode == "open" or peer == self.founder or peer in self.admission.peers
+
+
+# --- rules between the sections: each returns an error sentence with its remedy, or None if it holds
+
+
+def _check_stages(manifest: Manifest) -> str | None:
+    count, cuts, layers = manifest.stages.count, manifest.stages.first_layers, manifest.model.layers
+    if layers < count:
+        return (
+            f"[model] layers {layers} are fewer than [stages] count {count}, and every stage needs a layer; "
+            f"use at most {layers} stages, or more layers."
+        )
+    if not cuts:
+        return None
+    if len(cuts) != count:
+        return f"[stages] first_layers names {len(cuts)} stages where count is {count}; name the first layer of each."
+    if cuts[0] != 0 or any(a >= b for a, b in pairwise(cuts)) or cuts[-1] >= layers:
+        return (
+            f"[stages] first_layers {list(cuts)} is not a cut of {layers} layers; "
+            f"begin with 0 and rise to at most {layers - 1}, or remove it to cut evenly."
+        )
+    return None
+
+
+def _check_step_tokens(manifest: Manifest) -> str | None:
+    each, target = manifest.quota_tokens, manifest.optimizer.target_tokens
+    if target % each:
+        return (
+            f"[optimizer] target_tokens {target} is not a multiple of the {each} tokens of a "
+            f"microbatch ([schedule] microbatch {manifest.schedule.microbatch} x [model] context "
+            f"{manifest.model.context}); use target_tokens = {nearest_multiple(target, each)}."
+        )
+    return None
+
+
+def _check_warmup(manifest: Manifest) -> str | None:
+    if manifest.optimizer.warmup_steps >= manifest.optimizer.total_steps:
+        return (
+            f"[optimizer] warmup_steps {manifest.optimizer.warmup_steps} leaves nothing of total_steps "
+            f"{manifest.optimizer.total_steps}; use fewer warmup_steps."
+        )
+    return None
+
+
+def _check_codec(manifest: Manifest) -> str | None:
+    try:
+        codec = parse_codec(manifest.boundary.codec)
+    except ManifestError as unknown:
+        return str(unknown)
+    if codec.columns >= manifest.model.boundary_width:
+        return (
+            f"[boundary] codec {codec.name} keeps {codec.columns} columns of boundaries that have "
+            f"{manifest.model.boundary_width}; use fewer, or no top{codec.columns}: to send all of them."
+        )
+    return None
+
+
+def _check_payload(manifest: Manifest) -> str | None:
+    needed = manifest.max_payload_bytes
+    if needed > MAX_PAYLOAD_BYTES:
+        model = manifest.model
+        return (
+            f"A microbatch of {manifest.schedule.microbatch} x {model.context} x {model.boundary_width} "
+            f"{manifest.boundary.codec} is {needed} bytes on the wire, over the limit of {MAX_PAYLOAD_BYTES}; "
+            "use a smaller [schedule] microbatch."
+        )
+    return None
+
+
+def _check_size(manifest: Manifest) -> str | None:
+    try:
+        size = len(manifest.canonical()) + SIGNING_BYTES
+    except UnicodeEncodeError as error:  # a lone surrogate, where pydantic lets it pass
+        return f"The text {describe(error.object)} is not valid Unicode; write it again."
+    if size > MAX_MANIFEST_BYTES:
+        return (
+            f"The manifest has {size} bytes once signed, more than the {MAX_MANIFEST_BYTES} allowed; "
+            f"list fewer [data] corpus paths or [admission] peers."
+        )
+    return None
+
+
+def _check_tokenizer(manifest: Manifest) -> str | None:
+    if manifest.data.tokenizer == "bytes" and manifest.model.vocabulary < 256:
+        return (
+            f"[model] vocabulary {manifest.model.vocabulary} is too small for [data] tokenizer bytes, which has 256 "
+            "ids; use vocabulary = 256."
+        )
+    return None
+
+
+def _check_objective(manifest: Manifest) -> str | None:
+    kind, microbatch = manifest.objective.kind, manifest.schedule.microbatch
+    if kind == "lm":
+        if manifest.data.samples:
+            return "[data] samples has no effect with [objective] kind lm; use kind sft or dpo, or remove samples."
+        return None
+    if not manifest.data.samples:
+        return f"[objective] kind {kind} learns from [data] samples, which names no file; give one, or use kind lm."
+    if not manifest.model.can_learn_samples:
+        return (
+            f"[objective] kind {kind} needs a base model, and [model] family {manifest.model.family} has none; "
+            "write the manifest with `swarm new run.toml --base-model DIR`."
+        )
+    if kind == "dpo" and not manifest.model.has_reference:
+        return '[objective] kind dpo compares with the model without lora; use [model] trained = "lora".'
+    if kind == "dpo" and (microbatch % 2 or microbatch > MAX_REFERENCES):
+        return (
+            f"[schedule] microbatch {microbatch} cannot hold pairs of answers; for [objective] kind dpo use an even "
+            f"number up to {MAX_REFERENCES}."
+        )
+    return None
+
+
+def _check_founder(manifest: Manifest) -> str | None:
+    if manifest.founder and not is_peer_id(manifest.founder):
+        return "founder is not a peer id; remove it, joining signs the manifest and sets it."
+    return None
+
+
+def _check_admission(manifest: Manifest) -> str | None:
+    mode, peers = manifest.admission.mode, manifest.admission.peers
+    for peer in peers:
+        if not is_peer_id(peer):
+            return (
+                f"[admission] {peer[:60]!r} is not a peer id; "
+                f"list ids as `agora-node doctor` prints them, such as 12D3KooW..."
+            )
+    if len(set(peers)) != len(peers):
+        return "[admission] peers names one peer twice; remove the repetition."
+    if mode == "listed" and not peers:
+        return "[admission] mode listed with no peers admits nobody but the founder; list peers, or use mode open."
+    if mode != "listed" and peers:
+        return f"[admission] peers has no effect in mode {mode}; use mode listed, or remove peers."
+    return None
+
+
+RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
+    lambda manifest: manifest.model.check_values(),
+    _check_stages,
+    _check_step_tokens,
+    _check_warmup,
+    _check_codec,
+    _check_payload,
+    _check_size,
+    _check_tokenizer,
+    _check_objective,
+    _check_founder,
+    _check_admission,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from agora_protocol.base_config import canonical_config, parse_config, sizes_in
 from agora_protocol.errors import ManifestError
 from agora_protocol.fields import describe
 from agora_protocol.limits import MAX_CONFIG_BYTES, MAX_WEIGHT_FILES
-from agora_protocol.manifest_rules import explain_error, nearest_multiple, suggest
+from agora_protocol.manifest_errors import explain_error, nearest_multiple, suggest
 from agora_protocol.manifest_sections import Section
 
 DEFAULT_FAMILY: Final = "subspace"

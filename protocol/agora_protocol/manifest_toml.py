@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import tomlkit
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from tomlkit.items import Item
 
-if TYPE_CHECKING:
-    from agora_protocol.manifest import Manifest
-
-_COLUMN = 34
+_COLUMN = 34  # at which the comments begin, where the values leave room
+_HEAD = "A run of agora. Every key is optional except where a comment says so; unknown keys are errors."
 
 
-def manifest_text(manifest: Manifest) -> str:
+def manifest_text(manifest: BaseModel) -> str:
     """Returns the text of a manifest file without [signed]: every key (founder only if set) with its documentation."""
-    lines = ["# A run of agora. Every key is optional except where a comment says so; unknown keys are errors.", ""]
+    document = tomlkit.document()
+    document.add(tomlkit.comment(_HEAD))
+    document.add(tomlkit.nl())
     sections = {}
     for name, field in type(manifest).model_fields.items():
         value = getattr(manifest, name)
         if isinstance(value, BaseModel):
             sections[name] = value
         elif name != "founder" or value:
-            lines.append(_key_line(name, value, field))
+            document.add(name, _commented(name, value, field.description))
     for name, section in sections.items():
-        lines += ["", f"[{name}]  # {_section_summary(section)}"]
-        lines += [_key_line(key, getattr(section, key), field) for key, field in type(section).model_fields.items()]
-    return "\n".join(lines) + "\n"
+        table = tomlkit.table()
+        table.comment((type(section).__doc__ or "").strip().splitlines()[0])
+        table.trivia.comment_ws = "  "
+        for key, field in type(section).model_fields.items():
+            table.add(key, _commented(key, getattr(section, key), field.description))
+        document.add(name, table)
+    return document.as_string()
 
 
 def signed_table(run: str, signature: bytes) -> str:
@@ -38,27 +42,23 @@ def signed_table(run: str, signature: bytes) -> str:
     )
 
 
-def _section_summary(section: BaseModel) -> str:
-    return (type(section).__doc__ or "").strip().splitlines()[0]
-
-
-def _key_line(name: str, value: Any, field: FieldInfo) -> str:
-    return f"{f'{name} = {toml_value(value)}':<{_COLUMN}}  # {field.description}"
-
-
 def toml_value(value: Any) -> str:
     """Returns the TOML of a text, a number, a bool or a tuple of these; a tuple of tuples has a line for each."""
+    return _toml_item(value).as_string()
+
+
+def _commented(key: str, value: Any, comment: str | None) -> Item:
+    item = _toml_item(value).comment(comment or "")
+    item.trivia.comment_ws = " " * (_COLUMN - len(f"{key} = {item.as_string()}")) + "  "
+    return item
+
+
+def _toml_item(value: Any) -> Item:
     if isinstance(value, tuple):
-        if value and isinstance(value[0], tuple):
-            return "[\n" + "".join(f"    {toml_value(item)},\n" for item in value) + "]"
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    if isinstance(value, str):
-        return _toml_text(value)
-    return repr(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _toml_text(value: str) -> str:
-    # Returns a TOML string: in single quotes if it has double quotes; otherwise as in JSON, with DEL escaped.
-    if '"' in value and "'" not in value and value.isprintable():
-        return f"'{value}'"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        array = tomlkit.array()
+        array.extend(map(_toml_item, value))
+        return array.multiline(bool(value) and isinstance(value[0], tuple))
+    if isinstance(value, str) and '"' in value and "'" not in value and value.isprintable():
+        return tomlkit.string(value, literal=True)  # JSON, such as a model's config, stays readable
+    item: Item = tomlkit.item(value)
+    return item

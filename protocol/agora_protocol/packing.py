@@ -1,7 +1,7 @@
 """Writes msgpack in one form, and reads msgpack from any peer with every length and depth bounded beforehand.
 
-Equal values in equal order give equal bytes: shortest integers, float64 for
-every float, str for text, bin for bytes. `pack_canonical` also sorts the keys of every map.
+Equal values in equal order give equal bytes: shortest integers, float64 for every float, str for text, bin for bytes.
+`pack_canonical` also sorts the keys of every map.
 """
 
 from __future__ import annotations
@@ -92,12 +92,17 @@ def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_structure(data: bytes, code: str, max_values: int) -> None:
+    # Before msgpack's own reader, which allows 1024 levels and could reserve an array for each. Deep nesting and many
+    # values both need many bytes that open a container. Honest headers have few, which this fast count shows; only the
+    # others are walked token by token.
     if len(data) - len(data.translate(None, _CONTAINERS)) > MAX_DEPTH and (
         problem := _find_structure_problem(data, max_values)
     ):
         raise ProtocolError(code, f"The msgpack {problem}.")
 
 
+# For each first byte of a msgpack token: the bytes to skip, the bytes of the length field that follows, and the items
+# for each unit of that length (0 where the length counts bytes).
 def _token_sizes() -> tuple[tuple[int, int, int], ...]:
     sizes = [(1, 0, 0)] * 256
     for byte in range(0xA0, 0xC0):
@@ -130,6 +135,7 @@ _TOKENS: Final = _token_sizes()
 
 
 def _item_count(data: bytes, at: int) -> int:
+    # -1: no container. A map's keys and values both count.
     byte = data[at]
     if 0x90 <= byte < 0xA0:
         return byte & 0x0F

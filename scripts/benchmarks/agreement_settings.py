@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from agora_protocol.codec_names import WireName
-from agora_protocol.manifest import ALL_STEPS, AveragingSection, Manifest, preset
+from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest_sections import ALL_STEPS, AveragingSection
 
 from agora.core.sync_mode import EXACT
 

@@ -15,7 +15,7 @@ import torch
 import uvloop
 from agora_protocol.errors import PeerFailed, ProtocolError
 from agora_protocol.ids import PeerId, RunId
-from agora_protocol.manifest import AveragingSection
+from agora_protocol.manifest_sections import AveragingSection
 from agora_protocol.messages import Contribute, Message, Recall
 
 from agora.core.calls import Reply

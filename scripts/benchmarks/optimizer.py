@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from agora_protocol.manifest import Manifest, link_subspace
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import link_subspace
 from torch import Tensor
 
 from agora.model import StageModule, family_of

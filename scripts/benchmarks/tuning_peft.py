@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agora_protocol.manifest import HfSection
+from agora_protocol.manifest_model import HfSection
 from torch import nn
 
 from agora.core.tuning_packages import import_tuning

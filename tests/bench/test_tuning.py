@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from agora_protocol.ids import MicrobatchId
-from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 from benchmarks import tuning, tuning_settings, tuning_speeds
 from benchmarks.report import Report, columns
 from benchmarks.task import corpus_cache, prepare_corpus, spec

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agora_protocol.manifest import PRESETS, Manifest, link_subspace, preset
-from agora_protocol.presets import LINK_CODEC
+from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest_model import link_subspace
+from agora_protocol.presets import LINK_CODEC, PRESETS
 from benchmarks.report import Report, columns
 from benchmarks.task import prepare_corpus
 from benchmarks.wan_curves import Curve, Length, final, smooth, steps_to, until

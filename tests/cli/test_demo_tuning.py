@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agora_protocol.manifest import HfSection
+from agora_protocol.manifest_model import HfSection
 
 from agora.cli.console import USAGE, Failure
 from agora.cli.demo import DemoOptions, tuning_totals

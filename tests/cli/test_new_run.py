@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from agora_protocol.errors import AgoraError
-from agora_protocol.manifest import HfSection, Manifest, preset
+from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest_model import HfSection
 
 from agora.cli import new_run
 from agora.cli.console import USAGE, Failure

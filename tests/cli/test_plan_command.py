@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.ids import Span
-from agora_protocol.manifest import ALL_STEPS, preset
+from agora_protocol.manifest import preset
+from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import console, plan_command
 from agora.cli.plan_command import PlanOptions, plan_run

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from agora_protocol.errors import AgoraError
-from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import new_run

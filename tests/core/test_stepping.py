@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from agora_protocol.manifest import ALL_STEPS
+from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.core.sync_mode import ALL_EXACT, StageStepped, StepPlan, StepPolicy
 from agora.train.device_worker import MAX_EVENTS, StepEvents

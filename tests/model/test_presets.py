@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agora_protocol.manifest import PRESETS, Manifest, preset
+from agora_protocol.manifest import Manifest, preset
+from agora_protocol.presets import PRESETS
 from torch.nn.functional import cross_entropy
 
 from agora.model import StageModule, family_of

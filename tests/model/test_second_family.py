@@ -14,8 +14,8 @@ import torch
 from agora_protocol.errors import ManifestError, OutOfMemory
 from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
-from agora_protocol.manifest import Manifest, ModelSection, SignedManifest
-from agora_protocol.manifest_model import MODEL_SECTIONS
+from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.manifest_model import MODEL_SECTIONS, ModelSection
 from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from agora_protocol.errors import ManifestError
-from agora_protocol.manifest import SubspaceSection
+from agora_protocol.manifest_model import SubspaceSection
 from torch import Tensor
 from torch.func import functional_call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from agora_protocol.manifest import SubspaceSection
+from agora_protocol.manifest_model import SubspaceSection
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agora.model import family_of

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from agora_protocol.manifest import Manifest, SubspaceSection
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import SubspaceSection
 from torch import Tensor
 
 from agora.core.span_work import SpanWork

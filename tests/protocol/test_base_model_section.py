@@ -10,7 +10,8 @@ from agora_protocol.base_config import MODEL_TYPES, canonical_config, parse_conf
 from agora_protocol.errors import ManifestError
 from agora_protocol.identity import Identity
 from agora_protocol.limits import MAX_CONFIG_BYTES, MAX_WEIGHT_FILES
-from agora_protocol.manifest import HfSection, Manifest, SignedManifest
+from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.manifest_model import HfSection
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -12,15 +12,10 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, STATE_CHUNK_BYTES
-from agora_protocol.manifest import (
-    PRESETS,
-    Manifest,
-    OptimizerSection,
-    SignedManifest,
-    SubspaceSection,
-    is_signed,
-    preset,
-)
+from agora_protocol.manifest import Manifest, SignedManifest, is_signed, preset
+from agora_protocol.manifest_model import SubspaceSection
+from agora_protocol.manifest_sections import OptimizerSection
+from agora_protocol.presets import PRESETS
 
 
 def test_the_empty_file_is_the_tiny_preset_but_for_an_exact_boundary_and_adamw() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from agora_protocol.manifest import PRESETS, preset
+from agora_protocol.manifest import preset
 from agora_protocol.parts import slice_count
+from agora_protocol.presets import PRESETS
 
 from agora.core.moving_average import MovingAverage
 from agora.replica.all_reduce import MIN_ROUND_S, ROUND_STEPS

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from agora_protocol.errors import Refused
 from agora_protocol.ids import Span
-from agora_protocol.manifest import ALL_STEPS, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.core.sync_mode import (
     ALL_EXACT,

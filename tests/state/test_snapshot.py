@@ -7,7 +7,7 @@ import hashlib
 
 import pytest
 from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
-from agora_protocol.manifest import ALL_STEPS
+from agora_protocol.manifest_sections import ALL_STEPS
 from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
 from agora.state.layout import StageState, pack_chunk

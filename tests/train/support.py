@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from agora_protocol.ids import MicrobatchId, Span
-from agora_protocol.manifest import Manifest, OptimizerSection
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import OptimizerSection
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens

@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from agora_protocol.manifest import OptimizerSection, preset
+from agora_protocol.manifest import preset
+from agora_protocol.manifest_sections import OptimizerSection
 from torch import nn
 
 from agora.model import family_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from agora_protocol.errors import ProtocolError
-from agora_protocol.manifest import ObjectiveSection
+from agora_protocol.manifest_sections import ObjectiveSection
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from torch import Tensor
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from agora_protocol.manifest import OptimizerSection
+from agora_protocol.manifest_sections import OptimizerSection
 from torch import nn
 
 from agora.state.layout import ALIGNMENT

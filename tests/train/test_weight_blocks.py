@@ -9,7 +9,7 @@ import pytest
 import torch
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import AveragingSection
+from agora_protocol.manifest_sections import AveragingSection
 from torch import Tensor
 
 from agora.core.sync_mode import StepPlan

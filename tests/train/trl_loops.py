@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agora_protocol.manifest import SubspaceSection
+from agora_protocol.manifest_model import SubspaceSection
 from torch import Tensor
 
 from agora.model import family_of

@@ -12,7 +12,8 @@ import peft
 import pytest
 import torch
 from agora_protocol.errors import ManifestError
-from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

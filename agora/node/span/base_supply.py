@@ -12,7 +12,8 @@ from pathlib import Path
 
 from agora_protocol.errors import Refused
 from agora_protocol.ids import PeerId, Span
-from agora_protocol.manifest import HfSection, Manifest
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 from agora_protocol.tensor_list import TensorList
 
 from agora.core.calls import Caller, Reply

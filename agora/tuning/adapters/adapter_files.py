@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Final
 
-from agora_protocol.manifest import HfSection
+from agora_protocol.manifest_model import HfSection
 
 from agora.tuning.adapters.lora_layers import ADAPTER, lora_targets
 from agora.tuning.base.hf_architecture import architecture_of

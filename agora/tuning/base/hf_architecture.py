@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from agora_protocol.base_config import parse_config, sizes_in
-from agora_protocol.manifest import HfSection
+from agora_protocol.manifest_model import HfSection
 
 from agora.core.tuning_packages import import_tuning
 
