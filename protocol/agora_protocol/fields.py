@@ -5,9 +5,9 @@
 
 Every instance is valid: the constructor checks every field, whether it was read from the wire or built by hand.
 
-Not pydantic: every message passes here, and its strict floats take integers. Not msgspec either (tried with 0.22), which
-would let pass what the protocol forbids: an integer for a float, the last of two equal keys, a default in place of a
-missing key, a text whose bytes, not characters, are too many; and which checks nothing that is built by hand.
+Not pydantic: every message passes here, and its strict floats take integers. Not msgspec either (tried with 0.22): it
+would let pass what the protocol forbids, an integer for a float, the last of two equal keys, a default in place of a
+missing key, and a text whose characters are few enough but whose bytes are not; and it checks nothing built by hand.
 """
 
 from __future__ import annotations
