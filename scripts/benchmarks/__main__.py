@@ -40,6 +40,7 @@ NAMES: Final = (
     "simulate",
     "plan",
     "uneven",
+    "journeys",
 )
 # Name to `module:function`; a module is imported only when its benchmark runs.
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}

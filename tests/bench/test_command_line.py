@@ -86,6 +86,7 @@ def test_every_benchmark_can_be_imported_by_its_name() -> None:
         "simulate",
         "plan",
         "uneven",
+        "journeys",
     }
     for function in BENCHES.values():
         module, _, name = function.partition(":")
