@@ -16,9 +16,8 @@ from agora_protocol.manifest import Manifest
 from agora.cli import console
 from agora.cli.plan_agreement import PlannedAgreement, plan_agreement
 from agora.cli.stage_sources import find_run
-from agora.cost.machine import Machine
-from agora.cost.run_cost import run_cost
-from agora.cost.stage_cost import ALL_ACTIVATIONS, RunCost
+from agora.cost.manifest_cost import run_cost
+from agora.cost.run_cost import ALL_ACTIVATIONS, Machine, RunCost
 from agora.node import paths, runs
 from agora.planning.advice import MachineGain, explain_bottleneck, gain_of_one_more
 from agora.planning.assignment import Assignment, Plan

@@ -1,258 +1,252 @@
-"""Computes what each stage of a run costs from its manifest: operations, memory, bytes between peers. Pure.
-
-Sources: operations of a decoder, arXiv 2005.14165 appendix D and 2205.05198; NF4's bytes, arXiv 2305.14314 section 3.
-
-| what                    | operations for each token and parameter of a matrix                                   |
-|-------------------------|---------------------------------------------------------------------------------------|
-| forward                 | 2                                                                                     |
-| backward, trained       | 4: the gradients of its input and of itself                                           |
-| backward, frozen        | 2: the gradient of its input                                                          |
-| attention, each token   | 4 x context x heads' width, halved where fused causal attention leaves out later tokens |
-
-The backward pass of attention costs twice its forward pass. Steps of the optimizer and averaging are not counted: they
-come once in many microbatches.
-"""
+"""What stages cost a machine: floating-point operations, bytes held, bytes sent; and the resulting rates. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, Literal
 
-from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import Span
-from agora_protocol.limits import SLICE_BLOCK
-from agora_protocol.manifest import Manifest
-from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.cost.activation_bytes import (
-    FLOAT,
-    HALF,
-    MicrobatchSize,
-    head_graph_bytes,
-    layer_graph_bytes,
-    layer_peak_bytes,
-    loss_peak_bytes,
-)
-from agora.cost.decoder_sizes import DecoderSizes, decoder_sizes
-from agora.cost.stage_cost import Activations, MemoryNeed, RunCost, StageCost
-
-# What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine.
-ACTIVATIONS_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
-MIN_IN_FLIGHT: Final = 32  # microbatches that a peer is assumed to hold between forward and backward at least
-# Microbatches for each stage of the run that a peer is assumed to hold, if that is more than MIN_IN_FLIGHT.
-IN_FLIGHT_PER_STAGE: Final = 4
-NF4_BLOCK: Final = 64  # values of a matrix in NF4 that share a scale of one byte
-NF4_BLOCKS_OF_SCALE: Final = 256  # scales of an NF4 matrix that share a float32
-NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)  # bytes of the tables that each NF4 matrix has
-MUON_BATCH: Final = 1 << 24  # elements that Muon orthogonalises in one batch, or one matrix if it has more
-MUON_COPIES: Final = 5  # copies of a batch's elements that orthogonalising takes temporarily
-TOKEN_BYTES: Final = 4
-# The device holds for each trained value: its weight, its gradient's sum, and its gradient of one microbatch.
-COPIES_OF_WEIGHTS: Final = 3
+Activations = Literal["keep", "recompute", "layers"]
+# From the fewest operations and most memory to the reverse.
+ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
+# How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it.
+FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
+# What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0.
+Limit = Literal["compute", "upload", "download", "memory"]
 
 
-def run_cost(
-    manifest: Manifest,
-    *,
-    in_bf16: bool = False,
-    activations: Activations | None = None,
-    in_flight: int | None = None,
-    can_offload: bool = False,
-) -> RunCost:
-    """Returns the RunCost of a run: the costs of its stages, and the bytes that peers send each other.
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine, or one accelerator of it; immutable.
 
-    A boundary that travels forward counts with the token ids that go with it. Raises TypeError for a model family
-    without a formula.
-
-    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU.
-    activations: how peers keep graphs if the manifest says auto; None: each chooses by its memory. Without effect if
-        the manifest says keep or recompute.
-    in_flight: microbatches that a peer holds between forward and backward; None: `usual_in_flight`.
-    can_offload: optimizer state may be in host memory, as on machines with a GPU; False: all of it is on the device.
+    flops: floating-point operations per second that it reaches on the run's own layers, not those of its data sheet.
+    memory: bytes of the device that stages may take.
+    host_memory: bytes of host memory for optimizer state; 0 where the device is the CPU, or where none is offered.
+    upload, download: bytes per second.
+    latency_s: seconds from this machine to any other machine, one way.
     """
-    sizes = decoder_sizes(manifest.model)
-    codec = parse_codec(manifest.boundary.codec)
-    shape = manifest.boundary_shape()
-    return RunCost(
-        [stage_cost(manifest, sizes, stage, in_bf16=in_bf16) for stage in range(manifest.stage_count)],
-        forward_bytes=codec.bytes_of(shape, "forward") + TOKEN_BYTES * math.prod(manifest.tokens_shape()),
-        backward_bytes=codec.bytes_of(shape, "backward"),
-        tokens=manifest.tokens_per_microbatch,
-        in_flight=usual_in_flight(manifest) if in_flight is None else in_flight,
-        activations=ACTIVATIONS_OF_SETTING.get(manifest.schedule.activations, activations),
-        can_offload=can_offload,
-    )
+
+    name: str
+    flops: float
+    memory: float
+    host_memory: float = 0.0
+    upload: float = math.inf
+    download: float = math.inf
+    latency_s: float = 0.0
 
 
-def min_memory(manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
-    """Returns the least memory with which `span` can be trained in float32.
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage costs the machine that holds it.
 
-    That is with one microbatch in flight and, unless the manifest says that graphs are kept, the graph of one layer at
-    a time. state_in_host: optimizer state counts as host memory, otherwise as device memory.
-    Raises TypeError for a model family without a formula.
+    forward_flops, backward_flops: for each microbatch; backward_flops does not contain recomputed forward passes.
+    head_flops: the part of forward_flops after the last layer.
+    frozen_bytes: of weights that never change, in the format in which they are kept.
+    trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them.
+    version_bytes: of a second version of the weights, needed where graphs are kept while steps are taken.
+    optimizer_bytes: of moments and of the moving average, which may be in host memory.
+    kept_bytes: of the autograd graph of all layers for one microbatch.
+    peak_bytes: in addition to all of the above, the most that a forward and a backward pass take temporarily.
+    layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where the graph of one layer is kept at a
+        time.
+    state_bytes: what a newcomer fetches before it can begin.
+    trained_values: for how many values replicas average the gradients.
     """
-    return run_cost(manifest, in_flight=1).memory(span, in_host=state_in_host)
+
+    forward_flops: float
+    backward_flops: float
+    frozen_bytes: float = 0.0
+    trained_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    state_bytes: float = 0.0
+    head_flops: float = 0.0
+    version_bytes: float = 0.0
+    layer_inputs_bytes: float = 0.0
+    layer_peak_bytes: float = 0.0
+    trained_values: float = 0.0
 
 
-def usual_in_flight(manifest: Manifest) -> int:
-    """Returns how many microbatches a peer is assumed to hold between forward and backward.
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """The bytes that training a span takes: on the device, and in addition in host memory. Immutable."""
 
-    That is the largest of MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * number of stages, and the manifest's max_in_flight.
+    device: float
+    host: float = 0.0
+
+    def fits(self, machine: Machine) -> bool:
+        """Returns whether the memory of `machine`, and its host memory, are each at least as large."""
+        return self.device <= machine.memory and self.host <= machine.host_memory
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRate:
+    """How many microbatches per second a machine does at a span, and what bounds that number.
+
+    microbatches: per second; 0, with the limit "memory", where the span does not fit. activations: how the machine
+    keeps graphs, see the module's table. in_host: whether its optimizer state is in host memory.
     """
-    return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+
+    microbatches: float
+    limit: Limit
+    activations: Activations = "recompute"
+    in_host: bool = False
 
 
-def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:
-    """Returns the StageCost of stage number `stage`: operations per microbatch, and bytes of memory.
+@dataclass(frozen=True, slots=True)
+class TrainingMode:
+    """One way to train a span: how graphs are kept, and whether optimizer state is in host memory.
 
-    sizes: of the manifest's model. in_bf16: products are in bf16, otherwise in float32.
+    flops: floating-point operations per microbatch, recomputed forward passes included. need: the memory that must be
+    available; it may be more than the mode fills, see RunCost.training_modes.
     """
-    layers = manifest.layers_of(stage)
-    batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
-    elements = _pad_to_blocks(trained_parameters(sizes, layers))
-    forward, backward = microbatch_flops(sizes, layers, batch)
-    graphs = [layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers]
-    of_layer = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
-    is_last = layers.stop == sizes.layers
-    head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
-    loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
-    at_loss = loss - FLOAT * elements  # without gradients of weights, which trained_bytes has and which come later
-    kept = sum(graphs) + head
-    inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT
-    at_step = _muon_bytes(manifest, sizes, layers) - FLOAT * elements  # when no microbatch is worked on
-    moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
-    in_memory = moments - 2 * (FLOAT - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
-    return StageCost(
-        forward_flops=forward,
-        backward_flops=backward,
-        frozen_bytes=frozen_bytes(sizes, layers, manifest.model.context),
-        trained_bytes=FLOAT * elements * COPIES_OF_WEIGHTS,
-        optimizer_bytes=in_memory,
-        kept_bytes=kept,
-        peak_bytes=max(of_layer, at_loss, at_step - kept),
-        state_bytes=FLOAT * elements + moments,
-        head_flops=2.0 * batch.tokens * sizes.vocabulary * sizes.width if is_last else 0.0,
-        version_bytes=FLOAT * elements if manifest.schedule.kind == "asynchronous" else 0.0,
-        layer_inputs_bytes=inputs,
-        layer_peak_bytes=max(max(graphs) + of_layer, head + at_loss, at_step - inputs),
-        trained_values=elements,
-    )
+
+    activations: Activations
+    in_host: bool
+    flops: float
+    need: MemoryNeed
 
 
-def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
-    """Returns how many parameters the stage of `layers` trains: all that it has, or with frozen weights only LoRA's.
+class RunCost:
+    """The costs of all stages of a run, and of what two peers send each other; computes the costs of spans of stages.
 
-    Embeddings count if `layers` begin the model, final norm and head if they end it.
+    forward_bytes, backward_bytes: of one microbatch's boundary, and of the boundary's gradient.
+    tokens: of one microbatch.
+    in_flight: how many microbatches a peer holds between forward and backward.
+    activations: how all peers keep graphs; with None each peer chooses the fastest way that fits its memory, its graphs
+        taking at most half of what is free, as daemons do.
+    can_offload: optimizer state may be in host memory.
     """
-    if sizes.frozen_as is not None:
-        adapted = [linear for linear in sizes.linears if sizes.has_lora(linear)]
-        return len(layers) * sizes.lora_rank * sum(linear.inputs + linear.outputs for linear in adapted)
-    return sum(_matrix_parameters(sizes, layers)) + _vector_parameters(sizes, layers)
+
+    def __init__(
+        self,
+        stages: Sequence[StageCost],
+        *,
+        forward_bytes: float,
+        backward_bytes: float,
+        tokens: int,
+        in_flight: int,
+        activations: Activations | None = "recompute",
+        can_offload: bool = True,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.forward_bytes = forward_bytes
+        self.backward_bytes = backward_bytes
+        self.tokens = tokens
+        self.in_flight = in_flight
+        self.activations = activations
+        self.activation_choices: tuple[Activations, ...] = ALL_ACTIVATIONS if activations is None else (activations,)
+        self._offloads = (False, True) if can_offload else (False,)
+        self._layer_flops = _prefix_sums(stage.forward_flops - stage.head_flops for stage in self.stages)
+        self._flops_once = _prefix_sums(stage.forward_flops + stage.backward_flops for stage in self.stages)
+        self._version_bytes = _prefix_sums(stage.version_bytes for stage in self.stages)
+        self._layer_inputs_bytes = _prefix_sums(stage.layer_inputs_bytes for stage in self.stages)
+        self._weight_bytes = _prefix_sums(s.frozen_bytes + s.trained_bytes for s in self.stages)
+        self._optimizer_bytes = _prefix_sums(stage.optimizer_bytes for stage in self.stages)
+        self._kept_bytes = _prefix_sums(stage.kept_bytes for stage in self.stages)
+
+    @property
+    def stage_count(self) -> int:
+        return len(self.stages)
+
+    def flops(self, span: Span, activations: Activations | None = None) -> float:
+        """Returns the floating-point operations of one microbatch in the stages of `span`, forward and backward.
+
+        Recomputed forward passes count too; how often layers are recomputed is in the module's table, the head never
+        is. activations: None means the one with the fewest operations that peers may choose.
+        """
+        repeats = FORWARDS[activations or self.activation_choices[0]][self._has_last_stage(span)] - 1
+        return _sum_over(self._flops_once, span) + repeats * _sum_over(self._layer_flops, span)
+
+    @property
+    def work(self) -> tuple[float, ...]:
+        flops = [self.flops(Span(stage, stage)) for stage in range(self.stage_count)]
+        mean = sum(flops) / self.stage_count
+        return tuple(amount / mean for amount in flops)
+
+    def upload_bytes(self, span: Span) -> float:
+        """Returns how many bytes a holder of `span` sends for each microbatch: a boundary on, a gradient back.
+
+        A span with the first stage sends no gradient, one with the last stage no boundary.
+        """
+        return self._boundary_bytes(span, self.forward_bytes, self.backward_bytes)
+
+    def download_bytes(self, span: Span) -> float:
+        """Returns how many bytes a holder of `span` receives for each microbatch: a boundary, later a gradient.
+
+        A span with the first stage receives no boundary, one with the last stage no gradient.
+        """
+        return self._boundary_bytes(span, self.backward_bytes, self.forward_bytes)
+
+    def memory(self, span: Span, activations: Activations | None = None, *, in_host: bool = False) -> MemoryNeed:
+        """Returns how many bytes training `span` takes, boundaries of all microbatches in flight included.
+
+        activations: None means the one with the least memory that peers may choose. in_host: optimizer state counts as
+        host memory, otherwise as device memory.
+        """
+        chosen = activations or self.activation_choices[-1]
+        stages = self.stages[span.first : span.last + 1]
+        device = _sum_over(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)
+        if chosen == "layers":
+            device += _sum_over(self._layer_inputs_bytes, span) + max(stage.layer_peak_bytes for stage in stages)
+        else:
+            device += self._autograd_graph_bytes(span, chosen) + max(stage.peak_bytes for stage in stages)
+        optimizer = _sum_over(self._optimizer_bytes, span)
+        return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
+
+    def training_modes(self, span: Span) -> Iterator[TrainingMode]:
+        """Yields the ways to train `span` that peers may choose: fewest operations first, then state on the device.
+
+        Where peers choose for themselves, the need of "keep" and "recompute" counts the graphs twice, since daemons let
+        graphs fill only half of the free memory. With optimizer state in host memory only if the run can offload it.
+        """
+        for activations in self.activation_choices:
+            counts_twice = self.activations is None and activations != "layers"
+            reserve = self._autograd_graph_bytes(span, activations) if counts_twice else 0.0
+            for in_host in self._offloads:
+                need = self.memory(span, activations, in_host=in_host)
+                need = MemoryNeed(need.device + reserve, need.host)
+                yield TrainingMode(activations, in_host, self.flops(span, activations), need)
+
+    def rate(self, machine: Machine, span: Span) -> SpanRate:
+        """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download) in seconds per microbatch.
+
+        The longest of the three is the rate's limit. The training mode is the first of `training_modes` that fits the
+        machine; if none does, the rate is 0 and the limit "memory". Assumes that sending, receiving and computing
+        overlap, since many microbatches are in flight.
+        """
+        mode = next((mode for mode in self.training_modes(span) if mode.need.fits(machine)), None)
+        if mode is None:
+            return SpanRate(0.0, "memory")
+        seconds: dict[Limit, float] = {
+            "compute": mode.flops / machine.flops,
+            "upload": self.upload_bytes(span) / machine.upload,
+            "download": self.download_bytes(span) / machine.download,
+        }
+        limit = max(seconds, key=lambda name: seconds[name])
+        return SpanRate(1.0 / seconds[limit], limit, mode.activations, mode.in_host)
+
+    def _has_last_stage(self, span: Span) -> bool:
+        return span.last == self.stage_count - 1
+
+    def _autograd_graph_bytes(self, span: Span, activations: Activations) -> float:
+        kept = _sum_over(self._kept_bytes, span)
+        if activations == "keep" and not self._has_last_stage(span):
+            return self.in_flight * kept + _sum_over(self._version_bytes, span)
+        return kept
+
+    def _boundary_bytes(self, span: Span, at_end: float, at_start: float) -> float:
+        return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
 
 
-def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
-    """Returns the size in bytes of the tensors of `layers` that are never trained, in the format that they are kept in.
-
-    If all weights are trained, only the subspace family has such tensors. With NF4, embedding and head are in bf16;
-    norms and biases are always in float32. context: tokens of a row.
-    """
-    if sizes.frozen_as is None:
-        return _fixed_tensor_bytes(sizes, context)
-    matrices = [linear.inputs * linear.outputs for linear in sizes.linears]
-    value = FLOAT if sizes.frozen_as == "float32" else HALF
-    of_matrix = _nf4_bytes if sizes.frozen_as == "nf4" else lambda count: value * count
-    _, ends = _matrix_parameters(sizes, layers)
-    return sum(map(of_matrix, matrices)) * len(layers) + value * ends + FLOAT * _vector_parameters(sizes, layers)
+def _prefix_sums(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
 
 
-def _ceil_div(count: int, size: int) -> int:
-    return -(-count // size)
-
-
-def _nf4_bytes(count: int) -> int:
-    scales = _ceil_div(count, NF4_BLOCK)
-    return _ceil_div(count, 2) + scales + FLOAT * _ceil_div(scales, NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
-
-
-def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
-    inside = sum(
-        linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for layer in layers for linear in sizes.linears
-    )
-    embedding = sizes.vocabulary * sizes.stream + sizes.positions * sizes.width if layers.start == 0 else 0
-    return inside, embedding + (sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0)
-
-
-def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
-    norm = sizes.norm_vectors * sizes.width
-    of_layer = sizes.norms * norm + sum(linear.outputs for linear in sizes.linears if linear.has_bias)
-    of_layer += 2 * sizes.head_width if sizes.head_norms else 0
-    return len(layers) * of_layer + (norm if layers.stop == sizes.layers else 0)
-
-
-def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
-    if not sizes.fixed_vocabulary:
-        return 0.0
-    basis = FLOAT * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
-    return basis + sizes.fixed_vocabulary * _ceil_div(sizes.width, 8) + FLOAT * context * sizes.head_width
-
-
-def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
-    """Returns (operations of the forward pass, of the backward pass) for one microbatch in the stage of `layers`.
-
-    A backward pass costs twice its forward pass; through frozen matrices and the basis, only as much as the forward
-    pass. LoRA's products count. The head counts if `layers` end the model; forward passes that are recomputed do not
-    count.
-    """
-    inside, _ = _matrix_parameters(sizes, layers)
-    head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
-    halved = 0 if sizes.is_attention_eager or batch.has_segments else len(set(layers) - sizes.masked_layers)
-    attention = 4.0 * batch.context * sizes.query_width * (len(layers) - halved / 2)
-    fixed = 2.0 * _basis_products(sizes, layers) * sizes.width * sizes.stream
-    matrices = 2.0 * (inside + head)
-    if sizes.frozen_as is None:
-        forward, backward = matrices + attention + fixed, 2 * (matrices + attention) + fixed
-    else:
-        lora = 2.0 * trained_parameters(sizes, layers)
-        forward, backward = matrices + attention + lora, matrices + 2 * attention + 2 * lora
-    return batch.tokens * forward, batch.tokens * backward
-
-
-def _basis_products(sizes: DecoderSizes, layers: range) -> int:
-    if sizes.stream == sizes.width:
-        return 0
-    return sum(1 if sizes.is_last(layer) else 2 for layer in layers)
-
-
-def _layer_inputs(sizes: DecoderSizes, layers: range) -> int:
-    return sum(sizes.width if sizes.is_last(layer) else sizes.stream for layer in layers)
-
-
-def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:
-    section = manifest.optimizer
-    square = elements
-    if section.name == "muon":
-        inside = trained_parameters(sizes, layers)
-        if sizes.frozen_as is None:
-            inside, _ = _matrix_parameters(sizes, layers)
-        square = _pad_to_blocks(max(elements - inside, 0))
-    average = elements if section.average_decay else 0
-    outer = 0 if manifest.exact_steps == ALL_STEPS else 2 * elements
-    return elements + square + average + outer
-
-
-def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float:
-    if manifest.optimizer.name != "muon" or sizes.frozen_as is not None:
-        return 0.0
-    of_shape: dict[tuple[int, ...], int] = defaultdict(int)
-    for layer in layers:
-        for linear in sizes.linears:
-            outputs = linear.outputs_in(is_last=sizes.is_last(layer))
-            of_shape[tuple(sorted((linear.inputs, outputs)))] += linear.inputs * outputs
-    together = max(min(count, max(MUON_BATCH, math.prod(shape))) for shape, count in of_shape.items())
-    return float(FLOAT * MUON_COPIES * together)
-
-
-def _pad_to_blocks(count: int) -> int:
-    return _ceil_div(count, SLICE_BLOCK) * SLICE_BLOCK
+def _sum_over(sums: Sequence[float], span: Span) -> float:
+    return sums[span.last + 1] - sums[span.first]

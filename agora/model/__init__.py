@@ -1,26 +1,23 @@
 """Stages as torch modules, and which families there are."""
 
+import importlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, cast
 
 from agora_protocol.errors import ManifestError
 from agora_protocol.manifest_errors import suggest
 from agora_protocol.manifest_model import ModelSection
 
 from agora.model.family import Family, RunLayer, StageModule, keep_graph, stage_loss
-from agora.model.subspace_family import SubspaceFamily
 
 __all__ = ["FAMILIES", "Family", "RunLayer", "StageModule", "family_of", "keep_graph", "stage_loss"]
 
-
-def _hf_family(model: Any) -> Family:
-    from agora.tuning.hf_family import HfFamily  # only here: a run without a base model never loads it
-
-    return HfFamily(model)
-
-
-# The value of [model] family -> the class that is called with the model section.
-FAMILIES: Final[dict[str, Callable[[Any], Family]]] = {"subspace": SubspaceFamily, "hf": _hf_family}
+# The value of [model] family -> module and class of the Family, which is called with the model section. The module is
+# imported when a run needs it: pretraining imports nothing of tuning.
+FAMILIES: Final[dict[str, tuple[str, str]]] = {
+    "subspace": ("agora.model.subspace_family", "SubspaceFamily"),
+    "hf": ("agora.tuning.hf_family", "HfFamily"),
+}
 
 
 def family_of(model: ModelSection) -> Family:
@@ -30,4 +27,6 @@ def family_of(model: ModelSection) -> Family:
     """
     if model.family not in FAMILIES:
         raise ManifestError(f"[model] family {model.family!r} is unknown; {suggest(model.family, FAMILIES)}")
-    return FAMILIES[model.family](model)
+    module, name = FAMILIES[model.family]
+    make = cast(Callable[[ModelSection], Family], getattr(importlib.import_module(module), name))
+    return make(model)

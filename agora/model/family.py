@@ -21,8 +21,8 @@ from agora_protocol.manifest import Manifest
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agora.cost.run_cost import min_memory
-from agora.cost.stage_cost import MemoryNeed
+from agora.cost.manifest_cost import min_memory
+from agora.cost.run_cost import MemoryNeed
 from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
 
@@ -91,6 +91,12 @@ class StageModule(nn.Module, abc.ABC):
 
         The base class has no buffers, and does nothing.
         """
+
+    @torch.no_grad()
+    def fill_at_random(self, generator: torch.Generator) -> None:
+        """Sets all weights, in place, to small values without meaning: to measure how fast the stage is."""
+        for _, parameter in self.trained_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
     def initial_std(self, name: str) -> float | None:
         """Returns the standard deviation of the named parameter's initial values; None if all of them are 1.

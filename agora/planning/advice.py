@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import Limit, RunCost
+from agora.cost.run_cost import Limit, Machine, RunCost
 from agora.planning.assignment import Plan
 from agora.planning.search import make_plan
 

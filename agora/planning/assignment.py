@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from agora_protocol.ids import Span
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import Limit, SpanRate
+from agora.cost.run_cost import Limit, Machine, SpanRate
 
 
 @dataclass(frozen=True, slots=True)

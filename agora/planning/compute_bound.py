@@ -22,8 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 from agora.planning.span_rates import span_rates
 
 TURNS: Final = 500  # number of choices of prices that are tried, each derived from the one before

@@ -18,8 +18,7 @@ import numpy as np
 from agora_protocol.ids import Span
 from numpy.typing import NDArray
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 from agora.planning.span_rates import Rates, span_rates
 
 # For each machine the number of its group, from 0 on in the order of the stages; or IDLE_GROUP or ALONE.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Final
 
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import RunCost
 from agora.planning.assignment import Assignment, Plan
 
 HEADINGS: Final = ("MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "AVAILABLE")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from agora_protocol.ids import Span
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import Limit, RunCost, SpanRate
+from agora.cost.run_cost import Limit, Machine, RunCost, SpanRate
 from agora.planning.assignment import Assignment, Bottleneck, Plan
 
 IDLE = SpanRate(0.0, "memory")  # the rate of a machine without a span

@@ -17,7 +17,7 @@ from agora_protocol.errors import InputError
 from agora_protocol.fields import describe
 from agora_protocol.manifest_errors import suggest
 
-from agora.cost.machine import Machine
+from agora.cost.run_cost import Machine
 
 MAX_FILE_CHARACTERS: Final = 1 << 20
 MAX_MACHINES: Final = 2048

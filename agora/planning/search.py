@@ -17,8 +17,7 @@ import numpy as np
 from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.ids import Span
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 from agora.planning.assignment import Plan
 from agora.planning.compute_bound import compute_bound
 from agora.planning.coverage import Coverage, fewest_holders

@@ -10,8 +10,7 @@ import numpy as np
 from agora_protocol.ids import Span
 from numpy.typing import NDArray
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 
 # Microbatches per second; the last two axes are a span's [first stage, last stage + 1]; 0 where that is not a span.
 Rates: TypeAlias = NDArray[np.float64]

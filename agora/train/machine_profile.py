@@ -25,10 +25,9 @@ from torch import Tensor
 
 from agora.cost.activation_bytes import MicrobatchSize
 from agora.cost.decoder_sizes import decoder_sizes
-from agora.cost.run_cost import microbatch_flops
+from agora.cost.manifest_cost import microbatch_flops
 from agora.model import StageModule, family_of
 from agora.train.device import has_native_bf16
-from agora.tuning.hf_stage import HfStage
 
 VERSION: Final = 1
 ROWS: Final = (1, 2, 4)  # numbers of rows that are timed, up to a microbatch's rows and as far as the time allows
@@ -164,13 +163,7 @@ def _make_filled_stage(manifest: Manifest, layers: range) -> StageModule:
         stage = family_of(manifest.model).make_stage(layers)
     stage.allocate()
     stage.fill_buffers(manifest.seed)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        if isinstance(stage, HfStage):
-            for name, shape in stage.file_shapes().items():
-                stage.load(name, torch.randn(shape, generator=generator) * 0.02)
-        for _, parameter in stage.trained_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    stage.fill_at_random(torch.Generator().manual_seed(0))
     return stage
 
 

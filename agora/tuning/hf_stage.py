@@ -160,6 +160,12 @@ class HfStage(StageModule):
         """
         load_parameter(self, name, values, self._frozen_as)
 
+    @torch.no_grad()
+    def fill_at_random(self, generator: torch.Generator) -> None:
+        for name, shape in self.file_shapes().items():
+            self.load(name, torch.randn(shape, generator=generator) * 0.02)
+        super().fill_at_random(generator)
+
     def fill_buffers(self, seed: int) -> None:
         self._rotary = self._make_rotary()
 

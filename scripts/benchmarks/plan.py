@@ -13,8 +13,7 @@ from typing import Final
 
 from agora_protocol.errors import OutOfMemory
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 from agora.planning.compute_bound import compute_bound
 from agora.planning.search import make_plan
 from benchmarks.machine import describe

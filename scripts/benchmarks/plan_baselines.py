@@ -20,8 +20,7 @@ from typing import Final
 
 from agora_protocol.ids import Span
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 from agora.planning.cuts import cut_for_groups
 from agora.planning.evaluation import plan_of_spans
 

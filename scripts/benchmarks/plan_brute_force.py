@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 from agora.planning.span_rates import span_rates
 
 

@@ -9,8 +9,7 @@ import random
 
 from agora_protocol.ids import Span
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost, StageCost
+from agora.cost.run_cost import Machine, RunCost, StageCost
 
 
 def random_run(rng: random.Random, stages: int) -> RunCost:

@@ -9,8 +9,7 @@ from typing import Final
 
 from agora_protocol.codec_names import parse_codec
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import Activations, RunCost, StageCost
+from agora.cost.run_cost import Activations, Machine, RunCost, StageCost
 
 TOKENS: Final = 1024
 BOUNDARY_CODEC: Final = "int4"

@@ -16,9 +16,8 @@ from typing import Final
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.cost.machine import Machine
-from agora.cost.run_cost import run_cost
-from agora.cost.stage_cost import RunCost
+from agora.cost.manifest_cost import run_cost
+from agora.cost.run_cost import Machine, RunCost
 
 NAMES: Final = ("150m", "1b", "8b")
 CARDS_GIB: Final = (8, 12, 24, 80)

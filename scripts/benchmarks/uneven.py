@@ -22,9 +22,8 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 
 from agora.cli.local_swarm import Launch, LocalSwarm, SwarmFailed, start_interpreter
-from agora.cost.machine import Machine
-from agora.cost.run_cost import run_cost
-from agora.cost.stage_cost import RunCost
+from agora.cost.manifest_cost import run_cost
+from agora.cost.run_cost import Machine, RunCost
 from agora.planning.assignment import Plan
 from agora.planning.search import make_plan
 from agora.train.machine_profile import measure_profile

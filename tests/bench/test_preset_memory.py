@@ -9,7 +9,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 from benchmarks.preset_memory import CARDS, NAMES, fitting_stages, tables, tokens_per_second
 
-from agora.cost.run_cost import run_cost
+from agora.cost.manifest_cost import run_cost
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "presets.md"
 """To write it anew: python -m benchmarks.preset_memory, with scripts/ on the path."""

@@ -20,7 +20,7 @@ from benchmarks.uneven import (
 )
 from benchmarks.uniform_node import EvenBalancer
 
-from agora.cost.run_cost import run_cost
+from agora.cost.manifest_cost import run_cost
 from agora.pipeline.load_balancer import RouteHint
 from agora.swarm.view import PeerView
 

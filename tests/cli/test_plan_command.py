@@ -13,7 +13,7 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import console, plan_command
 from agora.cli.plan_command import PlanOptions, plan_run
-from agora.cost.run_cost import run_cost
+from agora.cost.manifest_cost import run_cost
 from agora.node import paths
 from agora.planning.peers_file import read_peers
 

@@ -13,8 +13,8 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from transformers import AutoModelForCausalLM
 
-from agora.cost.run_cost import run_cost
-from agora.cost.stage_cost import ALL_ACTIVATIONS, Activations
+from agora.cost.manifest_cost import run_cost
+from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
 from tests.cost.training_memory import measured_peak
 from tests.model.tiny_models import CONFIGS, manifest_of, save
 

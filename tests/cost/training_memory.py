@@ -1,4 +1,4 @@
-"""Trains a span for some microbatches and counts what torch allocates, as cost/run_cost.py says."""
+"""Trains a span for some microbatches and counts what torch allocates, as cost/manifest_cost.py says."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from agora.cli import export
 from agora.core.span_work import SpanWork
-from agora.cost.stage_cost import MemoryNeed
+from agora.cost.run_cost import MemoryNeed
 from agora.model import FAMILIES, Family, RunLayer, StageModule, family_of, keep_graph
 from agora.node import paths, runs
 from agora.node.limits.memory import MemoryBudget, check_memory
@@ -132,7 +132,7 @@ class LinearFamily(Family):
 @pytest.fixture(autouse=True)
 def second_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODEL_SECTIONS, "linear", LinearSection)
-    monkeypatch.setitem(FAMILIES, "linear", LinearFamily)
+    monkeypatch.setitem(FAMILIES, "linear", (__name__, "LinearFamily"))
 
 
 @pytest.fixture

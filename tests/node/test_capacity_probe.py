@@ -10,9 +10,8 @@ import torch
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 
-from agora.cost.machine import Machine
-from agora.cost.run_cost import run_cost
-from agora.cost.stage_cost import RunCost, StageCost
+from agora.cost.manifest_cost import run_cost
+from agora.cost.run_cost import Machine, RunCost, StageCost
 from agora.node.limits.memory import BASE_BYTES
 from agora.node.settings import Settings
 from agora.node.span.capacity_probe import CapacityProbe, demands_of, longest_spans

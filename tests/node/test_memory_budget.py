@@ -8,7 +8,7 @@ from agora_protocol.errors import OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.cost.run_cost import min_memory, run_cost
+from agora.cost.manifest_cost import min_memory, run_cost
 from agora.node.limits import memory
 from agora.node.limits.memory import MemoryBudget, check_memory, keeps_state_in_host, limit_budget, measure_budget
 from agora.node.span.capacity_probe import longest_spans

@@ -12,7 +12,7 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.cost.run_cost import usual_in_flight
+from agora.cost.manifest_cost import usual_in_flight
 from agora.node.peer.local_peer import MAX_SLOTS_BYTES, compute_slots
 from agora.node.span.loaded_span import MAX_LOADS, load_until_confirmed
 

@@ -12,8 +12,7 @@ from benchmarks.plan_brute_force import brute_force_rate
 from benchmarks.plan_cases import random_machines, random_run
 from scipy.optimize import linprog
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import ALL_ACTIVATIONS, RunCost, StageCost
+from agora.cost.run_cost import ALL_ACTIVATIONS, Machine, RunCost, StageCost
 from agora.planning.compute_bound import compute_bound
 from agora.planning.span_rates import span_rates
 

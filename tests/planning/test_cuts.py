@@ -10,8 +10,7 @@ import pytest
 from agora_protocol.ids import Span
 from benchmarks.plan_cases import random_machines, random_run
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost, StageCost
+from agora.cost.run_cost import Machine, RunCost, StageCost
 from agora.planning.coverage import fewest_holders
 from agora.planning.cuts import cut_for_groups
 from agora.planning.span_rates import span_rates

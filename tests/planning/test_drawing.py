@@ -6,8 +6,7 @@ import xml.etree.ElementTree as ET
 
 from agora_protocol.ids import Span
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import RunCost, SpanRate, StageCost
+from agora.cost.run_cost import Machine, RunCost, SpanRate, StageCost
 from agora.planning.assignment import Assignment, Bottleneck, Plan
 from agora.planning.drawing import picture_lines, picture_svg, plan_rows, plan_table
 

@@ -13,8 +13,7 @@ from agora_protocol.ids import Span
 from benchmarks.plan_brute_force import brute_force_rate
 from benchmarks.plan_cases import random_machines, random_run
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import Activations, RunCost, StageCost
+from agora.cost.run_cost import Activations, Machine, RunCost, StageCost
 from agora.planning.advice import explain_bottleneck, gain_of_one_more
 from agora.planning.assignment import Plan
 from agora.planning.compute_bound import compute_bound

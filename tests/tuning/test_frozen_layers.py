@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from agora.core import tuning_packages
 from agora.core.tuning_packages import TuningMissing
-from agora.cost.run_cost import NF4_BLOCK, run_cost
+from agora.cost.manifest_cost import run_cost
 from agora.model import StageModule, family_of, stage_loss
 from agora.tuning import hf_family
-from agora.tuning.adapters import nf4_linear
 from agora.tuning.adapters.frozen_layers import Bf16Linear
 from agora.tuning.adapters.nf4_linear import Nf4Linear
 from agora.tuning.base.model_files import WantedTensor, read_tensors
@@ -295,7 +294,3 @@ def test_an_old_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     family = family_of(manifest_of(save(make_model("llama"), tmp_path / "base"), model=LORA).model)
     with pytest.raises(TuningMissing, match=r"peft, 0\.18 or newer \(version 0\.9\.0 is installed\)"):
         family.parameter_shapes(range(1))
-
-
-def test_the_planner_counts_the_scales_of_blocks_as_long_as_the_layers() -> None:
-    assert nf4_linear.BLOCK == NF4_BLOCK

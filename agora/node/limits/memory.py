@@ -12,8 +12,8 @@ from agora_protocol.errors import DeviceError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
-from agora.cost.machine import Machine
-from agora.cost.run_cost import run_cost
+from agora.cost.manifest_cost import run_cost
+from agora.cost.run_cost import Machine
 from agora.observe import events
 from agora.train.device import choose_device
 from agora.train.memory import available_bytes, give_back_freed_memory, limit_memory, resident_bytes

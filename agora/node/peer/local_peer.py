@@ -22,7 +22,7 @@ from agora_protocol.records import Progress
 
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks
-from agora.cost.run_cost import usual_in_flight
+from agora.cost.manifest_cost import usual_in_flight
 from agora.net.dht.directory import Directory
 from agora.net.nat.address_book import addresses_by_peer
 from agora.net.nat.dial_strategy import DialStrategy

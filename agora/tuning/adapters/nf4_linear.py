@@ -12,9 +12,8 @@ import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor
 
+from agora.cost.manifest_cost import NF4_BLOCK
 from agora.tuning.adapters.frozen_layers import FrozenLinear
-
-BLOCK = 64  # values that share a scale of one byte; equals NF4_BLOCK of agora.cost.run_cost, which counts the bytes
 
 
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
@@ -48,5 +47,5 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         return product
 
     def _keep_matrix(self, values: Tensor) -> None:
-        packed = Params4bit(values, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+        packed = Params4bit(values, blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4")
         self.weight = packed.to("cpu")  # Params4bit quantises in `to`

@@ -19,7 +19,7 @@ from agora.train.machine_profile import (
     read_profile,
     write_profile,
 )
-from tests.cost.test_cost_of_run import KINDS, hf_manifest
+from tests.cost.test_manifest_cost import KINDS, hf_manifest
 
 CPU = torch.device("cpu")
 PROFILE = Profile(2e9, 0.001, 0.01)

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agora.core.sync_mode import StepPlan
 from agora.cost.decoder_sizes import decoder_sizes
-from agora.cost.run_cost import run_cost, trained_parameters
-from agora.cost.stage_cost import ALL_ACTIVATIONS, Activations
+from agora.cost.manifest_cost import run_cost, trained_parameters
+from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
 from agora.model import StageModule, family_of
 from agora.train.memory import measure_saved_bytes
 from agora.train.stage import stage_layout

@@ -12,8 +12,7 @@ from agora_protocol.ids import Span
 from benchmarks.plan_brute_force import brute_force_rate
 from benchmarks.plan_cases import random_machines, random_run
 
-from agora.cost.machine import Machine
-from agora.cost.stage_cost import ALL_ACTIVATIONS, Activations, RunCost, StageCost
+from agora.cost.run_cost import ALL_ACTIVATIONS, Activations, Machine, RunCost, StageCost
 from agora.planning.search import make_plan
 from agora.planning.span_rates import span_rates
 

@@ -1,0 +1,258 @@
+"""Computes what each stage of a run costs from its manifest: operations, memory, bytes between peers. Pure.
+
+Sources: operations of a decoder, arXiv 2005.14165 appendix D and 2205.05198; NF4's bytes, arXiv 2305.14314 section 3.
+
+| what                    | operations for each token and parameter of a matrix                                   |
+|-------------------------|---------------------------------------------------------------------------------------|
+| forward                 | 2                                                                                     |
+| backward, trained       | 4: the gradients of its input and of itself                                           |
+| backward, frozen        | 2: the gradient of its input                                                          |
+| attention, each token   | 4 x context x heads' width, halved where fused causal attention leaves out later tokens |
+
+The backward pass of attention costs twice its forward pass. Steps of the optimizer and averaging are not counted: they
+come once in many microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Final
+
+from agora_protocol.codec_names import parse_codec
+from agora_protocol.ids import Span
+from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import ALL_STEPS
+
+from agora.cost.activation_bytes import (
+    FLOAT,
+    HALF,
+    MicrobatchSize,
+    head_graph_bytes,
+    layer_graph_bytes,
+    layer_peak_bytes,
+    loss_peak_bytes,
+)
+from agora.cost.decoder_sizes import DecoderSizes, decoder_sizes
+from agora.cost.run_cost import Activations, MemoryNeed, RunCost, StageCost
+
+# What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine.
+ACTIVATIONS_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
+MIN_IN_FLIGHT: Final = 32  # microbatches that a peer is assumed to hold between forward and backward at least
+# Microbatches for each stage of the run that a peer is assumed to hold, if that is more than MIN_IN_FLIGHT.
+IN_FLIGHT_PER_STAGE: Final = 4
+NF4_BLOCK: Final = 64  # values of a matrix in NF4 that share a scale of one byte
+NF4_BLOCKS_OF_SCALE: Final = 256  # scales of an NF4 matrix that share a float32
+NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)  # bytes of the tables that each NF4 matrix has
+MUON_BATCH: Final = 1 << 24  # elements that Muon orthogonalises in one batch, or one matrix if it has more
+MUON_COPIES: Final = 5  # copies of a batch's elements that orthogonalising takes temporarily
+TOKEN_BYTES: Final = 4
+# The device holds for each trained value: its weight, its gradient's sum, and its gradient of one microbatch.
+COPIES_OF_WEIGHTS: Final = 3
+
+
+def run_cost(
+    manifest: Manifest,
+    *,
+    in_bf16: bool = False,
+    activations: Activations | None = None,
+    in_flight: int | None = None,
+    can_offload: bool = False,
+) -> RunCost:
+    """Returns the RunCost of a run: the costs of its stages, and the bytes that peers send each other.
+
+    A boundary that travels forward counts with the token ids that go with it. Raises TypeError for a model family
+    without a formula.
+
+    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU.
+    activations: how peers keep graphs if the manifest says auto; None: each chooses by its memory. Without effect if
+        the manifest says keep or recompute.
+    in_flight: microbatches that a peer holds between forward and backward; None: `usual_in_flight`.
+    can_offload: optimizer state may be in host memory, as on machines with a GPU; False: all of it is on the device.
+    """
+    sizes = decoder_sizes(manifest.model)
+    codec = parse_codec(manifest.boundary.codec)
+    shape = manifest.boundary_shape()
+    return RunCost(
+        [stage_cost(manifest, sizes, stage, in_bf16=in_bf16) for stage in range(manifest.stage_count)],
+        forward_bytes=codec.bytes_of(shape, "forward") + TOKEN_BYTES * math.prod(manifest.tokens_shape()),
+        backward_bytes=codec.bytes_of(shape, "backward"),
+        tokens=manifest.tokens_per_microbatch,
+        in_flight=usual_in_flight(manifest) if in_flight is None else in_flight,
+        activations=ACTIVATIONS_OF_SETTING.get(manifest.schedule.activations, activations),
+        can_offload=can_offload,
+    )
+
+
+def min_memory(manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
+    """Returns the least memory with which `span` can be trained in float32.
+
+    That is with one microbatch in flight and, unless the manifest says that graphs are kept, the graph of one layer at
+    a time. state_in_host: optimizer state counts as host memory, otherwise as device memory.
+    Raises TypeError for a model family without a formula.
+    """
+    return run_cost(manifest, in_flight=1).memory(span, in_host=state_in_host)
+
+
+def usual_in_flight(manifest: Manifest) -> int:
+    """Returns how many microbatches a peer is assumed to hold between forward and backward.
+
+    That is the largest of MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * number of stages, and the manifest's max_in_flight.
+    """
+    return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+
+
+def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:
+    """Returns the StageCost of stage number `stage`: operations per microbatch, and bytes of memory.
+
+    sizes: of the manifest's model. in_bf16: products are in bf16, otherwise in float32.
+    """
+    layers = manifest.layers_of(stage)
+    batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
+    elements = _pad_to_blocks(trained_parameters(sizes, layers))
+    forward, backward = microbatch_flops(sizes, layers, batch)
+    graphs = [layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers]
+    of_layer = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
+    is_last = layers.stop == sizes.layers
+    head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
+    loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
+    at_loss = loss - FLOAT * elements  # without gradients of weights, which trained_bytes has and which come later
+    kept = sum(graphs) + head
+    inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT
+    at_step = _muon_bytes(manifest, sizes, layers) - FLOAT * elements  # when no microbatch is worked on
+    moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
+    in_memory = moments - 2 * (FLOAT - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
+    return StageCost(
+        forward_flops=forward,
+        backward_flops=backward,
+        frozen_bytes=frozen_bytes(sizes, layers, manifest.model.context),
+        trained_bytes=FLOAT * elements * COPIES_OF_WEIGHTS,
+        optimizer_bytes=in_memory,
+        kept_bytes=kept,
+        peak_bytes=max(of_layer, at_loss, at_step - kept),
+        state_bytes=FLOAT * elements + moments,
+        head_flops=2.0 * batch.tokens * sizes.vocabulary * sizes.width if is_last else 0.0,
+        version_bytes=FLOAT * elements if manifest.schedule.kind == "asynchronous" else 0.0,
+        layer_inputs_bytes=inputs,
+        layer_peak_bytes=max(max(graphs) + of_layer, head + at_loss, at_step - inputs),
+        trained_values=elements,
+    )
+
+
+def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
+    """Returns how many parameters the stage of `layers` trains: all that it has, or with frozen weights only LoRA's.
+
+    Embeddings count if `layers` begin the model, final norm and head if they end it.
+    """
+    if sizes.frozen_as is not None:
+        adapted = [linear for linear in sizes.linears if sizes.has_lora(linear)]
+        return len(layers) * sizes.lora_rank * sum(linear.inputs + linear.outputs for linear in adapted)
+    return sum(_matrix_parameters(sizes, layers)) + _vector_parameters(sizes, layers)
+
+
+def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
+    """Returns the size in bytes of the tensors of `layers` that are never trained, in the format that they are kept in.
+
+    If all weights are trained, only the subspace family has such tensors. With NF4, embedding and head are in bf16;
+    norms and biases are always in float32. context: tokens of a row.
+    """
+    if sizes.frozen_as is None:
+        return _fixed_tensor_bytes(sizes, context)
+    matrices = [linear.inputs * linear.outputs for linear in sizes.linears]
+    value = FLOAT if sizes.frozen_as == "float32" else HALF
+    of_matrix = _nf4_bytes if sizes.frozen_as == "nf4" else lambda count: value * count
+    _, ends = _matrix_parameters(sizes, layers)
+    return sum(map(of_matrix, matrices)) * len(layers) + value * ends + FLOAT * _vector_parameters(sizes, layers)
+
+
+def _ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _nf4_bytes(count: int) -> int:
+    scales = _ceil_div(count, NF4_BLOCK)
+    return _ceil_div(count, 2) + scales + FLOAT * _ceil_div(scales, NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
+
+
+def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
+    inside = sum(
+        linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for layer in layers for linear in sizes.linears
+    )
+    embedding = sizes.vocabulary * sizes.stream + sizes.positions * sizes.width if layers.start == 0 else 0
+    return inside, embedding + (sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0)
+
+
+def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
+    norm = sizes.norm_vectors * sizes.width
+    of_layer = sizes.norms * norm + sum(linear.outputs for linear in sizes.linears if linear.has_bias)
+    of_layer += 2 * sizes.head_width if sizes.head_norms else 0
+    return len(layers) * of_layer + (norm if layers.stop == sizes.layers else 0)
+
+
+def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
+    if not sizes.fixed_vocabulary:
+        return 0.0
+    basis = FLOAT * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
+    return basis + sizes.fixed_vocabulary * _ceil_div(sizes.width, 8) + FLOAT * context * sizes.head_width
+
+
+def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
+    """Returns (operations of the forward pass, of the backward pass) for one microbatch in the stage of `layers`.
+
+    A backward pass costs twice its forward pass; through frozen matrices and the basis, only as much as the forward
+    pass. LoRA's products count. The head counts if `layers` end the model; forward passes that are recomputed do not
+    count.
+    """
+    inside, _ = _matrix_parameters(sizes, layers)
+    head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
+    halved = 0 if sizes.is_attention_eager or batch.has_segments else len(set(layers) - sizes.masked_layers)
+    attention = 4.0 * batch.context * sizes.query_width * (len(layers) - halved / 2)
+    fixed = 2.0 * _basis_products(sizes, layers) * sizes.width * sizes.stream
+    matrices = 2.0 * (inside + head)
+    if sizes.frozen_as is None:
+        forward, backward = matrices + attention + fixed, 2 * (matrices + attention) + fixed
+    else:
+        lora = 2.0 * trained_parameters(sizes, layers)
+        forward, backward = matrices + attention + lora, matrices + 2 * attention + 2 * lora
+    return batch.tokens * forward, batch.tokens * backward
+
+
+def _basis_products(sizes: DecoderSizes, layers: range) -> int:
+    if sizes.stream == sizes.width:
+        return 0
+    return sum(1 if sizes.is_last(layer) else 2 for layer in layers)
+
+
+def _layer_inputs(sizes: DecoderSizes, layers: range) -> int:
+    return sum(sizes.width if sizes.is_last(layer) else sizes.stream for layer in layers)
+
+
+def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:
+    section = manifest.optimizer
+    square = elements
+    if section.name == "muon":
+        inside = trained_parameters(sizes, layers)
+        if sizes.frozen_as is None:
+            inside, _ = _matrix_parameters(sizes, layers)
+        square = _pad_to_blocks(max(elements - inside, 0))
+    average = elements if section.average_decay else 0
+    outer = 0 if manifest.exact_steps == ALL_STEPS else 2 * elements
+    return elements + square + average + outer
+
+
+def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float:
+    if manifest.optimizer.name != "muon" or sizes.frozen_as is not None:
+        return 0.0
+    of_shape: dict[tuple[int, ...], int] = defaultdict(int)
+    for layer in layers:
+        for linear in sizes.linears:
+            outputs = linear.outputs_in(is_last=sizes.is_last(layer))
+            of_shape[tuple(sorted((linear.inputs, outputs)))] += linear.inputs * outputs
+    together = max(min(count, max(MUON_BATCH, math.prod(shape))) for shape, count in of_shape.items())
+    return float(FLOAT * MUON_COPIES * together)
+
+
+def _pad_to_blocks(count: int) -> int:
+    return _ceil_div(count, SLICE_BLOCK) * SLICE_BLOCK
