@@ -15,8 +15,7 @@ from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
 from agora.codec.quantisation import check_scales, dequantise, quantise
-from agora.codec.rotation import rotate_blocks
-from agora.codec.seeded_random import random_words
+from agora.codec.seeded_random import draw_dither, rotate_blocks
 from agora.codec.uncompressed import CPU, decode_uncompressed, encode_uncompressed
 
 COLUMN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
@@ -100,7 +99,7 @@ class BoundaryCodec:
         rows = tensor.detach().to(torch.float32).reshape(b * s, k).contiguous()
         if codec.rotated:
             rows = rotate_blocks(rows, self._seed)
-        wire = quantise(rows, codec.bits, self._draw_dither(b * s, k, key, rows.device)).to(CPU)
+        wire = quantise(rows, codec.bits, self._dither(b * s, k, key, rows.device)).to(CPU)
         return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
 
     def _decode_values(
@@ -113,14 +112,11 @@ class BoundaryCodec:
         quantised = torch.from_numpy(data if data.flags.writeable else data.copy())
         check_scales(quantised, b * s, k)
         quantised = quantised.to(device)
-        rows = dequantise(quantised, b * s, k, codec.bits, self._draw_dither(b * s, k, key, quantised.device))
+        rows = dequantise(quantised, b * s, k, codec.bits, self._dither(b * s, k, key, quantised.device))
         return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
 
-    def _draw_dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
-        if key is None:
-            return None
-        drawn = random_words(key, self._seed, -(-rows * k // 8)).view(np.int8)[: rows * k]
-        return torch.from_numpy(drawn).view(rows, k).to(device)
+    def _dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
+        return None if key is None else draw_dither(key, self._seed, rows, k).to(device)
 
 
 def strongest_columns(tensor: Tensor, count: int) -> Tensor:

@@ -1,11 +1,12 @@
-"""Runs a stage's layers so that autograd keeps one layer's graph at a time, or measures the graphs' bytes.
+"""Activation checkpointing: which graphs are kept until their backward, and which layers are computed again in it.
 
-repeat_in_backward and GraphMeasure.run_layer are each a RunLayer, which a StageModule calls for each of its layers.
-torch.utils.checkpoint is not used: its first call imports torch._dynamo, which takes seconds and some 60 MB.
+Source: arXiv 1604.06174. torch.utils.checkpoint is not used: its first call imports torch._dynamo, which takes seconds
+and some 60 MB.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agora.train.memory import measure_saved_bytes
+from agora.train import memory
+
+GRAPHS_FRACTION = 0.5  # the fraction of the available memory that graphs may take; the rest is left to all other uses
+MEASURE_MEMORY_S = 1.0  # for which a measurement of the available memory is used
 
 
-def repeat_in_backward(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+class GraphBudget:
+    """Whether graphs are kept: with "keep" all, with "recompute" none, with "auto" those for which memory suffices.
+
+    bytes_by_entry: bytes of one microbatch's graph, by the stage that it entered, once measured ("auto" only).
+    """
+
+    def __init__(self, activations: str, device: torch.device, in_flight: int) -> None:
+        """activations: the manifest's. in_flight: microbatches that are usually between forward and backward."""
+        self._activations = activations
+        self._device = device
+        self._in_flight = in_flight
+        self._available_bytes, self._measured_at = 0, -MEASURE_MEMORY_S
+        self.bytes_by_entry: dict[int, int] = {}
+
+    def must_measure(self, entry_stage: int) -> bool:
+        """Returns whether the graph of microbatches that enter at `entry_stage` must be measured before a decision."""
+        return self._activations == "auto" and entry_stage not in self.bytes_by_entry
+
+    def keeps_one(self, entry_stage: int) -> bool:
+        """Returns whether to keep the graph of a forward whose backward follows immediately."""
+        if self._activations != "auto":
+            return self._activations == "keep"
+        return graphs_fit(self.bytes_by_entry[entry_stage], 1, 0, self._available())
+
+    def keeps_another(self, entry_stage: int, kept: int, version_bytes: int) -> bool:
+        """Returns whether to keep the graph of a forward whose backward comes later.
+
+        With "auto" if memory suffices for the graphs of all microbatches in flight of which none is kept yet, at least
+        one. kept: how many are. version_bytes: of second versions of the weights that may become necessary.
+        """
+        if self._activations != "auto":
+            return self._activations == "keep"
+        to_come = max(self._in_flight - kept, 1)
+        return graphs_fit(self.bytes_by_entry[entry_stage], to_come, version_bytes, self._available())
+
+    def _available(self) -> int:
+        now = time.monotonic()
+        if now - self._measured_at >= MEASURE_MEMORY_S:
+            self._available_bytes, self._measured_at = memory.available_bytes(self._device), now
+        return self._available_bytes
+
+
+def graphs_fit(graph_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
+    """Returns whether graphs_to_come * graph_bytes + version_bytes <= GRAPHS_FRACTION * available_bytes.
+
+    graph_bytes: of one microbatch's graph. version_bytes: of a copy of the weights that may become necessary.
+    """
+    return graph_bytes * graphs_to_come + version_bytes <= GRAPHS_FRACTION * available_bytes
+
+
+def checkpoint(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """Returns compute(hidden); keeps only `hidden` for the backward, which runs `compute` again. This is a RunLayer.
 
     With gradients disabled, nothing is kept. Gradients reach `hidden` and the layer's trained parameters, and nothing
@@ -25,14 +79,14 @@ def repeat_in_backward(layer: nn.Module, compute: Callable[[Tensor], Tensor], hi
     """
     if not torch.is_grad_enabled():
         return compute(hidden)
-    repeatable = _RepeatableFunction.record(compute, hidden)
+    recorded = _RecordedFunction.record(compute, hidden)
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    output: Tensor = _RepeatedLayer.apply(repeatable, hidden, *trained)  # type: ignore[no-untyped-call]
+    output: Tensor = _CheckpointedLayer.apply(recorded, hidden, *trained)  # type: ignore[no-untyped-call]
     return output
 
 
 @dataclass(frozen=True, slots=True)
-class _RepeatableFunction:
+class _RecordedFunction:
     """A function of a layer's input, with the random state and the autocast of its first run, to be run again.
 
     random_states: torch's for the CPU, then that of the CUDA device if the input is on one. autocast_dtype: None if
@@ -45,7 +99,7 @@ class _RepeatableFunction:
     autocast_dtype: torch.dtype | None
 
     @classmethod
-    def record(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _RepeatableFunction:
+    def record(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _RecordedFunction:
         device = hidden.device
         states = [torch.get_rng_state()]
         if device.type == "cuda":
@@ -53,7 +107,7 @@ class _RepeatableFunction:
         is_cast = torch.is_autocast_enabled(device.type)
         return cls(compute, device, tuple(states), torch.get_autocast_dtype(device.type) if is_cast else None)
 
-    def run_again(self, hidden: Tensor) -> Tensor:
+    def recompute(self, hidden: Tensor) -> Tensor:
         cast = torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
         is_cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if is_cuda else []), cast, torch.enable_grad():
@@ -63,21 +117,21 @@ class _RepeatableFunction:
             return self.compute(hidden)
 
 
-class _RepeatedLayer(torch.autograd.Function):
+class _CheckpointedLayer(torch.autograd.Function):
     """Autograd function: a layer that keeps only its input; its backward computes the output again, with a graph."""
 
     @staticmethod
-    def forward(context: Any, repeatable: _RepeatableFunction, hidden: Tensor, *trained: Tensor) -> Tensor:
-        context.repeatable = repeatable
+    def forward(context: Any, recorded: _RecordedFunction, hidden: Tensor, *trained: Tensor) -> Tensor:
+        context.recorded = recorded
         context.save_for_backward(hidden, *trained)
-        return repeatable.compute(hidden)
+        return recorded.compute(hidden)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *trained = context.saved_tensors
         needs_input = context.needs_input_grad[1]
         layer_input = hidden.detach().requires_grad_(needs_input)
-        output = context.repeatable.run_again(layer_input)
+        output = context.recorded.recompute(layer_input)
         inputs = [layer_input, *trained] if needs_input else trained
         computed = list(torch.autograd.grad([output], inputs, gradients))
         input_gradient = computed.pop(0) if needs_input else None
@@ -103,3 +157,22 @@ class GraphMeasure:
         output, size = measure_saved_bytes(lambda: compute(hidden), self._not_counted)
         self.layer_bytes.append(size)
         return output.detach().requires_grad_(output.requires_grad)
+
+
+def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) -> tuple[Tensor, int]:
+    """Calls `forward` with gradients enabled. Returns its result, with its graph, and how many bytes the graph keeps.
+
+    Of each tensor that autograd saves, the whole storage counts, and each storage once. not_counted: data pointers of
+    storages that are alive anyway (the weights).
+    """
+    sizes: dict[int, int] = {}
+
+    def record_size(saved: Tensor) -> Tensor:
+        # A node that holds its own output together with the output's history would never be freed.
+        storage = saved.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return saved.detach()
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record_size, lambda saved: saved):
+        result = forward()
+    return result, sum(size for pointer, size in sizes.items() if pointer not in not_counted)

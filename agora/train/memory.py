@@ -1,30 +1,19 @@
-"""How much memory the device has left, whether the graphs of all microbatches in flight fit, and malloc's settings."""
+"""How much memory the device has left, and malloc's settings."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Set
 from pathlib import Path
 from typing import ClassVar
 
 import psutil
 import torch
-from torch import Tensor
 
-GRAPHS_FRACTION = 0.5  # the fraction of the available memory that graphs may take; the rest is left to all other uses
 KEEP_BYTES = 1 << 30  # malloc keeps up to this much freed memory, and takes tensors up to this size from it
 CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 62
 LIBC = ctypes.CDLL(None)
-
-
-def graphs_fit(activation_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    """Returns whether graphs_to_come * activation_bytes + version_bytes <= GRAPHS_FRACTION * available_bytes.
-
-    activation_bytes: of one microbatch's graph. version_bytes: of a copy of the weights that may become necessary.
-    """
-    return activation_bytes * graphs_to_come + version_bytes <= GRAPHS_FRACTION * available_bytes
 
 
 _limit_bytes = 0
@@ -110,22 +99,3 @@ class _Mallinfo2(ctypes.Structure):
     """The C library's struct mallinfo2, see mallinfo(3)."""
 
     _fields_: ClassVar = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("last", ctypes.c_size_t)]
-
-
-def measure_saved_bytes(forward: Callable[[], Tensor], not_counted: Set[int]) -> tuple[Tensor, int]:
-    """Calls `forward` with gradients enabled. Returns its result, with its graph, and how many bytes the graph keeps.
-
-    Of each tensor that autograd saves, the whole storage counts, and each storage once. not_counted: data pointers of
-    storages that are alive anyway (the weights).
-    """
-    sizes: dict[int, int] = {}
-
-    def record_size(saved: Tensor) -> Tensor:
-        # A node that holds its own output together with the output's history would never be freed.
-        storage = saved.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return saved.detach()
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record_size, lambda saved: saved):
-        result = forward()
-    return result, sum(size for pointer, size in sizes.items() if pointer not in not_counted)

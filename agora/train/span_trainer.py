@@ -20,9 +20,8 @@ from agora.core.sync_mode import StepEvent
 from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
-from agora.train.activation_checkpointing import GraphMeasure, repeat_in_backward
+from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
 from agora.train.device import has_native_bf16
-from agora.train.graph_budget import GraphMemory
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import Stage
@@ -72,7 +71,7 @@ class SpanTrainer:
 
     A backward that follows its forward immediately uses a graph of all layers with "keep", and with "auto" if one such
     graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the backward runs each layer once
-    more, see layer_graphs.
+    more, see activation_checkpointing.
 
     The gradients of all parameters are computed and checked before any is added: an error never leaves a part of them
     in the sums.
@@ -104,7 +103,7 @@ class SpanTrainer:
         self._dropout = manifest.model.dropout
         self._report = report
         self._bf16 = has_native_bf16(device)
-        self.graphs = GraphMemory(manifest.schedule.activations, device, in_flight)
+        self.graphs = GraphBudget(manifest.schedule.activations, device, in_flight)
         self.stashed = StashedForwards(LIMIT_FACTOR * in_flight)
         self.stages: dict[int, Stage] = {}
         family = family_of(manifest.model)
@@ -290,7 +289,7 @@ class SpanTrainer:
     ) -> Tensor:
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
-        output, others = memory.measure_saved_bytes(
+        output, others = measure_saved_bytes(
             lambda: self._run(microbatch, entry_stage, entry, batch, "train", measure.run_layer, versions), weights
         )
         self.graphs.bytes_by_entry[entry_stage] = sum(measure.layer_bytes) + others
@@ -301,7 +300,7 @@ class SpanTrainer:
     ) -> RunLayer:
         if self.graphs.must_measure(entry_stage):
             self._measure_graph(microbatch, entry_stage, entry, batch, self._versions_from(entry_stage))
-        return keep_graph if self.graphs.keeps_one(entry_stage) else repeat_in_backward
+        return keep_graph if self.graphs.keeps_one(entry_stage) else checkpoint
 
     def _add_gradients(
         self,

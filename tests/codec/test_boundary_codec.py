@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agora.codec import BoundaryCodec, gradient_dither_key
 from agora.codec.bit_packing import pack, unpack
-from agora.codec.rotation import rotation_matrix
+from agora.codec.seeded_random import rotation_matrix
 from agora.codec.uncompressed import CPU
 
 QUANTISED = [leg for leg in DIRECTION_CODEC_NAMES if leg.startswith("int")]

@@ -19,7 +19,7 @@ from agora.cost.decoder_sizes import decoder_sizes
 from agora.cost.manifest_cost import run_cost, trained_parameters
 from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
 from agora.model import StageModule, family_of
-from agora.train.memory import measure_saved_bytes
+from agora.train.activation_checkpointing import measure_saved_bytes
 from agora.train.stage import stage_layout
 from agora.tuning.hf_family import HfFamily
 from agora.tuning.hf_stage import HfStage

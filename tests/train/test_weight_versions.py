@@ -21,7 +21,7 @@ from torch.func import functional_call
 from agora.core.sync_mode import StepPolicy
 from agora.model import family_of
 from agora.train import memory
-from agora.train.memory import graphs_fit
+from agora.train.activation_checkpointing import graphs_fit
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import StageProgress
@@ -287,9 +287,9 @@ def test_auto_keeps_graphs_when_memory_allows_and_recomputes_otherwise(
 
 
 def test_graphs_fit_counts_what_is_still_to_come_and_a_second_version() -> None:
-    assert graphs_fit(activation_bytes=10, graphs_to_come=4, version_bytes=10, available_bytes=100)
-    assert not graphs_fit(activation_bytes=10, graphs_to_come=4, version_bytes=11, available_bytes=100)
-    assert not graphs_fit(activation_bytes=10, graphs_to_come=5, version_bytes=10, available_bytes=100)
+    assert graphs_fit(graph_bytes=10, graphs_to_come=4, version_bytes=10, available_bytes=100)
+    assert not graphs_fit(graph_bytes=10, graphs_to_come=4, version_bytes=11, available_bytes=100)
+    assert not graphs_fit(graph_bytes=10, graphs_to_come=5, version_bytes=10, available_bytes=100)
 
 
 def test_available_memory_is_what_the_machine_has_at_most() -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from agora.model import RunLayer, keep_graph
 from agora.train import memory
-from agora.train.activation_checkpointing import GraphMeasure, repeat_in_backward
+from agora.train.activation_checkpointing import GraphMeasure, checkpoint, measure_saved_bytes
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from tests.train.support import microbatch_id, small_manifest
@@ -84,13 +84,13 @@ def gradients_and_peak(run_layer: RunLayer) -> tuple[list[Tensor], int]:
 
 def test_repeated_layers_give_the_same_gradients_dropout_included() -> None:
     whole, _ = gradients_and_peak(keep_graph)
-    repeated, _ = gradients_and_peak(repeat_in_backward)
+    repeated, _ = gradients_and_peak(checkpoint)
     assert all(torch.equal(a, b) for a, b in zip(whole, repeated, strict=True))
 
 
 def test_the_peak_of_repeated_layers_is_one_graph_and_the_inputs_of_all() -> None:
     _, whole = gradients_and_peak(keep_graph)
-    _, repeated = gradients_and_peak(repeat_in_backward)
+    _, repeated = gradients_and_peak(checkpoint)
     layer_bytes = (whole - LAYERS * HIDDEN_BYTES) // LAYERS
     assert layer_bytes > 15 * HIDDEN_BYTES
     assert repeated < 3 * layer_bytes + LAYERS * HIDDEN_BYTES < whole / 2
@@ -99,15 +99,13 @@ def test_the_peak_of_repeated_layers_is_one_graph_and_the_inputs_of_all() -> Non
 def test_without_gradients_a_repeated_layer_just_runs() -> None:
     module = Layers().eval()
     with torch.no_grad():
-        assert torch.equal(
-            module(torch.ones(ROWS, WIDTH), repeat_in_backward), module(torch.ones(ROWS, WIDTH), keep_graph)
-        )
+        assert torch.equal(module(torch.ones(ROWS, WIDTH), checkpoint), module(torch.ones(ROWS, WIDTH), keep_graph))
 
 
 def test_a_measure_counts_every_layer_and_holds_one() -> None:
     module, hidden = Layers(), torch.ones(ROWS, WIDTH)
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    _, whole = memory.measure_saved_bytes(lambda: module(hidden, keep_graph), weights)
+    _, whole = measure_saved_bytes(lambda: module(hidden, keep_graph), weights)
     measure = GraphMeasure(weights)
     with LiveBytes() as live, torch.enable_grad():
         output = module(hidden, measure.run_layer)
@@ -126,9 +124,9 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
 
     def record(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         repeated.append(layer)
-        return repeat_in_backward(layer, compute, hidden)
+        return checkpoint(layer, compute, hidden)
 
-    monkeypatch.setattr("agora.train.span_trainer.repeat_in_backward", record)
+    monkeypatch.setattr("agora.train.span_trainer.checkpoint", record)
     manifest = small_manifest(schedule={"activations": "auto"})
     trainer = SpanTrainer(manifest, Span.parse(span), torch.device("cpu"), report=lambda event: None, in_flight=1)
     batch = TokenBatch.from_wire(torch.ones(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
@@ -143,7 +141,7 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
 def test_a_repeated_layer_computes_in_the_autocast_of_its_forward() -> None:
     module, hidden = Layers().eval(), torch.ones(ROWS, WIDTH, requires_grad=True)
     found = []
-    for run_layer in (keep_graph, repeat_in_backward):
+    for run_layer in (keep_graph, checkpoint):
         with torch.autocast("cpu", torch.bfloat16):
             output = module(hidden, run_layer)
         assert output.dtype == torch.bfloat16
@@ -153,7 +151,7 @@ def test_a_repeated_layer_computes_in_the_autocast_of_its_forward() -> None:
 
 def test_autograd_raises_should_weights_change_before_a_layer_is_repeated() -> None:
     module, hidden = Layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
-    output = module(hidden, repeat_in_backward)
+    output = module(hidden, checkpoint)
     with torch.no_grad():
         next(module.parameters()).add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -162,7 +160,7 @@ def test_autograd_raises_should_weights_change_before_a_layer_is_repeated() -> N
 
 def test_a_run_that_repeats_layers_imports_no_compiler() -> None:
     code = (
-        "import sys, torch; from agora.train.activation_checkpointing import repeat_in_backward as repeat;"
+        "import sys, torch; from agora.train.activation_checkpointing import checkpoint as repeat;"
         "layer = torch.nn.Linear(2, 2); output = repeat(layer, layer, torch.ones(1, 2, requires_grad=True));"
         "torch.autograd.grad([output.sum()], list(layer.parameters())); print('torch._dynamo' in sys.modules)"
     )
@@ -175,7 +173,7 @@ def test_a_graph_that_was_measured_is_freed() -> None:
     """Sigmoid's node saves its own output, which must not keep the node alive."""
     entry = torch.randn(ROWS, requires_grad=True)
     with LiveBytes() as live:
-        result, size = memory.measure_saved_bytes(lambda: torch.sigmoid(entry) * 2.0, set())
+        result, size = measure_saved_bytes(lambda: torch.sigmoid(entry) * 2.0, set())
         assert size == 4 * ROWS and live.now >= size
         del result
     assert live.now == 0
