@@ -1,7 +1,7 @@
 """What sender and receiver derive from the run's seed, the same on every machine: random words, dithers, rotations.
 
-Words come from SHA-256 and Philox4x64-10 (Salmon et al., SC 2011), whose raw output numpy keeps stable. SPEC.md, in
-section 3, calls them "words(purpose)". Rotating each block of a token's values before quantisation spreads an outlier over
+Words come from SHA-256 and Philox4x64-10 (Salmon et al., SC 2011), whose raw output numpy keeps stable. SPEC.md calls
+them "words(purpose)" in section 3. Rotating each block of a token's values before quantisation spreads an outlier over
 its block: QuaRot, arXiv 2404.00456.
 """
 
