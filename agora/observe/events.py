@@ -404,7 +404,7 @@ class HealthChanged(Event, level="info", template="health {state}: {why}; {do}")
 class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offence}, {text}; {follows}"):
     """Event: a peer did what no honest peer does.
 
-    offence: a value of conduct.Violation. text: what it did. follows: the consequence, for a person to read.
+    offence: the value of a Violation. text: what it did. follows: the consequence, for a person to read.
     """
 
     peer: str

@@ -21,9 +21,8 @@ from agora.pipeline.flow_control import Pace
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHint
 from agora.pipeline.wire_rules import WireRules
-from agora.swarm.peer_score import Violation
+from agora.swarm.peer_score import PeerScore, Violation
 from agora.swarm.view import View
-from agora.swarm.violations import ViolationLog
 
 MIN_ATTEMPT_S = 0.001  # with less than this many seconds left, no peer is asked
 MAX_REASONS = 8  # number of peers whose reasons an Unavailable names; the last ones
@@ -95,7 +94,7 @@ class Router:
 
     view_of: returns the present view, which lists the peers.
     wire_rules: the run's rules for the tensors and numbers in answers.
-    offences: records bad answers, and knows which peers are suspended.
+    peer_score: records bad answers, and knows which peers are suspended.
     round_trip_s(peer): returns the seconds measured on the idle link, None when unknown.
     table: what was measured of every peer.
     """
@@ -109,7 +108,7 @@ class Router:
         stage_count: int,
         wire_rules: WireRules,
         report: events.Report,
-        offences: ViolationLog,
+        peer_score: PeerScore,
         round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
     ) -> None:
         self.balancer = LoadBalancer(me, stage_count)
@@ -119,7 +118,7 @@ class Router:
         self.stage_count = stage_count
         self.wire_rules = wire_rules
         self._report = report
-        self._violations = offences
+        self._peer_score = peer_score
         self._round_trip_s = round_trip_s
         self._changed = ChangeNotifier()
         self._empty_stages: set[int] = set()
@@ -161,7 +160,7 @@ class Router:
         view = self._view_of()
         replicas = view.replicas(stage)
         me = view.peers.get(self._me)
-        suspended_s = {seen.peer: s for seen in replicas if (s := self._violations.suspended_s(seen.peer)) > 0.0}
+        suspended_s = {seen.peer: s for seen in replicas if (s := self._peer_score.suspended_s(seen.peer)) > 0.0}
         self.balancer.update(stage, replicas, suspended_s.keys(), me.reachability if me is not None else "unknown")
         choice = self.balancer.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
         if suspended_s:  # the end of a suspension brings a candidate, as a change of the view does
@@ -231,7 +230,7 @@ class Router:
             problem = ProtocolError("bad-message", wrong)
         else:
             return HopAnswer(message, tensors, peer)
-        self._violations.report_violation(peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
+        self._peer_score.report_violation(peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
         raise problem
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
@@ -259,5 +258,5 @@ class Router:
 
         So other peers of the stage are asked next.
         """
-        self._violations.report_violation(peer, Violation.USELESS_GRADIENT, f"{error.code}: {error}")
+        self._peer_score.report_violation(peer, Violation.USELESS_GRADIENT, f"{error.code}: {error}")
         self.balancer.record_rejected(loop_time(), stage, peer)

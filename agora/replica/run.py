@@ -473,8 +473,8 @@ class ReplicaGroup:
             return await self.reducer.answer_contribution(peer, message, tensors, deadline)
         except ProtocolError as error:
             # Counted once for a round, however many parts are wrong: a peer that has restarted sends all of them again.
-            occasion = f"stage {message.stage}, {message.what}, round {message.round}"
-            self._report_violation(peer, Violation.BAD_AVERAGE, f"{error.code}: {error}", occasion)
+            dedup_key = f"stage {message.stage}, {message.what}, round {message.round}"
+            self._report_violation(peer, Violation.BAD_AVERAGE, f"{error.code}: {error}", dedup_key)
             raise
 
     def missing_tokens(self, stage: int) -> int:

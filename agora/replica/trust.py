@@ -203,8 +203,8 @@ class StepBounds:
         """
         highest = self.highest_plausible(stage)
         text = f"says that it is at step {step} of stage {stage}; {highest} is the most that time allows"
-        occasion = f"stage {stage}, minute {loop_time() // 60:.0f}"
-        self._report_violation(peer, Violation.IMPLAUSIBLE_STEP, text, occasion)
+        dedup_key = f"stage {stage}, minute {loop_time() // 60:.0f}"
+        self._report_violation(peer, Violation.IMPLAUSIBLE_STEP, text, dedup_key)
 
     def plausible_of_run(self, steps_of_run: Collection[Collection[int]]) -> list[list[int]]:
         """Returns `steps_of_run` (for each stage of the run, its replicas' steps) without the implausible steps.

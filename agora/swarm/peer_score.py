@@ -1,139 +1,112 @@
-"""Remembers the offences of other peers, and decides which are suspended for them, and for how long.
+"""Scores other peers by what they did against the protocol, and decides which are suspended, and for how long.
 
-Deterministic: a PeerScore changes only itself, and only by the calls to it; `now` is an argument.
-
-Each offence adds points
-to the peer's sum; a sum of `POINTS_TO_SUSPEND` suspends the peer: it is neither called nor answered, and routing does
-not count it as a replica. An offence's points expire `expires_after_s` after it.
+Each violation is a point, which expires after EXPIRES_AFTER_S. A peer with POINTS_TO_SUSPEND points is suspended: it is
+neither called nor answered, and routing does not count it as a replica. Deterministic: the clock is an argument.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
+from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId
 
-# Maximum number of peers whose offences are remembered; the one whose last offence is oldest is forgotten first.
+from agora.observe import events
+from agora.observe.events import Report
+
+# Maximum number of peers whose violations are remembered; the one whose last violation is oldest is forgotten first,
+# and its suspension ends.
 MAX_PEERS: Final = 16_384
-POINTS_TO_SUSPEND: Final = 3  # the sum of points at which a peer is suspended
+POINTS_TO_SUSPEND: Final = 3
+EXPIRES_AFTER_S: Final = 600.0
+SUSPENSION_S: Final = 300.0
 
 
 class Violation(Enum):
-    """A kind of offence: what a peer did against the protocol, and what follows immediately, besides the points."""
+    """What a peer did against the protocol, and what follows immediately, besides the point."""
 
-    # The peer sent a frame that the protocol forbids. It gets a GOODBYE, and the connection ends.
+    # It sent a frame that the protocol forbids. It gets a GOODBYE, and the connection ends.
     BAD_FRAME = "bad-frame"
-    BAD_REQUEST = "bad-request"  # the peer sent a request that no honest peer makes. The request is refused.
-    # The peer answered with a wrong message, shape or number. Routing backs off from it, and asks another replica.
+    BAD_REQUEST = "bad-request"  # it sent a request that no honest peer makes. The request is refused.
+    # It answered with a wrong message, shape or number. Routing backs off from it, and asks another replica.
     BAD_ANSWER = "bad-answer"
-    # The peer returned a gradient that the backward cannot use. The same follows as for a bad answer.
+    # It returned a gradient that the backward cannot use. The same follows as for a bad answer.
     USELESS_GRADIENT = "useless-gradient"
-    # The peer sent a part for an average that no replica may send. It is refused, and counts once for each round.
+    # It sent a shard for an average that no replica may send. It is refused, and counts once for each round.
     BAD_AVERAGE = "bad-average"
-    # The peer reported a step that no peer can be at. Nothing that it reports of the stage counts.
+    # It reported a step that no peer can be at. Nothing that it reports of the stage counts.
     IMPLAUSIBLE_STEP = "implausible-step"
-    # The peer sent state that is not what it had announced. The transfer goes on with others.
+    # It sent state that is not what it had announced. The transfer goes on with others.
     FALSE_STATE = "false-state"
-    # The peer sent tensors of the base model that are not the manifest's. Others are asked for them.
+    # It sent tensors of the base model that are not the manifest's. Others are asked for them.
     FALSE_BASE = "false-base"
 
 
-@dataclass(frozen=True, slots=True)
-class Penalty:
-    """What one offence of some kind costs the peer: `points`, which expire `expires_after_s` seconds after the offence.
-
-    If the points bring the peer's sum to POINTS_TO_SUSPEND or more, the peer is suspended for `suspension_s` seconds.
-    """
-
-    points: int = 1
-    expires_after_s: float = 600.0
-    suspension_s: float = 300.0
-
-
-PENALTIES: Final[Mapping[Violation, Penalty]] = dict.fromkeys(Violation, Penalty())
-
-
-@dataclass(frozen=True, slots=True)
-class Consequence:
-    """What follows from one offence that was recorded."""
-
-    suspended_s: float  # seconds for which the peer is suspended from now on; 0.0 if it is not
-    reason: str  # the peer's sum of points, and how long it is suspended, or until the points expire, in words
-
-
 class ReportViolation(Protocol):
-    """Records a violation by `peer`; never raises.
+    """Type of PeerScore.report_violation, for those that only report."""
 
-    text: what was wrong, in words. occasion: names an event, such as one averaging round: the peer's offences of one
-    kind on one occasion count once, see PeerScore.record. "" if each offence counts.
-    """
-
-    def __call__(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None: ...
+    def __call__(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "", /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _CountedOffence:
-    """One offence that was recorded, and whose points have not expired."""
+class _Point:
+    """One violation that was recorded, and has not expired."""
 
-    offence: Violation
-    occasion: str  # "" for none
-    points: int
-    expires_at: float  # when its points expire, on the clock of `record`'s `now`
+    violation: Violation
+    dedup_key: str
+    expires_at: float
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of one peer that has offended."""
+    """What is remembered of one peer."""
 
-    active: list[_CountedOffence] = field(default_factory=list)  # the newest, at most POINTS_TO_SUSPEND
-    suspended_until: float = 0.0  # when the suspension ends, on the same clock; 0.0 if the peer never was suspended
+    points: list[_Point] = field(default_factory=list)  # the newest, at most POINTS_TO_SUSPEND
+    suspended_until: float = 0.0
 
 
 class PeerScore:
-    """Counts the offences of other peers, decides which are suspended. All times are seconds on one monotonic clock.
+    """Counts the violations of other peers, reports each as an event, and knows which peers are suspended."""
 
-    It remembers MAX_PEERS peers; beyond that the peer whose last offence is oldest is forgotten, and its suspension
-    ends.
-    """
-
-    def __init__(self, penalties: Mapping[Violation, Penalty] = PENALTIES) -> None:
-        self._penalties = penalties
+    def __init__(self, report: Report, now: Callable[[], float], suspension_s: float = SUSPENSION_S) -> None:
+        """now: seconds on a clock that is never set back."""
+        self._report = report
+        self._now = now
+        self._suspension_s = suspension_s
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
-    def record(self, peer: PeerId, offence: Violation, now: float, occasion: str = "") -> Consequence | None:
-        """Adds an offence of `peer` at `now`, suspends the peer if its sum of points is enough, returns what follows.
+    def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "", /) -> None:
+        """Records a violation, detected now, and reports it and what follows as an OffenceRecorded event.
 
-        If the sum of points that have not expired is POINTS_TO_SUSPEND or more, the peer is suspended for the penalty's
-        time from `now`, even if it is suspended already; a suspension is never shortened. Returns None, and adds
-        nothing, if `occasion` is not "" and one of the peer's newest POINTS_TO_SUSPEND offences that count is of this
-        kind and had the same occasion.
+        text: what was wrong, in words. dedup_key: names what happened, such as one averaging round: the peer's newest
+        violations of one kind with one key count once. "": each counts.
         """
+        now = self._now()
         record = self._records.setdefault(peer, _Record())
         self._records.move_to_end(peer)
         if len(self._records) > MAX_PEERS:
             self._records.popitem(last=False)
-        active = [known for known in record.active if known.expires_at >= now]
-        if occasion and any((known.offence, known.occasion) == (offence, occasion) for known in active):
-            return None
-        penalty = self._penalties[offence]
-        added = _CountedOffence(offence, occasion, penalty.points, now + penalty.expires_after_s)
-        # Older offences than the newest three could not change what follows.
-        record.active = [*active, added][-POINTS_TO_SUSPEND:]
-        points = sum(known.points for known in record.active)
-        if points >= POINTS_TO_SUSPEND:
-            record.suspended_until = max(record.suspended_until, now + penalty.suspension_s)
-        seconds = self.suspended_s(peer, now)
-        follows = f"suspended for {seconds:.0f} s" if seconds else f"they expire after {penalty.expires_after_s:.0f} s"
-        return Consequence(seconds, f"{points} of {POINTS_TO_SUSPEND} points; {follows}")
+        points = [known for known in record.points if known.expires_at >= now]
+        if dedup_key and any((known.violation, known.dedup_key) == (violation, dedup_key) for known in points):
+            return
+        # Older points than the newest three could not change what follows.
+        record.points = [*points, _Point(violation, dedup_key, now + EXPIRES_AFTER_S)][-POINTS_TO_SUSPEND:]
+        if len(record.points) >= POINTS_TO_SUSPEND:  # also if it is suspended already: the time begins again
+            record.suspended_until = now + self._suspension_s
+        seconds = self.suspended_s(peer)
+        follows = f"suspended for {seconds:.0f} s" if seconds else f"they expire after {EXPIRES_AFTER_S:.0f} s"
+        reason = f"{len(record.points)} of {POINTS_TO_SUSPEND} points; {follows}"
+        self._report(events.OffenceRecorded(peer, violation.value, text, reason, seconds))
 
-    def suspended_s(self, peer: PeerId, now: float) -> float:
-        """Returns for how many seconds after `now` the peer is still suspended; 0.0 if it is not, or is unknown.
+    def report_protocol_error(self, peer: PeerId, error: ProtocolError) -> None:
+        """Records and reports that `peer` sent a frame that the protocol forbids."""
+        self.report_violation(peer, Violation.BAD_FRAME, f"{error.code}: {error}")
 
-        now: seconds, on the same clock as the `now` of `record`.
-        """
+    def suspended_s(self, peer: PeerId) -> float:
+        """Returns for how many more seconds the peer is suspended: neither called nor answered; 0.0 if it is not."""
         record = self._records.get(peer)
-        return 0.0 if record is None else max(0.0, record.suspended_until - now)
+        return 0.0 if record is None else max(0.0, record.suspended_until - self._now())

@@ -27,7 +27,7 @@ from agora.net.rpc.incoming import Handler, IncomingCall, NetLimits
 from agora.net.rpc.network import Network
 from agora.net.shaping.link import LinkSpec
 from agora.net.shaping.rate_limits import UNLIMITED, RateLimits
-from agora.swarm.violations import ViolationLog
+from agora.swarm.peer_score import PeerScore
 
 T = TypeVar("T")
 RUN = "ab" * 32
@@ -90,7 +90,7 @@ async def make_peer(
     run_id: str = RUN,
     version: int = 1,
     link: LinkSpec | None = None,
-    offences: ViolationLog | None = None,
+    offences: PeerScore | None = None,
     gate: dict[str, Any] | None = None,
     rates: RateLimits = UNLIMITED,
     allow_private: bool = True,

@@ -28,11 +28,11 @@ from agora_protocol.messages import (
 )
 from hivemind.p2p import PeerID
 
+from agora.core.clock import loop_time
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.incoming import NetLimits
 from agora.net.rpc.network_errors import ConnectionBroken
-from agora.swarm.peer_score import PeerScore, Penalty, Violation
-from agora.swarm.violations import ViolationLog
+from agora.swarm.peer_score import PeerScore, Violation
 from tests.net.helpers import RUN, Peer, after, boundary, echo, peers, process, run, until
 
 LENIENT = NetLimits(max_payload_bytes=65_536)
@@ -219,7 +219,7 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
 def test_three_violations_suspend_a_peer_for_a_while_and_nobody_else() -> None:
     suspension_s = 4.0
     events = list[Any]()
-    offences = ViolationLog(events.append, PeerScore(dict.fromkeys(Violation, Penalty(suspension_s=suspension_s))))
+    offences = PeerScore(events.append, loop_time, suspension_s)
 
     async def main() -> None:
         async with peers(echo, echo, echo, offences=offences) as (victim, attacker, honest):

@@ -75,8 +75,8 @@ class Swarm:
     async def handle(self, call: MemoryCall, peer: PeerId = PeerId("")) -> Any:
         return await self.supplies[peer].answer(IncomingCall(call.peer, call.message, [], call.deadline))
 
-    def report_violation(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None:
-        self.offences.append((peer, offence))
+    def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
+        self.offences.append((peer, violation))
 
     @property
     def notes(self) -> list[str]:

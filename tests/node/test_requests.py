@@ -52,8 +52,8 @@ class Peer:
         self.ledger = WorkLedger(ME.peer, 4, lambda event: None)
         self.requests = RequestHandler(signed, lambda: {"peers": []}, self.report_violation, self.ledger)
 
-    def report_violation(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None:
-        self.offences.append((peer, offence))
+    def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
+        self.offences.append((peer, violation))
 
     async def ask(self, message: Message, *, peer: PeerId = OTHER.peer) -> Message:
         call = IncomingCall(peer, message, [], loop_time() + 10.0)

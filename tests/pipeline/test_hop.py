@@ -13,7 +13,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
-from agora.swarm.peer_score import PENALTIES, POINTS_TO_SUSPEND, Violation
+from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S
 from tests.pipeline.world import (
     Node,
     World,
@@ -420,7 +420,7 @@ def test_a_callee_that_keeps_sending_useless_gradients_is_suspended_and_others_g
         assert set(node.router.balancer.callees(1)) == {sound.peer}
         assert sound.calls_in >= 60
         assert node.compute.counted.total() == len(completed(node.events)) >= 60
-        await asyncio.sleep(PENALTIES[Violation.USELESS_GRADIENT].suspension_s)
+        await asyncio.sleep(SUSPENSION_S)
         await enter(node)
         assert set(node.router.balancer.callees(1)) == {sound.peer, liar.peer}, "it is tried again afterwards"
 

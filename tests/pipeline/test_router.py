@@ -15,7 +15,7 @@ from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.load_balancer import RouteHint
 from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, RoutedCall
-from agora.swarm.peer_score import PENALTIES, POINTS_TO_SUSPEND, Violation
+from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S, Violation
 from tests.pipeline.world import (
     NetworkFaults,
     Node,
@@ -434,11 +434,9 @@ def test_a_microbatch_that_finds_only_peers_that_are_suspended_is_sent_when_the_
         world = World(2)
         node, only = world.add("first", "0"), world.add("only", "1")
         for _ in range(POINTS_TO_SUSPEND):
-            node.offences.report_violation(only.peer, Violation.BAD_FRAME, "nothing that is a frame")
+            node.peer_score.report_violation(only.peer, Violation.BAD_FRAME, "nothing that is a frame")
         began = asyncio.get_running_loop().time()
         assert (await send(node, within_s=3600.0)).peer == only.peer, "no view has changed, and no other call has ended"
-        assert asyncio.get_running_loop().time() - began == pytest.approx(
-            PENALTIES[Violation.BAD_FRAME].suspension_s, abs=1.0
-        )
+        assert asyncio.get_running_loop().time() - began == pytest.approx(SUSPENSION_S, abs=1.0)
 
     run(work())

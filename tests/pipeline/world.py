@@ -18,6 +18,7 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
+from agora.core.clock import loop_time
 from agora.core.span_work import SpanResult, SpanWork
 from agora.net.shaping.link import LinkSpec
 from agora.observe.events import (
@@ -35,8 +36,8 @@ from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.router import Router
 from agora.pipeline.wire_rules import TensorForm, WireRules
+from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
-from agora.swarm.violations import ViolationLog
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 WIRE_RULES = WireRules(TensorForm("float32", (1, 2, 4)), TensorForm("float32", (1, 2, 4)), (1, 3))
@@ -200,7 +201,7 @@ class Node:
         self.ledger = WorkLedger(self.peer, slots, self.events.append)
         self.reached: Counter[str] = Counter()
         self.view_of = lambda: world.view
-        self.offences = ViolationLog(self.events.append)
+        self.peer_score = PeerScore(self.events.append, loop_time)
         self.router = Router(
             self.caller,
             lambda: self.view_of(),
@@ -208,7 +209,7 @@ class Node:
             stage_count=world.stage_count,
             wire_rules=WIRE_RULES,
             report=self.events.append,
-            offences=self.offences,
+            peer_score=self.peer_score,
             round_trip_s=self._measured_round_trip_s,
         )
         self.fault = no_fault

@@ -204,7 +204,7 @@ class GroupPeer:
             self,
             self,
             self.events.append,
-            lambda peer, offence, text, occasion="": self.offences.append((peer, offence, occasion)),
+            lambda peer, violation, text, dedup_key="": self.offences.append((peer, violation, dedup_key)),
         )
         self.stage.group = self.group
         self.tasks: list[asyncio.Task[None]] = []

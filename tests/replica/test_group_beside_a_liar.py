@@ -26,12 +26,12 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tensors import WireTensor
 
+from agora.core.clock import loop_time
 from agora.core.span_work import SpanWork
 from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.replica.run import ReplicaGroup
 from agora.replica.shard_codec import Part
-from agora.swarm.peer_score import ReportViolation
-from agora.swarm.violations import ViolationLog
+from agora.swarm.peer_score import PeerScore, ReportViolation
 from agora.train.device_worker import DeviceWorker
 from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
@@ -186,7 +186,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
         recorded: list[Any] = []
         averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
 
-        offences = ViolationLog(recorded.append)
+        offences = PeerScore(recorded.append, loop_time)
         async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
             size = group.rounds.check_part(Part(0, "slice", 1, 0, 2))
 

@@ -168,8 +168,8 @@ class World:
         replica = self.replicas[peer] = Replica(self, peer, state, Link(uplink), **faults)  # type: ignore[arg-type]
         return replica
 
-    def report_violation(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None:
-        assert offence is Violation.FALSE_STATE
+    def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
+        assert violation is Violation.FALSE_STATE
         self.offences.append((peer, text))
 
     def asked(self) -> int:

@@ -153,8 +153,8 @@ class BaseWorld:
         assert sorted(self.done) == sorted(numbers)
         assert not list((self.store.folder / "tensors").glob("*.part"))
 
-    def report_violation(self, peer: PeerId, offence: Violation, text: str, occasion: str = "") -> None:
-        self.offences.append((peer, offence, text))
+    def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
+        self.offences.append((peer, violation, text))
 
     async def call(self, peer, request, tensors=(), *, deadline, on_progress=None) -> Reply:
         self.open += 1

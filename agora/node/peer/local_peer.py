@@ -49,10 +49,10 @@ from agora.pipeline.wire_rules import TensorForm, WireRules
 from agora.replica.all_reduce import owning_bandwidths
 from agora.swarm.lost_peers import LostPeers
 from agora.swarm.membership import Membership, MembershipConfig
+from agora.swarm.peer_score import PeerScore
 from agora.swarm.redialling import Redialling
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import PeerView, View
-from agora.swarm.violations import ViolationLog
 from agora.train.weight_versions import LIMIT_FACTOR
 
 SLOTS_FRACTION = 0.125
@@ -103,9 +103,9 @@ class LocalPeer:
         self.slots = compute_slots(manifest, free)
         self.sent = SentTensors()
         self.ability = CapacityProbe(manifest, startup.settings, startup.home.root)
-        self.offences = ViolationLog(startup.report_event)
+        self.peer_score = PeerScore(startup.report_event, loop_time)
         self.ledger = WorkLedger(startup.me, self.slots, startup.report_event)
-        report_violation = self.offences.report_violation
+        report_violation = self.peer_score.report_violation
         self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_violation, self.ledger)
         self.network = self._make_network()
         self.membership = self._make_membership(directory, lambda: progress_record(take_node_report()))
@@ -143,7 +143,7 @@ class LocalPeer:
         membership.acquaintances = self
         self.network.on_met.append(lambda _peer: membership.promote_met_strangers())
         directory.bounds.is_member = self.is_met
-        directory.bounds.report_protocol_error = self.offences.report_protocol_error
+        directory.bounds.report_protocol_error = self.peer_score.report_protocol_error
         return membership
 
     def _make_router(self) -> Router:
@@ -154,7 +154,7 @@ class LocalPeer:
             stage_count=self.manifest.stage_count,
             wire_rules=wire_rules(self.manifest),
             report=self.startup.report_event,
-            offences=self.offences,
+            peer_score=self.peer_score,
             round_trip_s=self.network.round_trip_s,
         )
 
@@ -169,8 +169,8 @@ class LocalPeer:
             self.admission.gate,
             self.requests.answer,
             NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * self.slots * payload)),
-            report_protocol_error=self.offences.report_protocol_error,
-            suspended_s=self.offences.suspended_s,
+            report_protocol_error=self.peer_score.report_protocol_error,
+            suspended_s=self.peer_score.suspended_s,
             report_failure=report_failure,
             count_sent=self.sent.add,
         )
@@ -179,7 +179,7 @@ class LocalPeer:
 
     def _may_use_relay(self, peer: PeerId) -> bool:
         connection = self.network.connection_to(peer)
-        return connection is not None and not connection.is_reader and self.offences.suspended_s(peer) == 0
+        return connection is not None and not connection.is_reader and self.peer_score.suspended_s(peer) == 0
 
     def _on_view_change(self) -> None:
         for peer, seen in self.membership.view.peers.items():
@@ -265,7 +265,7 @@ class LocalPeer:
 
     def is_met(self, peer: PeerId) -> bool:
         """Returns whether `peer` has exchanged HELLO as a member (see Network.has_met), and is not suspended now."""
-        return self.network.has_met(peer) and self.offences.suspended_s(peer) <= 0.0
+        return self.network.has_met(peer) and self.peer_score.suspended_s(peer) <= 0.0
 
     async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
         """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.

@@ -88,7 +88,7 @@ class LoadedSpan:
             state=keeper,
             listing=local_peer,
             report=startup.report_event,
-            report_violation=local_peer.offences.report_violation,
+            report_violation=local_peer.peer_score.report_violation,
         )
         self._is_synchronous = manifest.schedule.kind == "synchronous"
         self._barrier: StepBarrier | MeanBarrier = MeanBarrier(compute.span, self.replicas.is_awaiting_mean)
@@ -113,7 +113,7 @@ class LoadedSpan:
             stages=compute,
             serving=local_peer.steps_of,
             caller=local_peer.network,
-            report_violation=local_peer.offences.report_violation,
+            report_violation=local_peer.peer_score.report_violation,
         )
         self.tasks = BackgroundTasks()
         self.loaded_at = loop_time()
@@ -126,7 +126,7 @@ class LoadedSpan:
             local_peer.network,
             self._other_origins,
             report=local_peer.startup.report_event,
-            report_violation=local_peer.offences.report_violation,
+            report_violation=local_peer.peer_score.report_violation,
         )
 
     def _other_origins(self) -> set[PeerId]:
@@ -354,7 +354,7 @@ def _make_keeper(local_peer: LocalPeer, compute: DeviceWorker, epochs: Epochs | 
         holders=holders,
         caller=local_peer.network,
         report=startup.report_event,
-        report_violation=local_peer.offences.report_violation,
+        report_violation=local_peer.peer_score.report_violation,
         on_written=on_written,
     )
     disk = DiskGuard(startup.home, startup.settings.disk_bytes)
