@@ -19,8 +19,7 @@ from agora.cli.tuning_data import check_objective
 from agora.tuning.chat.chat_template import split_supervised
 from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer
-from agora.tuning.chat.record_formats import parse_columns
-from agora.tuning.chat.sample_file import SampleFile, open_samples
+from agora.tuning.chat.sample_file import SampleFile, open_samples, parse_columns
 from agora.tuning.chat.supervision import TokenSequence, tokenise
 
 if TYPE_CHECKING:

@@ -45,9 +45,7 @@ from agora.state.merged_model import (
     write_weights_file,
 )
 from agora.state.model_card import ExportDescription, Kind, model_card
-from agora.tuning.chat.exported_tokenizer import pretrained_tokenizer_files
-from agora.tuning.chat.model_tokenizer import open_training_tokenizer
-from agora.tuning.chat.turn_ends import turn_end_ids
+from agora.tuning.chat.model_tokenizer import open_training_tokenizer, pretrained_tokenizer_files, turn_end_ids
 
 if TYPE_CHECKING:
     from agora.model import Family

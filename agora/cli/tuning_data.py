@@ -15,8 +15,7 @@ from agora.cli.console import USAGE, Failure, ProgressDisplay
 from agora.data.text_sources import READERS
 from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.model_tokenizer import open_model_tokenizer
-from agora.tuning.chat.record_formats import OBJECTIVES, Objective, parse_columns
-from agora.tuning.chat.sample_file import SampleFile, open_samples
+from agora.tuning.chat.sample_file import OBJECTIVES, Objective, SampleFile, open_samples, parse_columns
 from agora.tuning.chat.supervision import tokenise
 
 ROWS_OF_A_PAIR: Final = 2

@@ -25,7 +25,7 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli.console import USAGE, Failure, print_to_stderr
 from agora.cli.tuning_data import TrainingData, check_objective, read_training_data
-from agora.tuning.chat.record_formats import Objective
+from agora.tuning.chat.sample_file import Objective
 
 TRAINED: Final = ("all", "lora")
 FROZEN_AS: Final = ("float32", "bf16", "nf4")
@@ -266,8 +266,8 @@ def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
 
 
 def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
-    from agora.tuning.chat.data_hashes import hash_samples, hash_tokenizer
     from agora.tuning.chat.model_tokenizer import open_training_tokenizer
+    from agora.tuning.chat.sample_file import hash_samples
 
     tokenizer = open_training_tokenizer(str(base_model / TOKENIZER), 2**31)
-    return {"samples_hash": hash_samples(samples), "tokenizer_hash": hash_tokenizer(tokenizer)}
+    return {"samples_hash": hash_samples(samples), "tokenizer_hash": tokenizer.fingerprint}

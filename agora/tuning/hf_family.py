@@ -20,15 +20,17 @@ from agora_protocol.manifest_model import HfSection
 from agora.model.family import Family, StageModule
 from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
-from agora.tuning.adapters.adapter_files import (
+from agora.tuning.adapters.lora import (
     ADAPTER_CONFIG,
+    LoraProduct,
     adapter_config,
     adapter_tensor_name,
+    initial_lora_values,
     lora_scaling,
+    lora_targets,
     matrices_by_weight,
+    merged_tensor,
 )
-from agora.tuning.adapters.lora_layers import initial_lora_values, lora_targets
-from agora.tuning.adapters.lora_merge import LoraProduct, merged_tensor
 from agora.tuning.base.hf_architecture import architecture_of
 from agora.tuning.base.model_files import (
     CONFIG,

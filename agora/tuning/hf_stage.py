@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from agora.core.terminal_text import one_line
 from agora.core.tuning_packages import TuningMissing
 from agora.model.family import RunLayer, StageModule, keep_graph
-from agora.tuning.adapters.frozen_layers import FrozenAs, FrozenLinear, allocate, freeze, load_parameter
-from agora.tuning.adapters.lora_layers import adapters_off, inject_lora, lora_targets
+from agora.tuning.adapters.frozen_layers import FrozenAs, allocate, freeze, load_parameter
+from agora.tuning.adapters.frozen_linear import FrozenLinear
+from agora.tuning.adapters.lora import adapters_off, inject_lora, lora_targets
 from agora.tuning.base.hf_architecture import architecture_of
 
 HEAD: Final = "lm_head"

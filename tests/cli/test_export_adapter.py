@@ -36,7 +36,6 @@ from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
 from agora.train.stage import stage_layout
 from agora.tuning.base.store import BaseModelError
-from agora.tuning.chat.data_hashes import hash_tokenizer
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer
 from tests.cli.test_export import Answer, daemon
 from tests.model.tiny_models import DECODER, logits_of, manifest_of, save, some_tokens, stages_of
@@ -133,7 +132,7 @@ def test_the_folder_has_what_peft_reads_and_says_where_it_comes_from(tuned: Tune
 
 
 def test_a_folder_whose_tokenizer_is_not_the_runs_is_not_exported(base: Path) -> None:
-    right = hash_tokenizer(open_training_tokenizer(str(base), 400))
+    right = open_training_tokenizer(str(base), 400).fingerprint
     tuned = train(base, data={"tokenizer": str(base), "tokenizer_hash": right})
     assert run(tuned, "out") == console.DONE
     assert Path("out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()

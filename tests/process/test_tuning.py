@@ -16,7 +16,7 @@ from peft import PeftModel
 
 from agora.cli import export
 from agora.cli.local_swarm import LocalDaemon as Daemon
-from agora.tuning.chat.data_hashes import hash_samples
+from agora.tuning.chat.sample_file import hash_samples
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
 from tests.model.tiny_models import make_model, manifest_of, save
 from tests.process.harness import Swarm, counted_twice, drained, last_step, nothing_lost, settled, swarm

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from agora.model import family_of
-from agora.tuning.adapters.adapter_files import adapter_config, adapter_tensor_name
+from agora.tuning.adapters.lora import adapter_config, adapter_tensor_name
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of
 from tests.tuning.test_lora_layers import LORA, relative_error, set_matrices
 

@@ -11,8 +11,8 @@ import pytest
 from agora_protocol.errors import DataError, DiskError
 from datasets import Dataset
 
-from agora.tuning.chat.data_hashes import check_samples, check_tokenizer, hash_samples, hash_tokenizer
 from agora.tuning.chat.model_tokenizer import open_model_tokenizer
+from agora.tuning.chat.sample_file import check_samples, hash_samples
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, write_folder
 
 NOW = datetime(2026, 7, 1)
@@ -48,27 +48,27 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_the_hash_of_a_tokenizer_follows_its_template_and_tokens_and_nothing_else(tmp_path: Path) -> None:
     def hashed(name: str, template: str | None = CHATML, **settings: object) -> str:
-        return hash_tokenizer(open_model_tokenizer(write_folder(tmp_path / name, template, **settings), NOW))
+        return open_model_tokenizer(write_folder(tmp_path / name, template, **settings), NOW).fingerprint
 
     plain = hashed("a")
     assert hashed("b", transformers_version="9") == plain
-    assert hash_tokenizer(open_model_tokenizer(tmp_path / "a", datetime(2030, 1, 1))) == plain
+    assert open_model_tokenizer(tmp_path / "a", datetime(2030, 1, 1)).fingerprint == plain
     in_settings = write_folder(tmp_path / "c")
     settings = json.loads((in_settings / "tokenizer_config.json").read_text())
     (in_settings / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHATML}))
-    assert hash_tokenizer(open_model_tokenizer(in_settings, NOW)) == plain
+    assert open_model_tokenizer(in_settings, NOW).fingerprint == plain
     others = {hashed("d", CHATML_WITH_BLOCKS), hashed("e", None), hashed("f", eos_token="<|begin|>")}
-    others.add(hash_tokenizer(open_model_tokenizer(None, NOW)))
+    others.add(open_model_tokenizer(None, NOW).fingerprint)
     assert len(others) == 4 and plain not in others
     content = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
     content["model"]["merges"].pop()
     (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(content))
-    assert hash_tokenizer(open_model_tokenizer(tmp_path / "a", NOW)) not in {plain, *others}
+    assert open_model_tokenizer(tmp_path / "a", NOW).fingerprint not in {plain, *others}
 
 
 def test_another_tokenizer_names_both_hashes_and_the_files(tmp_path: Path) -> None:
     tokenizer = open_model_tokenizer(None, NOW)
-    check_tokenizer(tokenizer, hash_tokenizer(tokenizer))
-    check_tokenizer(tokenizer, "")
-    with pytest.raises(DataError, match=f"SHA-256 {hash_tokenizer(tokenizer)}, .* 2{{64}} .* copy tokenizer.json"):
-        check_tokenizer(tokenizer, "2" * 64)
+    tokenizer.require_hash(tokenizer.fingerprint)
+    tokenizer.require_hash("")
+    with pytest.raises(DataError, match=f"SHA-256 {tokenizer.fingerprint}, .* 2{{64}} .* copy tokenizer.json"):
+        tokenizer.require_hash("2" * 64)

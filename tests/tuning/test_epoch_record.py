@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agora.observe.events import DiskTrouble, Event
-from agora.tuning.epochs.epoch_record import KEPT, REMEMBERED, EpochRecord
+from agora.tuning.epochs.batches import KEPT, REMEMBERED, EpochRecord
 
 
 def record_in(folder: Path, events: list[Event] | None = None) -> EpochRecord:

@@ -7,8 +7,7 @@ from agora_protocol.errors import DataError, ProtocolError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agora.tuning.epochs.assigner import ANNOUNCE_INTERVALS, LAPSE_INTERVALS, EpochAssigner
-from agora.tuning.epochs.block_order import BlockOrder
+from agora.tuning.epochs.assigner import ANNOUNCE_INTERVALS, LAPSE_INTERVALS, BlockOrder, EpochAssigner
 from agora.tuning.epochs.state import KEPT_TALLIES, MAX_EPOCH, MAX_STATE_INTS
 from tests.tuning.epoch_swarm import EpochSwarm
 

@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.tuning.epochs.microbatch_sets import BlockLayout, MicrobatchSet
 from agora.tuning.epochs.state import (
     MAX_INT,
     MAX_STATE_INTS,
     MAX_TALLIES,
+    BlockLayout,
     DifferentRowsError,
     EpochPart,
     EpochState,
+    MicrobatchSet,
     Tally,
     open_epochs,
     read_state,

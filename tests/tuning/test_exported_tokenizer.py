@@ -12,9 +12,7 @@ from transformers import AutoTokenizer
 
 from agora.data.tokenizer import open_tokenizer
 from agora.tuning.chat.conversations import ChatMessage, Conversation
-from agora.tuning.chat.data_hashes import hash_tokenizer
-from agora.tuning.chat.exported_tokenizer import pretrained_tokenizer_files
-from agora.tuning.chat.model_tokenizer import open_model_tokenizer, open_training_tokenizer
+from agora.tuning.chat.model_tokenizer import open_model_tokenizer, open_training_tokenizer, pretrained_tokenizer_files
 from tests.tuning.chat_folders import CHATML, write_folder
 
 CHAT = [
@@ -66,7 +64,7 @@ def test_a_folder_is_named_as_well_as_its_tokenizer_file(tmp_path: Path) -> None
 @pytest.mark.parametrize("source", ["base", "base/tokenizer.json", "bytes"])
 def test_a_tokenizer_that_is_not_the_runs_is_refused(source: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "base", CHATML)
-    expected = hash_tokenizer(open_training_tokenizer(source, 400, tmp_path))
+    expected = open_training_tokenizer(source, 400, tmp_path).fingerprint
     pretrained_tokenizer_files(source, 400, 64, tmp_path, learns_samples=True, expected_hash=expected)
     (folder / "chat_template.jinja").write_text(CHATML + "!")
     changed = expected if source != "bytes" else "0" * 64

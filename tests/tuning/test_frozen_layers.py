@@ -18,7 +18,7 @@ from agora.core.tuning_packages import TuningMissing
 from agora.cost.manifest_cost import run_cost
 from agora.model import StageModule, family_of, stage_loss
 from agora.tuning import hf_family
-from agora.tuning.adapters.frozen_layers import Bf16Linear
+from agora.tuning.adapters.frozen_linear import Bf16Linear
 from agora.tuning.adapters.nf4_linear import Nf4Linear
 from agora.tuning.base.model_files import WantedTensor, read_tensors
 from agora.tuning.base.store import BaseModelError

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agora.model import StageModule, family_of
 from agora.state.merged_model import write_shards
-from agora.tuning.adapters.lora_merge import BLOCK_VALUES, LoraProduct, merged_tensor
+from agora.tuning.adapters.lora import BLOCK_VALUES, LoraProduct, merged_tensor
 from agora.tuning.base.model_files import read_header
 from agora.tuning.base.store import BaseModelError
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of

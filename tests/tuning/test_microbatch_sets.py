@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.tuning.epochs.microbatch_sets import MAX_BLOCKS, BlockLayout, MicrobatchSet, lowest_bit, position_of_set_bit
+from agora.tuning.epochs.state import MAX_BLOCKS, BlockLayout, MicrobatchSet, lowest_bit, position_of_set_bit
 
 COUNTS = st.sampled_from([1, 2, 31, 511, 512, 513, 1500, 100_003])
 

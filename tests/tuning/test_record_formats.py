@@ -14,8 +14,7 @@ import pytest
 from agora_protocol.errors import DataError, InputError
 
 from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Sample
-from agora.tuning.chat.record_formats import FORMATS, Objective, parse_columns
-from agora.tuning.chat.sample_file import open_samples
+from agora.tuning.chat.sample_file import FORMATS, Objective, open_samples, parse_columns
 
 SYSTEM = ChatMessage("system", "Be brief.")
 USER = ChatMessage("user", "2 + 2?")

@@ -14,11 +14,10 @@ from agora_protocol.errors import DataError, DiskError, ManifestError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agora.tuning.chat import row_building, sample_rows
-from agora.tuning.chat.data_hashes import hash_samples, hash_tokenizer
+from agora.tuning.chat import sample_rows
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer
-from agora.tuning.chat.row_building import RowBuilder, RowSummary
-from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
+from agora.tuning.chat.sample_file import hash_samples
+from agora.tuning.chat.sample_rows import RowBuilder, RowSummary, SampleRows, open_sample_rows
 from agora.tuning.chat.supervision import TokenSequence
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, write_folder
 from tests.tuning.sample_runs import completions, sample_run, samples_of, sequence_of, unpacked, write_records
@@ -99,8 +98,8 @@ def test_packing_in_chunks_loses_nothing_and_bounds_what_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = opened(tmp_path, heldout=0.3)
-    monkeypatch.setattr(row_building, "CHUNK_TOKENS", 200)
-    monkeypatch.setattr(row_building, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(sample_rows, "CHUNK_TOKENS", 200)
+    monkeypatch.setattr(sample_rows, "CHUNK_ROWS", 1)
     rows = opened(tmp_path, cache="other", heldout=0.3)
     assert len(rows.summary.chunks) > 5
     assert set(samples_of(training_rows(rows))) == set(samples_of(training_rows(whole)))
@@ -225,7 +224,7 @@ def test_the_hashes_of_the_manifest_are_checked(tmp_path: Path) -> None:
     path = write_records(tmp_path / "samples.jsonl", RECORDS)
     hashes = {
         "samples_hash": hash_samples(path),
-        "tokenizer_hash": hash_tokenizer(open_training_tokenizer("bytes", 500)),
+        "tokenizer_hash": open_training_tokenizer("bytes", 500).fingerprint,
     }
     good = sample_run(**hashes)
     assert open_sample_rows(good, tmp_path / "cache", base=tmp_path).summary.samples == 200

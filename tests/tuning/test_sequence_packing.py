@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.tuning.chat.sequence_packing import assign_rows, fill_rows
+from agora.tuning.chat.sample_rows import assign_rows, fill_rows
 from agora.tuning.chat.supervision import TokenSequence
 
 CONTEXT = 64

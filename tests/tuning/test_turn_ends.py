@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.tuning.chat.model_tokenizer import open_model_tokenizer
-from agora.tuning.chat.turn_ends import turn_end_ids
+from agora.tuning.chat.model_tokenizer import open_model_tokenizer, turn_end_ids
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, DROPS_EARLIER_THOUGHTS, write_folder
 
 BEGIN, END = 0, 2

@@ -52,8 +52,7 @@ from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
 from agora.train.stage import stage_layout
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
-from agora.tuning.epochs.batches import EpochBatches
-from agora.tuning.epochs.epoch_record import EpochRecord
+from agora.tuning.epochs.batches import EpochBatches, EpochRecord
 from agora.tuning.epochs.gossip import EpochGossip
 
 # At least this part of a microbatch's tokens, 1 in 64, is assumed to be supervised, however few were measured.

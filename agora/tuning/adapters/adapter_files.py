@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from agora_protocol.manifest_model import HfSection
 
-from agora.tuning.adapters.lora_layers import ADAPTER, lora_targets
+from agora.tuning.adapters.lora import ADAPTER, lora_targets
 from agora.tuning.base.hf_architecture import architecture_of
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -13,7 +13,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor
 
 from agora.cost.manifest_cost import NF4_BLOCK
-from agora.tuning.adapters.frozen_layers import FrozenLinear
+from agora.tuning.adapters.frozen_linear import FrozenLinear
 
 
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]

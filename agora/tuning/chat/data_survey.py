@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agora.tuning.chat.record_formats import Objective
-from agora.tuning.chat.sequence_packing import assign_rows
+from agora.tuning.chat.sample_file import Objective
+from agora.tuning.chat.sample_rows import assign_rows
 from agora.tuning.chat.supervision import TokenSample
 
 REPORT_EVERY = 1000

@@ -1,14 +1,13 @@
-"""Opens the files of a Hugging Face model folder about text: tokenizer, special tokens, chat template, context length.
+"""The tokenizer of a Hugging Face model folder with its chat template: opened for training, hashed, and exported.
 
-Nothing in the folder is executed, except the
-chat template in its sandbox.
+Nothing in the folder is executed, except the chat template in its sandbox.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,8 +15,17 @@ from typing import Any, Final
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
-from agora.data.tokenizer import BYTES, TOKENIZER_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, tokenizer_path
+from agora.data.tokenizer import (
+    BYTES,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    tokenizer_files,
+    tokenizer_path,
+)
 from agora.tuning.chat.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from agora.tuning.chat.conversations import ChatMessage, Conversation
 
 SETTINGS_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
@@ -52,6 +60,15 @@ class ModelTokenizer:
     def fingerprint(self) -> str:
         parts = ["agora tokenizer 1", self.tokenizer.fingerprint, self.template.fingerprint, self.end_of_turn]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def require_hash(self, expected: str) -> None:
+        """Raises DataError unless `fingerprint` is `expected`; "" accepts any."""
+        if expected and self.fingerprint != expected:
+            raise DataError(
+                f"The tokenizer of {self.name}, with {self.template_name}, has the SHA-256 {self.fingerprint}, but the "
+                f"run was made with {expected} ([data] tokenizer_hash); copy tokenizer.json, tokenizer_config.json and "
+                "chat_template.jinja from a peer that trains, or found a new run with yours."
+            )
 
 
 def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = None) -> ModelTokenizer:
@@ -152,3 +169,109 @@ def _read_text_file(path: Path) -> str:
         raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text; fetch or write it again.") from error
+
+
+# --- the files of an export
+
+
+# Files that belong to a model folder's tokenizer.json and are copied with it; any of them may be missing.
+COPIED: Final = (SETTINGS_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)
+
+
+def pretrained_tokenizer_files(
+    source: str,
+    vocabulary: int,
+    context: int,
+    base: Path | None = None,
+    *,
+    learns_samples: bool,
+    expected_hash: str = "",
+) -> dict[str, bytes]:
+    """Returns the tokenizer files that an export of a fine-tuned model needs: file name -> content. Writes nothing.
+
+    If `source` is a tokenizer.json, the tokenizer's files in its folder are returned unchanged; what is missing there,
+    and the files of any other source, tokenizer_files makes. Raises ManifestError for a tokenizer file that is
+    malformed or has more ids than `vocabulary`, DiskError for a file that cannot be read, DataError for another
+    malformed file or a tokenizer of another hash, LocalError without the package tokenizers.
+
+    source: as in [data] tokenizer.
+    vocabulary, context, base: see tokenizer_files.
+    learns_samples: whether the run learns from samples; then "bytes", and a folder without a chat template, get the
+    plain template, with which conversations were rendered.
+    expected_hash: [data] tokenizer_hash; "": not checked.
+    """
+    files, _ = tokenizer_files(source, vocabulary, context, base)
+    if expected_hash:
+        open_training_tokenizer(source, vocabulary, base).require_hash(expected_hash)
+    path = tokenizer_path(source, base)
+    folder = path.parent if path is not None and path.name == TOKENIZER_FILE else None
+    if folder is not None:
+        files |= {name: _read_content(folder / name) for name in COPIED if (folder / name).is_file()}
+    if learns_samples and (folder is not None or source == BYTES) and not _has_template(files):
+        end_of_turn = open_model_tokenizer(folder, datetime.now()).end_of_turn
+        files[TEMPLATE_FILE] = plain_template(end_of_turn).encode()
+    return files
+
+
+def plain_template(end_of_turn: str) -> str:
+    """Returns the jinja2 source of PLAIN_TEMPLATE, with `end_of_turn` set as the text after each answer."""
+    return f"{{%- set eos_token = {json.dumps(end_of_turn, ensure_ascii=False)} -%}}\n{PLAIN_TEMPLATE}"
+
+
+def _has_template(files: dict[str, bytes]) -> bool:
+    settings: dict[str, Any] = json.loads(files[SETTINGS_FILE])
+    return TEMPLATE_FILE in files or bool(settings.get("chat_template"))
+
+
+def _read_content(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        is_right = bool(content.decode()) if path.name == TEMPLATE_FILE else isinstance(json.loads(content), dict)
+    except OSError as error:
+        raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error
+    except (ValueError, RecursionError):
+        is_right = False
+    if not is_right:
+        kind = "text" if path.name == TEMPLATE_FILE else "a JSON object"
+        raise DataError(f"{path} is not {kind}; fetch or write it again.")
+    return content
+
+
+# --- where generation stops
+
+
+QUESTION, ANSWER = "Hello", "Good morning"
+# A conversation to render, to see with which text a template ends an answer.
+PROBE: Final = Conversation((ChatMessage("user", QUESTION), ChatMessage("assistant", ANSWER)))
+
+
+def turn_end_ids(tokenizer: ModelTokenizer) -> tuple[int, ...]:
+    """Returns the token ids at which generation can stop: those that end an answer in training, each once.
+
+    The id that ends an answer in conversations comes first, then the one of completions. An end that neither begins
+    with an added token nor is a single token is left out, because no one id stands for it; () without any.
+    """
+    found = (stop_token_id(tokenizer, text) for text in _turn_ends(tokenizer))
+    return tuple(dict.fromkeys(number for number in found if number is not None))
+
+
+def stop_token_id(tokenizer: ModelTokenizer, text: str) -> int | None:
+    """Returns the first token id of `text` if generation can stop at it; None if not, and for an empty text.
+
+    It can if that is an added token (such as <|im_end|>) or the only token of the text.
+    """
+    ids = [int(number) for number in tokenizer.tokenizer.encode([text])[0]] if text else []
+    if not ids:
+        return None
+    added = tokenizer.tokenizer.added_ids if isinstance(tokenizer.tokenizer, JsonTokenizer) else frozenset()
+    return ids[0] if ids[0] in added or len(ids) == 1 else None
+
+
+def _turn_ends(tokenizer: ModelTokenizer) -> Iterator[str]:
+    try:
+        marked = tokenizer.template.mark(PROBE, "an example conversation")
+        for start, end in marked.ranges[-1:]:
+            yield marked.text[start:end].partition(ANSWER)[2]
+    except DataError:
+        pass  # the template refuses such a conversation: how it ends an answer is not known
+    yield tokenizer.end_of_turn

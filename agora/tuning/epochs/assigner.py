@@ -3,10 +3,10 @@
 Deterministic.
 
 Microbatch j of epoch e has the number e * count + j. An origin claims microbatches some time before it opens them, and
-sends the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from hashes
-(block_order.py): first the blocks where it has the lowest hash of the live origins, then those where one live origin
-has a lower hash, and so on. So origins that are equally fast do not take the same microbatches, and a fast one takes
-what the slow ones have not reached.
+sends the others what it has claimed, opened and done. Its own order of the blocks of an epoch follows from rendezvous
+hashing (Thaler and Ravishankar, IEEE/ACM Trans. Networking 1998): first the blocks where it has the lowest hash of the
+live origins, then those where one live origin has a lower hash, and so on. So origins that are equally fast do not take
+the same microbatches, and a fast one takes what the slow ones have not reached.
 
 | a microbatch | when |
 |---|---|
@@ -28,30 +28,181 @@ that repeats are counted, except those that a dead origin never sent.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 from agora_protocol.errors import DataError, ProtocolError
 
-from agora.tuning.epochs.block_order import BlockOrder
-from agora.tuning.epochs.free_microbatches import HeldByOthers, first_free, next_free
-from agora.tuning.epochs.microbatch_sets import BlockLayout, MicrobatchSet, NumberRange
+from agora.data.hashing import Hashes, mix
 from agora.tuning.epochs.state import (
     KEPT_TALLIES,
     MAX_STATE_INTS,
     MAX_TALLIES,
+    BlockLayout,
     DifferentRowsError,
     EpochCounts,
     EpochPart,
     EpochState,
+    MicrobatchSet,
+    NumberRange,
     ShareCounts,
     Tally,
+    lowest_bit,
     open_epochs,
+    position_of_set_bit,
     read_state,
     write_state,
 )
+
+# --- the order in which an origin prefers the blocks of an epoch
+
+
+KEPT_ORDERS: Final = 128  # maximum number of orders that a BlockOrder caches
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOrder:
+    """The order in which one origin prefers the blocks of an epoch, by rendezvous hashing.
+
+    The first sort key is the number of other live origins whose hash of the block is lower than this origin's, the
+    second is this origin's hash. blocks: all block numbers in this order. own: the blocks for which no live origin has
+    a lower hash, in the same order, as keys of a dict whose values are None. hashes: this origin's hash of each block,
+    indexed by block number.
+    """
+
+    blocks: list[int]
+    own: dict[int, None]
+    hashes: list[int]
+
+
+class BlockOrder:
+    """Computes in which order one origin prefers the blocks of each epoch, and caches up to KEPT_ORDERS results.
+
+    seed: the run's seed. me: the origin's name. blocks: how many blocks an epoch has.
+    """
+
+    def __init__(self, seed: int, me: str, blocks: int) -> None:
+        self._seed = seed
+        self._me = me
+        self._blocks = blocks
+        self._kept: dict[tuple[int, frozenset[str]], EpochOrder] = {}
+
+    def order(self, epoch: int, live: frozenset[str]) -> EpochOrder:
+        """Returns this origin's order of an epoch's blocks.
+
+        First come the blocks for which this origin's hash is the lowest of all live origins' hashes, sorted by this
+        origin's hash, then the blocks for which it is the second lowest, and so on. live: the names of the live
+        origins; this one always counts as live. Caches the result; a full cache is emptied first.
+        """
+        key = epoch, live
+        if key not in self._kept:
+            if len(self._kept) >= KEPT_ORDERS:
+                self._kept.clear()
+            mine = self.hashes(epoch, self._me)
+            ranks = np.zeros(self._blocks, np.int64)
+            for name in live - {self._me}:
+                ranks += self.hashes(epoch, name) < mine
+            blocks = np.lexsort((mine, ranks)).tolist()
+            own = dict.fromkeys(block for block in blocks if ranks[block] == 0)
+            self._kept[key] = EpochOrder(blocks, own, mine.tolist())
+        return self._kept[key]
+
+    def hashes(self, epoch: int, name: str) -> Hashes:
+        """Returns origin `name`'s hash of each block of an epoch, uint64 [blocks]: uniform, equal on every machine."""
+        digest = hashlib.sha256(f"agora epoch share 1\0{self._seed}\0{epoch}\0{name}".encode()).digest()
+        return mix(np.arange(self._blocks, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
+
+    def is_preceded_by(self, name: str, epoch: int, block: int) -> bool:
+        """Returns whether origin `name` takes precedence over this origin in a block of an epoch.
+
+        True if the block's hash of `name` is lower than this origin's hash; with equal hashes, if `name` sorts first.
+        """
+        other, mine = int(self.hashes(epoch, name)[block]), int(self.hashes(epoch, self._me)[block])
+        return (other, name) < (mine, self._me)
+
+
+# --- which free microbatch an origin takes next
+
+
+class HeldByOthers:
+    """The microbatches that the other live origins have opened or claimed, made for each decision of an origin.
+
+    states: name -> last known state, of the live origins without this one. live: the names of all live origins, with
+    this one.
+    """
+
+    def __init__(self, states: Mapping[str, EpochState], live: frozenset[str], layout: BlockLayout) -> None:
+        self.states = states
+        self.live = live
+        self._layout = layout
+        self._held: dict[int, tuple[MicrobatchSet, dict[int, int]]] = {}
+
+    def of_epoch(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
+        """Returns the microbatches of an epoch that other origins have opened or claimed, and a count for each block.
+
+        The dict maps a block to how many other origins have opened or claimed something in it; blocks without any are
+        absent. Both results are cached: callers must not change them.
+        """
+        if epoch not in self._held:
+            held = MicrobatchSet(self._layout)
+            workers: dict[int, int] = {}
+            for state in self.states.values():
+                if part := state.epochs.get(epoch):
+                    held.update(part.opened)
+                    held.update(part.claimed)
+                    for block in part.opened.masks.keys() | part.claimed.masks.keys():
+                        workers[block] = workers.get(block, 0) + 1
+            self._held[epoch] = held, workers
+        return self._held[epoch]
+
+
+def next_free(
+    order: EpochOrder, taken: MicrobatchSet, workers: Mapping[int, int], last_claimed: int | None
+) -> int | None:
+    """Returns the number of the free microbatch that an origin should claim next in an epoch; None if all are taken.
+
+    taken: all microbatches that are not free. workers: block -> how many other origins work in it; absent: none.
+    last_claimed: this origin's last claim in the epoch, None without. The first row that applies decides:
+
+    | the microbatch returned | condition |
+    |---|---|
+    | the one after `last_claimed` | it is free, and in the same block |
+    | the first free one of the first block, in `order`, without workers | such a block has a free one |
+    | one chosen by the order's hash, in the block with the fewest workers | any is free |
+    """
+    layout = taken.layout
+    following = 0 if last_claimed is None else last_claimed + 1
+    if following % layout.size and following < layout.count and following not in taken:
+        return following
+    unshared = first_free(order.blocks, taken, workers)
+    if unshared is not None:
+        return unshared
+    shared = [block for block in order.blocks if not taken.is_full(block)]
+    if not shared:
+        return None
+    block = min(shared, key=lambda block: workers.get(block, 0))
+    free = layout.full_mask(block) & ~taken.mask(block)
+    return block * layout.size + position_of_set_bit(free, order.hashes[block] % free.bit_count())
+
+
+def first_free(blocks: Iterable[int], taken: MicrobatchSet, workers: Mapping[int, int]) -> int | None:
+    """Returns the first free microbatch of the first block that has a free one and no other origin in it, or None.
+
+    blocks: in the order in which they are tried. taken, workers: see next_free.
+    """
+    layout = taken.layout
+    for block in blocks:
+        if not workers.get(block) and not taken.is_full(block):
+            return block * layout.size + lowest_bit(~taken.mask(block))
+    return None
+
+
+# --- the assigner
+
 
 # Number of calls of `next_state` after which the other origins are assumed to know of a claim.
 ANNOUNCE_INTERVALS: Final = 3
