@@ -18,24 +18,23 @@ from agora.net.nat.reachability import Announcement
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
-from agora.swarm.handshakes import Acquaintances, AllHandshaken, Meetings
-from agora.swarm.lost_peers import LostPeers
+from agora.swarm.handshakes import Handshakes
 from agora.swarm.placement import (
-    Ability,
     Placement,
     Settling,
-    StageDemands,
     choose_placement,
     judge_collision,
     next_settling_step,
     place_as_pinned,
 )
-from agora.swarm.stage_capacity import equal_demands
-from agora.swarm.view import StageEstimate, View, merge
+from agora.swarm.redialling import LostPeers
+from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs
+from agora.swarm.view import PeerView, StageEstimate, View, merge
 
-# Maximum number of seconds for which a newcomer dials those whose claims it has read, before it chooses a span.
-MEET_ALL_S = 15.0
-# If at least this many, and most, of a batch of dialled strangers did not answer, the peers are counted again.
+# Seconds for which a newcomer at most dials those whose claims it has read, before it chooses a span: it chooses by the
+# peers that answer.
+VERIFY_ALL_S = 15.0
+# If at least this many, and most, of a batch of dialled peers did not answer, the peers are counted again.
 MANY_UNREACHABLE = 16
 # Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged.
 SETTLE_S = 1.0
@@ -70,8 +69,7 @@ class Membership:
 
     While `run` runs, the claim and the progress are published again and again, and the directory is read. claim: this
     peer's present claim; None until this peer has claimed a span. view: what this peer knows of itself and of other
-    peers. acquaintances: says which peers were met; only they are among the view's peers. It counts every peer as met
-    until the creator of this Membership replaces it.
+    peers.
     """
 
     def __init__(
@@ -81,12 +79,17 @@ class Membership:
         identity: Identity,
         report: Report,
         *,
+        is_verified: Callable[[PeerId], bool],
+        dial_unverified: Callable[[Sequence[PeerView]], Awaitable[None]],
         progress: Callable[[], Progress | None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
         rng: random.Random | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        """progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
+        """is_verified: returns whether HELLO was exchanged with a peer; only such peers are among the view's peers.
+
+        dial_unverified: dials peers of which that is not true yet; returns within a few seconds, also if some do not
+        answer. progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         """
@@ -96,11 +99,12 @@ class Membership:
         self._report = report
         self._progress = progress
         self._on_change = on_change
-        self.acquaintances: Acquaintances = AllHandshaken()
+        self._is_verified = is_verified
+        self._dial_unverified = dial_unverified
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
-        self._meetings = Meetings(self._rng)
+        self._handshakes = Handshakes(self._rng)
         self._reader = DirectoryReader(
             directory,
             config.run,
@@ -109,9 +113,9 @@ class Membership:
             report,
             rng=self._rng,
             unix=unix,
-            was_unreachable=self._meetings.was_dialled,
+            was_unreachable=self._handshakes.was_dialled,
         )
-        self._demands = equal_demands(config.stage_count)
+        self._needs = equal_needs(config.stage_count)
         self._changed_at = 0.0
         self._announcement = Announcement(addresses=config.addresses)
         self.claim: Claim | None = None
@@ -120,23 +124,23 @@ class Membership:
 
     # --- this peer's claim
 
-    async def claim_span(self, demands: StageDemands, ability: Ability, pinned: Span | None = None) -> Placement:
-        """Claims a span in state "joining": `pinned`, or the best one for `ability`; returns the settled placement.
+    async def claim_span(self, needs: StageNeeds, machine: MachineCapacity, pinned: Span | None = None) -> Placement:
+        """Claims a span in state "joining": `pinned`, or the best one for `machine`; returns the settled placement.
 
-        Reads the directory and dials strangers first; takes seconds. If `pinned` is None, publishes the claim, reads
-        the claims of others that chose at the same time, and claims another span if they collide, until it has settled;
-        call `confirm` before serving. A pinned span is settled immediately. The new claim replaces this peer's former
-        one, and is reported as SpanChosen at the end. If the best placement has no span, claims nothing and returns it:
-        the peer is to stand by.
+        Reads the directory and dials unverified peers first; takes seconds. If `pinned` is None, publishes the claim,
+        reads the claims of others that chose at the same time, and claims another span if they collide, until it has
+        settled; call `confirm` before serving. A pinned span is settled immediately. The new claim replaces this peer's
+        former one, and is reported as SpanChosen at the end. If the best placement has no span, claims nothing and
+        returns it: the peer is to stand by.
         """
         await self.refresh()
-        await self._meet_everybody()
-        self._demands = demands
+        await self._verify_everybody()
+        self._needs = needs
         others = self.view.without(self._me)
         if pinned is not None:
             placement = place_as_pinned(others, self._config.stage_count, pinned)
             return await self._settle(Settling(placement, settled=True))
-        placement = choose_placement(others, demands, ability, self._rng)
+        placement = choose_placement(others, needs, machine, self._rng)
         return placement if placement.span is None else await self._settle(Settling(placement))
 
     async def confirm(self) -> Placement | None:
@@ -169,7 +173,7 @@ class Membership:
 
     async def _judge_collision(self) -> Placement:
         await self.refresh()
-        return judge_collision(self.view, self.view.peers[self._me], self._demands, self._config.run)
+        return judge_collision(self.view, self.view.peers[self._me], self._needs, self._config.run)
 
     async def set_state(self, state: str) -> None:
         """Sets the claim's state, such as "serving" or "leaving", and publishes the claim.
@@ -180,7 +184,7 @@ class Membership:
         if self.claim is not None:
             await self._change_and_publish(replace(self.claim, state=state))
 
-    def update_ability(self, capacity: float, bandwidth: float) -> None:
+    def update_capacity(self, capacity: float, bandwidth: float) -> None:
         """Sets the claim's capacity and bandwidth, which its next publication shows; does nothing without a claim.
 
         capacity: microbatches per second for the claimed span; MAX_CAPACITY is set if it is more. bandwidth: bytes per
@@ -260,41 +264,41 @@ class Membership:
             await asyncio.sleep(self._jitter(self._reader.interval_s(is_calm)))
 
     async def refresh(self) -> None:
-        """Reads the claims and progress that are due, merges them into the view, and dials strangers that are due.
+        """Reads the claims and progress that are due, merges them into the view, and dials unverified peers.
 
-        A stranger is a peer whose claim was read, but with whom no HELLO was exchanged. In a small run everything is
+        Unverified is a peer whose claim was read, but with whom no HELLO was exchanged. In a small run everything is
         due; in a large one a bounded number of shards, see swarm/directory_shards.py. Returns when the dials have
         ended, after a few seconds. Trouble with the directory is reported, not raised.
         """
         span = self.claim.span if self.claim is not None else None
         found = await self._reader.read(span)
         self._merge(found, self._reader.stage_estimates(span))
-        await self._meet_some()
+        await self._verify_some()
 
-    async def _meet_some(self) -> bool:
-        due = self._meetings.choose(loop_time(), self.view.strangers)
+    async def _verify_some(self) -> bool:
+        due = self._handshakes.choose(loop_time(), self.view.unverified)
         if due:
-            await self.acquaintances.connect_strangers(due)
-            self.promote_met_strangers()
-            unreachable = sum(stranger.peer in self.view.strangers for stranger in due)
+            await self._dial_unverified(due)
+            self.promote_verified()
+            unreachable = sum(seen.peer in self.view.unverified for seen in due)
             if unreachable >= MANY_UNREACHABLE and 2 * unreachable > len(due):
-                self._reader.forget_estimates()
+                self._reader.forget_estimates()  # in which their claims were counted
         return bool(due)
 
-    async def _meet_everybody(self) -> None:
-        until = loop_time() + MEET_ALL_S
-        while not all(map(self._meetings.was_dialled, self.view.strangers)) and loop_time() < until:
-            if not await self._meet_some():
+    async def _verify_everybody(self) -> None:
+        until = loop_time() + VERIFY_ALL_S
+        while not all(map(self._handshakes.was_dialled, self.view.unverified)) and loop_time() < until:
+            if not await self._verify_some():
                 break
-        if self.view.strangers:
+        if self.view.unverified:
             await self.refresh()
 
-    def promote_met_strangers(self) -> None:
-        """Moves strangers with whom HELLO was exchanged meanwhile to the view's peers, and reports each as PeerSeen.
+    def promote_verified(self) -> None:
+        """Moves peers with whom HELLO was exchanged meanwhile to the view's peers, and reports each as PeerSeen.
 
         To be called after each exchanged HELLO.
         """
-        if any(self.acquaintances.is_met(peer) for peer in self.view.strangers):
+        if any(self._is_verified(peer) for peer in self.view.unverified):
             self._merge([])
 
     def forget_lost(self) -> None:
@@ -302,7 +306,7 @@ class Membership:
         self._merge([])
 
     def _jitter(self, seconds: float) -> float:
-        # Returns `seconds` times a random factor from 1 - JITTER to 1 + JITTER, so that peers do not act in step.
+        # So that peers do not act in step.
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     # --- the view
@@ -312,20 +316,19 @@ class Membership:
         self._merge([])
 
     def _merge(self, found: Sequence[FoundRecords], estimates: Mapping[int, StageEstimate] | None = None) -> None:
-        # This peer's own claim is merged each time, so that it never expires. estimates: the view's new ones of the
-        # stages' sizes;
+        # This peer's own claim is merged each time, so that it never expires. estimates: None keeps the present ones.
         own = FoundRecords([self.claim] if self.claim is not None else [], self._reader.linger_s)
         former = view = self.view
         now_unix = self._unix()
         for batch in (*found, own):
             view = merge(view, batch.records, now_unix, batch.linger_s)
-        everybody = {**view.peers, **view.strangers}
+        everybody = {**view.peers, **view.unverified}
         everybody.pop(self._me, None)
         refused = {peer for peer in everybody if not self._config.is_member(peer)}
         lost = {peer for peer, known in everybody.items() if self.lost_peers.is_lost(known)}
         view = view.without(*lost, *refused)
         view = view if estimates is None else replace(view, estimates=estimates)
-        self.view = view.of_members(lambda peer: peer == self._me or self.acquaintances.is_met(peer))
+        self.view = view.with_verified(lambda peer: peer == self._me or self._is_verified(peer))
         changed = compare_views(former, self.view, lost, refused)
         for event in changed:
             self._report(event)
@@ -339,8 +342,8 @@ def compare_views(
 ) -> list[events.Event]:
     """Returns a PeerSeen for each peer that came or changed its claim, then a PeerGone for each that left the view.
 
-    A claim has changed if its span, state, incarnation or addresses have. Strangers are not compared. lost, refused:
-    peers removed before their claims ended, since they cannot be reached or are not admitted.
+    A claim has changed if its span, state, incarnation or addresses have. Unverified peers are not compared. lost,
+    refused: peers removed before their claims ended, since they cannot be reached or are not admitted.
     """
     changed: list[events.Event] = []
     for peer, current in view.peers.items():

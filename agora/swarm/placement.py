@@ -14,22 +14,8 @@ from dataclasses import dataclass, replace
 
 from agora_protocol.ids import PeerId, RunId, Span
 
-from agora.swarm.stage_capacity import Ability, StageDemands, StageSupply, spans_of_length, spans_that_fit
+from agora.swarm.stage_capacity import MachineCapacity, StageCapacity, StageNeeds, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
-
-__all__ = [
-    "Ability",
-    "Placement",
-    "Settling",
-    "StageDemands",
-    "choose_placement",
-    "describe_thinnest",
-    "holders_by_stage",
-    "judge_collision",
-    "next_settling_step",
-    "place_as_pinned",
-    "settling_order_key",
-]
 
 # Number of rounds, each one read of the other claims, after which a joining peer's claim is settled in any case.
 MAX_SETTLING_ROUNDS = 12
@@ -86,25 +72,25 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
     return replace(settling, rounds=rounds, kept=kept, settled=judged.is_final or kept >= ROUNDS_TO_KEEP or is_last)
 
 
-def choose_placement(view: View, demands: StageDemands, ability: Ability, rng: random.Random) -> Placement:
+def choose_placement(view: View, needs: StageNeeds, machine: MachineCapacity, rng: random.Random) -> Placement:
     """Returns the span that fits into a newcomer's memory and where it helps most, and why; `rng` breaks ties.
 
-    Stages with fewer than two holders (thin ones) come first, then the slowest, see StageSupply.best_spans. Returns a
+    Stages with fewer than two holders (thin ones) come first, then the slowest, see StageCapacity.best_spans. Returns a
     placement without a span, so that the newcomer stands by, when no stage fits into its memory, and when no stage is
     thin and the newcomer's rate would be less than MIN_FRACTION of what a machine of median speed does at that span.
-    view: without the newcomer itself. ability: what the newcomer's machine can do.
+    view: without the newcomer itself. machine: what the newcomer's machine can do.
     """
-    spans = spans_that_fit(ability.max_span_lengths)
+    spans = spans_that_fit(machine.max_span_lengths)
     if not spans:
         return Placement(None, "no stage of the run fits into this machine's memory")
-    supply = StageSupply(view, demands, ability.speed)
-    speed = supply.plausible_speed(ability.speed)
-    span = rng.choice(supply.best_spans(spans, speed, ability.bandwidth))
-    rate = supply.rate_at(span, speed, ability.bandwidth)
-    fraction = rate / supply.rate_at(span, supply.usual_speed, 0.0)
-    if fraction < MIN_FRACTION and not supply.thin_stages:
+    capacity = StageCapacity(view, needs, machine.speed)
+    speed = capacity.plausible_speed(machine.speed)
+    span = rng.choice(capacity.best_spans(spans, speed, machine.bandwidth))
+    rate = capacity.rate_at(span, speed, machine.bandwidth)
+    fraction = rate / capacity.rate_at(span, capacity.usual_speed, 0.0)
+    if fraction < MIN_FRACTION and not capacity.thin_stages:
         return Placement(None, f"it would do {fraction:.1%} of what others do, and no stage has fewer than two peers")
-    return Placement(span, describe_thinnest(supply.holders, span))
+    return Placement(span, describe_thinnest(capacity.holders, span))
 
 
 def place_as_pinned(view: View, stage_count: int, span: Span) -> Placement:
@@ -120,7 +106,7 @@ def holders_by_stage(view: View, stage_count: int) -> list[int]:
     return [view.claimant_count(stage) for stage in range(stage_count)]
 
 
-def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId) -> Placement:
+def judge_collision(view: View, me: PeerView, needs: StageNeeds, run: RunId) -> Placement:
     """Returns the span that this peer, still joining, should hold, since others may have chosen at the same time.
 
     A joining peer whose span is a best choice, given all other claims, keeps it. The remaining joining peers are placed
@@ -129,52 +115,52 @@ def judge_collision(view: View, me: PeerView, demands: StageDemands, run: RunId)
     that point, picked by a hash. The same view gives every peer the same outcome. is_final of the result: no joining
     peer had to be placed. me: this peer as the view has it; if it serves already, it keeps its span.
     """
-    supply = StageSupply(view, demands)
-    displaced = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(supply, p)}
+    capacity = StageCapacity(view, needs)
+    displaced = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(capacity, p)}
     if me.peer not in displaced:
         return Placement(me.span, f"stages {me.span} are the best choice, given everybody else's", not displaced)
     for peer in displaced.values():
-        if peer.span.first < demands.stage_count:
-            supply.remove(peer.span, supply.rate_of(peer))
+        if peer.span.first < needs.stage_count:
+            capacity.remove(peer.span, capacity.rate_of(peer))
     turns = sorted(displaced, key=lambda peer: settling_order_key(run, peer))
     ahead = turns.index(me.peer)
     for earlier in turns[:ahead]:
-        span = _span_in_turn(supply, displaced[earlier], run)
-        supply.add(span, _rate_at(supply, displaced[earlier], span))
-    span = _span_in_turn(supply, me, run)
+        span = _span_in_turn(capacity, displaced[earlier], run)
+        capacity.add(span, _rate_at(capacity, displaced[earlier], span))
+    span = _span_in_turn(capacity, me, run)
     if span == me.span:
         return Placement(span, f"others chose stages {span} at the same time, but rank later and give way")
     earlier_peers = "1 peer" if ahead == 1 else f"{ahead} peers"
-    thinnest = describe_thinnest(supply.holders, span)
+    thinnest = describe_thinnest(capacity.holders, span)
     return Placement(span, f"placed after {earlier_peers} that chose at the same time; {thinnest}")
 
 
-def _is_best_choice(supply: StageSupply, peer: PeerView) -> bool:
-    if peer.span.first >= supply.stage_count:
+def _is_best_choice(capacity: StageCapacity, peer: PeerView) -> bool:
+    if peer.span.first >= capacity.stage_count:
         return False
-    return peer.span in _best_for(supply.without(peer.span, supply.rate_of(peer)), peer)
+    return peer.span in _best_for(capacity.without(peer.span, capacity.rate_of(peer)), peer)
 
 
-def _best_for(supply: StageSupply, peer: PeerView) -> list[Span]:
-    # Returns the spans, of the length that `peer` claims, where it helps most, with all ties. supply: must not count
+def _best_for(capacity: StageCapacity, peer: PeerView) -> list[Span]:
+    # Returns the spans, of the length that `peer` claims, where it helps most, with all ties. capacity: must not count
     # `peer`.
-    spans = spans_of_length(len(peer.span), supply.stage_count)  # a claim may name stages that the run does not have
-    return supply.best_spans(spans, _claimed_speed(supply, peer), peer.bandwidth)
+    spans = spans_of_length(len(peer.span), capacity.stage_count)  # a claim may name stages that the run does not have
+    return capacity.best_spans(spans, _claimed_speed(capacity, peer), peer.bandwidth)
 
 
-def _claimed_speed(supply: StageSupply, peer: PeerView) -> float:
-    return supply.speed_of(peer) if peer.span.first < supply.stage_count else supply.usual_speed
+def _claimed_speed(capacity: StageCapacity, peer: PeerView) -> float:
+    return capacity.speed_of(peer) if peer.span.first < capacity.stage_count else capacity.usual_speed
 
 
-def _rate_at(supply: StageSupply, peer: PeerView, span: Span) -> float:
+def _rate_at(capacity: StageCapacity, peer: PeerView, span: Span) -> float:
     # Returns the microbatches per second that the peer would do at `span`, by its claimed speed and bandwidth.
-    return supply.rate_at(span, _claimed_speed(supply, peer), peer.bandwidth)
+    return capacity.rate_at(span, _claimed_speed(capacity, peer), peer.bandwidth)
 
 
-def _span_in_turn(supply: StageSupply, joiner: PeerView, run: RunId) -> Span:
+def _span_in_turn(capacity: StageCapacity, joiner: PeerView, run: RunId) -> Span:
     # Returns the joining peer's claimed span if that is a best choice; otherwise one of the best, picked by its hash.
-    # supply: must count the peers that keep their spans and those whose turn came before, not `joiner`.
-    best = _best_for(supply, joiner)
+    # capacity: must count the peers that keep their spans and those whose turn came before, not `joiner`.
+    best = _best_for(capacity, joiner)
     if joiner.span in best:
         return joiner.span
     return best[int.from_bytes(settling_order_key(run, joiner.peer)[-4:], "big") % len(best)]

@@ -15,14 +15,21 @@ from dataclasses import dataclass
 
 from agora_protocol.ids import PeerId, Span
 
-from agora.swarm.placement import Ability, Placement, StageDemands
-from agora.swarm.stage_capacity import ENOUGH_HOLDERS, StageSupply, spans_of_length, spans_that_fit
+from agora.swarm.placement import Placement
+from agora.swarm.stage_capacity import (
+    ENOUGH_HOLDERS,
+    MachineCapacity,
+    StageCapacity,
+    StageNeeds,
+    spans_of_length,
+    spans_that_fit,
+)
 from agora.swarm.view import PeerView, View
 
 # A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
 #
 # It bounds what is lost: a stage with 10 replicas where 11 could be loses up to a tenth of its rate. Where stages are
-# known by samples, the samples' uncertainty is added, see StageSupply.
+# known by samples, the samples' uncertainty is added, see StageCapacity.
 MIN_GAIN = 1.05
 # Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two.
 MIN_REPLICAS = 3
@@ -47,7 +54,7 @@ def judge_interval_s(rng: random.Random) -> float:
 
 
 def judge_move(
-    view: View, me: PeerId, demands: StageDemands, ability: Ability, rng: random.Random, served_s: float = math.inf
+    view: View, me: PeerId, needs: StageNeeds, machine: MachineCapacity, rng: random.Random, served_s: float = math.inf
 ) -> Placement | None:
     """Returns the span to which this peer should move, and why; None if it should stay, or does not serve.
 
@@ -65,12 +72,12 @@ def judge_move(
     """
     draw = rng.random()
     own = view.peers.get(me)
-    if own is None or own.state != "serving" or own.span.last >= demands.stage_count:
+    if own is None or own.state != "serving" or own.span.last >= needs.stage_count:
         return None
-    alone = _MoveEvaluation(view, own, demands, ability, served_s).choose_span()
+    alone = _MoveEvaluation(view, own, needs, machine, served_s).choose_span()
     if alone is None:
         return None
-    evaluation = _MoveEvaluation(view, own, demands, ability, served_s)
+    evaluation = _MoveEvaluation(view, own, needs, machine, served_s)
     others = evaluation.other_spare_peers()
     moved = evaluation.apply_earlier_moves(others)
     if (placement := evaluation.choose_span()) is not None:
@@ -89,39 +96,41 @@ class _Rates:
 class _MoveEvaluation:
     """One evaluation of whether one peer should move, by one view, in which moves of peers are simulated.
 
-    Use it once: each simulated move changes its StageSupply, which counts each stage's holders and rate.
+    Use it once: each simulated move changes its StageCapacity, which counts each stage's holders and rate.
     """
 
-    def __init__(self, view: View, own: PeerView, demands: StageDemands, ability: Ability, served_s: float) -> None:
+    def __init__(self, view: View, own: PeerView, needs: StageNeeds, machine: MachineCapacity, served_s: float) -> None:
         self._view = view
         self._horizon_s = min(HORIZON_S, served_s)
         self._own = own
-        self._demands = demands
-        self._ability = ability
-        self._supply = StageSupply(view, demands, ability.speed)
-        self._speed = self._supply.plausible_speed(ability.speed or own.capacity * self._supply.work_of(own.span))
-        self._own_rate = self._supply.rate_of(own)
-        self._min_gain = MIN_GAIN + self._supply.uncertainty
-        self._was_thin = bool(self._supply.thin_stages)
-        self._serving = [len(view.replicas(stage)) for stage in range(demands.stage_count)]
+        self._needs = needs
+        self._machine = machine
+        self._capacity = StageCapacity(view, needs, machine.speed)
+        self._speed = self._capacity.plausible_speed(machine.speed or own.capacity * self._capacity.work_of(own.span))
+        self._own_rate = self._capacity.rate_of(own)
+        self._min_gain = MIN_GAIN + self._capacity.uncertainty
+        self._was_thin = bool(self._capacity.thin_stages)
+        self._serving = [len(view.replicas(stage)) for stage in range(needs.stage_count)]
 
     # --- who may move
 
     def is_uneven(self) -> bool:
-        supply = self._supply
-        return bool(supply.thin_stages) or (not self._was_thin and self._min_gain * supply.rate < supply.even_rate)
+        capacity = self._capacity
+        return bool(capacity.thin_stages) or (
+            not self._was_thin and self._min_gain * capacity.rate < capacity.even_rate
+        )
 
     def other_spare_peers(self) -> list[PeerView]:
-        is_thin = bool(self._supply.thin_stages)
-        rate = self._supply.rate
+        is_thin = bool(self._capacity.thin_stages)
+        rate = self._capacity.rate
         others = (peer for peer in self._view.peers.values() if peer.peer != self._own.peer)
         return [peer for peer in others if self._is_spare(peer, is_thin, rate)]
 
     def apply_earlier_moves(self, others: list[PeerView]) -> int:
-        slowest = self._supply.rates.index(min(self._supply.rates))
+        slowest = self._capacity.rates.index(min(self._capacity.rates))
         turns = {peer.peer: _turn(peer.peer, slowest) for peer in [*others, self._own]}
         for peer in self._view.peers.values():
-            if peer.state == "leaving" and peer.span.last < self._supply.stage_count:
+            if peer.state == "leaving" and peer.span.last < self._capacity.stage_count:
                 self._add_where_best(peer)
         moved = 0
         for peer in sorted(others, key=lambda other: turns[other.peer]):
@@ -132,24 +141,24 @@ class _MoveEvaluation:
         return moved
 
     def _is_still_spare(self, peer: PeerView) -> bool:
-        return self._is_spare(peer, bool(self._supply.thin_stages), self._supply.rate)
+        return self._is_spare(peer, bool(self._capacity.thin_stages), self._capacity.rate)
 
     def _is_spare(self, peer: PeerView, is_thin: bool, swarm_rate: float) -> bool:
-        if peer.state != "serving" or peer.span.last >= self._supply.stage_count:
+        if peer.state != "serving" or peer.span.last >= self._capacity.stage_count:
             return False
-        supply = self._supply
+        capacity = self._capacity
         stages = peer.span.stages
-        if any(min(self._serving[stage], supply.holders[stage]) < MIN_REPLICAS for stage in stages):
+        if any(min(self._serving[stage], capacity.holders[stage]) < MIN_REPLICAS for stage in stages):
             return False
         if is_thin:
             return True
-        rate = supply.rate_of(peer)
-        return all(supply.rates[stage] - rate > swarm_rate for stage in stages)
+        rate = capacity.rate_of(peer)
+        return all(capacity.rates[stage] - rate > swarm_rate for stage in stages)
 
     def may_hold(self, span: Span) -> bool:
-        fills_empty = any(self._supply.holders[stage] == 0 for stage in span.stages)
+        fills_empty = any(self._capacity.holders[stage] == 0 for stage in span.stages)
         for stage in self._own.span.stages:
-            stay = min(self._serving[stage], self._supply.holders[stage])  # of those that serve, after others' moves
+            stay = min(self._serving[stage], self._capacity.holders[stage])  # of those that serve, after others' moves
             if stage not in span and stay < MIN_REPLICAS:
                 return False
             if stage in span and stay < ENOUGH_HOLDERS and not fills_empty:
@@ -163,22 +172,22 @@ class _MoveEvaluation:
         # that fills a stage with fewer than two peers needs no gain.
         if not self.is_uneven():
             return None
-        spans = [s for s in spans_that_fit(self._ability.max_span_lengths) if s != self._own.span and self.may_hold(s)]
+        spans = [s for s in spans_that_fit(self._machine.max_span_lengths) if s != self._own.span and self.may_hold(s)]
         if not spans:
             return None
-        supply = self._supply
+        capacity = self._capacity
         own = self._own
         max_length = max(len(span) for span in spans)
-        thinness = supply.thinness(max_length)
-        balance = supply.balance_key()
-        rate_before = supply.rate
-        supply.remove(own.span, self._own_rate)
-        span = _pick_by_hash(supply.best_spans(spans, self._speed, self._ability.bandwidth), own.peer)
-        supply.add(span, supply.rate_at(span, self._speed, self._ability.bandwidth))
-        fills = supply.thinness(max_length) < thinness
-        if not fills and (supply.thinness(max_length) > thinness or supply.balance_key() <= balance):
+        thinness = capacity.thinness(max_length)
+        balance = capacity.balance_key()
+        rate_before = capacity.rate
+        capacity.remove(own.span, self._own_rate)
+        span = _pick_by_hash(capacity.best_spans(spans, self._speed, self._machine.bandwidth), own.peer)
+        capacity.add(span, capacity.rate_at(span, self._speed, self._machine.bandwidth))
+        fills = capacity.thinness(max_length) < thinness
+        if not fills and (capacity.thinness(max_length) > thinness or capacity.balance_key() <= balance):
             return None
-        rates = _Rates(rate_before, supply.rate if fills else self._rate_after_reaction(self._min_gain * rate_before))
+        rates = _Rates(rate_before, capacity.rate if fills else self._rate_after_reaction(self._min_gain * rate_before))
         if not fills and rates.after <= self._min_gain * rate_before:
             return None
         if not self._is_repaid(span, rates, fills):
@@ -188,33 +197,33 @@ class _MoveEvaluation:
         return Placement(span, f"the swarm's slowest stage gets {rates.after / max(rate_before, 1e-9) - 1:.0%} faster")
 
     def _rate_after_reaction(self, wanted: float) -> float:
-        supply = self._supply
+        capacity = self._capacity
         followers = 0
         for peer in sorted(
-            self.other_spare_peers(), key=lambda seen: (-min(supply.rates[s] for s in seen.span.stages), seen.peer)
+            self.other_spare_peers(), key=lambda seen: (-min(capacity.rates[s] for s in seen.span.stages), seen.peer)
         ):
-            if supply.rate > wanted or followers >= MAX_FOLLOWERS:
+            if capacity.rate > wanted or followers >= MAX_FOLLOWERS:
                 break
             if self._is_still_spare(peer):
                 followers += self._simulate_move(peer)
-        return supply.rate
+        return capacity.rate
 
     def _simulate_move(self, peer: PeerView) -> bool:
-        self._supply.remove(peer.span, self._supply.rate_of(peer))
+        self._capacity.remove(peer.span, self._capacity.rate_of(peer))
         return self._add_where_best(peer) != peer.span
 
     def _add_where_best(self, peer: PeerView) -> Span:
-        supply = self._supply
-        spans = spans_of_length(len(peer.span), supply.stage_count)
-        speed = supply.speed_of(peer)
-        span = _pick_by_hash(supply.best_spans(spans, speed, peer.bandwidth), peer.peer)
-        supply.add(span, supply.rate_at(span, speed, peer.bandwidth))
+        capacity = self._capacity
+        spans = spans_of_length(len(peer.span), capacity.stage_count)
+        speed = capacity.speed_of(peer)
+        span = _pick_by_hash(capacity.best_spans(spans, speed, peer.bandwidth), peer.peer)
+        capacity.add(span, capacity.rate_at(span, speed, peer.bandwidth))
         return span
 
     def _is_repaid(self, span: Span, rates: _Rates, fills: bool) -> bool:
         new = [stage for stage in span.stages if stage not in self._own.span]
-        fetched = sum(self._demands.state_bytes[stage] for stage in new)
-        seconds = fetched / self._ability.bandwidth if self._ability.bandwidth > 0 else 0.0
+        fetched = sum(self._needs.state_bytes[stage] for stage in new)
+        seconds = fetched / self._machine.bandwidth if self._machine.bandwidth > 0 else 0.0
         won = HORIZON_S if fills else self._horizon_s * (1.0 - rates.before / rates.after)
         return seconds + MOVE_S < won
 

@@ -26,7 +26,7 @@ MAX_COMPARED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class StageDemands:
+class StageNeeds:
     """What the stages of a run ask of a machine."""
 
     work: tuple[float, ...]  # for each stage, the computation of one microbatch, as a multiple of the mean over stages
@@ -39,13 +39,13 @@ class StageDemands:
         return len(self.work)
 
 
-def equal_demands(stage_count: int) -> StageDemands:
-    """Returns the demands of `stage_count` stages of equal work whose boundaries and states have 0 bytes."""
-    return StageDemands((1.0,) * stage_count, 0.0, (0.0,) * stage_count)
+def equal_needs(stage_count: int) -> StageNeeds:
+    """Returns the needs of `stage_count` stages of equal work whose boundaries and states have 0 bytes."""
+    return StageNeeds((1.0,) * stage_count, 0.0, (0.0,) * stage_count)
 
 
 @dataclass(frozen=True, slots=True)
-class Ability:
+class MachineCapacity:
     """What one machine can do."""
 
     # Microbatches per second for one stage of mean work; 0 for unknown, then the median of other peers is used.
@@ -55,21 +55,21 @@ class Ability:
     max_span_lengths: tuple[int, ...]
 
 
-class StageSupply:
+class StageCapacity:
     """The holders of each stage (peers that serve it or are joining), and their summed rate in microbatches per second.
 
     It is counted from a view, and then changed by `add` and `remove` to compare placements. A peer's speed is its
     microbatches per second for one stage of mean work.
     """
 
-    def __init__(self, view: View, demands: StageDemands, own_speed: float = 0.0) -> None:
+    def __init__(self, view: View, needs: StageNeeds, own_speed: float = 0.0) -> None:
         """own_speed: the asking peer's microbatches per second for one stage of mean work; 0 if unknown.
 
         It counts only where the view has no known speed: then it is the usual speed.
         """
-        self.demands = demands
-        self.stage_count = demands.stage_count
-        self._work = list(accumulate(demands.work, initial=0.0))
+        self.needs = needs
+        self.stage_count = needs.stage_count
+        self._work = list(accumulate(needs.work, initial=0.0))
         holders = [p for p in view.peers.values() if p.state != "leaving" and p.span.first < self.stage_count]
         known = [p.capacity * self.work_of(p.span) for p in holders if p.capacity > 0]
         # Whether some speed is known, so that rates are microbatches per second.
@@ -131,7 +131,7 @@ class StageSupply:
         0, which means unknown, or if no peer's speed is known.
         """
         computed = speed / self.work_of(span)
-        sent = ((span.first > 0) + (span.last < self.stage_count - 1)) * self.demands.boundary_bytes
+        sent = ((span.first > 0) + (span.last < self.stage_count - 1)) * self.needs.boundary_bytes
         return min(computed, bandwidth / sent) if self.is_measured and bandwidth > 0 and sent > 0 else computed
 
     def add(self, span: Span, rate: float, holders: int = 1) -> None:
@@ -147,7 +147,7 @@ class StageSupply:
         """Removes one holder, which does `rate` microbatches per second, from each stage of `span`."""
         self.add(span, -rate, -1)
 
-    def without(self, span: Span, rate: float) -> StageSupply:
+    def without(self, span: Span, rate: float) -> StageCapacity:
         """Returns a copy without one holder, which does `rate` microbatches per second, in each stage of `span`."""
         copied = copy.copy(self)
         copied.rates, copied.holders = list(self.rates), list(self.holders)
@@ -252,7 +252,7 @@ def spans_that_fit(max_lengths: Sequence[int]) -> list[Span]:
 
     From each first stage on these are spans of all lengths up to 8, then of lengths each about a quarter greater, and
     of the greatest length that fits. max_lengths: for each first stage, how many stages from it on fit, as in
-    Ability.max_span_lengths; its length is the run's number of stages.
+    MachineCapacity.max_span_lengths; its length is the run's number of stages.
     """
     stage_count = len(max_lengths)
     spans = []

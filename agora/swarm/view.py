@@ -69,7 +69,7 @@ class PeerView:
 class StageEstimate:
     """How many peers one stage has, by estimate, in a run that is too large for every peer's claim to be read.
 
-    peers: estimated number of peers that claim the stage, in any state, strangers included. period_s: seconds within
+    peers: estimated number of peers that claim the stage, in any state, verified or not. period_s: seconds within
     which the claim of each peer of the stage in the view is read again.
     """
 
@@ -81,7 +81,7 @@ class StageEstimate:
 class View:
     """What one peer knows of the swarm at one moment: every peer that seems to be live, by its id.
 
-    peers: the peers that were met, this peer included if it has a claim. strangers: peers whose claims were read, but
+    peers: the verified peers, this peer included if it has a claim. unverified: peers whose claims were read, but
     with whom no HELLO was exchanged; they count only when a stage's size is estimated. estimates: by stage, the number
     of peers if only some of the run's claims are read; empty if all are. Each stage's peers are found and sorted only
     once.
@@ -89,7 +89,7 @@ class View:
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
     estimates: Mapping[int, StageEstimate] = field(default_factory=dict)
-    strangers: Mapping[PeerId, PeerView] = field(default_factory=dict)
+    unverified: Mapping[PeerId, PeerView] = field(default_factory=dict)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
         """Returns the peers in state "serving" that hold `stage`, sorted by id; only these are sent microbatches."""
@@ -115,23 +115,20 @@ class View:
         return self.estimates[stage].period_s if stage in self.estimates else 0.0
 
     def without(self, *peers: PeerId) -> View:
-        """Returns a copy of the view without `peers`, also among its strangers; the view itself for no `peers`."""
+        """Returns a copy of the view without `peers`, verified or not; the view itself for no `peers`."""
         if not peers:
             return self
         removed = frozenset(peers)
         remaining = {other: known for other, known in self.peers.items() if other not in removed}
-        strangers = {other: known for other, known in self.strangers.items() if other not in removed}
-        return View(remaining, self.estimates, strangers)
+        unverified = {other: known for other, known in self.unverified.items() if other not in removed}
+        return View(remaining, self.estimates, unverified)
 
-    def of_members(self, is_member: Callable[[PeerId], bool]) -> View:
-        """Returns a copy of the view in which `is_member` decides which are its peers and which its strangers.
-
-        is_member: called with each of the view's peers and strangers; those of which it returns False are strangers.
-        """
-        everybody = {**self.peers, **self.strangers}
-        peers = {peer: known for peer, known in everybody.items() if is_member(peer)}
-        strangers = {peer: known for peer, known in everybody.items() if peer not in peers}
-        return View(peers, self.estimates, strangers)
+    def with_verified(self, is_verified: Callable[[PeerId], bool]) -> View:
+        """Returns a copy of the view in which `is_verified`, called with each of its peers, says which are verified."""
+        everybody = {**self.peers, **self.unverified}
+        peers = {peer: known for peer, known in everybody.items() if is_verified(peer)}
+        unverified = {peer: known for peer, known in everybody.items() if peer not in peers}
+        return View(peers, self.estimates, unverified)
 
     def _scale_to_stage(self, stage: int, count: int) -> int:
         estimate = self.estimates.get(stage)
@@ -142,7 +139,7 @@ class View:
 
     @cached_property
     def _holders_by_stage(self) -> Mapping[int, int]:
-        everybody = (*self.peers.values(), *self.strangers.values())
+        everybody = (*self.peers.values(), *self.unverified.values())
         return Counter(stage for known in everybody for stage in known.span.stages)
 
     @cached_property
@@ -164,10 +161,10 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
 
     The newest incarnation of a peer wins. A claim, also one that repeats what is known, keeps its peer in the view for
     `linger_s` seconds; peers whose time is over are dropped. Claims are merged first; progress without a claim of the
-    same incarnation and span is ignored. The result has the strangers of `view` among its peers: call `of_members` to
-    separate them again.
+    same incarnation and span is ignored. The result has the unverified peers of `view` among its peers: call
+    `with_verified` to separate them again.
     """
-    peers = {**view.peers, **view.strangers}
+    peers = {**view.peers, **view.unverified}
     for record in sorted(records, key=lambda record: record.KIND):  # claims first
         if isinstance(record, Claim):
             _merge_claim(peers, record, now_unix, linger_s)

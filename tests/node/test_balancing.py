@@ -9,10 +9,10 @@ from typing import Any
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.process.daemon import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_ability
+from agora.node.process.daemon import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_capacity
 from agora.observe.events import MoveChosen
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S
-from agora.swarm.stage_capacity import Ability, equal_demands
+from agora.swarm.stage_capacity import MachineCapacity, equal_needs
 from agora.swarm.view import PeerView, View
 from tests.virtual_time import run
 
@@ -48,11 +48,11 @@ class FakePeer:
         self.fresh = fresh
         self.startup = SimpleNamespace(me=ME, report_event=self.events.append)
         self.membership = SimpleNamespace(
-            view=view, refresh=self._refresh, update_ability=lambda *values: self.published.append(values)
+            view=view, refresh=self._refresh, update_capacity=lambda *values: self.published.append(values)
         )
-        self.ability = SimpleNamespace(
-            demands=equal_demands(3),
-            ability=Ability(1.0, 5.0, (1, 1, 1)),
+        self.capacity_probe = SimpleNamespace(
+            needs=equal_needs(3),
+            machine=MachineCapacity(1.0, 5.0, (1, 1, 1)),
             record_measurement=lambda span, service_s, uplink: 1 / service_s,
         )
 
@@ -134,7 +134,7 @@ def test_what_was_measured_is_put_into_the_claim_while_a_span_is_held() -> None:
     held: list[Any] = [None]
 
     async def work() -> None:
-        task = asyncio.create_task(publish_ability(local_peer, lambda: held[0]))  # type: ignore[arg-type]
+        task = asyncio.create_task(publish_capacity(local_peer, lambda: held[0]))  # type: ignore[arg-type]
         await asyncio.sleep(2.5 * MEASURE_S)
         held[0] = SimpleNamespace(span=Span(0, 0), hop=hop)
         await asyncio.sleep(2 * MEASURE_S)

@@ -15,7 +15,7 @@ from agora.node.settings import Settings
 from agora.node.span.loaded_span import _claim_or_stand_by
 from agora.swarm.placement import Placement
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S, MIN_JUDGE_INTERVAL_S
-from agora.swarm.stage_capacity import Ability, equal_demands
+from agora.swarm.stage_capacity import MachineCapacity, equal_needs
 from tests.virtual_time import run
 
 WAIT = Placement(None, "it would do 1.0% of what others do, and no stage has fewer than two peers")
@@ -29,13 +29,15 @@ class Joiner:
         self.asked: list[tuple[float, Span | None]] = []
         self.said: list[str] = []
         self.manifest = preset("tiny")
-        self.ability = SimpleNamespace(base_bytes=0, demands=equal_demands(2), ability=Ability(1.0, 0.0, longest))
+        self.capacity_probe = SimpleNamespace(
+            base_bytes=0, needs=equal_needs(2), machine=MachineCapacity(1.0, 0.0, longest)
+        )
         self.membership = SimpleNamespace(claim_span=self._claim_span)
         self.startup = SimpleNamespace(
             settings=Settings(memory_gib=0.001), steps=SimpleNamespace(report_progress=self.said.append)
         )
 
-    async def _claim_span(self, demands: Any, ability: Any, wanted: Span | None) -> Placement:
+    async def _claim_span(self, needs: Any, machine: Any, wanted: Span | None) -> Placement:
         self.asked.append((asyncio.get_running_loop().time(), wanted))
         return self.placements.pop(0)
 

@@ -9,9 +9,8 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_REVOCATIONS
 from agora_protocol.tickets import InviteTicket, Revocation, Ticket, make_proof, seal_revocation, seal_ticket
 
-from agora.swarm import admission_book
-from agora.swarm.admission import AdmissionPolicy
-from agora.swarm.admission_book import AdmissionBook
+from agora.swarm import admission
+from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 
 RUN = RunId("ab" * 32)
 FOUNDER, DELEGATE, PEER, STRANGER = (Identity(bytes([n]) * 32) for n in range(1, 5))
@@ -100,8 +99,8 @@ def test_in_mode_listed_who_is_not_listed_is_not_even_asked() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_book, "MAX_PEERS", 2)
-    monkeypatch.setattr(admission_book, "MAX_PROOFS", 2)
+    monkeypatch.setattr(admission, "MAX_PEERS", 2)
+    monkeypatch.setattr(admission, "MAX_PROOFS", 2)
     made = book()
     for holder in (PEER, DELEGATE, STRANGER):
         made.judge(holder.peer, proof_for(holder), NOW)
@@ -111,7 +110,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_founder_finds_room_for_a_ban_where_delegates_have_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_REVOCATIONS > 2
-    monkeypatch.setattr(admission_book, "MAX_REVOCATIONS", 2)
+    monkeypatch.setattr(admission, "MAX_REVOCATIONS", 2)
     made, proof = book("open"), proof_for(DELEGATE, "delegate")
     ids = [Identity(bytes([n]) * 32).peer for n in range(50, 53)]
     for subject in ids[:2]:

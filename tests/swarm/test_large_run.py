@@ -25,8 +25,9 @@ from agora.swarm.directory_shards import (
     shards_to_publish,
 )
 from agora.swarm.membership import Membership, MembershipConfig
-from agora.swarm.stage_capacity import Ability, equal_demands
+from agora.swarm.stage_capacity import MachineCapacity, equal_needs
 from tests.swarm.makers import RUN, peer_id
+from tests.swarm.test_membership import dial_nobody
 from tests.virtual_time import run
 
 EPOCH = 1_700_000_000.0
@@ -85,12 +86,21 @@ def unix() -> float:
 
 def a_peer_of(crowd: Crowd, events: list[object]) -> Membership:
     config = MembershipConfig(RUN, STAGES, incarnation=7)
-    return Membership(config, crowd, Identity(bytes(32)), events.append, rng=random.Random(1), unix=unix)
+    return Membership(
+        config,
+        crowd,
+        Identity(bytes(32)),
+        events.append,
+        is_verified=lambda _: True,
+        dial_unverified=dial_nobody,
+        rng=random.Random(1),
+        unix=unix,
+    )
 
 
 async def serve(membership: Membership, seconds: float) -> None:
     """Joins with stage 3, and serves it for a while."""
-    await membership.claim_span(equal_demands(STAGES), Ability(0.0, 0.0, (1,) * STAGES), Span(3, 3))
+    await membership.claim_span(equal_needs(STAGES), MachineCapacity(0.0, 0.0, (1,) * STAGES), Span(3, 3))
     await membership.set_state("serving")
     task = asyncio.create_task(membership.run())
     await asyncio.sleep(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agora_protocol.ids import PeerId, Span
 
-from agora.swarm.lost_peers import LOST_S, MAX_DIALS, LostPeers
+from agora.swarm.redialling import LOST_S, MAX_BROKEN_DIALS, LostPeers
 from agora.swarm.view import PeerView, View
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -88,9 +88,9 @@ def test_after_a_while_a_claim_is_believed_again() -> None:
 
 
 def test_many_broken_connections_are_dialled_a_few_at_a_time_and_nobody_is_left_out() -> None:
-    many = [PeerId(f"peer {number:02}") for number in range(3 * MAX_DIALS - 1)]
+    many = [PeerId(f"peer {number:02}") for number in range(3 * MAX_BROKEN_DIALS - 1)]
     peers, everybody = LostPeers(), view(*many, B)
     peers.update_connected(0.0, {*many, B}, everybody)
     dialled = [peers.update_connected(1.0 + turn, {B}, everybody) for turn in range(4)]
-    assert [len(turn) for turn in dialled] == [MAX_DIALS, MAX_DIALS, MAX_DIALS - 1, 0]
+    assert [len(turn) for turn in dialled] == [MAX_BROKEN_DIALS, MAX_BROKEN_DIALS, MAX_BROKEN_DIALS - 1, 0]
     assert {due.peer for turn in dialled for due in turn} == set(many)

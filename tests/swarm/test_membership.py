@@ -17,8 +17,8 @@ from agora_protocol.shards import Shard
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
 from agora.swarm.directory_reader import JITTER, SLOW_READ_S, linger_s, read_interval_s
 from agora.swarm.membership import Membership, MembershipConfig
-from agora.swarm.placement import Ability
-from agora.swarm.stage_capacity import equal_demands
+from agora.swarm.stage_capacity import MachineCapacity, equal_needs
+from agora.swarm.view import PeerView
 from tests.swarm.makers import RUN
 from tests.virtual_time import run
 
@@ -62,6 +62,10 @@ class Directory:
         return {shard: [record for record, expires in records if expires > unix()] for shard, records in found.items()}
 
 
+async def dial_nobody(unverified: Sequence[PeerView]) -> None:
+    assert not unverified, "every peer is verified here"
+
+
 class Peer:
     """A membership with its own identity and events."""
 
@@ -84,6 +88,8 @@ class Peer:
             self.directory,
             self.identity,
             self.events.append,
+            is_verified=lambda _: True,
+            dial_unverified=dial_nobody,
             progress=lambda: self.progress,
             on_change=lambda: self.changed_at.append(asyncio.get_running_loop().time()),
             rng=random.Random(seed),
@@ -92,8 +98,8 @@ class Peer:
         self.task: asyncio.Task | None = None
 
     async def join(self, length: int = 1, pinned: Span | None = None) -> None:
-        ability = Ability(0.0, 0.0, tuple(min(length, self.stages - first) for first in range(self.stages)))
-        await self.membership.claim_span(equal_demands(self.stages), ability, pinned)
+        machine = MachineCapacity(0.0, 0.0, tuple(min(length, self.stages - first) for first in range(self.stages)))
+        await self.membership.claim_span(equal_needs(self.stages), machine, pinned)
 
     async def serve(self) -> None:
         await self.membership.set_state("serving")
@@ -136,7 +142,7 @@ def test_fifty_peers_that_start_at_once_spread_over_the_stages() -> None:
 def test_who_stands_by_claims_nothing() -> None:
     async def work() -> None:
         peer = Peer(Store(), 2, 1)
-        placement = await peer.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (0, 0)))
+        placement = await peer.membership.claim_span(equal_needs(2), MachineCapacity(0.0, 0.0, (0, 0)))
         assert placement.span is None
         assert peer.membership.claim is None
         assert not peer.events
@@ -148,11 +154,11 @@ def test_a_measured_ability_is_published_with_the_claim() -> None:
     async def work() -> None:
         store = Store()
         a, b = Peer(store, 1, 1), Peer(store, 1, 2)
-        a.membership.update_ability(1.0, 1.0)
+        a.membership.update_capacity(1.0, 1.0)
         for peer in (a, b):
             await peer.join()
             await peer.serve()
-        a.membership.update_ability(2.5, 1e15)
+        a.membership.update_capacity(2.5, 1e15)
         await asyncio.sleep(15.0)
         seen = b.membership.view.peers[a.identity.peer]
         assert (seen.capacity, seen.bandwidth) == (2.5, 1e12), "bounded as the record is"
@@ -233,7 +239,7 @@ def test_a_lost_peer_leaves_the_view_at_once_and_comes_back_with_its_next_claim(
         assert "cannot be dialled" in gone.reason
         await asyncio.sleep(10.0)
         assert not a.membership.view.replicas(stage), "its claim is still in the directory"
-        await b.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (1, 1)), Span(stage, stage))
+        await b.membership.claim_span(equal_needs(2), MachineCapacity(0.0, 0.0, (1, 1)), Span(stage, stage))
         await b.membership.set_state("serving")
         await asyncio.sleep(5.0)
         assert [p.peer for p in a.membership.view.replicas(stage)] == [b.identity.peer]
@@ -384,7 +390,7 @@ def test_a_peer_that_serves_moves_to_another_span_and_the_others_follow_it() -> 
         old_progress = Progress(b.identity.peer, Span(0, 0), 1, (5,), 1.0, None, 0, 0)
         await b.membership.publish_progress(old_progress)
         await b.membership.set_state("leaving")
-        placement = await b.membership.claim_span(equal_demands(2), Ability(0.0, 0.0, (1, 1)), Span(1, 1))
+        placement = await b.membership.claim_span(equal_needs(2), MachineCapacity(0.0, 0.0, (1, 1)), Span(1, 1))
         await b.membership.publish_progress(old_progress)
         assert placement.reason == "as asked for; stage 1 is the thinnest, held by nobody"
         assert b.membership.claim is not None

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from agora.swarm.placement import (
     MAX_SETTLING_ROUNDS,
-    Ability,
     Placement,
     Settling,
     choose_placement,
@@ -20,18 +19,18 @@ from agora.swarm.placement import (
     place_as_pinned,
     settling_order_key,
 )
-from agora.swarm.stage_capacity import StageDemands, equal_demands, spans_that_fit
+from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs, spans_that_fit
 from agora.swarm.view import StageEstimate, View
 from tests.swarm.makers import RUN, seen, view
 
 
-def up_to(length: int, stages: int, speed: float = 0.0, bandwidth: float = 0.0) -> Ability:
+def up_to(length: int, stages: int, speed: float = 0.0, bandwidth: float = 0.0) -> MachineCapacity:
     """A machine into whose memory `length` stages fit."""
-    return Ability(speed, bandwidth, tuple(min(length, stages - first) for first in range(stages)))
+    return MachineCapacity(speed, bandwidth, tuple(min(length, stages - first) for first in range(stages)))
 
 
 def choose(peers: View, stages: int, length: int = 1, seed: int = 0):
-    return choose_placement(peers, equal_demands(stages), up_to(length, stages), random.Random(seed))
+    return choose_placement(peers, equal_needs(stages), up_to(length, stages), random.Random(seed))
 
 
 def test_the_first_peer_may_take_any_stage_and_ties_are_broken_by_the_generator() -> None:
@@ -65,18 +64,18 @@ def test_the_slowest_stage_is_raised_although_it_has_more_holders() -> None:
 
 
 def test_a_stage_of_more_work_needs_more_holders() -> None:
-    demands = StageDemands((0.5, 1.5), 0.0, (0.0, 0.0))
+    needs = StageNeeds((0.5, 1.5), 0.0, (0.0, 0.0))
     peers = view(*(seen(f"a{i}", "0") for i in range(2)), *(seen(f"b{i}", "1") for i in range(3)))
-    assert choose_placement(peers, demands, up_to(1, 2), random.Random(0)).span == Span(1, 1)
+    assert choose_placement(peers, needs, up_to(1, 2), random.Random(0)).span == Span(1, 1)
 
 
 def test_a_machine_with_a_slow_uplink_goes_to_an_end_or_takes_longer_spans() -> None:
     """At an end of the model it sends one boundary for each microbatch, in the middle two."""
-    demands = StageDemands((1.0,) * 3, 100.0, (0.0,) * 3)
+    needs = StageNeeds((1.0,) * 3, 100.0, (0.0,) * 3)
     peers = view(*(seen(f"p{i}", str(i % 3), capacity=10.0) for i in range(6)))
-    spans = {choose_placement(peers, demands, up_to(1, 3, 10.0, 100.0), random.Random(n)).span for n in range(20)}
+    spans = {choose_placement(peers, needs, up_to(1, 3, 10.0, 100.0), random.Random(n)).span for n in range(20)}
     assert spans == {Span(0, 0), Span(2, 2)}
-    assert choose_placement(peers, demands, up_to(3, 3, 10.0, 100.0), random.Random(0)).span == Span(0, 2)
+    assert choose_placement(peers, needs, up_to(3, 3, 10.0, 100.0), random.Random(0)).span == Span(0, 2)
 
 
 def test_a_claim_of_an_absurd_speed_does_not_hide_that_its_stage_is_slow() -> None:
@@ -93,13 +92,13 @@ def test_a_machine_that_no_stage_fits_stands_by() -> None:
 
 def test_a_machine_with_less_than_two_percent_of_the_median_rate_stands_by_while_no_stage_is_thin() -> None:
     peers = [seen(f"p{i}", str(i % 2), capacity=10.0) for i in range(4)]
-    slow, demands = up_to(1, 2, speed=0.19), equal_demands(2)
-    placement = choose_placement(view(*peers), demands, slow, random.Random(0))
+    slow, needs = up_to(1, 2, speed=0.19), equal_needs(2)
+    placement = choose_placement(view(*peers), needs, slow, random.Random(0))
     assert placement.span is None
     assert placement.reason.startswith("it would do 1.9% of what others do")
-    assert choose_placement(view(*peers), demands, up_to(1, 2, speed=0.21), random.Random(0)).span is not None
-    assert choose_placement(view(*peers[:3]), demands, slow, random.Random(0)).span == Span(1, 1), "a thin stage"
-    assert choose_placement(view(*peers), demands, up_to(1, 2), random.Random(0)).span is not None, "unknown speed"
+    assert choose_placement(view(*peers), needs, up_to(1, 2, speed=0.21), random.Random(0)).span is not None
+    assert choose_placement(view(*peers[:3]), needs, slow, random.Random(0)).span == Span(1, 1), "a thin stage"
+    assert choose_placement(view(*peers), needs, up_to(1, 2), random.Random(0)).span is not None, "unknown speed"
     crowd = view(*(seen(f"p{i}", "0", capacity=10.0) for i in range(200)))
     assert choose(crowd, 1).span is not None, "one of very many is still as useful as the others"
 
@@ -129,7 +128,7 @@ def test_a_pinned_span_is_taken_and_its_meaning_said() -> None:
 def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages, length, peers, seed) -> None:
     rng, now = random.Random(seed), View()
     for i in range(peers):
-        span = choose_placement(now, equal_demands(stages), up_to(length, stages), rng).span
+        span = choose_placement(now, equal_needs(stages), up_to(length, stages), rng).span
         now = View({**now.peers, f"p{i}": seen(f"p{i}", str(span))})
     holders = holders_by_stage(now, stages)
     if length == 1:
@@ -142,12 +141,12 @@ def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages,
 def test_who_stands_well_stays_whatever_the_order() -> None:
     peers = view(*(seen(f"p{i}", str(i % 2), "joining") for i in range(6)))
     for me in peers.peers.values():
-        assert judge_collision(peers, me, equal_demands(2), RUN).span == me.span
+        assert judge_collision(peers, me, equal_needs(2), RUN).span == me.span
 
 
 def test_of_two_that_chose_at_once_the_later_in_the_hash_order_chooses_again() -> None:
     peers = view(seen("a", "0", "joining"), seen("b", "0", "joining"))
-    verdicts = {p.peer: judge_collision(peers, p, equal_demands(2), RUN) for p in peers.peers.values()}
+    verdicts = {p.peer: judge_collision(peers, p, equal_needs(2), RUN) for p in peers.peers.values()}
     first, second = sorted(verdicts, key=lambda peer: settling_order_key(RUN, peer))
     assert (verdicts[first].span, verdicts[second].span) == (Span(0, 0), Span(1, 1))
     assert verdicts[second].reason.startswith("placed after 1 peer that chose at the same time")
@@ -162,7 +161,7 @@ def test_the_order_is_another_in_every_run() -> None:
 
 def test_a_joiner_gives_way_to_those_who_serve() -> None:
     peers = view(seen("a", "0"), seen("b", "0", "joining"))
-    assert judge_collision(peers, peers.peers[seen("b", "0").peer], equal_demands(2), RUN).span == Span(1, 1)
+    assert judge_collision(peers, peers.peers[seen("b", "0").peer], equal_needs(2), RUN).span == Span(1, 1)
 
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 10), st.integers(0, 5), st.integers(0, 999))
@@ -174,15 +173,15 @@ def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_
     length = min(length, stages)
     now = View()
     for i in range(serving):
-        span = choose_placement(now, equal_demands(stages), up_to(1, stages), rng).span
+        span = choose_placement(now, equal_needs(stages), up_to(1, stages), rng).span
         now = View({**now.peers, f"s{i}": seen(f"s{i}", str(span))})
     base = dict(now.peers)
     names = [f"j{i}" for i in range(joiners)]
-    spans = {name: choose_placement(now, equal_demands(stages), up_to(length, stages), rng).span for name in names}
+    spans = {name: choose_placement(now, equal_needs(stages), up_to(length, stages), rng).span for name in names}
     for _ in range(3):
         peers = {name: seen(name, str(span), "joining") for name, span in spans.items()}
         now = View({p.peer: p for p in [*base.values(), *peers.values()]})
-        verdicts = {name: judge_collision(now, p, equal_demands(stages), RUN) for name, p in peers.items()}
+        verdicts = {name: judge_collision(now, p, equal_needs(stages), RUN) for name, p in peers.items()}
         former, spans = spans, {name: verdict.span for name, verdict in verdicts.items()}
         if spans == former:
             break
@@ -196,7 +195,7 @@ def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_
 def test_a_claim_of_stages_that_the_run_does_not_have_harms_nobody() -> None:
     peers = view(seen("a", "0", "joining"), seen("b", "0-900", "joining"))
     for me in peers.peers.values():
-        judge_collision(peers, me, equal_demands(2), RUN)
+        judge_collision(peers, me, equal_needs(2), RUN)
 
 
 CLAIMED = Settling(Placement(Span(0, 0), "chosen"))

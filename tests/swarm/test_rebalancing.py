@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from agora_protocol.ids import Span
 
-from agora.swarm.placement import Ability, Placement
+from agora.swarm.placement import Placement
 from agora.swarm.rebalancing import (
     MAX_JUDGE_INTERVAL_S,
     MIN_GAIN,
@@ -18,7 +18,7 @@ from agora.swarm.rebalancing import (
     judge_interval_s,
     judge_move,
 )
-from agora.swarm.stage_capacity import StageDemands, StageSupply, equal_demands
+from agora.swarm.stage_capacity import MachineCapacity, StageCapacity, StageNeeds, equal_needs
 from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.makers import peer_id, seen, view
 
@@ -43,12 +43,12 @@ def stage(number: int, count: int, capacity: float = 0.0, state: str = "serving"
 
 
 def judge(
-    peers: View, name: str, stages: int, *, longest: int = 1, speed: float = 0.0, demands: StageDemands | None = None,
+    peers: View, name: str, stages: int, *, longest: int = 1, speed: float = 0.0, needs: StageNeeds | None = None,
     bandwidth: float = 0.0,
 ) -> Placement | None:  # fmt: skip
     fits = tuple(min(longest, stages - first) for first in range(stages))
     return judge_move(
-        peers, peer_id(name), demands or equal_demands(stages), Ability(speed, bandwidth, fits), Always(1)
+        peers, peer_id(name), needs or equal_needs(stages), MachineCapacity(speed, bandwidth, fits), Always(1)
     )
 
 
@@ -109,9 +109,9 @@ def test_a_stage_of_which_a_part_is_known_counts_in_full_and_its_uncertainty_for
     peers = view(*stage(0, 24), *stage(1, 6)).peers
     assert judge(View(peers), "0a", 2) is not None, "all that there are"
     samples = {0: StageEstimate(24.0, 8.0), 1: StageEstimate(20.0, 50.0)}
-    supply = StageSupply(View(peers, samples), equal_demands(2))
-    assert supply.rates == pytest.approx([24.0, 20.0]) and supply.holders == [24, 20] and supply.speed == 44.0
-    assert supply.uncertainty == pytest.approx(3.0 * ((1.0 - 6 / 20) / 6) ** 0.5)
+    capacity = StageCapacity(View(peers, samples), equal_needs(2))
+    assert capacity.rates == pytest.approx([24.0, 20.0]) and capacity.holders == [24, 20] and capacity.speed == 44.0
+    assert capacity.uncertainty == pytest.approx(3.0 * ((1.0 - 6 / 20) / 6) ** 0.5)
     assert judge(View(peers, samples), "0a", 2) is None
 
 
@@ -131,9 +131,9 @@ def test_a_peer_whose_own_stage_would_become_the_slowest_stays() -> None:
 def test_a_move_must_repay_the_bytes_that_it_fetches() -> None:
     peers = view(*stage(0, 6, capacity=1.0), *stage(1, 2, capacity=1.0))
     for state_bytes, moves in ((1e9, True), (1e12, False)):
-        demands = StageDemands((1.0, 1.0), 0.0, (state_bytes,) * 2)
-        assert (judge(peers, "0a", 2, speed=1.0, demands=demands, bandwidth=1e7) is not None) == moves
-        assert judge(peers, "0a", 2, speed=1.0, demands=demands) is not None, "an unknown bandwidth forbids nothing"
+        needs = StageNeeds((1.0, 1.0), 0.0, (state_bytes,) * 2)
+        assert (judge(peers, "0a", 2, speed=1.0, needs=needs, bandwidth=1e7) is not None) == moves
+        assert judge(peers, "0a", 2, speed=1.0, needs=needs) is not None, "an unknown bandwidth forbids nothing"
 
 
 def test_of_fifty_peers_that_could_move_at_once_about_as_many_go_as_are_needed() -> None:
@@ -141,8 +141,8 @@ def test_of_fifty_peers_that_could_move_at_once_about_as_many_go_as_are_needed()
     went = []
     for seed in range(20):
         rng = random.Random(seed)
-        ability = Ability(0.0, 0.0, fits)
-        moves = [judge_move(peers, peer_id(f"p{i}"), equal_demands(2), ability, rng) for i in range(50)]
+        machine = MachineCapacity(0.0, 0.0, fits)
+        moves = [judge_move(peers, peer_id(f"p{i}"), equal_needs(2), machine, rng) for i in range(50)]
         went.append(sum(move is not None for move in moves))
     assert 1.0 <= sum(went) / len(went) <= 1.2, "one is needed"
     assert max(went) <= 2
@@ -153,9 +153,9 @@ def test_peers_that_judge_the_same_view_at_once_go_to_different_stages_and_no_mo
     counts: tuple[int, ...],
 ) -> None:
     peers, now = view(*(peer for number, count in enumerate(counts) for peer in stage(number, count))), list(counts)
-    ability, demands = Ability(0.0, 0.0, (1,) * len(counts)), equal_demands(len(counts))
+    machine, needs = MachineCapacity(0.0, 0.0, (1,) * len(counts)), equal_needs(len(counts))
     for peer in peers.peers.values():
-        if placement := judge_move(peers, peer.peer, demands, ability, Never(1)):
+        if placement := judge_move(peers, peer.peer, needs, machine, Never(1)):
             now[peer.span.first] -= 1
             now[placement.span.first] += 1
     assert max(now) - min(now) <= 1
@@ -182,8 +182,8 @@ def settle(stages: int, speeds: list[float], longest: int, seed: int, looks: int
     now = view(*(claim(name, Span(first, first)) for name, first in zip(names, starts, strict=True)))
     for look in range(looks * len(names)):
         name = rng.choice(names)
-        ability = Ability(speeds[names.index(name)], 0.0, fits)
-        if placement := judge_move(now, peer_id(name), equal_demands(stages), ability, rng):
+        machine = MachineCapacity(speeds[names.index(name)], 0.0, fits)
+        if placement := judge_move(now, peer_id(name), equal_needs(stages), machine, rng):
             now = View({**now.peers, peer_id(name): claim(name, placement.span)})
             moves, last = moves + 1, look // len(names)
     return now, moves, last
@@ -209,7 +209,7 @@ def test_from_random_starts_small_swarms_come_near_the_best_placement(stages: in
     for seed in range(10):
         speeds = random.Random(seed).choices([1.0, 1.0, 2.0, 4.0], k=peers)
         now, _, _ = settle(stages, speeds, longest, seed)
-        ratios.append(StageSupply(now, equal_demands(stages)).rate / best_rate(stages, speeds, longest))
+        ratios.append(StageCapacity(now, equal_needs(stages)).rate / best_rate(stages, speeds, longest))
     assert sum(ratios) / len(ratios) >= 0.9 and min(ratios) >= 0.7, ratios
 
 
@@ -217,8 +217,8 @@ def test_from_random_starts_small_swarms_come_near_the_best_placement(stages: in
 def test_a_large_swarm_evens_out_soon_and_then_nobody_moves(longest: int) -> None:
     speeds = random.Random(1).choices([1.0, 1.0, 2.0, 4.0], k=60)
     now, moves, last = settle(6, speeds, longest, seed=1, looks=40)
-    supply = StageSupply(now, equal_demands(6))
-    assert supply.rate >= 0.88 * supply.even_rate and min(supply.holders) >= 2
+    capacity = StageCapacity(now, equal_needs(6))
+    assert capacity.rate >= 0.88 * capacity.even_rate and min(capacity.holders) >= 2
     assert moves <= len(speeds) and last < 30, "they do not oscillate"
 
 
@@ -227,8 +227,8 @@ def test_heads_are_counted_while_no_speed_is_known() -> None:
     rng = random.Random(0)
     for _ in range(400):
         name = f"p{rng.randrange(12)}"
-        ability = Ability(0.0, 0.0, (1, 1, 1))
-        if placement := judge_move(peers, peer_id(name), equal_demands(3), ability, rng):
+        machine = MachineCapacity(0.0, 0.0, (1, 1, 1))
+        if placement := judge_move(peers, peer_id(name), equal_needs(3), machine, rng):
             peers = View({**peers.peers, peer_id(name): seen(name, str(placement.span))})
     counts = Counter(peer.span.first for peer in peers.peers.values())
     assert min(counts.values()) >= 3 and sum(counts.values()) == 12, counts
@@ -238,12 +238,14 @@ def test_heads_are_counted_while_no_speed_is_known() -> None:
 def test_a_move_is_expected_to_pay_for_as_long_as_the_peer_has_served(slow_peers: int) -> None:
     """One more peer makes the slow stage (n + 1) / n times as fast: 1 / (n + 1) of the time is won."""
     peers = view(*stage(0, 8, 2.0), *stage(1, slow_peers, 1.0))
-    ability, repaid_s = Ability(1.0, 0.0, (1, 1)), MOVE_S * (slow_peers + 1)
+    machine, repaid_s = MachineCapacity(1.0, 0.0, (1, 1)), MOVE_S * (slow_peers + 1)
     for served_s, moves in ((0.9 * repaid_s, False), (1.1 * repaid_s, True)):
-        placement = judge_move(peers, peer_id("0a"), equal_demands(2), ability, Always(1), served_s)
+        placement = judge_move(peers, peer_id("0a"), equal_needs(2), machine, Always(1), served_s)
         assert (placement is not None) == moves
 
 
 def test_a_thin_stage_is_filled_by_a_peer_that_has_just_come() -> None:
     peers = view(*stage(0, 3), *stage(1, 1))
-    assert judge_move(peers, peer_id("0a"), equal_demands(2), Ability(0.0, 0.0, (1, 1)), Always(1), 0.0) is not None
+    assert (
+        judge_move(peers, peer_id("0a"), equal_needs(2), MachineCapacity(0.0, 0.0, (1, 1)), Always(1), 0.0) is not None
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agora_protocol.records import StageAccount
 
-from agora.swarm.stage_tokens import StageTokens, sum_accounts
+from agora.swarm.status import StageTokens, sum_accounts
 
 
 def test_tokens_that_wait_for_a_step_are_not_lost() -> None:

@@ -17,8 +17,7 @@ from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
 from agora.replica.decide import GradientWire
 from agora.swarm.health import Health
-from agora.swarm.stage_tokens import sum_accounts
-from agora.swarm.status import RunIdentity, SampleReport, build_status
+from agora.swarm.status import RunIdentity, SampleReport, build_status, sum_accounts
 from agora.swarm.view import View, merge
 
 if TYPE_CHECKING:

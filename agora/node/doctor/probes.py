@@ -37,8 +37,7 @@ from agora.node.control import control_client
 from agora.node.doctor.checks import PackageReading, PeerReading, Readings
 from agora.node.limits.disk import MIN_FREE_BYTES, check_disk, stored_bytes
 from agora.node.limits.memory import BASE_BYTES, needed_memory
-from agora.swarm.admission import AdmissionPolicy
-from agora.swarm.admission_book import AdmissionBook
+from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest, SignedManifest

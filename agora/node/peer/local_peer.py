@@ -47,10 +47,9 @@ from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.router import Router
 from agora.pipeline.wire_rules import TensorForm, WireRules
 from agora.replica.all_reduce import owning_bandwidths
-from agora.swarm.lost_peers import LostPeers
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.peer_score import PeerScore
-from agora.swarm.redialling import Redialling
+from agora.swarm.redialling import LostPeers, Redialling
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import PeerView, View
 from agora.train.weight_versions import LIMIT_FACTOR
@@ -82,7 +81,7 @@ class LocalPeer:
     sent: counts the bytes of tensors sent.
     requests: answers other peers.
     base_supply: serves and fetches the base model's tensors.
-    ability: what this machine can do.
+    capacity_probe: measures what this machine can do.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class LocalPeer:
         free = measure_budget("cpu", startup.settings.memory_gib).host
         self.slots = compute_slots(manifest, free)
         self.sent = SentTensors()
-        self.ability = CapacityProbe(manifest, startup.settings, startup.home.root)
+        self.capacity_probe = CapacityProbe(manifest, startup.settings, startup.home.root)
         self.peer_score = PeerScore(startup.report_event, loop_time)
         self.ledger = WorkLedger(startup.me, self.slots, startup.report_event)
         report_violation = self.peer_score.report_violation
@@ -136,13 +135,14 @@ class LocalPeer:
             directory,
             startup.identity,
             startup.report_event,
+            is_verified=self.is_verified,
+            dial_unverified=self.dial_unverified,
             progress=progress,
             on_change=self._on_view_change,
             unix=startup.clock.unix,
         )
-        membership.acquaintances = self
-        self.network.on_met.append(lambda _peer: membership.promote_met_strangers())
-        directory.bounds.is_member = self.is_met
+        self.network.on_met.append(lambda _peer: membership.promote_verified())
+        directory.bounds.is_member = self.is_verified
         directory.bounds.report_protocol_error = self.peer_score.report_protocol_error
         return membership
 
@@ -263,16 +263,16 @@ class LocalPeer:
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
-    def is_met(self, peer: PeerId) -> bool:
+    def is_verified(self, peer: PeerId) -> bool:
         """Returns whether `peer` has exchanged HELLO as a member (see Network.has_met), and is not suspended now."""
         return self.network.has_met(peer) and self.peer_score.suspended_s(peer) <= 0.0
 
-    async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
+    async def dial_unverified(self, unverified: Sequence[PeerView]) -> None:
         """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.
 
-        strangers: at least one. Errors are ignored: `is_met` says which peers were met.
+        unverified: at least one. Errors are ignored: `is_verified` says with which it was exchanged.
         """
-        dials = [asyncio.create_task(self.network.connect_announced(seen.peer, seen.addresses)) for seen in strangers]
+        dials = [asyncio.create_task(self.network.connect_announced(seen.peer, seen.addresses)) for seen in unverified]
         _, late = await asyncio.wait(dials, timeout=MEET_S)
         for dial in late:
             dial.cancel()  # the dial itself goes on

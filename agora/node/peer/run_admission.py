@@ -32,8 +32,7 @@ from agora.node import runs
 from agora.node.paths import Home
 from agora.node.process.startup import Startup
 from agora.observe import events
-from agora.swarm.admission import AdmissionPolicy
-from agora.swarm.admission_book import AdmissionBook
+from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 
 SHARE_S = 10.0  # seconds within which a neighbour must answer each message of revocations
 BAN_LIST_S = 10.0  # seconds between two reads of the ban lists in the DHT

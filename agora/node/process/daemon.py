@@ -200,7 +200,7 @@ class Daemon:
         run, first, last = local_peer.signed.run_id, loaded.span.first, loaded.span.last
         self._report_event(events.PeerStarted(me, run, first, last, incarnation, os.getpid(), self._addresses))
         print(f"invite {self.invite()}", flush=True)
-        local_peer.tasks.start("ability", publish_ability(local_peer, lambda: self.loaded))
+        local_peer.tasks.start("capacity", publish_capacity(local_peer, lambda: self.loaded))
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
         while True:
@@ -367,7 +367,7 @@ class Daemon:
             self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
 
 
-async def publish_ability(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
+async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
     """Every MEASURE_S, until cancelled, puts this machine's measured rate and uplink into its claim.
 
     The claim's next publication has them. Does nothing until a microbatch has been measured. held_span: returns the
@@ -377,8 +377,10 @@ async def publish_ability(local_peer: LocalPeer, held_span: Callable[[], LoadedS
         loaded = held_span()
         service_s = loaded.hop.service_s if loaded is not None else None
         if loaded is not None and service_s is not None:
-            capacity = local_peer.ability.record_measurement(loaded.span, service_s, local_peer.uplink_bytes_per_s())
-            local_peer.membership.update_ability(capacity, local_peer.ability.ability.bandwidth)
+            capacity = local_peer.capacity_probe.record_measurement(
+                loaded.span, service_s, local_peer.uplink_bytes_per_s()
+            )
+            local_peer.membership.update_capacity(capacity, local_peer.capacity_probe.machine.bandwidth)
         await asyncio.sleep(MEASURE_S)
 
 
@@ -413,10 +415,10 @@ async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: flo
     for is_fresh in (False, True):
         if is_fresh:
             await local_peer.membership.refresh()
-        own = local_peer.ability
+        own = local_peer.capacity_probe
         view = local_peer.membership.view
         served_s = loop_time() - loaded_at
-        placement = judge_move(view, local_peer.startup.me, own.demands, own.ability, random.Random(seed), served_s)
+        placement = judge_move(view, local_peer.startup.me, own.needs, own.machine, random.Random(seed), served_s)
         if placement is None:
             return None
     return placement

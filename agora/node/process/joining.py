@@ -33,8 +33,7 @@ from agora.node import paths, runs
 from agora.node.control import control_client
 from agora.node.peer.run_admission import load_book
 from agora.node.process.startup import Startup, next_incarnation
-from agora.swarm.admission import AdmissionPolicy
-from agora.swarm.admission_book import AdmissionBook
+from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
 
 FETCH_S = 15.0  # seconds within which each peer that is asked must answer with the manifest

@@ -13,16 +13,16 @@ from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine, RunCost
 from agora.node.limits.memory import BASE_BYTES, measure_budget
 from agora.node.settings import Settings
-from agora.swarm.placement import Ability, StageDemands
+from agora.swarm.stage_capacity import MachineCapacity, StageNeeds
 from agora.train.device import choose_device
 from agora.train.machine_profile import find_profile
 from agora.train.memory import resident_bytes
 
 
 class CapacityProbe:
-    """This machine's ability for placement, as measured so far. demands: what the run's stages ask of a machine.
+    """What this machine can do, for placement, as measured so far. needs: what the run's stages ask of a machine.
 
-    `ability` has the spans that fit once `assess_machine` has returned, and a measured speed after
+    `machine` has the spans that fit once `assess_machine` has returned, and a measured speed after
     `record_measurement`. base_bytes: memory that the daemon takes without stages.
     """
 
@@ -37,7 +37,7 @@ class CapacityProbe:
         self._max_span_lengths: tuple[int, ...] = ()
         self._speed = 0.0
         self._bandwidth = 0.0
-        self.demands = demands_of(self._cost)
+        self.needs = needs_of(self._cost)
 
     async def assess_machine(self) -> None:
         """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
@@ -67,8 +67,8 @@ class CapacityProbe:
         return profile.flops / mean_flops / self._settings.slowdown
 
     @property
-    def ability(self) -> Ability:
-        return Ability(self._speed, self._bandwidth, self._max_span_lengths)
+    def machine(self) -> MachineCapacity:
+        return MachineCapacity(self._speed, self._bandwidth, self._max_span_lengths)
 
     def record_measurement(self, span: Span, service_s: float, bandwidth: float | None) -> float:
         """Records this machine's speed and uplink; returns the microbatches per second that it can do in `span`.
@@ -77,15 +77,15 @@ class CapacityProbe:
         the one recorded last.
         """
         capacity = 1.0 / max(service_s, 1e-9)
-        self._speed = capacity * sum(self.demands.work[stage] for stage in span.stages)
+        self._speed = capacity * sum(self.needs.work[stage] for stage in span.stages)
         self._bandwidth = bandwidth or self._bandwidth
         return capacity
 
 
-def demands_of(cost: RunCost) -> StageDemands:
+def needs_of(cost: RunCost) -> StageNeeds:
     """Returns what the run's stages ask of a machine: work and state bytes of each, and the larger boundary's bytes."""
     boundary_bytes = max(cost.forward_bytes, cost.backward_bytes)
-    return StageDemands(cost.work, boundary_bytes, tuple(stage.state_bytes for stage in cost.stages))
+    return StageNeeds(cost.work, boundary_bytes, tuple(stage.state_bytes for stage in cost.stages))
 
 
 def longest_spans(cost: RunCost, machine: Machine, most_stages: int) -> tuple[int, ...]:

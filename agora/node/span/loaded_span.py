@@ -386,19 +386,19 @@ async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
     with local_peer.startup.steps.step("placement") as note:
         await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
-        await local_peer.ability.assess_machine()
+        await local_peer.capacity_probe.assess_machine()
         span, reason = await _claim_or_stand_by(local_peer, wanted)
         note.text = _check_placement_memory(local_peer, span, reason)
     return span
 
 
 async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
-    own = local_peer.ability
+    own = local_peer.capacity_probe
     rng = random.Random()
-    if wanted is None and not any(own.ability.max_span_lengths):
+    if wanted is None and not any(own.machine.max_span_lengths):
         _check_placement_memory(local_peer, Span(0, 0), "")
     while True:
-        placement = await local_peer.membership.claim_span(own.demands, own.ability, wanted)
+        placement = await local_peer.membership.claim_span(own.needs, own.machine, wanted)
         if placement.span is not None:
             return placement.span, placement.reason
         local_peer.startup.steps.report_progress(f"standing by: {placement.reason}")
@@ -408,7 +408,7 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
     settings = local_peer.startup.settings
     offer = measure_budget(settings.device, settings.memory_gib)
-    need = check_memory(local_peer.manifest, span, offer, local_peer.ability.base_bytes)
+    need = check_memory(local_peer.manifest, span, offer, local_peer.capacity_probe.base_bytes)
     return f"stages {span}: {reason}; {need}"
 
 
@@ -454,7 +454,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     if settings.memory_bytes:
         limit_device(settings.device, settings.memory_bytes)
     base_model = await local_peer.base_supply.provide(span)
-    machine = measure_budget(settings.device, settings.memory_gib).for_stages(local_peer.ability.base_bytes)
+    machine = measure_budget(settings.device, settings.memory_gib).for_stages(local_peer.capacity_probe.base_bytes)
     in_host = await run_in_thread(lambda: keeps_state_in_host(manifest, span, machine))
     with startup.steps.step("model") as note:
         compute = await DeviceWorker.create(

@@ -10,8 +10,9 @@ from agora_protocol.ids import Span
 
 from agora.planning.simulator.scenario import SimulatedModel
 from agora.planning.simulator.simulated_peer import Equipment, SimulatedPeer
-from agora.swarm.placement import Ability, StageDemands, choose_placement
+from agora.swarm.placement import choose_placement
 from agora.swarm.rebalancing import judge_interval_s, judge_move
+from agora.swarm.stage_capacity import MachineCapacity, StageNeeds
 from agora.swarm.view import View
 
 VERDICT_TTL_S = 2.0  # simulated seconds for which a verdict is reused: whether machines of one span and kind may move
@@ -35,14 +36,14 @@ class DaemonPlacement:
     def __init__(self, model: SimulatedModel, rebalancing: bool, rng: random.Random) -> None:
         self._mean_work = sum(model.work) / model.stages
         work = tuple(amount / self._mean_work for amount in model.work)
-        self._demands = StageDemands(work, max(model.boundary_bytes, model.gradient_bytes), model.state_bytes)
+        self._needs = StageNeeds(work, max(model.boundary_bytes, model.gradient_bytes), model.state_bytes)
         self._rebalancing = rebalancing
         self._rng = rng
         self._may_move: dict[tuple[Span, str], tuple[float, bool]] = {}
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
         """Returns the span that choose_placement gives a machine without one; None: the machine stands by."""
-        return choose_placement(view, self._demands, self._ability(peer.equipment), self._rng).span
+        return choose_placement(view, self._needs, self._machine_capacity(peer.equipment), self._rng).span
 
     def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
         """Returns the span to which a serving peer should move; None: it stays, or it holds no span.
@@ -64,8 +65,8 @@ class DaemonPlacement:
         return judge_interval_s(self._rng)
 
     def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random, served_s: float) -> Span | None:
-        placement = judge_move(view, peer.id, self._demands, self._ability(peer.equipment), rng, served_s)
+        placement = judge_move(view, peer.id, self._needs, self._machine_capacity(peer.equipment), rng, served_s)
         return None if placement is None else placement.span
 
-    def _ability(self, equipment: Equipment) -> Ability:
-        return Ability(equipment.speed / self._mean_work, equipment.link.spec.rate, equipment.max_span_lengths)
+    def _machine_capacity(self, equipment: Equipment) -> MachineCapacity:
+        return MachineCapacity(equipment.speed / self._mean_work, equipment.link.spec.rate, equipment.max_span_lengths)

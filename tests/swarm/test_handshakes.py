@@ -1,4 +1,4 @@
-"""Who is dialled next of those that nobody has met; and that a claim alone makes nobody a member."""
+"""Who is dialled next of the unverified peers; and that a claim alone makes nobody a member."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim
 from agora_protocol.shards import Shard
 
-from agora.swarm.handshakes import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, Meetings
+from agora.swarm.handshakes import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, Handshakes
 from agora.swarm.health import assess_health
 from agora.swarm.membership import Membership, MembershipConfig
-from agora.swarm.placement import Ability
-from agora.swarm.stage_capacity import equal_demands
+from agora.swarm.stage_capacity import MachineCapacity, equal_needs
 from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.test_membership import RUN, Peer, Store, unix
 from tests.virtual_time import run
@@ -25,40 +24,40 @@ def address_of(peer: PeerId) -> str:
     return f"/ip4/192.0.2.7/tcp/1/p2p/{peer}"
 
 
-def stranger(name: str, network: int = 1, stage: int = 0) -> PeerView:
+def seen(name: str, network: int = 1, stage: int = 0) -> PeerView:
     address = f"/ip4/198.51.{network}.7/tcp/4001/p2p/{name}"
     return PeerView(PeerId(name), Span(stage, stage), 1, (address,), "serving", 1.0, 0.0, (9,))
 
 
 def test_each_network_has_one_dial_before_any_has_two() -> None:
-    invented = {PeerId(f"x{number}"): stranger(f"x{number}", network=1) for number in range(1000)}
-    honest = {PeerId(f"h{number}"): stranger(f"h{number}", network=2 + number) for number in range(8)}
-    chosen = Meetings(random.Random(1)).choose(0.0, invented | honest)
-    assert len(chosen) == MAX_DIALS and honest.keys() <= {seen.peer for seen in chosen}
+    invented = {PeerId(f"x{number}"): seen(f"x{number}", network=1) for number in range(1000)}
+    honest = {PeerId(f"h{number}"): seen(f"h{number}", network=2 + number) for number in range(8)}
+    chosen = Handshakes(random.Random(1)).choose(0.0, invented | honest)
+    assert len(chosen) == MAX_DIALS and honest.keys() <= {one.peer for one in chosen}
 
 
-def test_a_stranger_that_does_not_answer_is_dialled_less_and_less() -> None:
-    meetings, one, dialled_at = Meetings(random.Random(1)), {PeerId("a"): stranger("a")}, []
+def test_a_peer_that_does_not_answer_is_dialled_less_and_less() -> None:
+    handshakes, one, dialled_at = Handshakes(random.Random(1)), {PeerId("a"): seen("a")}, []
     for now in range(1000):
-        if meetings.choose(float(now), one):
+        if handshakes.choose(float(now), one):
             dialled_at.append(now)
     waits = [later - earlier for earlier, later in zip(dialled_at, dialled_at[1:], strict=False)]
     assert waits[0] == FIRST_WAIT_S and waits == sorted(waits) and waits[-1] == LONGEST_WAIT_S
-    assert meetings.was_dialled(PeerId("a"))
-    assert not meetings.choose(1001.0, {}) and not meetings.was_dialled(PeerId("a")), "who is gone is forgotten"
+    assert handshakes.was_dialled(PeerId("a"))
+    assert not handshakes.choose(1001.0, {}) and not handshakes.was_dialled(PeerId("a")), "who is gone is forgotten"
 
 
-def test_strangers_without_an_address_are_not_dialled() -> None:
-    assert not Meetings(random.Random(1)).choose(0.0, {PeerId("a"): PeerView(PeerId("a"), Span(0, 0), 1)})
+def test_peers_without_an_address_are_not_dialled() -> None:
+    assert not Handshakes(random.Random(1)).choose(0.0, {PeerId("a"): PeerView(PeerId("a"), Span(0, 0), 1)})
 
 
 def test_of_claims_that_were_not_read_as_large_a_part_counts_as_of_those_that_were() -> None:
-    everybody = {PeerId(f"p{number}"): stranger(f"p{number}") for number in range(100)}
+    everybody = {PeerId(f"p{number}"): seen(f"p{number}") for number in range(100)}
     view = View(everybody, {0: StageEstimate(1000.0, 8.0)})
     assert view.replica_count(0) == 1000
-    met = view.of_members(lambda peer: int(peer[1:]) < 5)
+    met = view.with_verified(lambda peer: int(peer[1:]) < 5)
     assert len(met.replicas(0)) == 5 and met.replica_count(0) == 50
-    assert met.without(PeerId("p1")).replica_count(0) == 40 and len(met.of_members(lambda _: True).peers) == 100
+    assert met.without(PeerId("p1")).replica_count(0) == 40 and len(met.with_verified(lambda _: True).peers) == 100
 
 
 class Circle:
@@ -69,11 +68,11 @@ class Circle:
 
 
 class Member(Peer):
-    """A peer of tests/swarm/test_membership.py that believes only in those it has met."""
+    """A peer of tests/swarm/test_membership.py that believes only in those with whom it has exchanged HELLO."""
 
     def __init__(self, store: Store, circle: Circle, seed: int) -> None:
         super().__init__(store, 4, seed)
-        self.met: set[PeerId] = set()
+        self.verified: set[PeerId] = set()
         self._circle = circle
         circle.there[self.identity.peer] = self
         self.membership = Membership(
@@ -81,24 +80,22 @@ class Member(Peer):
             self.directory,
             self.identity,
             self.events.append,
+            is_verified=lambda peer: peer in self.verified,
+            dial_unverified=self.dial_unverified,
             rng=random.Random(seed),
             unix=unix,
         )
-        self.membership.acquaintances = self
 
-    def is_met(self, peer: PeerId) -> bool:
-        return peer in self.met
-
-    async def connect_strangers(self, strangers: Sequence[PeerView]) -> None:
+    async def dial_unverified(self, unverified: Sequence[PeerView]) -> None:
         await asyncio.sleep(0.2)
-        for other in (self._circle.there.get(seen.peer) for seen in strangers):
+        for other in (self._circle.there.get(seen.peer) for seen in unverified):
             if other is not None:
-                self.met.add(other.identity.peer)
-                other.met.add(self.identity.peer)
-                other.membership.promote_met_strangers()
+                self.verified.add(other.identity.peer)
+                other.verified.add(self.identity.peer)
+                other.membership.promote_verified()
 
     async def join(self, length: int = 1, pinned: Span | None = None) -> None:
-        await self.membership.claim_span(equal_demands(4), Ability(0.0, 0.0, (1, 1, 1, 1)), pinned)
+        await self.membership.claim_span(equal_needs(4), MachineCapacity(0.0, 0.0, (1, 1, 1, 1)), pinned)
 
 
 def invent(store: Store, count: int) -> None:
