@@ -1,4 +1,4 @@
-"""One microbatch's work in one peer's span: what the device is given, and what it returns."""
+"""One microbatch as the rooms hand it on: drawn from the data, given to the device of a span, returned by it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from agora_protocol.tensors import WireTensor
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnMicrobatch:
+    """A microbatch to train on, as an origin draws it."""
+
+    tokens: WireTensor  # ids of b rows, [b, s + 1]; with marks (supervised or not) [2, b, s + 1]: ids, then marks
+    number: int  # identifies it among those of its source
+
+
+@dataclass(frozen=True, slots=True)
 class SpanWork:
     """A microbatch that enters a span at `entry_stage`. Equal for a microbatch's forward and its backward.
 
     boundary: the hidden state that enters there, [b, s, k] as the run's codec encodes it; None at stage 0.
-    tokens: ids of b rows, [b, s + 1]; with marks (supervised or not) [2, b, s + 1]: ids, then marks.
+    tokens: as of DrawnMicrobatch.
     purpose: "train", "evaluate" or "reference", as in the message Process.
     references: of each row, its log-probability under the reference model (dpo); otherwise empty.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
+from agora.core.span_work import DrawnMicrobatch
 from agora.data.batch_cutting import cut_batches
 from agora.data.hashing import Hashes, mix, seed_key, split_limit
 from agora.data.tokenizer import Ids
@@ -29,18 +29,6 @@ SCANNED_WINDOWS = 1 << 22
 DRAW_KEY = 0x6472617773616D70  # goes into the hash that draws windows
 SPLIT_KEY = 0x73706C6974776E64  # goes into the hash that chooses held-out windows
 RESERVED_AT_ONCE = 4096  # microbatch numbers that are reserved with one write to the disk
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnMicrobatch:
-    """A microbatch to train on, as an origin draws it.
-
-    tokens: token ids [b, s + 1], or ids and marks [2, b, s + 1]. number: identifies the microbatch among those of its
-    origin; mark_completed and release take it.
-    """
-
-    tokens: WireTensor
-    number: int
 
 
 def sample_id(origin: PeerId, counter: int) -> int:

@@ -8,17 +8,15 @@ from collections.abc import Callable
 
 from agora_protocol.errors import Busy
 from agora_protocol.ids import Span
+from agora_protocol.messages import Process
 
 from agora.core.clock import loop_time
 
-# A microbatch waits here for at most this part of its remaining time; the rest is left for asking another peer.
-MAX_WAIT_FRACTION = 0.5
-# A microbatch waits if the stages here are at most this many steps behind its step; otherwise it is refused. An origin
-# opens a step when all tokens of the step before are counted, by replicas that had taken all steps before that; so a
-# replica that is two steps behind must first fetch new state.
+MAX_WAIT_FRACTION = 0.5  # of its remaining time a microbatch waits here at most; the rest is for asking another peer
+# Step s opens only after s - 1 is counted. Two behind means that state was missed: waiting would not help, so refuse.
 MAX_STEPS_AHEAD = 1
 LOOK_S = 0.05  # seconds between two checks of whether a mean is still awaited
-RETRY_MS = 200  # milliseconds after which a caller may ask again if it was refused because a stage here is behind
+RETRY_MS = 200  # after which a caller may ask again if it was refused because a stage here is behind
 
 
 class ChangeNotifier:
@@ -62,11 +60,14 @@ class StepBarrier:
         """Makes the waiting microbatches check again; call it after each step of a stage of the span."""
         self._changed.notify()
 
-    def refuse_early(self, entry_stage: int, step: int) -> None:
-        """Raises Busy if a microbatch of `step` would have to wait for more than MAX_STEPS_AHEAD steps; never waits.
+    async def hold(self, request: Process, deadline: float) -> None:
+        """Waits until this peer's stages have taken the request's step; see refuse_early and wait_for_step."""
+        if request.step:
+            self.refuse_early(request.stage, request.step)
+            await self.wait_for_step(request.stage, request.step, deadline)
 
-        That is so if any stage from `entry_stage` to the span's last has taken fewer than step - MAX_STEPS_AHEAD steps.
-        """
+    def refuse_early(self, entry_stage: int, step: int) -> None:
+        """Raises Busy if a microbatch of `step` would have to wait for more than MAX_STEPS_AHEAD steps; never waits."""
         self._require_step(entry_stage, step - MAX_STEPS_AHEAD)
 
     async def wait_for_step(self, entry_stage: int, step: int, deadline: float) -> None:
@@ -105,13 +106,14 @@ class MeanBarrier:
         """Makes the waiting microbatches check again; call it after each step of a stage of the span."""
         self._changed.notify()
 
-    async def wait_for_mean(self, entry_stage: int, deadline: float) -> None:
-        """Waits while a mean is awaited for any stage from `entry_stage` to the span's last.
+    async def hold(self, request: Process, deadline: float) -> None:
+        """Waits while a mean is awaited for any stage that a training microbatch enters; raises nothing.
 
-        Returns at the latest after MAX_WAIT_FRACTION of the time until the loop time `deadline`, even if a mean is
-        still awaited; raises nothing.
+        Returns at the latest after MAX_WAIT_FRACTION of the time until the loop time `deadline`.
         """
+        if request.purpose != "train":
+            return
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
-        stages = range(entry_stage, self._span.last + 1)
+        stages = range(request.stage, self._span.last + 1)
         while (now := loop_time()) < until and any(map(self._awaits_mean, stages)):
             await self._changed.wait(min(until, now + LOOK_S))

@@ -3,57 +3,74 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from agora_protocol.errors import NotMyStage, ProtocolError, Refused, Unavailable
+from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.limits import MAX_DEADLINE_MS
-from agora_protocol.messages import CallProgress, Process, Processed
+from agora_protocol.messages import CallProgress, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.core.calls import OnProgress
 from agora.core.clock import loop_time
-from agora.core.fair_share import Client
 from agora.core.moving_average import MovingAverage
 from agora.core.span_work import SpanResult, SpanWork
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
-from agora.pipeline.interfaces import HopAnswer, SpanCompute
-from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
+from agora.pipeline.ledger import RunningWork, WorkLedger
 from agora.pipeline.load_balancer import deadline_for_others
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from agora.pipeline.router import Router
 
-MIN_USEFUL_S = 0.001  # A hop that has less than this many seconds left starts nothing
+MIN_USEFUL_S = 0.001  # a hop that has less than this many seconds left starts nothing
 PATH_SAMPLES = 33  # number of latest samples whose median is `Hop.path_s`
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class HopRequest:
-    """A Process request whose tensors have been checked."""
+class SpanDevice(Protocol):
+    """The device that computes this peer's span of stages.
 
-    message: Process
-    work: SpanWork
-    deadline: float  # loop time by which its answer is due
-    consumer: Client | None = None  # the calling peer and its address prefix; None for this peer's own origin
+    Every failure is an AgoraError, and a cancelled job leaves nothing behind. `run_last_stages` for training, and
+    `backward`, count the microbatch: when one of these returns, its gradient is in the stages' sums; when it raises,
+    the gradient is not.
+    """
 
     @property
-    def is_training(self) -> bool:
-        return self.work.is_training
+    def span(self) -> Span:
+        """The stages that this device computes."""
+
+    async def forward(self, work: SpanWork) -> WireTensor:
+        """Runs stages `work.entry_stage` to the span's last and returns the boundary that leaves the span.
+
+        For training, what `backward` needs is kept until `backward` succeeds or `forget` is called.
+        """
+
+    async def run_last_stages(self, work: SpanWork) -> SpanResult:
+        """Runs stages `work.entry_stage` to the model's last, the loss and, for training, the backward, as one job."""
+
+    async def backward(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> SpanResult:
+        """Runs the backward pass of an earlier `forward`. gradient: of the boundary that `forward` returned.
+
+        Raises ProtocolError for a gradient that cannot be used; then `backward` may be called with another one.
+        """
+
+    def forget(self, microbatch: MicrobatchId, entry_stage: int) -> None:
+        """Drops what `forward` kept of the microbatch, if anything."""
 
 
 class Hop:
     """Answers Process requests while this peer holds its span: forward here, call to the next peer, backward here.
 
     Other peers and this peer's own origin call `process`. queue: number of this hop's jobs that wait for the device or
-    run on it. barrier: makes microbatches wait for a step or a mean before they take a slot; None lets none wait.
+    run on it. training_count: number of training microbatches whose work has begun here and not ended.
     """
 
     def __init__(
         self,
-        compute: SpanCompute,
+        device: SpanDevice,
         router: Router,
         ledger: WorkLedger,
         *,
@@ -63,137 +80,107 @@ class Hop:
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
         """on_trained: called when a training microbatch leaves this hop, after training_count was decremented."""
-        self._span = compute.span
-        self._is_last = compute.span.last == router.stage_count - 1
-        self._compute = compute
+        self._span = device.span
+        self._is_last = device.span.last == router.stage_count - 1
+        self._device = device
         self._router = router
         self._ledger = ledger
         self._report = report
         self._barrier = barrier
         self._fault = fault
         self.queue = 0
-        self.training_count = 0  # number of training microbatches whose work has begun here and not ended
+        self.training_count = 0
         self._on_trained = on_trained
         self._busy_s = MovingAverage(0.1)
         self._backward_s = MovingAverage(0.1)
         self._paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
 
-    async def process(
-        self,
-        message: Process,
-        tensors: Sequence[WireTensor],
-        deadline: float,
-        on_progress: OnProgress,
-        consumer: Client | None = None,
-    ) -> HopAnswer:
+    async def process(self, call: ProcessCall) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
 
-        A repeated request gets the kept answer immediately, or joins the running work. Others first wait at the barrier
-        for part of the time until loop time `deadline`. tensors: [boundary, tokens]; the boundary may be missing at
-        stage 0. on_progress: called with each CallProgress of this and later hops. consumer: the caller; None for this
-        peer's own origin. Before any work, raises Busy, NotMyStage or ProtocolError, or Unavailable if too little
-        time is left. During the work, raises Unavailable, errors of the compute, or PeerFailed when WorkLedger.drain
-        ends the work. After each of these errors the gradient is not counted here. Reports a refusal as HopRefused.
+        A repeated request gets the kept answer, or joins the running work. Before any work, raises Busy, NotMyStage or
+        ProtocolError, or Unavailable if too little time is left. During the work, raises Unavailable, errors of the
+        device, or PeerFailed when WorkLedger.drain ends the work. After each of these the gradient is not counted here.
         """
+        request = call.request
         try:
-            answer = self._ledger.answer_repeat(message, on_progress, self.queue)
+            # First, without a look at span and tensors: after a move this peer still answers for its former span.
+            answer = self._ledger.answer_repeat(request, call.on_progress, self.queue)
             if answer is None:
-                if message.stage not in self._span:
+                if request.stage not in self._span:
                     raise NotMyStage(
-                        f"this peer holds stages {self._span}, not {message.stage}; ask the directory again"
+                        f"this peer holds stages {self._span}, not {request.stage}; ask the directory again"
                     )
-                work = self._router.wire_rules.check_request(message, tensors)
-                answer = await self._join_or_start(HopRequest(message, work, deadline, consumer), on_progress)
+                work = self._router.wire_rules.check_request(call)
+                if self._barrier is not None:  # before a slot is taken: whoever waits for a step holds up nobody
+                    await self._barrier.hold(request, call.deadline)
+                answer = await self._ledger.run(call, self._span.last, partial(self._perform, call, work))
         except Refused as refusal:
-            self._report(events.HopRefused(message.microbatch.hex(), message.stage, refusal.code))
+            self._report(events.HopRefused(request.microbatch.hex(), request.stage, refusal.code))
             raise
         await self._fault("hop.before-answer")
         return answer
 
-    async def _join_or_start(self, request: HopRequest, on_progress: OnProgress) -> HopAnswer:
-        entry_stage = request.message.stage
-        last_stage = self._span.last
-        step = request.message.step
-        key = WorkKey(request.message.microbatch, entry_stage)
-        if isinstance(self._barrier, MeanBarrier) and request.is_training:
-            await self._barrier.wait_for_mean(entry_stage, request.deadline)
-        elif isinstance(self._barrier, StepBarrier) and step:
-            self._barrier.refuse_early(entry_stage, step)
-            await self._barrier.wait_for_step(entry_stage, step, request.deadline)
-        if request.is_training:  # checked after the wait, in which work of another entry may have begun
-            self._ledger.refuse_overlap(key, last_stage)
-        return await self._ledger.run(
-            key, last_stage, request.deadline, on_progress, lambda work: self._perform(request, work), request.consumer
-        )
-
-    async def _perform(self, request: HopRequest, work: RunningWork) -> HopAnswer:
-        stage = request.message.stage
-        left_s = request.deadline - loop_time()
+    async def _perform(self, call: ProcessCall, work: SpanWork, running: RunningWork) -> HopAnswer:
+        left_s = call.deadline - loop_time()
         if is_hopeless(left_s, self._busy_s.value or 0.0):
-            raise Unavailable(stage, [f"{left_s:.3f} s are too short for this hop"])
-        work.publish(CallProgress(stage, self._ledger.me, "accepted", self.queue))
-        self.training_count += request.is_training
+            raise Unavailable(work.entry_stage, [f"{left_s:.3f} s are too short for this hop"])
+        running.publish(CallProgress(work.entry_stage, self._ledger.me, "accepted", self.queue))
+        self.training_count += work.is_training
         try:
             await self._fault("hop.accepted")
-            answer = await (self._finish(request, work) if self._is_last else self._pass_on(request, work))
+            if self._is_last:
+                running.committed = work.is_training  # one job: it cannot be cancelled between forward and counting
+                answer = self._compose_answer(work, await self._await_job(self._device.run_last_stages(work)))
+            else:
+                answer = await self._pass_on(call, work, running)
         finally:
-            self.training_count -= request.is_training
-            if request.is_training:
+            self.training_count -= work.is_training
+            if work.is_training:
                 self._on_trained()
-        work.publish(CallProgress(stage, self._ledger.me, "finished", self.queue))
+        running.publish(CallProgress(work.entry_stage, self._ledger.me, "finished", self.queue))
         return answer
 
-    async def _await_device(self, job: Awaitable[T]) -> T:
+    async def _pass_on(self, call: ProcessCall, work: SpanWork, running: RunningWork) -> HopAnswer:
+        microbatch, entry_stage = work.microbatch, work.entry_stage
+        try:
+            output = await self._await_job(self._device.forward(work))
+            await self._fault("hop.forwarded")
+            onward = replace(call.request, stage=self._span.last + 1)
+            while True:
+                until = deadline_for_others(loop_time(), call.deadline, 1.5 * (self._backward_s.value or 0.0))
+                sent = ProcessCall(onward, [output, work.tokens], until, running.publish)
+                downstream = await self._router.send(sent)
+                if not work.is_training:
+                    return self._compose_answer(work, SpanResult(None, 0.0), downstream.message)
+                assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
+                # From here the gradient may be counted: a repeat must find the answer, even if all callers leave.
+                running.committed = True
+                started = loop_time()
+                try:
+                    result = await self._await_job(self._device.backward(microbatch, entry_stage, downstream.gradient))
+                except ProtocolError as error:
+                    # The forward is kept. Its sender is blamed, so another peer is asked for a gradient next.
+                    running.uncommit()
+                    self._router.report_unusable_gradient(onward.stage, downstream.peer, error)
+                    continue
+                self._backward_s = self._backward_s.with_sample(loop_time() - started)
+                return self._compose_answer(work, result, downstream.message)
+        finally:
+            self._device.forget(microbatch, entry_stage)  # does nothing after a backward
+
+    async def _await_job(self, job: Awaitable[T]) -> T:
         self.queue += 1
         try:
             return await job
         finally:
             self.queue -= 1
 
-    async def _finish(self, request: HopRequest, work: RunningWork) -> HopAnswer:
-        # When training, first marks `work` as committed, so that it runs to its end even if all callers leave.
-        work.committed = request.is_training
-        result = await self._await_device(self._compute.run_last_stages(request.work))
-        return self._compose_answer(request, result)
-
-    async def _pass_on(self, request: HopRequest, work: RunningWork) -> HopAnswer:
-        microbatch = request.message.microbatch
-        entry_stage = request.message.stage
-        try:
-            output = await self._await_device(self._compute.forward(request.work))
-            await self._fault("hop.forwarded")
-            onward = replace(request.message, stage=self._span.last + 1)
-            while True:
-                until = deadline_for_others(loop_time(), request.deadline, 1.5 * (self._backward_s.value or 0.0))
-                downstream = await self._router.send(onward, [output, request.work.tokens], until, work.publish)
-                result = (
-                    await self._backward(downstream, request, work) if request.is_training else SpanResult(None, 0.0)
-                )
-                if result is not None:
-                    return self._compose_answer(request, result, downstream.message)
-        finally:
-            self._compute.forget(microbatch, entry_stage)  # does nothing after a backward
-
-    async def _backward(self, downstream: HopAnswer, request: HopRequest, work: RunningWork) -> SpanResult | None:
-        assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
-        work.committed = True
-        started = loop_time()
-        try:
-            result = await self._await_device(
-                self._compute.backward(request.message.microbatch, request.message.stage, downstream.gradient)
-            )
-        except ProtocolError as error:
-            work.uncommit()
-            self._router.report_unusable_gradient(self._span.last + 1, downstream.peer, error)
-            return None
-        self._backward_s = self._backward_s.with_sample(loop_time() - started)
-        return result
-
-    def _compose_answer(
-        self, request: HopRequest, result: SpanResult, downstream: Processed | None = None
-    ) -> HopAnswer:
+    def _compose_answer(self, work: SpanWork, result: SpanResult, downstream: Processed | None = None) -> HopAnswer:
+        # path_ms is the way without queueing: this span's device time, and downstream's, to which the router has added
+        # the time on the link.
         path_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
-        if request.is_training:
+        if work.is_training:
             self._busy_s = self._busy_s.with_sample(result.busy_s)
             self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
@@ -206,16 +193,13 @@ class Hop:
         return self._busy_s.value
 
     def path_s(self) -> float | None:
-        """Returns the median seconds of the path from here to the last stage and back: compute and links, no queueing.
+        """Returns the median seconds from here to the last stage and back: compute and links, no queueing.
 
-        The median is over the PATH_SAMPLES latest training microbatches; None before the first.
+        Over the latest training microbatches; None before the first.
         """
         return median(self._paths_s) if self._paths_s else None
 
 
 def is_hopeless(left_s: float, own_s: float) -> bool:
-    """Returns whether `left_s` is too little time for this hop: less than MIN_USEFUL_S or less than own_s / 2.
-
-    own_s: the device seconds that a microbatch usually takes here; 0 if unknown.
-    """
+    """Returns whether `left_s` is too little time for a hop whose device usually needs `own_s` (0 if unknown)."""
     return left_s < max(MIN_USEFUL_S, 0.5 * own_s)

@@ -1,7 +1,6 @@
 """The work ledger: a microbatch that enters this peer is started once; a repeat joins it or gets the kept answer.
 
-The ledger lives as long as the peer, longer than its span: after a move it still answers
-repeats.
+The ledger lives as long as the peer, longer than its span: after a move it still answers repeats.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from agora.core.clock import loop_time
 from agora.core.fair_share import Client, may_acquire
 from agora.core.moving_average import MovingAverage
 from agora.observe import events
-from agora.pipeline.interfaces import HopAnswer
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 
 # The fraction of the slots that any caller may take; the rest is for callers that hold less than their fair share.
 FREE_SLOT_FRACTION = 0.875
@@ -141,8 +140,8 @@ class RunningWork:
         self.task.cancel()
 
 
-# Type of the function that performs a work, and returns its answer.
-StartWork = Callable[[RunningWork], Awaitable[HopAnswer]]
+# Does a microbatch's work here and returns its answer.
+Perform = Callable[[RunningWork], Awaitable[HopAnswer]]
 
 
 class WorkLedger:
@@ -193,39 +192,33 @@ class WorkLedger:
             if entry != key.stage and entry <= last_stage and key.stage <= end:
                 raise Busy(f"this microbatch entered this peer at stage {entry} before", OVERLAP_RETRY_MS)
 
-    async def run(
-        self,
-        key: WorkKey,
-        last_stage: int,
-        deadline: float,
-        on_progress: OnProgress,
-        start: StartWork,
-        consumer: Client | None = None,
-    ) -> HopAnswer:
-        """Joins the running work `key`, or starts it as `start(work)` on a free slot; waits for and returns the answer.
+    async def run(self, call: ProcessCall, last_stage: int, perform: Perform) -> HopAnswer:
+        """Joins the call's running work, or starts it as `perform(work)` on a free slot; returns the answer.
 
-        last_stage: the last stage that the work runs here. consumer: the caller; None for this peer's own origin.
-        Joining reports RepeatServed and passes the work's latest progress on immediately. If joined work fails before
-        `deadline` (loop time), this caller starts the work again; the deadline does not end the wait for an answer.
-        Raises the work's own error, PeerFailed when `drain` cancels the work, and Busy when no slot is free for the
-        consumer, when no new work is accepted, or when an earlier, cancelled attempt has not ended by `deadline`.
+        last_stage: the last stage that the work runs here. If joined work fails before the call's deadline, this caller
+        starts the work again; the deadline does not end the wait for an answer. Raises the work's own error, PeerFailed
+        when `drain` cancels the work, and Busy when no slot is free for the caller, when no new work is accepted, when
+        the microbatch would be counted twice, or when an earlier, cancelled attempt has not ended by the deadline.
         """
+        key = WorkKey(call.request.microbatch, call.request.stage)
+        if call.request.purpose == "train":
+            self.refuse_overlap(key, last_stage)
         while True:
             work = self._works.get(key)
             if work is not None and work.cancelled:
-                await asyncio.wait([work.task], timeout=max(0.0, deadline - loop_time()))
+                await asyncio.wait([work.task], timeout=max(0.0, call.deadline - loop_time()))
                 if not work.task.done():
                     raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
-                return await self._wait(self._start(key, last_stage, start, consumer), on_progress)
+                return await self._wait(self._start(key, last_stage, call.consumer, perform), call.on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
             for call_progress in work.newest.values():
-                on_progress(call_progress)
+                call.on_progress(call_progress)
             try:
-                return await self._wait(work, on_progress)
+                return await self._wait(work, call.on_progress)
             except AgoraError:
-                if loop_time() >= deadline:
+                if loop_time() >= call.deadline:
                     raise
 
     def stop_accepting(self, reason: str) -> None:
@@ -255,7 +248,7 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(self, key: WorkKey, last_stage: int, start: StartWork, consumer: Client | None) -> RunningWork:
+    def _start(self, key: WorkKey, last_stage: int, consumer: Client | None, perform: Perform) -> RunningWork:
         if refusal := self._refusal or self.shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
         held = Counter(work.consumer for work in self._works.values() if work.consumer is not None)
@@ -268,10 +261,10 @@ class WorkLedger:
             raise Busy(f"{taken} taken", retry_ms)
         work = self._works[key] = RunningWork(key, last_stage, consumer)
 
-        async def perform() -> HopAnswer:
+        async def perform_and_keep() -> HopAnswer:
             started = loop_time()
             try:
-                answer = await start(work)
+                answer = await perform(work)
                 self._answers.put(key, last_stage, answer, loop_time())
                 self._slot_time_s = self._slot_time_s.with_sample(loop_time() - started)
                 self._count_answer()
@@ -282,7 +275,7 @@ class WorkLedger:
             finally:
                 self._end(work)
 
-        work.task = asyncio.create_task(perform(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
+        work.task = asyncio.create_task(perform_and_keep(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
         work.task.add_done_callback(lambda task: self._end(work))
         return work
 

@@ -1,17 +1,20 @@
 """Draws this peer's microbatches, sends them through the swarm, and keeps each until it is completed.
 
-A failed attempt is
-followed by another one with the same id and data and twice the time: only leaving drops microbatches.
+A failed attempt is followed by another one with the same id and data and twice the time: only leaving drops
+microbatches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, Protocol
 
+import numpy as np
 from agora_protocol.errors import AgoraError, Busy, Unavailable
 from agora_protocol.ids import MicrobatchId, PeerId, microbatch_id
 from agora_protocol.limits import MAX_DEADLINE_MS, MAX_HINTS
@@ -21,24 +24,42 @@ from agora_protocol.tensors import WireTensor
 from agora.core.clock import loop_time
 from agora.core.metrics import add_sums, named_means
 from agora.core.moving_average import MovingAverage
+from agora.core.span_work import DrawnMicrobatch
 from agora.observe import events
 from agora.pipeline import flow_control
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.flow_control import Pace, SendDecision, SendInputs, SendWindow, StepQuota
 from agora.pipeline.hop import Hop
-from agora.pipeline.interfaces import HopAnswer, MicrobatchSource, NewMicrobatch
-from agora.pipeline.reference_cache import ReferenceCache
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 
-MIN_TIMEOUT_S = 20.0  # an attempt may take at least this number of seconds, once an earlier attempt was measured
-# An attempt may take this many times what attempts usually take, so that a peer may hang at every stage.
-TIMEOUT_FACTOR = 10.0
-# An attempt may take at most this number of seconds, the longest deadline of the protocol.
+MIN_TIMEOUT_S = 20.0  # lower bound of an attempt's timeout, once an attempt was measured
+TIMEOUT_FACTOR = 10.0  # an attempt may take so many times the usual, so that a peer may hang at every stage
 MAX_TIMEOUT_S = MAX_DEADLINE_MS / 1000.0
-# Seconds of pause after a microbatch's first failed attempt, which double with each attempt, and their maximum.
-RETRY_S, MAX_RETRY_S = 0.05, 2.0
-DRAW_AGAIN_S = 0.1  # seconds after which an origin asks its source again if that had no microbatch
-# Seconds after which an origin that waits for something that nothing notifies it of calls `look` again.
-LOOK_AGAIN_S = 0.5
+RETRY_S, MAX_RETRY_S = 0.05, 2.0  # pause after a failed attempt: the first one, which doubles, and the longest
+DRAW_AGAIN_S = 0.1  # after which an origin asks its source again if that had no microbatch
+LOOK_AGAIN_S = 0.5  # after which an origin calls `look` again if it waits for something of which nobody notifies it
+# Most rows whose reference is remembered, about 200 bytes each. The first ones stay; every epoch asks for the others.
+MAX_ROWS: Final = 1 << 18
+KEY_BYTES: Final = 16
+
+
+class MicrobatchSource(Protocol):
+    """Where an origin's microbatches come from.
+
+    A drawn microbatch stays taken until mark_completed or release is called with its number.
+    """
+
+    def draw(self) -> DrawnMicrobatch | None:
+        """Takes and returns the next training microbatch; None if none is free now, but perhaps later."""
+
+    def mark_completed(self, number: int) -> None:
+        """Records that the drawn microbatch `number` was trained on."""
+
+    def release(self, number: int) -> None:
+        """Gives the drawn microbatch `number` back untrained, so that its rows may be drawn again."""
+
+    def heldout_microbatches(self, count: int) -> Iterable[WireTensor]:
+        """Returns the token ids of at most `count` microbatches that are never trained on, the same at every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +140,8 @@ class Origin:
         self._leaving = False
         self._quota = StepQuota()
         self._pace = Pace()
-        self._credit_ceiling = (
-            flow_control.PER_STAGE * config.stage_count
-        )  # at most doubles in a round trip, as TCP starts
+        # Grows by one with each completion: at most doubles in a round trip, as TCP starts.
+        self._credit_ceiling = flow_control.PER_STAGE * config.stage_count
         self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
         self.microbatch_tokens = MovingAverage(0.1)
@@ -199,7 +219,7 @@ class Origin:
         async def evaluate_one(tokens: WireTensor) -> None:
             nonlocal loss_sum, token_count, metrics
             async with in_flight:
-                answer = await self._deliver_with_references(self._new_microbatch(tokens, "evaluate"))
+                answer = await self._deliver(self._new_microbatch(tokens, "evaluate"))
                 loss_sum += answer.message.loss_sum
                 token_count += answer.message.tokens
                 metrics = add_sums(metrics, answer.message.metrics)
@@ -216,7 +236,7 @@ class Origin:
         self._report(result)
         return result
 
-    async def _draw_next(self) -> NewMicrobatch | None:
+    async def _draw_next(self) -> DrawnMicrobatch | None:
         while True:
             quota = self._quota
             seen = self._look()
@@ -260,7 +280,7 @@ class Origin:
 
     async def _train(self, microbatch: Microbatch, number: int) -> None:
         try:
-            message = (await self._deliver_with_references(microbatch)).message
+            message = (await self._deliver(microbatch)).message
         except BaseException:
             self._source.release(number)
             raise
@@ -274,14 +294,7 @@ class Origin:
         self._pace = self._pace.after_completion(loop_time())
         self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
 
-    async def _deliver_with_references(self, microbatch: Microbatch) -> HopAnswer:
-        if self._config.objective == "dpo":
-            microbatch.references = await self._references_of(microbatch.tokens)
-        return await self._deliver(microbatch)
-
     async def _references_of(self, tokens: WireTensor) -> tuple[float, ...]:
-        # Otherwise sends the rows through the swarm with purpose "reference" until that succeeds, and remembers the
-        # answer's values.
         known = self._references.look_up(tokens)
         if known is not None:
             return known
@@ -289,6 +302,8 @@ class Origin:
         return self._references.remember(tokens, answer.message.log_probabilities)
 
     async def _deliver(self, microbatch: Microbatch) -> HopAnswer:
+        if self._config.objective == "dpo" and microbatch.purpose != "reference":
+            microbatch.references = await self._references_of(microbatch.tokens)
         name = microbatch.id.hex()
         self._report(events.MicrobatchStarted(name, microbatch.purpose))
         attempt = 0
@@ -317,21 +332,21 @@ class Origin:
         timeout_s = min(MAX_TIMEOUT_S, first * backoff_factor)
         wait = RETRY_S * backoff_factor
         deadline = started + timeout_s
-        deadline_ms = max(1, int(1000.0 * timeout_s))
-        hint = tuple(sorted(microbatch.path.items())[:MAX_HINTS])
         message = Process(
             microbatch.id,
             self._config.me,
-            0,
-            microbatch.purpose,
-            deadline_ms,
-            hint,
-            microbatch.step,
-            microbatch.references,
+            stage=0,
+            purpose=microbatch.purpose,
+            deadline_ms=max(1, int(1000.0 * timeout_s)),
+            hint=tuple(sorted(microbatch.path.items())[:MAX_HINTS]),
+            step=microbatch.step,
+            references=microbatch.references,
         )
         try:
             async with asyncio.timeout_at(deadline):
-                answer = await self._hop.process(message, [microbatch.tokens], deadline, microbatch.record_progress)
+                answer = await self._hop.process(
+                    ProcessCall(message, [microbatch.tokens], deadline, microbatch.record_progress)
+                )
             self._attempt_s = self._attempt_s.with_sample(loop_time() - started)
             return answer
         except Busy as refusal:
@@ -346,3 +361,41 @@ class Origin:
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
         self._open.discard(task)
         self._changed.notify()
+
+
+class ReferenceCache:
+    """Remembers the log-probabilities of rows of preference pairs under the frozen reference: they never change."""
+
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        self._max_rows = max_rows
+        self._values: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def look_up(self, tokens: WireTensor) -> tuple[float, ...] | None:
+        """Returns the remembered log-probabilities of a microbatch's b rows, in order; None unless all b are known."""
+        found = [self._values.get(key) for key in _row_keys(tokens)]
+        known = tuple(value for value in found if value is not None)
+        return known if len(known) == len(found) else None
+
+    def remember(self, tokens: WireTensor, log_probabilities: Sequence[float]) -> tuple[float, ...]:
+        """Remembers a microbatch's log-probabilities, one for each of its b rows; returns the b values to use.
+
+        For a row that is known already, the first value is kept and returned, so that every epoch compares with the
+        same value. Once max_rows are known, a new row is not remembered, and its value is returned as it is.
+        """
+        kept = []
+        for key, value in zip(_row_keys(tokens), log_probabilities, strict=True):
+            if key not in self._values and len(self._values) < self._max_rows:
+                self._values[key] = value
+            kept.append(self._values.get(key, value))
+        return tuple(kept)
+
+
+def _row_keys(tokens: WireTensor) -> list[bytes]:
+    # A row is known by its content, so it does not matter in which microbatch of an epoch it is. Cast, because tokens
+    # are sent in the narrowest dtype that fits the whole microbatch.
+    values = np.frombuffer(tokens.data, np.dtype(tokens.dtype)).reshape(tokens.shape).astype("<i4")
+    rows = np.moveaxis(values, -2, 0)
+    return [hashlib.sha256(row.tobytes()).digest()[:KEY_BYTES] for row in rows]

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HINTS
-from agora_protocol.messages import CallProgress, Process, Processed
-from agora_protocol.tensors import WireTensor
+from agora_protocol.messages import CallProgress, Process
 
-from agora.core.calls import Caller, OnProgress, Reply
+from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
 from agora.observe import events
 from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.flow_control import Pace
-from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHint
-from agora.pipeline.wire_rules import WireRules
+from agora.pipeline.process_call import HopAnswer, ProcessCall, WireRules
 from agora.swarm.peer_score import PeerScore, Violation
 from agora.swarm.view import View
 
@@ -36,12 +34,9 @@ UNAVAILABLE_FAILURES = 3
 
 @dataclass(slots=True)
 class RoutedCall:
-    """One microbatch in `Router.send`: its request and tensors, and what its attempts have shown."""
+    """One microbatch in `Router.send`, and what its attempts have shown."""
 
-    process: Process
-    tensors: Sequence[WireTensor]
-    deadline: float  # loop time
-    on_progress: OnProgress  # passes a progress message on upstream
+    call: ProcessCall
     hint: RouteHint  # which peers hold the microbatch; at first those named in the request
     # Stage -> the peer that was last reported upstream.
     reported_upstream: dict[int, PeerId] = field(default_factory=dict)
@@ -50,17 +45,15 @@ class RoutedCall:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.call.tensors)
 
     def record_progress(self, call_progress: CallProgress, callee: PeerId) -> bool:
-        """Records in `hint` and `reported_upstream` which peer holds the microbatch, by `callee`'s `call_progress`.
+        """Records which peer holds the microbatch, by `callee`'s message; returns whether that is news upstream.
 
-        Returns whether the message must be passed on, because another peer, or none, was last reported upstream for
-        that stage. A callee may report itself at the request's stage, and any peer at later stages; any other message
-        is ignored: False. If the callee has finished, it is also added to `hint.finished`.
+        A callee may report itself at the request's stage, and any peer at later stages; all else is ignored.
         """
-        is_own = call_progress.stage == self.process.stage
-        if not (call_progress.peer == callee if is_own else call_progress.stage > self.process.stage):
+        is_own = call_progress.stage == self.call.request.stage
+        if not (call_progress.peer == callee if is_own else call_progress.stage > self.call.request.stage):
             return False
         if is_own and call_progress.event == "finished":
             self.hint.finished.add(callee)
@@ -69,34 +62,27 @@ class RoutedCall:
         return is_new
 
     def record_failure(self, peer: PeerId, reason: str) -> None:
-        """Records that and why `peer` failed, and drops it from the hint, so that it is no longer preferred.
-
-        A peer that holds the result is dropped only at its second failure.
-        """
+        """Records that and why `peer` failed, and drops it from the hint, so that it is no longer preferred."""
+        # A peer that holds the result is dropped only at its second failure: the first may be a broken connection.
         if peer not in self.hint.finished or peer in self.failed:
             self.hint.finished.discard(peer)
-            if self.hint.peer_by_stage.get(self.process.stage) == peer:
-                del self.hint.peer_by_stage[self.process.stage]
+            if self.hint.peer_by_stage.get(self.call.request.stage) == peer:
+                del self.hint.peer_by_stage[self.call.request.stage]
         self.failed.add(peer)
         self.reasons[peer] = reason
 
     def make_request(self, deadline_ms: int) -> Process:
-        """Returns the Process message of one attempt: that of the call with `deadline_ms` and the present hints.
-
-        The hints name at most MAX_HINTS peers, those of the nearest later stages.
-        """
-        ahead = sorted((stage, peer) for stage, peer in self.hint.peer_by_stage.items() if stage > self.process.stage)
-        return replace(self.process, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
+        """Returns the message of one attempt, with the present hints of the nearest later stages."""
+        request = self.call.request
+        ahead = sorted((stage, peer) for stage, peer in self.hint.peer_by_stage.items() if stage > request.stage)
+        return replace(request, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
 
 
 class Router:
     """Sends microbatches to peers of later stages: chooses a peer, calls it, tries another when it fails or is busy.
 
-    view_of: returns the present view, which lists the peers.
-    wire_rules: the run's rules for the tensors and numbers in answers.
-    peer_score: records bad answers, and knows which peers are suspended.
-    round_trip_s(peer): returns the seconds measured on the idle link, None when unknown.
-    table: what was measured of every peer.
+    peer_score: records bad answers, and knows which peers are suspended. round_trip_s: the seconds measured on the idle
+    link to a peer, None when unknown. balancer: what was measured of every peer.
     """
 
     def __init__(
@@ -128,41 +114,50 @@ class Router:
         """Makes every microbatch that waits for a peer choose again; call it whenever the view has changed."""
         self._changed.notify()
 
-    async def send(
-        self, process: Process, tensors: Sequence[WireTensor], deadline: float, on_progress: OnProgress
-    ) -> HopAnswer:
-        """Sends a microbatch to a peer of stage `process.stage`, and returns the checked answer.
+    async def send(self, call: ProcessCall) -> HopAnswer:
+        """Sends a microbatch to a peer of stage `call.request.stage`, and returns the checked answer.
 
-        tensors: [boundary, tokens]. Tries one peer after another, never two at a time, and waits while none can be
-        asked. Raises Unavailable at the loop time `deadline`. on_progress: called with each new progress message from
-        downstream. The answer's `peer` is the peer that was called, and its `path_ms` includes the time on that link.
+        Tries one peer after another, never two at a time, and waits while none can be asked. Raises Unavailable at the
+        deadline. The answer's `peer` is the one that was called, and its `path_ms` includes the time on that link.
         """
-        routed = RoutedCall(process, tensors, deadline, on_progress, RouteHint(dict(process.hint)))
+        routed = RoutedCall(call, RouteHint(dict(call.request.hint)))
         while True:
             attempt = await self._next_attempt(routed)
-            if (answer := await self._try(routed, attempt)) is not None:
-                return answer
+            try:
+                answer = self._check_reply(routed, attempt, await self._call(routed, attempt))
+            except Busy as refusal:
+                self.balancer.record_busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
+                routed.reasons[attempt.peer] = "busy"
+            except AgoraError as error:
+                self._record_failure(routed, attempt, error)
+            except BaseException:  # this side gives the call up
+                self.balancer.record_abandoned(attempt)
+                raise
+            else:
+                return self._record_answer(attempt, answer)
+            finally:
+                self._changed.notify()
 
     async def _next_attempt(self, routed: RoutedCall) -> Attempt:
-        stage = routed.process.stage
+        stage, deadline = routed.call.request.stage, routed.call.deadline
         while True:
             now = loop_time()
             choice = self._choose(now, routed)
-            if routed.deadline - now < MIN_ATTEMPT_S:
+            if deadline - now < MIN_ATTEMPT_S:
                 reasons = [f"{peer[-8:]} {reason}" for peer, reason in routed.reasons.items()][-MAX_REASONS:]
                 raise Unavailable(stage, reasons or [choice.reason])
             if choice.peer is not None:
-                return self.balancer.record_sent(now, stage, choice.peer, routed.payload_bytes, routed.deadline)
-            await self._changed.wait(min(routed.deadline, choice.look_again_at))
+                return self.balancer.record_sent(now, stage, choice.peer, routed.payload_bytes, deadline)
+            await self._changed.wait(min(deadline, choice.look_again_at))
 
     def _choose(self, now: float, routed: RoutedCall) -> Choice:
-        stage = routed.process.stage
+        stage = routed.call.request.stage
         view = self._view_of()
         replicas = view.replicas(stage)
         me = view.peers.get(self._me)
         suspended_s = {seen.peer: s for seen in replicas if (s := self._peer_score.suspended_s(seen.peer)) > 0.0}
         self.balancer.update(stage, replicas, suspended_s.keys(), me.reachability if me is not None else "unknown")
-        choice = self.balancer.choose(now, routed.process.microbatch, stage, routed.payload_bytes, routed.hint)
+        choice = self.balancer.choose(now, routed.call.request.microbatch, stage, routed.payload_bytes, routed.hint)
         if suspended_s:  # the end of a suspension brings a candidate, as a change of the view does
             choice = replace(choice, look_again_at=min(choice.look_again_at, now + min(suspended_s.values())))
         is_empty = not self.balancer.callees(stage)
@@ -170,23 +165,6 @@ class Router:
             self._empty_stages ^= {stage}
             self._report(events.RouteChanged(stage, is_empty, choice.peer or "", choice.reason))
         return choice
-
-    async def _try(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer | None:
-        try:
-            answer = self._check_reply(routed, attempt.peer, await self._call(routed, attempt))
-        except Busy as refusal:
-            self.balancer.record_busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
-            routed.reasons[attempt.peer] = "busy"
-        except AgoraError as error:
-            self._record_failure(routed, attempt, error)
-        except BaseException:  # this side gives the call up
-            self.balancer.record_abandoned(attempt)
-            raise
-        else:
-            return self._record_answer(attempt, answer)
-        finally:
-            self._changed.notify()
-        return None
 
     async def _call(self, routed: RoutedCall, attempt: Attempt) -> Reply:
         stage, peer = attempt.stage, attempt.peer
@@ -199,47 +177,32 @@ class Router:
                 return
             is_new = routed.record_progress(call_progress, peer)
             if call_progress.peer == peer and call_progress.stage == stage:
-                self._record_callee_progress(attempt, call_progress)
+                now, queue = loop_time(), min(call_progress.queue, 1 << 20)
+                if call_progress.event == "accepted":
+                    self.balancer.record_accepted(now, attempt, queue, self._round_trip_s(peer))
+                elif call_progress.event == "finished":
+                    self.balancer.record_queue(now, attempt, queue)
             if is_new:
-                routed.on_progress(call_progress)
+                routed.call.on_progress(call_progress)
 
         request = routed.make_request(attempt.deadline_ms)
-        return await self._caller.call(peer, request, routed.tensors, deadline=attempt.until, on_progress=on_progress)
+        tensors = routed.call.tensors
+        return await self._caller.call(peer, request, tensors, deadline=attempt.until, on_progress=on_progress)
 
-    def _record_callee_progress(self, attempt: Attempt, call_progress: CallProgress) -> None:
-        # Records in the table the queue that the called peer reports, and for "accepted" the time since sending too.
-        now = loop_time()
-        queue = min(call_progress.queue, 1 << 20)
-        if call_progress.event == "accepted":
-            self.balancer.record_accepted(now, attempt, queue, self._round_trip_s(attempt.peer))
-        elif call_progress.event == "finished":
-            self.balancer.record_queue(now, attempt, queue)
-
-    def _check_reply(self, routed: RoutedCall, peer: PeerId, reply: Reply) -> HopAnswer:
-        message = reply.message
-        tensors = list(reply.tensors)
-        purpose = routed.process.purpose
-        expected = 1 if purpose == "train" else 0
-        if not isinstance(message, Processed):
-            problem = ProtocolError("bad-message", f"answered process with {type(message).__name__}")
-        elif len(tensors) != expected:
-            problem = ProtocolError("bad-message", f"sent {len(tensors)} tensors where {expected} belong")
-        elif tensors and (tensors[0].dtype, tensors[0].shape) != self.wire_rules.gradient:
-            problem = ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
-        elif (wrong := self.wire_rules.find_answer_problem(message, purpose)) is not None:
-            problem = ProtocolError("bad-message", wrong)
-        else:
-            return HopAnswer(message, tensors, peer)
-        self._peer_score.report_violation(peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
-        raise problem
+    def _check_reply(self, routed: RoutedCall, attempt: Attempt, reply: Reply) -> HopAnswer:
+        try:
+            return self.wire_rules.check_answer(reply, routed.call.request.purpose, attempt.peer)
+        except ProtocolError as problem:
+            self._peer_score.report_violation(attempt.peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
+            raise
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:
-        # The sum is at most the time since the attempt started.
         now = loop_time()
         self._pace = self._pace.after_completion(now)
         period_s = self._pace.period_s.value or math.inf
         service_s = answer.message.busy_ms / 1000.0
         crossing_s = self.balancer.record_answered(now, attempt, service_s, answer.nbytes, period_s)
+        # What the peer says of the way behind it is believed up to the time that the whole call took.
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
@@ -251,12 +214,10 @@ class Router:
         else:
             self.balancer.record_failed(now, attempt, now - attempt.started)
         routed.record_failure(attempt.peer, reason)
-        self._report(events.MicrobatchRerouted(routed.process.microbatch.hex(), attempt.stage, attempt.peer, reason))
+        name = routed.call.request.microbatch.hex()
+        self._report(events.MicrobatchRerouted(name, attempt.stage, attempt.peer, reason))
 
     def report_unusable_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
-        """Reports the offence USELESS_GRADIENT of `peer`, and counts a failure of that peer of `stage` in the table.
-
-        So other peers of the stage are asked next.
-        """
+        """Records that `peer` of `stage` sent a useless gradient, so that other peers of the stage are asked next."""
         self._peer_score.report_violation(peer, Violation.USELESS_GRADIENT, f"{error.code}: {error}")
         self.balancer.record_rejected(loop_time(), stage, peer)

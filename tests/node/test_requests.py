@@ -35,8 +35,8 @@ from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.rpc.incoming import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS, RequestHandler, SentTensors, encode_status
-from agora.pipeline.interfaces import HopAnswer
-from agora.pipeline.ledger import RunningWork, WorkKey, WorkLedger
+from agora.pipeline.ledger import RunningWork, WorkLedger
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from agora.swarm.peer_score import Violation
 
 ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
@@ -65,9 +65,8 @@ class Peer:
         async def work(_: RunningWork) -> HopAnswer:
             return answer
 
-        await self.ledger.run(
-            WorkKey(request.microbatch, request.stage), request.stage, loop_time() + 10.0, lambda news: None, work
-        )
+        call = ProcessCall(request, [], loop_time() + 10.0, lambda news: None)
+        await self.ledger.run(call, request.stage, work)
 
 
 def process(number: int, stage: int = 1) -> Process:

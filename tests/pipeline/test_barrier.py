@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 from agora_protocol.errors import Busy
-from agora_protocol.ids import Span
+from agora_protocol.ids import Span, microbatch_id
+from agora_protocol.messages import Process
 
 from agora.pipeline.barrier import LOOK_S, MAX_WAIT_FRACTION, RETRY_MS, MeanBarrier, StepBarrier
+from tests.pipeline.world import peer_id
 from tests.virtual_time import VirtualLoop, run
 
 
@@ -27,6 +29,10 @@ class Stages:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def entering(stage: int) -> Process:
+    return Process(microbatch_id(b"session0", 1), peer_id("origin"), stage, "train", 60_000)
 
 
 def waiting_microbatches() -> int:
@@ -151,9 +157,9 @@ def test_microbatches_wait_for_a_mean_in_their_stages_until_it_is_in_or_not_awai
     async def work() -> None:
         awaited = {3: True}
         barrier, began = MeanBarrier(Span(2, 4), lambda stage: awaited.get(stage, False)), now()
-        await barrier.wait_for_mean(4, began + 10.0)
+        await barrier.hold(entering(4), began + 10.0)
         assert now() == began, "stage 3 is before it"
-        waiting = asyncio.create_task(barrier.wait_for_mean(2, began + 10.0))
+        waiting = asyncio.create_task(barrier.hold(entering(2), began + 10.0))
         await asyncio.sleep(1.0)
         assert not waiting.done()
         awaited.clear()
@@ -161,7 +167,7 @@ def test_microbatches_wait_for_a_mean_in_their_stages_until_it_is_in_or_not_awai
         await waiting
         assert now() == pytest.approx(began + 1.0), "at once"
         awaited[2] = True
-        again = asyncio.create_task(barrier.wait_for_mean(2, began + 10.0))
+        again = asyncio.create_task(barrier.hold(entering(2), began + 10.0))
         await asyncio.sleep(0.1)
         awaited.clear()
         await asyncio.sleep(1.1 * LOOK_S)
@@ -173,7 +179,7 @@ def test_microbatches_wait_for_a_mean_in_their_stages_until_it_is_in_or_not_awai
 def test_a_mean_that_never_comes_keeps_no_microbatch_beyond_half_of_its_time() -> None:
     async def work() -> None:
         began = now()
-        await MeanBarrier(Span(2, 4), lambda stage: True).wait_for_mean(2, began + 10.0)
+        await MeanBarrier(Span(2, 4), lambda stage: True).hold(entering(2), began + 10.0)
         assert now() == pytest.approx(began + MAX_WAIT_FRACTION * 10.0)
 
     run(work())

@@ -13,6 +13,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
+from agora.pipeline.process_call import ProcessCall
 from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S
 from tests.pipeline.world import (
     Node,
@@ -38,7 +39,8 @@ def process(stage: int = 0, microbatch: MicrobatchId = MB, purpose: str = "train
 async def enter(node: Node, stage: int = 0, *, microbatch=MB, purpose="train", within_s=60.0, progress=None):
     tensors = [boundary_of(microbatch, stage), tokens_of(7)] if stage else [tokens_of(7)]
     deadline = asyncio.get_running_loop().time() + within_s
-    return await node.hop.process(process(stage, microbatch, purpose), tensors, deadline, progress or (lambda a: None))
+    call = ProcessCall(process(stage, microbatch, purpose), tensors, deadline, progress or (lambda a: None))
+    return await node.hop.process(call)
 
 
 def counted(world: World, microbatch=MB) -> list[int]:
@@ -124,7 +126,7 @@ def test_tensors_that_the_run_does_not_imply_are_refused_before_any_work(tensors
         world = World(3)
         node = world.add("peer", "1-2")
         with pytest.raises(ProtocolError):
-            await node.hop.process(process(1), tensors, asyncio.get_running_loop().time() + 9.0, lambda a: None)
+            await node.hop.process(ProcessCall(process(1), tensors, asyncio.get_running_loop().time() + 9.0, print))
         assert node.compute.busy_s == 0.0
         assert node.ledger.taken == 0
 
@@ -174,7 +176,7 @@ def test_a_microbatch_waits_for_the_next_step_and_is_sent_away_at_once_with_any_
             microbatch, began = microbatch_id(b"session0", number), now()
             tensors = [boundary_of(microbatch, 1), tokens_of(7)]
             message = replace(process(1, microbatch), step=step)
-            await last.hop.process(message, tensors, began + 600.0, lambda a: None)
+            await last.hop.process(ProcessCall(message, tensors, began + 600.0, print))
             return now() - began
 
         assert await ask(0, 3) < 1.0
@@ -202,7 +204,7 @@ def test_a_microbatch_waits_for_a_mean_that_comes_soon_and_is_in_work_from_then_
         microbatch, began = microbatch_id(b"session0", 0), now()
         tensors = [boundary_of(microbatch, 1), tokens_of(7)]
         answer = asyncio.create_task(
-            last.hop.process(process(1, microbatch), tensors, began + 600.0, lambda call_progress: None)
+            last.hop.process(ProcessCall(process(1, microbatch), tensors, began + 600.0, print))
         )
         await asyncio.sleep(10.0)
         assert not answer.done()
@@ -253,7 +255,7 @@ def test_a_repeat_without_a_hint_hears_what_the_first_caller_hinted() -> None:
         node, _ = world.add("first", "0"), world.add("middle", "1")
         last = world.add("last", "2", service_s=5.0)
         hinted, deadline = replace(process(0, MB), hint=((2, last.peer),)), asyncio.get_running_loop().time() + 60.0
-        one = asyncio.create_task(node.hop.process(hinted, [tokens_of(7)], deadline, lambda a: None))
+        one = asyncio.create_task(node.hop.process(ProcessCall(hinted, [tokens_of(7)], deadline, print)))
         await asyncio.sleep(1.0)
         await asyncio.gather(one, enter(node, progress=heard.append))
         assert [(a.stage, a.event) for a in heard] == [(stage, "accepted") for stage in range(3)] + [(0, "finished")]

@@ -11,8 +11,8 @@ from agora_protocol.messages import CallProgress, Process, Processed
 
 from agora.core.fair_share import Client
 from agora.observe.events import Event, RepeatServed, SlotsChanged
-from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.ledger import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
 from tests.virtual_time import run
 
@@ -25,6 +25,10 @@ def process(stage: int, number: int = 1) -> Process:
 
 def answer(number: int = 1) -> HopAnswer:
     return HopAnswer(Processed(float(number), 2, 1.0), [gradient_of(MB, number)])
+
+
+def call_of(request: Process, consumer: Client | None = None) -> ProcessCall:
+    return ProcessCall(request, [], asyncio.get_running_loop().time() + 60.0, lambda news: None, consumer)
 
 
 class Entries:
@@ -46,9 +50,7 @@ class Entries:
         return answer()
 
     def enter(self, stage: int, number: int = 1, last: int = 2) -> asyncio.Task[HopAnswer]:
-        key = WorkKey(process(stage, number).microbatch, stage)
-        entry = self.ledger.run(key, last, asyncio.get_running_loop().time() + 60.0, lambda news: None, self.work)
-        return asyncio.create_task(entry)
+        return asyncio.create_task(self.ledger.run(call_of(process(stage, number)), last, self.work))
 
 
 def test_the_same_work_is_started_once_and_both_callers_get_its_answer() -> None:
@@ -136,16 +138,17 @@ def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_
         world = World(3)
         mover = world.add("mover", "1-2")
         deadline = asyncio.get_running_loop().time() + 60.0
-        first = await mover.hop.process(process(1), [boundary_of(MB, 1), tokens_of(1)], deadline, lambda news: None)
+        tensors = [boundary_of(MB, 1), tokens_of(1)]
+        first = await mover.hop.process(ProcessCall(process(1), tensors, deadline, lambda news: None))
         assert await mover.ledger.drain(5.0, "moving to other stages")
         heard: list[CallProgress] = []
         assert mover.ledger.answer_repeat(process(1), heard.append) is first, "no span is held"
         assert [(news.stage, news.event) for news in heard] == [(1, "finished")]
         assert mover.ledger.answer_repeat(process(1, 9), heard.append) is None
         world.move(mover, "0")
-        assert await mover.hop.process(process(1), [], deadline, heard.append) is first
+        assert await mover.hop.process(ProcessCall(process(1), [], deadline, heard.append)) is first
         with pytest.raises(NotMyStage):
-            await mover.hop.process(process(1, 9), [boundary_of(MB, 1), tokens_of(1)], deadline, heard.append)
+            await mover.hop.process(ProcessCall(process(1, 9), tensors, deadline, heard.append))
         assert sum(mover.compute.counted.values()) == 0, "the new span has counted nothing"
 
     run(work())
@@ -166,7 +169,7 @@ def test_kept_answers_are_bounded_in_bytes_and_in_age() -> None:
 def test_work_that_runs_out_of_memory_costs_a_slot_which_comes_back_after_many_answers() -> None:
     async def work() -> None:
         entries = Entries(slots=4)
-        ledger, until = entries.ledger, asyncio.get_running_loop().time() + 1e6
+        ledger = entries.ledger
 
         async def fail(work: RunningWork) -> HopAnswer:
             raise OutOfMemory("the device is out of memory")
@@ -177,14 +180,13 @@ def test_work_that_runs_out_of_memory_costs_a_slot_which_comes_back_after_many_a
         running = [entries.enter(1, number) for number in (1, 2)]
         await asyncio.sleep(0)
         with pytest.raises(OutOfMemory):
-            await ledger.run(WorkKey(microbatch_id(b"session0", 3), 1), 2, until, lambda news: None, fail)
+            await ledger.run(call_of(process(1, 3)), 2, fail)
         with pytest.raises(Busy, match="all 2 slots are taken"):
             await entries.enter(1, 4)
         entries.finish.set()
         await asyncio.gather(*running)
         for number in range(2 * ANSWERS_PER_SLOT):
-            key = WorkKey(microbatch_id(b"session1", number), 1)
-            await ledger.run(key, 2, until, lambda news: None, answer_at_once)
+            await ledger.run(call_of(process(1, 100 + number)), 2, answer_at_once)
         changes = [event.slots for event in entries.events if isinstance(event, SlotsChanged)]
         assert changes == [2, 3, 4], "three were here, one failed; then one more after each so many answers"
 
@@ -197,9 +199,8 @@ def test_a_caller_that_has_its_share_of_the_slots_leaves_the_last_one_to_others(
         greedy, other = Client("203.0.113.0/24", peer_id("greedy")), Client("198.51.100.0/24", peer_id("other"))
 
         async def ask(consumer: Client) -> str:
-            key = WorkKey(microbatch_id(b"session0", len(waiting)), 1)
-            ends = asyncio.get_running_loop().time() + 60.0
-            waiting.append(asyncio.create_task(entries.ledger.run(key, 1, ends, print, entries.work, consumer)))
+            call = call_of(process(1, len(waiting)), consumer)
+            waiting.append(asyncio.create_task(entries.ledger.run(call, 1, entries.work)))
             await asyncio.sleep(0)
             return str(waiting[-1].exception()) if waiting[-1].done() else ""
 

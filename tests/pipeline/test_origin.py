@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, Unavailable
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
+from agora.core.span_work import DrawnMicrobatch
 from agora.observe.events import EvaluationDone, Event, MicrobatchDropped, MicrobatchRerouted
 from agora.pipeline.flow_control import SendInputs, StepState
-from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.origin import Origin, OriginConfig
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import (
     TOKENS,
     Source,
@@ -37,9 +37,9 @@ class Entrance:
         self.seconds, self.answers = seconds, list(answers)
         self.open, self.most, self.seen, self.answered = 0, 0, [], 0
 
-    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> HopAnswer:
-        loop = asyncio.get_running_loop()
-        self.seen.append((message, bytes(tensors[0].data), deadline - loop.time(), loop.time()))
+    async def process(self, call: ProcessCall) -> HopAnswer:
+        message, loop = call.request, asyncio.get_running_loop()
+        self.seen.append((message, bytes(call.tensors[0].data), call.deadline - loop.time(), loop.time()))
         self.open += 1
         self.most = max(self.most, self.open)
         try:
@@ -48,7 +48,7 @@ class Entrance:
                 raise told
             await asyncio.sleep(told)
             self.answered += 1
-            return HopAnswer(Processed(loss_of(tensors[0]), TOKENS, 1.0))
+            return HopAnswer(Processed(loss_of(call.tensors[0]), TOKENS, 1.0))
         finally:
             self.open -= 1
 
@@ -217,9 +217,9 @@ def test_what_an_attempt_heard_becomes_the_hint_of_the_next() -> None:
         seen: list[Process] = []
         real = node.hop.process
 
-        async def spy(message, *rest):
-            seen.append(message)
-            return await real(message, *rest)
+        async def spy(call):
+            seen.append(call.request)
+            return await real(call)
 
         node.hop.process = spy
         running = asyncio.create_task(origin.run())
@@ -346,12 +346,13 @@ def test_ids_never_repeat_and_batches_are_drawn_in_order() -> None:
 class ReferenceEntrance(Entrance):
     """A pipeline of a dpo run: a reference request gets one log-probability, made of the tokens; others get metrics."""
 
-    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> HopAnswer:
-        answer = await super().process(message, tensors, deadline, progress)
-        if message.purpose == "reference":
-            answer.message = Processed(0.0, TOKENS, 1.0, log_probabilities=(-1.0 - loss_of(tensors[0]),))
+    async def process(self, call: ProcessCall) -> HopAnswer:
+        answer = await super().process(call)
+        loss = loss_of(call.tensors[0])
+        if call.request.purpose == "reference":
+            answer.message = Processed(0.0, TOKENS, 1.0, log_probabilities=(-1.0 - loss,))
         else:
-            answer.message = Processed(loss_of(tensors[0]), TOKENS, 1.0, metrics=(3.0, 1.0, 1.0, 1.0))
+            answer.message = Processed(loss, TOKENS, 1.0, metrics=(3.0, 1.0, 1.0, 1.0))
         return answer
 
 
@@ -390,12 +391,12 @@ class RepeatedSource(Source):
 
     EPOCH = 10
 
-    def draw(self) -> SimpleNamespace | None:
+    def draw(self) -> DrawnMicrobatch | None:
         drawn = super().draw()
-        if drawn is not None:
-            epoch, place = divmod(drawn.number, self.EPOCH)
-            drawn.tokens = tokens_of((place + 3 * epoch) % self.EPOCH)
-        return drawn
+        if drawn is None:
+            return None
+        epoch, place = divmod(drawn.number, self.EPOCH)
+        return DrawnMicrobatch(tokens_of((place + 3 * epoch) % self.EPOCH), drawn.number)
 
 
 def test_for_dpo_the_reference_is_asked_in_the_first_epoch_only() -> None:

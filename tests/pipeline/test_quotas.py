@@ -6,12 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from agora_protocol.messages import Process, Processed
-from agora_protocol.tensors import WireTensor
+from agora_protocol.messages import Processed
 
 from agora.pipeline.flow_control import GRACE_S, SendInputs, StepState, equal_quota
-from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import TOKENS, Source, peer_id
 from tests.virtual_time import run
 
@@ -69,8 +68,8 @@ class _Entrance:
     def __init__(self, stage: Stage, index: int) -> None:
         self.stage, self.index = stage, index
 
-    async def process(self, message: Process, tensors: list[WireTensor], deadline: float, progress) -> HopAnswer:
-        stage = self.stage
+    async def process(self, call: ProcessCall) -> HopAnswer:
+        stage, message = self.stage, call.request
         stage.opened[message.step] += 1
         stage.by_origin[message.step, self.index] += 1
         await asyncio.sleep(stage.seconds)

@@ -12,8 +12,8 @@ from agora_protocol.messages import CallProgress, Pong, Process, Processed
 
 from agora.net.rpc.network_errors import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
-from agora.pipeline.interfaces import HopAnswer
 from agora.pipeline.load_balancer import RouteHint
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, RoutedCall
 from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S, Violation
 from tests.pipeline.world import (
@@ -37,7 +37,8 @@ async def send(node: Node, microbatch=MB, *, within_s: float = 60.0, hint=(), pu
     stage = node.span.last + 1
     process = Process(microbatch, peer_id("origin"), stage, purpose, 60_000, tuple(hint))
     deadline = asyncio.get_running_loop().time() + within_s
-    return await node.router.send(process, [boundary_of(microbatch, stage), tokens_of(1)], deadline, lambda a: None)
+    tensors = [boundary_of(microbatch, stage), tokens_of(1)]
+    return await node.router.send(ProcessCall(process, tensors, deadline, lambda a: None))
 
 
 def rerouted(node: Node) -> list[MicrobatchRerouted]:
@@ -257,7 +258,7 @@ def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
 def test_a_peer_that_was_busy_keeps_its_hint_at_its_first_failure() -> None:
     holder = peer_id("holder")
     process = Process(MB, peer_id("origin"), 1, "train", 60_000, ())
-    routed = RoutedCall(process, [], 60.0, lambda news: None, RouteHint({1: holder}, {holder}))
+    routed = RoutedCall(ProcessCall(process, [], 60.0, lambda news: None), RouteHint({1: holder}, {holder}))
     routed.reasons[holder] = "busy"
     routed.record_failure(holder, "the stream ended")
     assert routed.hint == RouteHint({1: holder}, {holder})
@@ -308,16 +309,18 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
             hints.append(args[-1])
             return choose(*args)
 
-        async def talk(message, tensors, deadline, progress) -> HopAnswer:
+        async def talk(call: ProcessCall) -> HopAnswer:
             for number in range(flood):
                 for what in ("accepted", "finished"):
-                    progress(CallProgress(number % stages, peer_id(f"stranger {number}"), what, 0))
-            return await answer(message, tensors, deadline, progress)
+                    call.on_progress(CallProgress(number % stages, peer_id(f"stranger {number}"), what, 0))
+            return await answer(call)
 
         node.router.balancer.choose, talker.hop.process = spy, talk
         process = Process(MB, peer_id("origin"), 1, "train", 60_000)
         deadline = asyncio.get_running_loop().time() + 60.0
-        reply = await node.router.send(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
+        reply = await node.router.send(
+            ProcessCall(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append)
+        )
         assert reply.peer == talker.peer
         told = Counter((news.stage, news.event) for news in passed if news.peer != talker.peer)
         assert told == {(2, "accepted"): MAX_PROGRESS_PER_STAGE * (stages - 1) // stages}, (

@@ -11,7 +11,6 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 
 from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
@@ -19,7 +18,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.core.span_work import SpanResult, SpanWork
+from agora.core.span_work import DrawnMicrobatch, SpanResult, SpanWork
 from agora.net.shaping.link import LinkSpec
 from agora.observe.events import (
     Event,
@@ -34,8 +33,8 @@ from agora.pipeline.flow_control import SendInputs
 from agora.pipeline.hop import Hop
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
+from agora.pipeline.process_call import ProcessCall, TensorForm, WireRules
 from agora.pipeline.router import Router
-from agora.pipeline.wire_rules import TensorForm, WireRules
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
@@ -71,11 +70,11 @@ class Source:
         self.given_back: list[int] = []
         self.dry = False
 
-    def draw(self) -> SimpleNamespace | None:
+    def draw(self) -> DrawnMicrobatch | None:
         if self.dry:
             return None
         self.drawn += 1
-        return SimpleNamespace(tokens=tokens_of(self.drawn - 1), number=self.drawn - 1)
+        return DrawnMicrobatch(tokens_of(self.drawn - 1), self.drawn - 1)
 
     def mark_completed(self, number: int) -> None:
         self.done.append(number)
@@ -241,7 +240,7 @@ class Node:
         return self.caller.calls_in
 
     async def _answer(self, call: MemoryCall) -> Reply:
-        return await self.hop.process(call.message, call.tensors, call.deadline, call.progress)
+        return await self.hop.process(ProcessCall(call.message, call.tensors, call.deadline, call.progress))
 
     async def _fault(self, point: str) -> None:
         self.reached[point] += 1

@@ -41,8 +41,8 @@ from agora.pipeline import flow_control
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.hop import Hop
-from agora.pipeline.interfaces import MicrobatchSource
-from agora.pipeline.origin import Origin, OriginConfig
+from agora.pipeline.origin import MicrobatchSource, Origin, OriginConfig
+from agora.pipeline.process_call import ProcessCall
 from agora.replica.run import ReplicaGroup
 from agora.replica.view import live_replicas
 from agora.state.collector import StageCollector
@@ -218,7 +218,9 @@ class LoadedSpan:
         match call.message:
             case Process() as request:
                 consumer = Client(call.prefix, call.peer)
-                return await self.hop.process(request, call.tensors, call.deadline, call.progress, consumer)
+                return await self.hop.process(
+                    ProcessCall(request, call.tensors, call.deadline, call.progress, consumer)
+                )
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
             case GossipEpochs() as request:

@@ -16,8 +16,8 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
+from agora.core.span_work import DrawnMicrobatch
 from agora.data.hashing import epoch_order
-from agora.data.sampling import DrawnMicrobatch
 from agora.observe.events import DiskTrouble, Report
 from agora.state.files import sync_folder
 from agora.tuning.chat.sample_rows import SampleRows
