@@ -23,7 +23,7 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.core.sync_mode import EXACT, ChangeRule
 from agora.cost.run_cost import RunCost
-from agora.planning.assignment import Plan
+from agora.planning.plan import Plan
 from agora.replica.decide import GradientWire, MeasuredUplink, ReplicaUplink, choose_gradient_wire, wanted_slices
 
 GRADIENTS: Final = f"averaging.exact_steps = {ALL_STEPS}"

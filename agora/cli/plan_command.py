@@ -19,11 +19,10 @@ from agora.cli.stage_sources import find_run
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import ALL_ACTIVATIONS, Machine, RunCost
 from agora.node import paths, runs
-from agora.planning.advice import MachineGain, explain_bottleneck, gain_of_one_more
-from agora.planning.assignment import Assignment, Plan
 from agora.planning.drawing import picture_lines, picture_svg, plan_table
 from agora.planning.peers_file import PeersFile, read_peers
-from agora.planning.search import make_plan
+from agora.planning.plan import Assignment, Plan
+from agora.planning.search import MachineGain, explain_bottleneck, gain_of_one_more, make_plan
 
 SEED: Final = 0  # seed of the search: the same file gives the same plan
 MAX_KINDS: Final = 12  # maximum number of kinds of machines for which the command says what one more would add

@@ -6,10 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from agora.cli import console
-from agora.planning.simulator.plots import plots_of, to_svg
 from agora.planning.simulator.scenario import load_scenario
 from agora.planning.simulator.simulation import Simulation
-from agora.planning.simulator.simulation_report import SimulationReport
+from agora.planning.simulator.simulation_report import SimulationReport, plots_of, to_svg
 
 
 def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> int:

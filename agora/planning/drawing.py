@@ -11,7 +11,7 @@ from html import escape
 from typing import Final
 
 from agora.cost.run_cost import RunCost
-from agora.planning.assignment import Assignment, Plan
+from agora.planning.plan import Assignment, Plan
 
 HEADINGS: Final = ("MACHINES", "STAGES", "SHARE", "TOK/S", "LIMIT", "MEMORY", "AVAILABLE")
 # Maximum number of columns of stages in a terminal picture; with more stages, each column stands for several.

@@ -1,15 +1,16 @@
-"""Finds the best plan for given machines: groups of replicas, one span for each group. Deterministic.
+"""Finds the best plan for given machines, says what limits it, and what one more machine would add. Deterministic.
 
-1. coverage.py finds how few machines can hold the model: that is the least number of groups.
-2. For each number of groups, first_groups.py divides the machines, cuts.py finds the best spans, exactly, and
-   local_search.py exchanges machines until no exchange helps.
+1. The fewest machines that can hold the model are the least number of groups (`first_groups.py`).
+2. For each number of groups the machines are divided, cut into spans exactly, and exchanged until no exchange helps
+   (`local_search.py`).
 3. The best groupings, of a few numbers of groups, are changed at random and improved again, within a budget.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -17,15 +18,11 @@ import numpy as np
 from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.ids import Span
 
-from agora.cost.run_cost import Machine, RunCost
-from agora.planning.assignment import Plan
-from agora.planning.compute_bound import compute_bound
-from agora.planning.coverage import Coverage, fewest_holders
-from agora.planning.cuts import ALONE, IDLE_GROUP, best_cuts
-from agora.planning.evaluation import plan_of_spans
-from agora.planning.first_groups import first_groups, groups_of_plan, split_groups
-from agora.planning.local_search import Grouping, disturb, improve, scatter, use_idle
-from agora.planning.span_rates import Rates, span_rates
+from agora.cost.run_cost import Limit, Machine, RunCost
+from agora.planning.first_groups import Coverage, fewest_holders, first_groups, groups_of_plan, split_groups
+from agora.planning.local_search import ALONE, IDLE_GROUP, Grouping, best_cuts, disturb, improve, scatter, use_idle
+from agora.planning.plan import Plan, plan_of_spans
+from agora.planning.span_rates import Rates, compute_bound, span_rates
 
 COUNTS_TRIED_ONE_BY_ONE: Final = 8  # the first numbers of groups are tried one by one
 # Factor from one tried number of groups to the next, after the first ones: neighbours differ little.
@@ -148,3 +145,58 @@ def _explain_lack(cost: RunCost, machines: Sequence[Machine], holders: Coverage)
         f"the machines cannot hold the model: of {cost.stage_count} stages {holders.reached} fit into their "
         f"{together:.1f} GB together, and the others need {lacking:.1f} GB more; add machines with at least that."
     )
+
+
+# What helps against each limit, as the end of a sentence.
+REMEDIES: Final[Mapping[Limit, str]] = {
+    "compute": "one more machine, or a faster one, helps",
+    "upload": "machines with more upload, or a boundary codec with fewer bytes, help",
+    "download": "machines with more download, or a boundary codec with fewer bytes, help",
+    "memory": "no machine can hold them; one with more memory helps",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MachineGain:
+    """What one more machine adds: microbatches per second of the whole swarm without it and with it. Immutable.
+
+    machine: the added one. rate_with is never below rate_without.
+    """
+
+    machine: Machine
+    rate_without: float
+    rate_with: float
+
+    @property
+    def factor(self) -> float:
+        # How many times as fast the swarm is with the machine: rate_with / rate_without, which must not be 0.
+        return self.rate_with / self.rate_without
+
+
+def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
+    """Returns a sentence about the plan's bottleneck: stages, their machines, the plan's tokens per second, a remedy.
+
+    The sentence also says what limits the rate, and which part of the rate, in percent, has that limit. That part is
+    100 % if the rate is 0. If the bottleneck has several stages, the machines are those that hold the first of them.
+    """
+    stages, limit = plan.bottleneck.stages, plan.bottleneck.limit
+    holders = [entry for entry in plan.assignments if entry.span is not None and stages.first in entry.span]
+    limited = sum(holder.rate.microbatches for holder in holders if holder.rate.limit == limit)
+    of_rate = limited / plan.rate if plan.rate > 0 else 1.0
+    machines = "1 machine" if len(holders) == 1 else f"{len(holders)} machines"
+    noun = "stage" if len(stages) == 1 else "stages"
+    return (
+        f"{noun} {stages} with {machines}: {plan.rate * cost.tokens:,.0f} tokens/s, {of_rate:.0%} of it limited by "
+        f"{limit}; {REMEDIES[limit]}."
+    )
+
+
+def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> MachineGain:
+    """Returns the rate of `plan`, and the rate after `machine` joins and make_plan places all machines again.
+
+    That search begins from `plan` and draws from `rng`. If the plan that it finds is slower, the rate of `plan` is
+    returned as both. Raises OutOfMemory if no way is found in which the machines hold the model.
+    """
+    machines = [assignment.machine for assignment in plan.assignments]
+    extended = make_plan(cost, [*machines, machine], rng, start=plan)
+    return MachineGain(machine, plan.rate, max(plan.rate, extended.rate))

@@ -14,8 +14,8 @@ from typing import Final
 from agora_protocol.errors import OutOfMemory
 
 from agora.cost.run_cost import Machine, RunCost
-from agora.planning.compute_bound import compute_bound
 from agora.planning.search import make_plan
+from agora.planning.span_rates import compute_bound
 from benchmarks.machine import describe
 from benchmarks.plan_baselines import baseline_rates
 from benchmarks.plan_brute_force import brute_force_rate

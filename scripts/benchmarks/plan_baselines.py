@@ -21,8 +21,8 @@ from typing import Final
 from agora_protocol.ids import Span
 
 from agora.cost.run_cost import Machine, RunCost
-from agora.planning.cuts import cut_for_groups
-from agora.planning.evaluation import plan_of_spans
+from agora.planning.local_search import cut_for_groups
+from agora.planning.plan import plan_of_spans
 
 # Of one optimizer step of the ring, which gathers the weights twice in each: as in Zorse's evaluation.
 STEP_TOKENS: Final = 2**20

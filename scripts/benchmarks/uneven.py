@@ -24,7 +24,7 @@ from agora_protocol.manifest import Manifest, preset
 from agora.cli.local_swarm import Launch, LocalSwarm, SwarmFailed, start_interpreter
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine, RunCost
-from agora.planning.assignment import Plan
+from agora.planning.plan import Plan
 from agora.planning.search import make_plan
 from agora.train.machine_profile import measure_profile
 from benchmarks.children import BenchFailed

@@ -22,7 +22,7 @@ from benchmarks.plan_cases import random_machines, random_run
 from benchmarks.plan_workloads import CLUSTERS, HOME_SWARMS, MODELS, machines_of, tuning_cost
 
 from agora.cost.run_cost import Machine, RunCost, StageCost
-from agora.planning.cuts import cut_for_groups
+from agora.planning.local_search import cut_for_groups
 
 PARAMETERS = {"7B": 6.74e9, "13B": 13.0e9, "33B": 32.5e9, "70B": 69.0e9}
 

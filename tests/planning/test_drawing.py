@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 from agora_protocol.ids import Span
 
 from agora.cost.run_cost import Machine, RunCost, SpanRate, StageCost
-from agora.planning.assignment import Assignment, Bottleneck, Plan
 from agora.planning.drawing import picture_lines, picture_svg, plan_rows, plan_table
+from agora.planning.plan import Assignment, Bottleneck, Plan
 
 FAST = Machine("fast", 1e12, 8e9, upload=1e6, download=1e6)
 HOME = Machine("<b>&home", 1e11, 4e9, host_memory=16e9, upload=1e5, download=1e5)

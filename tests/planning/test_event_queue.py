@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agora.planning.simulator.event_queue import DeadlineWheel, EventQueue
-from agora.planning.simulator.simulated_device import JobOrder, SimulatedDevice
+from agora.planning.simulator.simulated_machine import JobOrder, SimulatedDevice
 
 
 def test_events_happen_in_order_of_time_and_then_of_their_adding() -> None:

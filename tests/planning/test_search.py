@@ -14,11 +14,9 @@ from benchmarks.plan_brute_force import brute_force_rate
 from benchmarks.plan_cases import random_machines, random_run
 
 from agora.cost.run_cost import Activations, Machine, RunCost, StageCost
-from agora.planning.advice import explain_bottleneck, gain_of_one_more
-from agora.planning.assignment import Plan
-from agora.planning.compute_bound import compute_bound
-from agora.planning.evaluation import plan_of_spans
-from agora.planning.search import make_plan
+from agora.planning.plan import Plan, plan_of_spans
+from agora.planning.search import explain_bottleneck, gain_of_one_more, make_plan
+from agora.planning.span_rates import compute_bound
 
 SEEDS = range(14)
 LAYER = StageCost(1e12, 2e12, 4e8, 1e7, 2e7, 1e6, 1e8)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from agora.planning.simulator.plots import plots_of, to_svg
 from agora.planning.simulator.scenario import Scenario, parse_scenario
 from agora.planning.simulator.simulation import Simulation
-from agora.planning.simulator.simulation_report import SimulationReport
+from agora.planning.simulator.simulation_report import SimulationReport, plots_of, to_svg
 
 
 def scenario(machines: list[dict[str, Any]], stages: int = 4, **changed: Any) -> Scenario:

@@ -12,16 +12,13 @@ from agora_protocol.ids import Span
 from agora.planning.simulator.churn import FleetEvent, fleet_events
 from agora.planning.simulator.directory_model import DirectoryModel
 from agora.planning.simulator.event_queue import EventQueue
-from agora.planning.simulator.fleet_simulation import FleetSimulation, PlacementRules
+from agora.planning.simulator.fleet_simulation import DaemonPlacement, FleetSimulation, PlacementRules
 from agora.planning.simulator.flow_bound import best_whole_placement, flow_bound
-from agora.planning.simulator.hop_simulation import HopSimulation
 from agora.planning.simulator.measurements import Measurements, Sample
-from agora.planning.simulator.origin_simulation import OriginRules, OriginSimulation
-from agora.planning.simulator.placement_rules import DaemonPlacement
+from agora.planning.simulator.pipeline_simulation import HopSimulation, OriginRules, OriginSimulation
 from agora.planning.simulator.scenario import MachineGroup, Scenario
-from agora.planning.simulator.simulated_link import SimulatedLink
+from agora.planning.simulator.simulated_machine import SimulatedLink, Workload
 from agora.planning.simulator.simulated_peer import Equipment, Presence
-from agora.planning.simulator.simulated_work import Workload
 
 # Seconds within which the machines of the start begin to work, each at a random moment.
 #

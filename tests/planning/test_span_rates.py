@@ -13,8 +13,7 @@ from benchmarks.plan_cases import random_machines, random_run
 from scipy.optimize import linprog
 
 from agora.cost.run_cost import ALL_ACTIVATIONS, Machine, RunCost, StageCost
-from agora.planning.compute_bound import compute_bound
-from agora.planning.span_rates import span_rates
+from agora.planning.span_rates import compute_bound, span_rates
 
 ROOMY = StageCost(1e12, 2e12, 1e8, kept_bytes=1e8, layer_peak_bytes=1e7)
 

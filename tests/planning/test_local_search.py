@@ -11,8 +11,8 @@ from agora_protocol.ids import Span
 from benchmarks.plan_cases import random_machines, random_run
 
 from agora.cost.run_cost import Machine, RunCost, StageCost
-from agora.planning.coverage import fewest_holders
-from agora.planning.cuts import cut_for_groups
+from agora.planning.first_groups import fewest_holders
+from agora.planning.local_search import cut_for_groups
 from agora.planning.span_rates import span_rates
 
 SEEDS = range(60)
