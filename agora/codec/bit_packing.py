@@ -55,6 +55,7 @@ def unpack(packed: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
+    # Of each part: its lowest bit in a level, its width in bits, and the packed bytes that have it of all levels.
     lowest_bit, begin = 0, 0
     for width in part_widths(bits):
         size = packed_bytes(count, width)
@@ -64,6 +65,7 @@ def _level_parts(count: int, bits: int) -> Iterator[tuple[int, int, slice]]:
 
 
 def _as_words(rows: Tensor) -> Tensor:
+    # Bytes [..., n] as int64 [..., ceil(n / 8)], padded with zeros.
     return _pad_columns(rows, -(-rows.shape[-1] // WORD_BYTES) * WORD_BYTES).view(torch.int64)
 
 
@@ -74,5 +76,5 @@ def _pad_columns(rows: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _part_shifts(width: int, device: torch.device) -> Tensor:
-    # The tensor is cached and shared: callers must not change it.
+    # Where the parts that share a byte lie in it. Cached and shared: callers must not change it.
     return torch.arange(0, 8, width, device=device).unsqueeze(1)

@@ -103,6 +103,7 @@ def _block_peaks(magnitudes: Tensor) -> Tensor:
     whole = k - k % BOUNDARY_BLOCK
     if whole == k:
         return magnitudes.view(count, -1, BOUNDARY_BLOCK).amax(dim=2)
+    # The last block of a row may be shorter.
     last = F.pad(magnitudes[:, whole:], (0, -k % VECTOR)).amax(dim=1, keepdim=True)
     return torch.cat((_block_peaks(magnitudes[:, :whole].contiguous()), last), dim=1) if whole else last
 
@@ -119,6 +120,7 @@ def _multiply_blocks(values: Tensor, factors: Tensor, out: Tensor) -> None:
 
 
 def _row_chunks(rows: Tensor) -> list[slice]:
+    # A GPU takes all rows at once.
     count, k = rows.shape
     size = min(count, max(1, CHUNK_VALUES // k)) if rows.device.type == "cpu" else count
     return [slice(begin, begin + size) for begin in range(0, count, size)]

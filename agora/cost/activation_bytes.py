@@ -94,12 +94,13 @@ def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
 
 
 def _norm_copies(sizes: DecoderSizes) -> int:
-    # Returns how many copies of a norm's input its graph keeps: 2 for a trained RMSNorm, otherwise 1.
+    # A trained RMSNorm also keeps its input divided by its root mean square.
     return 2 if sizes.frozen_as is None and sizes.norm_vectors == 1 else 1
 
 
 def _norm_values(sizes: DecoderSizes, layer: int) -> int:
     of_heads = sizes.query_width + sizes.key_value_width if sizes.head_norms else 0
+    # The first norm of the model keeps no input if the embedding, which makes that input, is frozen.
     needless = sizes.width if layer == 0 and sizes.frozen_as is not None else 0
     return _norm_copies(sizes) * (sizes.norms * sizes.width + of_heads) - needless
 
@@ -112,6 +113,7 @@ def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
     values = 0
     for kind, group in groupby(sizes.linears, key=lambda linear: linear.input_kind):
         learning = [linear for linear in group if _needs_input(sizes, linear)]
+        # In float32 attention keeps the heads' output anyway, unless it is copied before the projection.
         if learning and (kind != "attended" or in_bf16 or sizes.copies_attended):
             values += learning[0].inputs * (len(learning) if in_bf16 and kind in ("attention", "feed-forward") else 1)
     return values
@@ -127,8 +129,7 @@ def _attention_values(sizes: DecoderSizes, has_mask: bool, in_bf16: bool) -> flo
 
 
 def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize, value: int) -> float:
-    # A mask is one for each row where rows have segments, otherwise one for all rows; 0 without a mask. value: bytes of
-    # one value.
+    # A mask is one for each row where rows have segments, otherwise one for all rows.
     pairs = batch.context**2
     if sizes.is_attention_eager:
         return 2.0 * value * batch.rows * sizes.heads * pairs
@@ -140,6 +141,7 @@ def _attention_pairs(sizes: DecoderSizes, has_mask: bool, batch: MicrobatchSize,
 def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
     if not sizes.dropout:
         return 0.0
+    # The mask, of one byte, and the output.
     return sum(linear.inputs * (value + 1) for linear in sizes.linears if sizes.has_lora(linear))
 
 
@@ -147,5 +149,6 @@ def _weight_copies(sizes: DecoderSizes, layer: int, in_bf16: bool) -> float:
     if not in_bf16:
         return 0.0
     matrices = sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)
+    # LoRA's matrices are always float32.
     lora = sizes.lora_rank * sum(lin.inputs + lin.outputs for lin in sizes.linears if sizes.has_lora(lin))
     return HALF * ((matrices if sizes.frozen_as in (None, "float32") else 0) + lora)

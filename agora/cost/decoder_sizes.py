@@ -139,7 +139,6 @@ def _llama_sizes(model: HfSection, config: Mapping[str, Any]) -> DecoderSizes:
     usual = DEFAULT_SIZES[kind]
 
     def size_of(key: str, otherwise: int = 0) -> int:
-        # Returns the config's `key`; if it is missing or 0, transformers' default; without one `otherwise`.
         return int(config.get(key) or usual.get(key) or otherwise)
 
     heads = size_of("num_attention_heads")

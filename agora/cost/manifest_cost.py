@@ -220,6 +220,7 @@ def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) 
 
 
 def _basis_products(sizes: DecoderSizes, layers: range) -> int:
+    # Coordinates are multiplied by the basis before each sublayer, in the last layer once.
     if sizes.stream == sizes.width:
         return 0
     return sum(1 if sizes.is_last(layer) else 2 for layer in layers)
@@ -232,19 +233,20 @@ def _layer_inputs(sizes: DecoderSizes, layers: range) -> int:
 def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, elements: int) -> int:
     section = manifest.optimizer
     square = elements
-    if section.name == "muon":
+    if section.name == "muon":  # it keeps no square of the matrices inside layers
         inside = trained_parameters(sizes, layers)
         if sizes.frozen_as is None:
             inside, _ = _matrix_parameters(sizes, layers)
         square = _pad_to_blocks(max(elements - inside, 0))
     average = elements if section.average_decay else 0
+    # The outer parameters and their velocity, in runs that may take local steps.
     outer = 0 if manifest.exact_steps == ALL_STEPS else 2 * elements
     return elements + square + average + outer
 
 
 def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float:
     if manifest.optimizer.name != "muon" or sizes.frozen_as is not None:
-        return 0.0
+        return 0.0  # the other optimizers change weights in place
     of_shape: dict[tuple[int, ...], int] = defaultdict(int)
     for layer in layers:
         for linear in sizes.linears:

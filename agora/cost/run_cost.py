@@ -165,6 +165,7 @@ class RunCost:
 
     @property
     def work(self) -> tuple[float, ...]:
+        # Of each stage when it is held alone, as a multiple of the mean over all stages.
         flops = [self.flops(Span(stage, stage)) for stage in range(self.stage_count)]
         mean = sum(flops) / self.stage_count
         return tuple(amount / mean for amount in flops)
@@ -236,6 +237,7 @@ class RunCost:
 
     def _autograd_graph_bytes(self, span: Span, activations: Activations) -> float:
         kept = _sum_over(self._kept_bytes, span)
+        # With the last stage, a backward follows its forward at once: never more than one graph.
         if activations == "keep" and not self._has_last_stage(span):
             return self.in_flight * kept + _sum_over(self._version_bytes, span)
         return kept

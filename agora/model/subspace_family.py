@@ -106,6 +106,7 @@ def llama_name(name: str) -> str:
 
 
 def _llama_config(model: SubspaceSection, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+    # transformers 4 reads rope_theta and torch_dtype, transformers 5 rope_parameters and dtype.
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

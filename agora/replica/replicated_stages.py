@@ -41,14 +41,14 @@ class ReplicatedStages(Protocol):
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         """Replaces the policy by which the device thread closes the stage's shares and takes its steps by itself."""
 
-    async def difference_to_anchor(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, Tensor] | None:
+    async def outer_gradient(self, stage: int, blocks: NDArray[Any]) -> tuple[Tensor, Tensor] | None:
         """Returns anchor - weights in the numbered `blocks`, float32 [n], and a copy of these weights, float32 [n].
 
-        The anchor is the state on which all replicas last agreed; see train.outer_step. None if the stage takes exact
+        The anchor is the state on which all replicas last agreed; see train.diloco. None if the stage takes exact
         steps now, for which there is no anchor.
         """
 
-    async def step_anchor(
+    async def outer_step(
         self,
         stage: int,
         step: int,

@@ -311,7 +311,7 @@ class SliceRounds:
         # First waits for the end of the `previous` round, so that means are applied in order.
         slices = self._rounds.slices(self._stage, number)
         blocks = slices.blocks(number)
-        found = await self._stages.difference_to_anchor(self._stage, blocks)
+        found = await self._stages.outer_gradient(self._stage, blocks)
         if found is None:
             return
         difference, snapshot = found
@@ -322,7 +322,7 @@ class SliceRounds:
             await asyncio.wait([previous])
         averaged = None if result is None else (result.mean, tuple(result.averaged))
         wanted = slices.count if result is None else result.wanted_slices
-        await self._stages.step_anchor(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
+        await self._stages.outer_step(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
 
     async def _average(self, number: int, slices: int, difference: Tensor, rounds_late: int) -> RoundResult:
         # Averages `difference` with those of the other members in slice round `number`; failed parts have the mean 0.

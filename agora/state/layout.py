@@ -28,7 +28,7 @@ VALUE_BYTES: Final = 4
 HASH_BYTES: Final = 32
 AVERAGE: Final = "average"  # the name of the moment that holds the moving average of the weights
 ANCHOR: Final = "anchor"
-VELOCITY: Final = "velocity"  # the names of the moments that a stage has during local steps only, see train.outer_step
+VELOCITY: Final = "velocity"  # the names of the moments that a stage has during local steps only, see train.diloco
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ class DeviceQueue:
         try:
             self._fault("device.job")
             job.future.set_result(self._call_throttled(job.call))
-            self._call_throttled(job.afterwards)
+            self._call_throttled(job.afterwards)  # the caller has its result already: nobody waits for this
             failure = None
         except Exception as error:  # a job ends here, and its caller's future fails
             failure = error

@@ -1,7 +1,4 @@
-"""The interface to this peer's stages for the pipeline and the replicas: wire tensors and arrays in and out.
-
-No graphs.
-"""
+"""This peer's stages on their device, for the event loop: wire tensors and arrays in and out, every call a job."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import AveragedSlice, Blocks, StageProgress
-from agora.train.weight_versions import LIMIT_FACTOR, StashedForward
+from agora.train.weight_versions import LIMIT_FACTOR, DecodedWork, StashedForward
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -62,9 +59,8 @@ class StepEvents:
             self._arrived.clear()
 
 
-def _priority_of(purpose: str) -> Priority:
-    # EVALUATE for "evaluate", otherwise FORWARD.
-    return Priority.EVALUATE if purpose == "evaluate" else Priority.FORWARD
+def _priority_of(work: SpanWork) -> Priority:
+    return Priority.EVALUATE if work.purpose == "evaluate" else Priority.FORWARD
 
 
 class DeviceWorker:
@@ -135,9 +131,9 @@ class DeviceWorker:
         )
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)
-            compute = cls(manifest, await queue.run(Priority.FORWARD, build_stages), queue, events)
+            worker = cls(manifest, await queue.run(Priority.FORWARD, build_stages), queue, events)
             undo.pop_all()
-        return compute
+        return worker
 
     async def close(self, timeout_s: float = 5.0) -> bool:
         """Fails all queued and later jobs with DeviceError, lets the running job end, and ends the device thread.
@@ -149,61 +145,60 @@ class DeviceWorker:
     # --- for the pipeline
 
     async def forward(self, work: SpanWork) -> WireTensor:
-        """Runs stages `entry_stage` to the span's last. Returns the encoded boundary [b, s, k] for the stage after.
+        """Runs the stages from `work.entry_stage` to the span's last. Returns the boundary [b, s, k] for the one after.
 
         For "train", what the backward pass needs is stashed until `backward`, `forget`, or another forward of the same
-        microbatch from `entry_stage`; if the caller is cancelled, the stashed forward is dropped. Raises NotMyStage
-        when `entry_stage` is not held here or the span has the model's last stage (use `run_last_stages`),
-        ProtocolError for malformed tensors, and Busy also when too many forwards are stashed.
+        microbatch from the same stage. Raises NotMyStage when the entry stage is not held here or the span has the
+        model's last stage (use `run_last_stages`), ProtocolError for malformed tensors, and Busy also when too many
+        forwards are stashed.
         """
-        microbatch, entry_stage, purpose = work.microbatch, work.entry_stage, work.purpose
 
         @device_errors()
         def job() -> tuple[WireTensor, StashedForward | None]:
-            """On the device thread: decodes the tensors, runs the stages, and returns their encoded output.
-
-            For "train", also stashes the forward, with its seconds on the device, and returns it; otherwise None.
-            Raises NotMyStage if `entry_stage` is not in the span, or the span has the last stage.
-            """
-            if entry_stage not in self.span or self._has_last_stage:
-                raise NotMyStage(f"stages {entry_stage} to {self.span.last} cannot run forward here, only {self.span}")
+            if work.entry_stage not in self.span or self._has_last_stage:
+                here = f"stages {work.entry_stage} to {self.span.last} cannot run forward here"
+                raise NotMyStage(f"{here}, only {self.span}")
             begun = self._queue.begin_work()
-            entry, batch = self._decode(work)
-            output, forward = self.trainer.forward(microbatch, entry_stage, entry, batch, purpose)
+            output, forward = self.trainer.forward(self._decode(work))
             encoded = self._codec.encode(output, "forward")
             if forward is not None:
                 forward.device_s = self._queue.work_s(begun)
             return encoded, forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
+            # The caller was cancelled: no backward will come. A newer forward of the microbatch stays.
             if unused[1] is not None:
-                self.trainer.stashed.forget(microbatch, entry_stage, only=unused[1])
+                self.trainer.stashed.forget(work.microbatch, work.entry_stage, only=unused[1])
 
-        output, _ = await self._queue.run(_priority_of(purpose), job, on_abandoned=free_unused)
+        # Nothing was added to a sum, so no step can have become due.
+        output, _ = await self._queue.run(_priority_of(work), job, on_abandoned=free_unused)
         return output
 
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
-        """Runs stages `entry_stage` to the model's last, the loss, and with "train" the backward pass, as one job.
+        """Runs the stages from `work.entry_stage` to the model's last, the loss, and for "train" the backward pass.
 
         The backward pass adds the microbatch's gradients to the stages' sums, and counts the microbatch. The result has
         loss and metrics; after a backward the encoded gradient with respect to `boundary`, None at stage 0; with
-        "reference" only log-probabilities. Raises NotMyStage without `entry_stage` or the model's last stage,
+        "reference" only log-probabilities. Raises NotMyStage without the entry stage or the model's last stage,
         ProtocolError for malformed tensors and references.
         """
-        microbatch, entry_stage, purpose = work.microbatch, work.entry_stage, work.purpose
 
         def job() -> SpanResult:
-            if entry_stage not in self.span or not self._has_last_stage:
-                raise NotMyStage(f"stages {entry_stage} to the last cannot run here; this peer holds {self.span}")
+            if work.entry_stage not in self.span or not self._has_last_stage:
+                raise NotMyStage(f"stages {work.entry_stage} to the last cannot run here; this peer holds {self.span}")
             begun = self._queue.begin_work()
-            entry, batch = self._decode(work)
-            done = self.trainer.run_last_stages(microbatch, entry_stage, entry, batch, purpose, work.references)
-            encoded = self._encode_gradient(microbatch, entry_stage, done.gradient, entry)
+            decoded = self._decode(work)
+            done = self.trainer.run_last_stages(decoded)
             return SpanResult(
-                encoded, self._queue.work_s(begun), done.loss_sum, done.tokens, done.metrics, done.log_probabilities
+                gradient=self._encode_gradient(decoded, done.gradient),
+                busy_s=self._queue.work_s(begun),
+                loss_sum=done.loss_sum,
+                tokens=done.tokens,
+                metrics=done.metrics,
+                log_probabilities=done.log_probabilities,
             )
 
-        return await self._run_and_step(job, priority=_priority_of(purpose))
+        return await self._run_and_step(job, priority=_priority_of(work))
 
     async def backward(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> SpanResult:
         """Runs a microbatch's backward pass: adds its gradients to the sums of the stages, and counts it in each.
@@ -222,12 +217,13 @@ class DeviceWorker:
             self._require_finite(decoded, microbatch, self.span.last, "gradient")
             self._require_plausible(decoded, microbatch)
             result, forward = self.trainer.backward(microbatch, entry_stage, decoded)
-            encoded = self._encode_gradient(microbatch, entry_stage, result, forward.entry)
+            encoded = self._encode_gradient(forward.work, result)
             return SpanResult(encoded, forward.device_s + self._queue.work_s(begun))
 
         return await self._run_and_step(job)
 
     def _require_plausible(self, gradient: Tensor, microbatch: MicrobatchId) -> None:
+        # One gradient far larger than most would outweigh all others in the sum of a step.
         size = float(gradient.norm()) / math.sqrt(max(1, gradient.numel()))
         limit = self._gradient_norms.limit
         if not self._gradient_norms.record_and_check(size):
@@ -239,10 +235,10 @@ class DeviceWorker:
         """Drops the stashed forward of a microbatch that entered at `entry_stage`, if there is one. From any thread."""
         self.trainer.stashed.forget(microbatch, entry_stage)
 
-    # --- how far the stages are, from any thread
+    # --- how far the stages are; from any thread
 
     def progress(self) -> list[StageProgress]:
-        """Returns each stage's last progress (steps, tokens, staleness, lineages); any thread may call this."""
+        """Returns the last snapshot of each stage, in their order."""
         return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:
@@ -268,38 +264,21 @@ class DeviceWorker:
         """Returns the fraction of the time since `create` that the device thread spent on jobs, 0 to 1."""
         return self._queue.busy_fraction()
 
-    # --- for the replicas, the checkpoints and the export of a stage; each runs between two jobs of microbatches
-
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces the policy that decides, after each job, whether `stage` steps or closes its share; any thread."""
+        """Replaces the policy that decides, after each job, whether `stage` steps or closes its share."""
         self.trainer.stage(stage).policy = policy
 
     def layout(self, stage: int) -> Layout:
-        """Returns where the stage's named tensors lie in its flat weights [numel], with a spec of each moment.
-
-        numel is a multiple of SLICE_BLOCK.
-        """
+        """Returns where the stage's named tensors and moments lie in its flat weights."""
         return self.trainer.stage(stage).layout
 
-    async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
-        """Returns copies of the stage's trainable tensors by full name, on the CPU.
+    # --- the methods of Stage of the same name, each as a job between two microbatches
 
-        average: copies the moving averages of the tensors instead; in a run without averages, still the tensors.
-        """
-        trained = self.trainer.stage(stage)
-        tensors = await self._run_and_step(
-            lambda: trained.weights.copy_tensors(trained.evaluated if average else trained.weights.current)
-        )
-        return {name: tensor.numpy() for name, tensor in tensors.items()}
+    async def outer_gradient(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
+        """See Stage.outer_gradient."""
+        return await self._run_and_step(self.trainer.stage(stage).outer_gradient, blocks)
 
-    async def difference_to_anchor(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
-        """Returns (anchor - weights, weights), both copied from the numbered `blocks` of the stage's flat weights.
-
-        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes exact steps.
-        """
-        return await self._run_and_step(self.trainer.stage(stage).difference_to_anchor, blocks)
-
-    async def step_anchor(
+    async def outer_step(
         self,
         stage: int,
         step: int,
@@ -308,49 +287,43 @@ class DeviceWorker:
         averaged: AveragedSlice | None,
         wanted_slices: int = EXACT,
     ) -> None:
-        """Moves the stage's anchor and weights in `blocks` by the result of the averaging round of step `step`.
-
-        Does nothing if a result of this or a later step was applied before. Arguments: see Stage.step_anchor.
-        """
-        function = self.trainer.stage(stage).step_anchor
+        """See Stage.outer_step."""
+        function = self.trainer.stage(stage).outer_step
         await self._run_and_step(function, step, blocks, snapshot, averaged, wanted_slices)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """Raises a stage's step count to `step`, that of its other replicas, if it is behind and has no closed share.
-
-        May first take a step with the stage's summed gradient, or drop that gradient, see Stage.catch_up.
-        """
+        """See Stage.catch_up."""
         await self._run_and_step(self.trainer.stage(stage).catch_up, step)
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
-        """Returns this replica's share of the next step, its mean gradient; closes the share if it is still open.
-
-        After this, only `step_with_gradient` takes that step, and until then each call returns the same share.
-        """
+        """See Stage.take_gradient_share. From then on only `step_with_gradient` takes that step."""
         return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
     async def step_with_gradient(
         self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = EXACT
     ) -> None:
-        """Takes step `step`, the next one, along the mean gradient [numel] over all replicas' `tokens`.
-
-        Drops this replica's closed share of this step. With 0 tokens the step is only counted. wanted_slices: see
-        Stage. Raises LocalError when another step is the next one, ProtocolError for a gradient that cannot be
-        used; the step can then be taken along another gradient.
-        """
+        """See Stage.step_with_gradient."""
         function = self.trainer.stage(stage).step_with_gradient
         await self._run_and_step(function, step, mean_gradient, tokens, wanted_slices)
 
     async def export_state(self, stage: int) -> StageState:
-        """Returns a copy, on the CPU, of the stage's weights and moments after its last step, without gradients."""
+        """See Stage.export_state."""
         return await self._run_and_step(self.trainer.stage(stage).export_state)
 
     async def load_state(self, state: StageState) -> None:
-        """Replaces the weights, moments and step of `state`'s stage, and drops its gradient sum and closed shares.
-
-        Raises ProtocolError for a state that does not fit or is not finite; nothing has changed then.
-        """
+        """See Stage.load_state."""
         await self._run_and_step(self.trainer.stage(state.stage).load_state, state)
+
+    async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
+        """Returns copies of the stage's trainable tensors by full name, on the CPU.
+
+        average: of their moving averages instead; in a run without averages, still of the tensors.
+        """
+        held = self.trainer.stage(stage)
+        tensors = await self._run_and_step(
+            lambda: held.weights.copy_tensors(held.evaluated if average else held.weights.current)
+        )
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     async def _run_and_step(
         self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
@@ -360,25 +333,24 @@ class DeviceWorker:
 
     # --- on the device thread
 
-    def _decode(self, work: SpanWork) -> tuple[Tensor, TokenBatch]:
-        microbatch, entry_stage, boundary, tokens = work.microbatch, work.entry_stage, work.boundary, work.tokens
-        if (boundary is None) != (entry_stage == 0):
+    def _decode(self, work: SpanWork) -> DecodedWork:
+        microbatch, entry_stage = work.microbatch, work.entry_stage
+        if (work.boundary is None) != (entry_stage == 0):
             takes = "token ids only" if entry_stage == 0 else "a boundary"
             raise ProtocolError("bad-tensor", f"stage {entry_stage} takes {takes}")
-        ids = decode_tokens(tokens, self._vocabulary, self.device, shape=self._tokens_shape)
+        ids = decode_tokens(work.tokens, self._vocabulary, self.device, shape=self._tokens_shape)
         batch = TokenBatch.from_wire(ids, has_marks=self._has_marks)
-        if boundary is None:
-            return batch.inputs, batch
-        entry = self._codec.decode(boundary, self._boundary_shape, "forward", device=self.device)
-        self._require_finite(entry, microbatch, entry_stage, "boundary")
-        return entry, batch
+        entry = batch.inputs
+        if work.boundary is not None:
+            entry = self._codec.decode(work.boundary, self._boundary_shape, "forward", device=self.device)
+            self._require_finite(entry, microbatch, entry_stage, "boundary")
+        return DecodedWork(microbatch, entry_stage, entry, batch, work.purpose, work.references)
 
-    def _encode_gradient(
-        self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor | None, entry: Tensor
-    ) -> WireTensor | None:
+    def _encode_gradient(self, work: DecodedWork, gradient: Tensor | None) -> WireTensor | None:
         if gradient is None:
             return None
-        return self._codec.encode(gradient, "backward", gradient_dither_key(microbatch, entry_stage), entry)
+        key = gradient_dither_key(work.microbatch, work.entry_stage)
+        return self._codec.encode(gradient, "backward", key, boundary=work.entry)
 
     def _require_finite(self, tensor: Tensor, microbatch: MicrobatchId, stage: int, what: str) -> None:
         if not is_all_finite(tensor):

@@ -1,15 +1,16 @@
-"""The outer optimizer of local steps: an anchor that is equal at all replicas, moved slice by slice.
+"""DiLoCo's outer optimizer: while replicas take steps of their own, it moves parameters that are equal at all of them.
 
-A round over a slice gives each replica the mean a of anchor - s over the replicas, the same bytes at all of them; s is
-a replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum), and a momentum that is
+A round over a slice gives each replica the mean g of outer - s over the replicas, the same bytes at all of them; s is a
+replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum), and a momentum that is
 the manifest's outer_momentum for each step that a pass over all slices takes:
 
-    v = momentum * v + a
-    new = anchor - rate * (a + momentum * v)
+    v = momentum * v + g
+    new = outer - rate * (g + momentum * v)
     w = w + new - s
-    anchor = new
+    outer = new
 
-Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512), without its overlap's mixing factor.
+In states the outer parameters are called anchor. Source: Streaming DiLoCo (Douillard et al., arXiv 2501.18512), without
+its overlap's mixing factor.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ MAX_MOMENTUM: Final = 0.9
 
 
 class OuterOptimizer:
-    """The outer optimizer of one stage. moments: its anchor and velocity by name, float32 [numel] each, on the CPU.
+    """The outer optimizer of one stage. moments: outer parameters and velocity by name, float32 [numel], on the CPU.
 
-    The anchor starts as a copy of the weights, the velocity as zeros. The weights themselves are never changed here.
+    The outer parameters start as a copy of the weights, the velocity as zeros. The weights are never changed here.
     """
 
     def __init__(self, section: AveragingSection, layout: Layout, weights: Tensor) -> None:
@@ -44,8 +45,8 @@ class OuterOptimizer:
             VELOCITY: torch.zeros(len(weights)),
         }
 
-    def difference(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
-        """Returns anchor - snapshot in the blocks with the numbers `blocks`, float32 [blocks * SLICE_BLOCK].
+    def outer_gradient(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
+        """Returns outer parameters - snapshot in the blocks with the numbers `blocks`, float32 [blocks * SLICE_BLOCK].
 
         snapshot: weights of these blocks only, of the same shape.
         """
@@ -54,14 +55,17 @@ class OuterOptimizer:
     def step(
         self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...], pass_steps: int
     ) -> Tensor:
-        """Moves anchor and velocity in `blocks` by a round's mean, by the formula of this module.
+        """Moves outer parameters and velocity in `blocks` by a round's mean, by the formula of this module.
 
+        Returns what to add to the weights: new outer parameters - snapshot, float32 [n].
+
+        snapshot, mean: of these blocks, float32 [n].
+        has_mean: for each part of part_elements(n) elements, whether the round gave a mean; where it did not, nothing
+            changes and the result is 0. Padding is set to 0.
         pass_steps: the steps in which every slice has its round once; they decide the momentum, at most MAX_MOMENTUM.
 
-        Returns what to add to the weights: new anchor - snapshot, float32 [n]. snapshot, mean: of these blocks, float32
-        [n]. has_mean: for each part of part_elements(n) elements, whether the round gave a mean; where it did not,
-        nothing changes and the result is 0. Padding is set to 0. Raises ProtocolError, and changes nothing, for a mean
-        of another shape or dtype, and when the resulting change of the weights is not finite.
+        Raises ProtocolError, and changes nothing, for a mean of another shape or dtype, and when the resulting change
+        of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError(
@@ -71,22 +75,22 @@ class OuterOptimizer:
         blocks_of_part = part_elements(len(mean)) // SLICE_BLOCK
         block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(blocks_of_part)
         moves = block_has_mean[: len(blocks), None]
-        anchor = self._blocks_of(ANCHOR)[blocks]
+        outer = self._blocks_of(ANCHOR)[blocks]
         velocity = self._blocks_of(VELOCITY)[blocks]
         mean = mean.view(-1, SLICE_BLOCK)
         new_velocity = momentum * velocity + mean
-        new_anchor = anchor - self._rate * (mean + momentum * new_velocity)
-        change = torch.where(moves, new_anchor - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
+        new_outer = outer - self._rate * (mean + momentum * new_velocity)
+        change = torch.where(moves, new_outer - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
             raise ProtocolError("bad-tensor", "the weights that a round gives would not be finite")
-        self._blocks_of(ANCHOR)[blocks] = torch.where(moves, new_anchor, anchor)
+        self._blocks_of(ANCHOR)[blocks] = torch.where(moves, new_outer, outer)
         self._blocks_of(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
         for values in self.moments.values():  # a mean that was sent in few bits is not exactly 0 in the padding
             self._layout.clear_padding(values)
         return change
 
-    def set_anchor(self, blocks: Tensor, snapshot: Tensor) -> None:
-        """Sets the anchor in `blocks` to `snapshot` [n], the only replica's weights, and the velocity there to 0."""
+    def restart(self, blocks: Tensor, snapshot: Tensor) -> None:
+        """Sets the outer parameters in `blocks` to `snapshot` [n], the only replica's weights, the velocity to 0."""
         self._blocks_of(ANCHOR)[blocks] = snapshot.view(-1, SLICE_BLOCK)
         self._blocks_of(VELOCITY)[blocks] = 0.0
 

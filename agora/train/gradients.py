@@ -13,6 +13,9 @@ from torch import Tensor
 from agora.state.layout import Layout
 from agora.train.weight_versions import tensor_in
 
+# One gradient of size 1e30 would outweigh all others in the sum of a step. So a gradient may be at most MAX_RATIO times
+# as large as the median of the last WINDOW. A rejected one is remembered with the size of the limit: if most gradients
+# are larger, the limit rises to them, but a peer that sends less than half of a stage's gradients cannot raise it.
 WINDOW: Final = 65
 MIN_SAMPLES: Final = 5
 MAX_RATIO: Final = 100.0
@@ -31,9 +34,9 @@ class GradientNormBound:
         return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
 
     def record_and_check(self, size: float) -> bool:
-        """Returns whether a gradient of root mean square `size` may be used: whether it is at most `limit`.
+        """Returns whether a gradient of root mean square `size` may be used; False for NaN.
 
-        False for NaN. Records min(size, limit) for later limits, unless the size is 0 or NaN.
+        Records min(size, limit) for later limits, unless the size is 0 or NaN.
         """
         limit = self.limit
         if size > 0:
@@ -68,10 +71,7 @@ class SumTotals:
     forward_steps: int = 0
 
     def staleness(self, step: int) -> float:
-        """Returns step - forward_steps / microbatches: the microbatches' mean age, in steps, at step number `step`.
-
-        0 without microbatches.
-        """
+        """Returns the microbatches' mean age, in steps, at step number `step`; 0 without microbatches."""
         return step - self.forward_steps / self.microbatches if self.microbatches else 0.0
 
 
@@ -101,7 +101,7 @@ class GradientSum:
         return self.flat / max(self.totals.tokens, 1)
 
     def clear(self) -> SumTotals:
-        """Sets the sum and its totals to zero, and returns the totals from before."""
+        """Zeroes the sum; returns the totals from before."""
         self.flat.zero_()
         totals, self.totals = self.totals, SumTotals()
         return totals

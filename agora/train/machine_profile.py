@@ -176,7 +176,7 @@ def _measure_seconds(
         entry = torch.randn(rows, manifest.model.context, manifest.model.boundary_width, device=device)
         entry.requires_grad_()
     times: list[float] = []
-    for turn in range(REPEATS + 1):
+    for turn in range(REPEATS + 1):  # the first one warms up
         started = clock()
         _forward_and_backward(stage, entry, tokens, device)
         if turn:

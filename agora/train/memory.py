@@ -60,7 +60,9 @@ def _cgroup_available_bytes() -> int:
         statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return UNLIMITED
-    reclaimable = int(statistics.get("inactive_file", 0))
+    reclaimable = int(
+        statistics.get("inactive_file", 0)
+    )  # cached files, which the kernel drops when memory is asked for
     return max(int(limit) - used + reclaimable, 0) if limit.isdigit() else UNLIMITED
 
 

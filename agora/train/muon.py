@@ -47,17 +47,14 @@ class MuonMatrices:
     The mean is its only state; the optimizer owns it. Equal gradients give equal bits on equal machines.
     """
 
-    def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor, place: OptimizerOffload) -> None:
-        """layout: of the stage. place: of `mean`.
-
-        mean: float32 [numel]; each step changes the elements of hidden matrices in place.
-        """
+    def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor, offload: OptimizerOffload) -> None:
+        """mean: float32 [numel], kept at `offload`; each step changes the elements of hidden matrices in place."""
         self._momentum = section.momentum
         self._weight_decay = section.weight_decay
         self._mean = mean
-        self._place = place
-        self._dtype = torch.bfloat16 if has_native_bf16(place.device) else torch.float32
-        self._ranges = list(place.pieces(layout.ranges(lambda slot: slot.is_hidden_matrix)))
+        self._offload = offload
+        self._dtype = torch.bfloat16 if has_native_bf16(offload.device) else torch.float32
+        self._ranges = list(offload.pieces(layout.ranges(lambda slot: slot.is_hidden_matrix)))
         of_one_shape = defaultdict(list)
         for slot in layout.slots:
             if slot.is_hidden_matrix:
@@ -75,7 +72,7 @@ class MuonMatrices:
         """
         for elements in self._ranges:
             held = self._mean[elements].clone() if keeps_mean else self._mean[elements]
-            with self._place.on_device(held) as (mean,):
+            with self._offload.on_device(held) as (mean,):
                 mean.lerp_(gradient[elements], 1.0 - self._momentum)
                 gradient[elements].lerp_(mean, self._momentum)
             weights[elements].mul_(1.0 - rate * self._weight_decay)
@@ -140,7 +137,9 @@ def _polynomial(gram: Tensor) -> Tensor:
 
 
 def _factor_from_gram(gram: Tensor) -> Tensor:
-    # In bf16 small singular values would be lost in x x^T.
+    # Returns Q such that Q x is what ITERATIONS iterations make of x. Each multiplies x by a polynomial of x x^T. These
+    # polynomials are symmetric and commute, so they are multiplied together first, and x, which has more columns, once.
+    # Not in bf16: small singular values would be lost in x x^T.
     factor = polynomial = _with_linear_term(_polynomial(gram))
     for _ in range(ITERATIONS - 1):
         gram = symmetric_product(polynomial, symmetric_product(polynomial, gram))

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from torch.optim.nadam import nadam
 
 from agora.state.layout import AVERAGE, Layout, MomentSpec, TensorSlot
-from agora.train.eight_bit import EightBitPart
+from agora.train.adamw8bit import EightBitPart
 from agora.train.muon import MuonMatrices
 from agora.train.optimizer_offload import OptimizerOffload
 
@@ -89,37 +89,37 @@ class StageOptimizer:
         stage_count: int,
         layout: Layout,
         weights: Tensor,
-        place: OptimizerOffload | None = None,
+        offload: OptimizerOffload | None = None,
     ) -> None:
         """Starts with zero moments, and with a copy of `weights` [numel], the initial ones, as their average.
 
         Raises TuningMissing for adamw8bit without bitsandbytes.
 
-        section: the manifest's [optimizer].
-        stage_count: the number of stages of the whole model.
         layout: of the weights; the moments are added to it here.
-        place: where the moments are kept; None: on the weights' device.
+        offload: where the moments are kept; None: on the weights' device.
         """
         self.layout = with_moments(section, layout)
-        self._place = place = place or OptimizerOffload(weights.device)
+        self._offload = offload = offload or OptimizerOffload(weights.device)
         ranges = eight_bit_ranges(section, layout)
-        self._eight_bit = [EightBitPart(section, part, section.weight_decay, place) for part in ranges]
+        self._eight_bit = [EightBitPart(section, part, section.weight_decay, offload) for part in ranges]
         self._specs = float32_moments(section, self.layout)
-        self._held = {spec.name: place.zeros(spec.numel) for spec in self._specs}
+        self._held = {spec.name: offload.zeros(spec.numel) for spec in self._specs}
         if AVERAGE in self._held:
             self._held[AVERAGE].copy_(weights)
         self.updates = 0
         self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
-        self._muon = MuonMatrices(section, layout, self._held[MEAN], place) if section.name == "muon" else None
+        self._muon = MuonMatrices(section, layout, self._held[MEAN], offload) if section.name == "muon" else None
         self._parts = []
         for whole, decay in elementwise_ranges(section, layout):
-            for elements in place.pieces([whole]):
+            for elements in offload.pieces([whole]):
                 mean, square = (self._held[m.name][m.array_range(elements)] for m in self._specs[:2])
-                self._parts.append(_WeightPart.create(section, elements, decay, place, mean, square))
+                self._parts.append(_WeightPart.create(section, elements, decay, offload, mean, square))
 
     @property
     def moments(self) -> dict[str, Tensor]:
+        # By name, float32 and flat. Those in 8 bits are decoded into new tensors; the others are the held ones, which
+        # change with the next step.
         if not self._eight_bit:
             return self._held
         values_by_name = {}
@@ -187,8 +187,8 @@ class StageOptimizer:
         if self._muon:
             self._muon.step(weights, gradient, rate)
         if AVERAGE in self._held:
-            for elements in self._place.pieces([slice(0, len(weights))]):
-                with self._place.on_device(self._held[AVERAGE][elements]) as (average,):
+            for elements in self._offload.pieces([slice(0, len(weights))]):
+                with self._offload.on_device(self._held[AVERAGE][elements]) as (average,):
                     average.lerp_(weights[elements], 1.0 - average_decay(step, self.section))
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
@@ -284,7 +284,7 @@ class _WeightPart:
     """
 
     elements: slice
-    place: OptimizerOffload
+    offload: OptimizerOffload
     mean: Tensor
     square: Tensor
     step: Tensor
@@ -293,29 +293,34 @@ class _WeightPart:
 
     @classmethod
     def create(
-        cls, section: OptimizerSection, part: slice, decay: float, place: OptimizerOffload, mean: Tensor, square: Tensor
+        cls,
+        section: OptimizerSection,
+        part: slice,
+        decay: float,
+        offload: OptimizerOffload,
+        mean: Tensor,
+        square: Tensor,
     ) -> _WeightPart:
         options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
         # The fused kernel needs its step count on the device; nadam's scalars stay on the CPU, as in torch's class.
-        step = torch.zeros((), device="cpu" if section.name == "nadam" else place.device)
-        return cls(part, place, mean, square, step, torch.ones(()), {**options, "maximize": False})
+        step = torch.zeros((), device="cpu" if section.name == "nadam" else offload.device)
+        return cls(part, offload, mean, square, step, torch.ones(()), {**options, "maximize": False})
 
     def copy(self) -> _WeightPart:
-        # Returns a copy of the state, for a step that must not change it.
         state = {name: getattr(self, name).clone() for name in ("mean", "square", "step", "momentum")}
         return replace(self, **state)
 
 
 def _update_adamw(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
     options: dict[str, Any] = {"fused": True, "amsgrad": False, "lr": rate, **part.options}
-    with part.place.on_device(part.mean, part.square) as (mean, square):
+    with part.offload.on_device(part.mean, part.square) as (mean, square):
         adamw([weights], [gradient], [mean], [square], [], [part.step], **options)
 
 
 def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
     options: dict[str, Any] = {"foreach": True, "decoupled_weight_decay": True, "momentum_decay": MOMENTUM_DECAY}
     options |= {"lr": rate, **part.options}
-    with part.place.on_device(part.mean, part.square) as (mean, square):
+    with part.offload.on_device(part.mean, part.square) as (mean, square):
         nadam([weights], [gradient], [mean], [square], [part.momentum], [part.step], **options)
 
 

@@ -22,11 +22,11 @@ from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
 from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
 from agora.train.device import has_native_bf16
-from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
+from agora.train.objectives import objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import Stage
 from agora.train.weight_prediction import predicts_weights
-from agora.train.weight_versions import LIMIT_FACTOR, StashedForward, StashedForwards, WeightVersion
+from agora.train.weight_versions import LIMIT_FACTOR, DecodedWork, StashedForward, StashedForwards, WeightVersion
 
 MAX_LOSS_SUM = 1e30  # A larger sum of losses counts as not finite: the message Processed cannot carry it
 
@@ -58,7 +58,7 @@ class FinishedMicrobatch:
 class SpanTrainer:
     """The stages of a span in training: runs forwards and backwards through them. A microbatch may enter at any stage.
 
-    stages: the stages by number. stashed: the forward passes that wait for their backward pass.
+    stages: by number. stashed: the forward passes that wait for their backward pass.
 
     Optimizer steps may be taken between a forward and its backward. The manifest's `schedule.activations` decides which
     weights the backward then uses:
@@ -72,9 +72,6 @@ class SpanTrainer:
     A backward that follows its forward immediately uses a graph of all layers with "keep", and with "auto" if one such
     graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the backward runs each layer once
     more, see activation_checkpointing.
-
-    The gradients of all parameters are computed and checked before any is added: an error never leaves a part of them
-    in the sums.
     """
 
     def __init__(
@@ -109,8 +106,8 @@ class SpanTrainer:
         family = family_of(manifest.model)
         for number in span.stages:
             module = family.build_stage(manifest.layers_of(number), manifest.seed, base_model)
-            place = OptimizerOffload(device, state_in_host)
-            self.stages[number] = Stage(number, module, place, manifest, self.stashed, report, on_step)
+            offload = OptimizerOffload(device, state_in_host)
+            self.stages[number] = Stage(number, module, offload, manifest, self.stashed, report, on_step)
         weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
         self.predicts_weights = predicts_weights(manifest, weights_bytes, memory.available_bytes(device))
         if self.predicts_weights:
@@ -130,75 +127,50 @@ class SpanTrainer:
 
     # --- what a microbatch needs: forward, loss, backward
 
-    def forward(
-        self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch, purpose: str
-    ) -> tuple[Tensor, StashedForward | None]:
-        """Runs stages `entry_stage` to the span's last; returns the boundary [b, s, k] that leaves the span, detached.
+    def forward(self, work: DecodedWork) -> tuple[Tensor, StashedForward | None]:
+        """Runs the stages from `work.entry_stage` to the span's last; returns the boundary [b, s, k] that leaves them.
 
-        entry: float32 [b, s, k], k values for each token, or token ids [b, s] at stage 0. purpose: as in the message
-        Process; decides which weights are used, see `_run`. With "train", stashes the forward for the backward and
-        returns it, too (otherwise None); raises Busy when too many are stashed, and NonFinite for a boundary that is
-        not finite, whose microbatch is counted as refused.
+        For training, stashes the forward for the backward and returns it, too (otherwise None); raises Busy when too
+        many are stashed, and NonFinite for a boundary that is not finite, whose microbatch is counted as refused.
         """
-        if purpose != "train":
+        if not work.is_training:
             with torch.no_grad():
-                return self._run(microbatch, entry_stage, entry, batch, purpose), None
-        self.stashed.require_room(microbatch, entry_stage)
-        output, versions = self._run_for_training(microbatch, entry_stage, entry, batch)
+                return self._run(work), None
+        self.stashed.require_room(work.microbatch, work.entry_stage)
+        output, versions = self._run_for_training(work)
         boundary = output.detach()
-        self._require_finite(
-            float(torch.linalg.vector_norm(boundary)), entry_stage, microbatch, "the boundary it computed"
-        )
+        self._require_finite(float(torch.linalg.vector_norm(boundary)), work, "the boundary it computed")
         graph = output if versions else None
-        tokens, steps = self.objective.loss_weight(batch), self._steps_from(entry_stage)
-        forward = StashedForward(entry_stage, entry, batch, tokens, steps, 0.0, graph, versions)
-        self.stashed.add(microbatch, forward)
+        forward = StashedForward(work, self.objective.loss_weight(work.batch), self._steps_of(work), graph, versions)
+        self.stashed.add(forward)
         return boundary, forward
 
-    def run_last_stages(
-        self,
-        microbatch: MicrobatchId,
-        entry_stage: int,
-        entry: Tensor,
-        batch: TokenBatch,
-        purpose: str,
-        references: Sequence[float] = (),
-    ) -> FinishedMicrobatch:
-        """Runs stages `entry_stage` to the model's last, and the loss; with the purpose "train" also the backward.
+    def run_last_stages(self, work: DecodedWork) -> FinishedMicrobatch:
+        """Runs the stages from `work.entry_stage` to the model's last, the loss, and for training also the backward.
 
-        The backward adds the microbatch's gradients to the sums, and counts the microbatch. With "reference" there is
-        no loss, but the log-probability of each row. entry: float32 [b, s, k], or token ids [b, s] at stage 0. purpose,
-        references: as in the message Process. Raises NonFinite for a loss or gradient that is not finite, or a loss
+        The backward adds the microbatch's gradients to the sums, and counts the microbatch. For "reference" there is no
+        loss, but the log-probability of each row. Raises NonFinite for a loss or gradient that is not finite, or a loss
         above MAX_LOSS_SUM, and counts the microbatch as refused; raises ProtocolError for references that the objective
         does not take. After an error nothing was added.
         """
+        batch, trains = work.batch, work.is_training
         tokens = self.objective.loss_weight(batch)
-        trains = purpose == "train"
-        run_layer = self._run_layer_for_gradients(microbatch, entry_stage, entry, batch) if trains else keep_graph
-        versions = self._versions_from(entry_stage) if trains else ()
+        run_layer = self._layers_for_gradients(work) if trains else keep_graph
+        versions = self._versions_for(work) if trains else ()
         with torch.set_grad_enabled(trains):
-            logits = self._run(microbatch, entry_stage, entry, batch, purpose, run_layer, versions)
-            if purpose == "reference":
-                return self._reference(microbatch, entry_stage, logits, batch)
-            loss, metrics = self.objective.loss(logits, batch, references)
+            logits = self._run(work, run_layer, versions)
+            if work.purpose == "reference":
+                rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
+                self._require_finite(sum(rows), work, "the reference's log-probability")
+                return FinishedMicrobatch(0.0, tokens, log_probabilities=rows)
+            loss, metrics = self.objective.loss(logits, batch, work.references)
             del logits  # the loss does not need them, and their gradient is as large as they are
         loss_sum = float(loss.detach())
-        self._require_finite(
-            loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, entry_stage, microbatch, "the loss"
-        )
+        self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, work, "the loss")
         if not trains:
             return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
-        steps = self._steps_from(entry_stage)
-        forward = StashedForward(entry_stage, entry, batch, tokens, steps, 0.0, loss, versions)
-        gradient = self._add_gradients(microbatch, forward, loss, None, loss_sum)
-        return FinishedMicrobatch(loss_sum, tokens, gradient, metrics)
-
-    def _reference(
-        self, microbatch: MicrobatchId, entry_stage: int, logits: Tensor, batch: TokenBatch
-    ) -> FinishedMicrobatch:
-        rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
-        self._require_finite(sum(rows), entry_stage, microbatch, "the reference's log-probability")
-        return FinishedMicrobatch(0.0, self.objective.loss_weight(batch), log_probabilities=rows)
+        forward = StashedForward(work, tokens, self._steps_of(work), loss, versions)
+        return FinishedMicrobatch(loss_sum, tokens, self._add_gradients(forward, loss, loss_sum=loss_sum), metrics)
 
     def backward(
         self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor
@@ -214,120 +186,100 @@ class SpanTrainer:
         forward = self.stashed.take(microbatch, entry_stage)
         output = forward.output
         if output is None:
-            run_layer = self._run_layer_for_gradients(microbatch, entry_stage, forward.entry, forward.batch)
-            forward.versions = self._versions_from(entry_stage)
-            again = microbatch, entry_stage, forward.entry, forward.batch, "train", run_layer, forward.versions
+            run_layer = self._layers_for_gradients(forward.work)
+            forward.versions = self._versions_for(forward.work)
             with torch.enable_grad():
-                output = self._run(*again)
-        return self._add_gradients(microbatch, forward, output, gradient.to(output.dtype)), forward
+                output = self._run(forward.work, run_layer, forward.versions)
+        return self._add_gradients(forward, output, gradient.to(output.dtype)), forward
 
-    def _stages_from(self, entry_stage: int) -> list[Stage]:
-        return [self.stages[number] for number in range(entry_stage, self.span.last + 1)]
+    def _stages_of(self, work: DecodedWork) -> list[Stage]:
+        return [self.stages[number] for number in range(work.entry_stage, self.span.last + 1)]
 
-    def _steps_from(self, entry_stage: int) -> tuple[int, ...]:
-        return tuple(stage.step for stage in self._stages_from(entry_stage))
+    def _steps_of(self, work: DecodedWork) -> tuple[int, ...]:
+        return tuple(stage.step for stage in self._stages_of(work))
 
-    def _versions_from(self, entry_stage: int, *, is_stashed: bool = False) -> tuple[WeightVersion, ...]:
+    def _versions_for(self, work: DecodedWork, *, is_stashed: bool = False) -> tuple[WeightVersion, ...]:
+        # is_stashed: its backward comes after those of the microbatches that are stashed already.
         return tuple(
             stage.training_version(self.stashed.tokens_in(stage.number) if is_stashed else 0)
-            for stage in self._stages_from(entry_stage)
+            for stage in self._stages_of(work)
         )
 
     def _run(
-        self,
-        microbatch: MicrobatchId,
-        entry_stage: int,
-        entry: Tensor,
-        batch: TokenBatch,
-        purpose: str,
-        run_layer: RunLayer = keep_graph,
-        versions: Sequence[WeightVersion] = (),
+        self, work: DecodedWork, run_layer: RunLayer = keep_graph, versions: Sequence[WeightVersion] = ()
     ) -> Tensor:
-        if entry_stage > 0 and torch.is_grad_enabled():
-            entry.requires_grad_()
-        hidden = entry
-        stages = self._stages_from(entry_stage)
+        if work.entry_stage > 0 and torch.is_grad_enabled():
+            work.entry.requires_grad_()
+        hidden = work.entry
+        stages = self._stages_of(work)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+            # Without versions, the weights that evaluations use: the moving average, where the run keeps one.
             for stage, version in zip(stages, versions or (stage.evaluated for stage in stages), strict=True):
-                with self._mode_for(version.module, purpose, microbatch, stage.number):
-                    hidden = version.module(hidden, batch.inputs, batch.segments, run_layer)
+                with self._mode_for(version.module, work, stage.number):
+                    hidden = version.module(hidden, work.batch.inputs, work.batch.segments, run_layer)
         return hidden
 
     @contextmanager
-    def _mode_for(self, module: StageModule, purpose: str, microbatch: MicrobatchId, stage: int) -> Iterator[None]:
-        # Dropout's random seed is a hash of microbatch and stage, so that a second forward drops the same values.
+    def _mode_for(self, module: StageModule, work: DecodedWork, stage: int) -> Iterator[None]:
         with ExitStack() as stack:
-            if purpose == "reference":
+            if work.purpose == "reference":
                 stack.enter_context(module.without_adapters())
             if self._dropout:
-                module.train(purpose == "train")
+                module.train(work.is_training)
                 stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
-                digest = hashlib.sha256(b"agora dropout 1\0" + microbatch + stage.to_bytes(4, "big")).digest()
+                # Seeded by microbatch and stage, so that a second forward drops the same values.
+                digest = hashlib.sha256(b"agora dropout 1\0" + work.microbatch + stage.to_bytes(4, "big")).digest()
                 torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             yield
 
-    def _run_for_training(
-        self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch
-    ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        versions = self._versions_from(entry_stage, is_stashed=True)
-        if self.graphs.must_measure(entry_stage):
-            return self._measure_graph(microbatch, entry_stage, entry, batch, versions), ()
+    def _run_for_training(self, work: DecodedWork) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+        # The versions are (), and the output has no graph, if the backward has to run the forward again.
+        versions = self._versions_for(work, is_stashed=True)
+        if self.graphs.must_measure(work.entry_stage):
+            return self._measure_graph(work, versions), ()
         without_second = [stage.weights for stage in self.stages.values() if stage.weights.previous is None]
         second_version = sum(weights.current.flat.nbytes for weights in without_second)
-        keeps_graph = self.graphs.keeps_another(entry_stage, self.stashed.count_graphs(), second_version)
+        keeps_graph = self.graphs.keeps_another(work.entry_stage, self.stashed.count_graphs(), second_version)
         with torch.set_grad_enabled(keeps_graph):
-            output = self._run(microbatch, entry_stage, entry, batch, "train", keep_graph, versions)
+            output = self._run(work, keep_graph, versions)
         return output, versions if keeps_graph else ()
 
-    def _measure_graph(
-        self,
-        microbatch: MicrobatchId,
-        entry_stage: int,
-        entry: Tensor,
-        batch: TokenBatch,
-        versions: Sequence[WeightVersion],
-    ) -> Tensor:
+    def _measure_graph(self, work: DecodedWork, versions: Sequence[WeightVersion]) -> Tensor:
+        # Layer by layer, so that measuring never takes more memory than one layer's graph.
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
-        output, others = measure_saved_bytes(
-            lambda: self._run(microbatch, entry_stage, entry, batch, "train", measure.run_layer, versions), weights
-        )
-        self.graphs.bytes_by_entry[entry_stage] = sum(measure.layer_bytes) + others
+        output, others = measure_saved_bytes(lambda: self._run(work, measure.run_layer, versions), weights)
+        self.graphs.bytes_by_entry[work.entry_stage] = sum(measure.layer_bytes) + others
         return output.detach()
 
-    def _run_layer_for_gradients(
-        self, microbatch: MicrobatchId, entry_stage: int, entry: Tensor, batch: TokenBatch
-    ) -> RunLayer:
-        if self.graphs.must_measure(entry_stage):
-            self._measure_graph(microbatch, entry_stage, entry, batch, self._versions_from(entry_stage))
-        return keep_graph if self.graphs.keeps_one(entry_stage) else checkpoint
+    def _layers_for_gradients(self, work: DecodedWork) -> RunLayer:
+        if self.graphs.must_measure(work.entry_stage):
+            self._measure_graph(work, self._versions_for(work))
+        return keep_graph if self.graphs.keeps_one(work.entry_stage) else checkpoint
 
     def _add_gradients(
-        self,
-        microbatch: MicrobatchId,
-        forward: StashedForward,
-        output: Tensor,
-        gradient: Tensor | None,
-        loss_sum: float = 0.0,
+        self, forward: StashedForward, output: Tensor, gradient: Tensor | None = None, loss_sum: float = 0.0
     ) -> Tensor | None:
-        entry_stage, name = forward.entry_stage, microbatch.hex()
-        stages = self._stages_from(entry_stage)
+        # Without `gradient`, `output` is the loss itself.
+        work = forward.work
+        stages = self._stages_of(work)
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
-        inputs = [forward.entry, *parameters] if entry_stage > 0 else parameters
+        inputs = [work.entry, *parameters] if work.entry_stage > 0 else parameters
         computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))
-        norm = get_total_norm(computed, foreach=True)
-        self._require_finite(float(norm), entry_stage, microbatch, "the gradient it computed")
-        entry_gradient = computed.pop(0) if entry_stage > 0 else None
+        # Checked before any is added: an error must not leave a part of them in the sums.
+        self._require_finite(float(get_total_norm(computed, foreach=True)), work, "the gradient it computed")
+        entry_gradient = computed.pop(0) if work.entry_stage > 0 else None
         torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
+        name = work.microbatch.hex()
         for stage, step, version in zip(stages, forward.steps, forward.versions, strict=True):
             predicted = stage.prediction is not None and stage.prediction.owns(version)
             stage.record_microbatch(name, forward.tokens, loss_sum, step, is_predicted=predicted)
         self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.tokens))
         return entry_gradient
 
-    def _require_finite(self, value: float, entry_stage: int, microbatch: MicrobatchId, what: str) -> None:
+    def _require_finite(self, value: float, work: DecodedWork, what: str) -> None:
         if not math.isfinite(value):
-            self.stages[entry_stage].record_refusal(microbatch.hex(), f"{what} is not finite")
+            self.stages[work.entry_stage].record_refusal(work.microbatch.hex(), f"{what} is not finite")
             raise NonFinite(
-                f"{what} from stage {entry_stage} on is not finite; a lower optimizer.learning_rate may help"
+                f"{what} from stage {work.entry_stage} on is not finite; a lower optimizer.learning_rate may help"
             )

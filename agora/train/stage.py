@@ -69,10 +69,12 @@ class StageProgress:
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
     account: StageAccount  # what became of the tokens counted here
     plan: StepPlan  # which of the stage's steps are local, in how many slices
-    lineages: Mapping[int, int]  # of the last agreed steps, by step; see with_step
+    lineages: Mapping[int, int]  # history hashes of the last agreed steps, by step; see with_step
 
     @property
     def agreed(self) -> int:
+        # The step after the last mean that this replica or its loaded state has applied: of an exact step's gradient,
+        # or of the slice that was due after a local step. 0: none yet.
         return max(self.lineages)
 
     @property
@@ -92,30 +94,28 @@ class Stage:
         self,
         number: int,
         module: StageModule,
-        place: OptimizerOffload,
+        offload: OptimizerOffload,
         manifest: Manifest,
         stashed: StashedForwards,  # their graphs may need the weights
         report: Report,
         on_step: Callable[[StepEvent], None],
     ) -> None:
-        """module: gives the initial weights. place: of the optimizer's state, with the weights' device.
-
-        on_step: called on the device thread after each step and closed share.
-        """
+        """module: gives the initial weights. on_step: called on the device thread after each step and closed share."""
         self.number = number
-        self.weights = StageWeights(module, place.device, module.hidden_matrices())
+        self.weights = StageWeights(module, offload.device, module.hidden_matrices())
         layout, flat = self.weights.layout, self.weights.current.flat
-        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, layout, flat, place)
+        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, layout, flat, offload)
         self.layout = self.optimizer.layout
         self._averaging = manifest.averaging
         self._change_rule = ChangeRule.from_manifest(manifest)
         self.plan = first_step_plan(manifest)
         # During local steps, the anchor and what moves it; None during exact ones.
         self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_local(0) else None
-        average = None if place.in_host else self.optimizer.average
+        # An average in host memory is copied to the device when it is read: see `evaluated`.
+        average = None if offload.in_host else self.optimizer.average
         self._average = None if average is None else WeightVersion(average, layout, module)
         self.prediction: WeightPrediction | None = None
-        self.sum = GradientSum(layout, place.device)
+        self.sum = GradientSum(layout, offload.device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
         self._lineages = {0: INITIAL_LINEAGE}
@@ -188,6 +188,7 @@ class Stage:
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
+        # With local steps the outer parameters and their velocity are moments, too: joiners fetch them with the state.
         return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
 
     @property
@@ -195,6 +196,8 @@ class Stage:
         average = self.optimizer.average
         if self._average or average is None:
             return self._average or self.weights.current
+        # About as large as the gradients of a microbatch, which an evaluation does not have. No graph may be kept on
+        # the average: it changes in place at every step.
         on_device = average.to(self.sum.flat.device, copy=True)
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
@@ -216,6 +219,7 @@ class Stage:
         return self.prediction.version(gradients)
 
     def _ends_within(self, tokens: int) -> bool:
+        # Whether the open share will be complete, and its step taken or awaited, once `tokens` more are counted.
         step, counted = self._open_step, self.sum.totals.tokens
         ends_here = self.policy.must_close(step, self.plan) or not self.policy.uses_mean_gradient(step, self.plan)
         return ends_here and counted + tokens >= self.policy.tokens_needed(step)
@@ -245,12 +249,11 @@ class Stage:
             self._close_share()
 
     def catch_up(self, step: int) -> None:
-        """Raises the step count to `step`, the step count of the other replicas.
+        """Raises the step count to `step`, that of the other replicas; not while a share is closed.
 
-        Does nothing while a share is closed, or if the stage is not behind. If the stage is one step behind, or takes
-        local steps, it first takes one step with its summed gradient, if the sum has tokens. If steps are then still
-        missing, it drops the sum, whose gradients are too old, and skips the steps: it reports one StepTaken for all of
-        them, and before that StepsSkipped if tokens or more than one step were lost.
+        If the stage is one step behind, or takes local steps, it first takes one step with its summed gradient. Steps
+        still missing are skipped: it reports one StepTaken for all of them, and before that StepsSkipped if tokens or
+        more than one step were lost.
         """
         if step <= self.step or self._closed_shares:
             return
@@ -259,14 +262,14 @@ class Stage:
             self._step_with_sum()
         skipped = step - self.step
         if skipped > 0:
-            dropped = self.sum.clear().tokens
+            dropped = self.sum.clear().tokens  # these gradients are too old
             had_anchor = self.outer is not None
             self.step = step - 1
             if skipped > 1 or dropped:
                 self._report(StepsSkipped(self.number, step, skipped, dropped))
             self._count_step(SumTotals(), None)
             if self.outer is not None and not had_anchor:
-                self._leave_lineage()  # its anchor is not that of the others
+                self._leave_lineage()  # its outer parameters are not those of the others
 
     def take_gradient_share(self) -> GradientShare:
         """Returns this replica's share of the next step; first closes the share if it is open, whatever tokens it has.
@@ -283,6 +286,7 @@ class Stage:
         mean = self.sum.mean().cpu()
         totals = self.sum.clear()
         if not bool(mean.isfinite().all()):
+            # The others wait for a share: zeros over 0 tokens say that there is nothing to add.
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
             mean.zero_()
             totals = SumTotals()
@@ -294,9 +298,9 @@ class Stage:
         """Takes step `step` along the mean gradient [numel] over all replicas' `tokens`, and reports StepTaken.
 
         Drops this replica's closed share of the step; an open share stays, for the step after. With 0 tokens the step
-        is only counted. wanted_slices: in how many slices all means of the step want to agree later, which the step's
-        lineage includes. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype
-        and for a norm that is not finite; the step can then be taken along another gradient.
+        is only counted. wanted_slices: in how many slices all members of the round want to agree later; it is part of
+        the history. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype and
+        for a norm that is not finite; the step can then be taken along another gradient.
         """
         if mean_gradient.shape != self.sum.flat.shape or mean_gradient.dtype != self.sum.flat.dtype:
             form = f"{mean_gradient.dtype} {tuple(mean_gradient.shape)}"
@@ -317,10 +321,7 @@ class Stage:
         self._count_step(totals, result, tokens or None, checksum)
 
     def record_slice(self, step: int, checksum: int, wanted_slices: int) -> None:
-        """Adds the lineage of step `step`: the mean of its slice, whose CRC is `checksum`, was applied.
-
-        wanted_slices: in how many slices all means of its round want to agree later.
-        """
+        """Adds step `step` to the history: the mean of its slice, whose CRC is `checksum`, was applied."""
         self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
         self.plan = self._change_rule.after_slice_round(self.plan, step, wanted_slices)
         self._update_progress()
@@ -329,15 +330,15 @@ class Stage:
         return OuterOptimizer(self._averaging, self.layout, self.weights.current.flat)
 
     def _leave_lineage(self) -> None:
+        # A history that no other replica has, so that all replicas but one will fetch that one's state.
         self._lineages = {self.step: lineage_of_weights(self.weights.current.flat.cpu().numpy().data)}
         self._update_progress()
 
     def restart_at(self, step: int, tokens: int, agreed: int, lineage: int, plan: StepPlan) -> None:
-        """Sets step, tokens and lineage to those of a loaded state; drops gradient sum, closed shares, recent accounts.
+        """Sets step, tokens and history to those of a loaded state; drops gradient sum, closed shares, recent accounts.
 
-        tokens: in the state's steps. lineage: of step `agreed`; the lineages of all other steps are dropped. plan: the
-        state's. The caller has replaced weights and moments before. Reports StepsSkipped if tokens are
-        lost.
+        tokens: in the state's steps. lineage: of step `agreed`. The caller has replaced weights and moments before.
+        Reports StepsSkipped if tokens are lost.
         """
         self._lineages = {agreed: lineage}
         self.plan = plan
@@ -374,10 +375,11 @@ class Stage:
         if self.plan.is_local(self.step) and self.outer is None:
             self.outer = self._new_outer()
         elif self.outer is not None and not self.plan.is_local(self.step):
+            # Local steps have made the replicas differ. With an own history each, all but one fetch that one's state.
             self.outer = None
             self._leave_lineage()
         self.tokens_stepped += totals.tokens
-        if result is not None:
+        if result is not None:  # otherwise the weights did not change here
             self._accounts.record_step(totals.tokens, step_tokens, staleness)
         self._update_progress()
         self._report(
@@ -397,18 +399,18 @@ class Stage:
         self._stepped_at = now
         self._on_step(StageStepped(self.number, self.step, totals.tokens))
 
-    def difference_to_anchor(self, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
-        """Returns (anchor - weights, weights), both copied from the numbered `blocks` of the stage's flat weights.
+    def outer_gradient(self, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
+        """Returns (outer parameters - weights, weights), both copied from the numbered `blocks` of the flat weights.
 
-        The two tensors are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes exact steps.
+        Both are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes exact steps.
         """
         if self.outer is None:
             return None
         rows = self.weights.current.flat.view(-1, SLICE_BLOCK)
         snapshot = rows.index_select(0, self._block_numbers(blocks)).flatten().cpu()
-        return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
+        return self.outer.outer_gradient(torch.from_numpy(blocks), snapshot), snapshot
 
-    def step_anchor(
+    def outer_step(
         self,
         step: int,
         blocks: Blocks,
@@ -416,19 +418,18 @@ class Stage:
         averaged: AveragedSlice | None,
         wanted_slices: int = EXACT,
     ) -> None:
-        """Applies the mean of step `step`'s round over `blocks` to anchor and weights, and records it in the lineage.
+        """Applies the mean of step `step`'s round over `blocks` to outer parameters and weights, and to the history.
 
         Does nothing if a mean of this or a later step was applied before, and during exact steps. snapshot: the weights
         that the round began with. averaged: the round's result; parts without a mean stay as they are. None if there is
-        no other replica: then the snapshot becomes the anchor, and the weights stay. wanted_slices: in how many slices
-        all means of the round want to agree later, which the lineage includes. Raises ProtocolError for a mean that
-        does not fit or gives weights that are not finite.
+        no other replica: then the snapshot becomes the outer parameters, and the weights stay. wanted_slices: as in
+        `step_with_gradient`. Raises ProtocolError for a mean that does not fit or gives weights that are not finite.
         """
         if step <= self.progress.agreed or self.outer is None:
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
-            self.outer.set_anchor(rows, snapshot)
+            self.outer.restart(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             mean, has_mean = averaged
@@ -445,28 +446,24 @@ class Stage:
         self.record_slice(step, checksum, wanted_slices)
 
     def export_state(self) -> StageState:
-        """Returns a copy, on the CPU, of the stage's weights, moments, step, tokens and lineage after the last step.
-
-        The gradient sum and closed shares are not part of this state.
-        """
+        """Returns a copy, on the CPU, of the stage after its last step, without gradient sum and closed shares."""
         weights = self.weights.current.flat.cpu().numpy().copy()
         moments = {name: moment.cpu().numpy().copy() for name, moment in self.moments.items()}
-        optimizer = self.optimizer
         return StageState(
-            self.number,
-            self.step,
-            optimizer.updates,
-            self.tokens_stepped,
-            self.layout.at_step(self.step, self.plan),
-            weights,
-            moments,
-            self.progress.agreed,
-            self.progress.lineage,
-            self.plan,
+            stage=self.number,
+            step=self.step,
+            updates=self.optimizer.updates,
+            tokens_total=self.tokens_stepped,
+            layout=self.layout.at_step(self.step, self.plan),
+            weights=weights,
+            moments=moments,
+            agreed=self.progress.agreed,
+            lineage=self.progress.lineage,
+            plan=self.plan,
         )
 
     def load_state(self, state: StageState) -> None:
-        """Replaces weights, moments, step and lineage with those of `state`; drops the gradient sum and closed shares.
+        """Replaces weights, moments, step and history with those of `state`; drops the gradient sum and closed shares.
 
         Reports StepsSkipped if that loses tokens. Raises ProtocolError, and changes nothing, for an array that is
         missing, does not fit or is not finite, and for a mean square with a negative value.
@@ -530,23 +527,21 @@ class TokenAccounts:
         self._recent: deque[_RecentStep] = deque(maxlen=RECENT_STEPS)
 
     def record_step(self, own: int, in_mean: int | None, staleness: float) -> None:
-        """Records an optimizer step that was taken along a gradient.
+        """own: this peer's tokens that went into the gradient. staleness: mean age of its gradients in steps.
 
-        own: this peer's tokens that went into the gradient. in_mean: tokens of all replicas in the mean gradient; None
-        if the step was along this peer's own gradient. staleness: mean age of this peer's gradients in steps.
+        in_mean: tokens of all replicas in the mean gradient; None if the step was along this peer's own gradient.
         """
         self._counted += own
         self._recent.append(_RecentStep(own, in_mean, staleness))
 
     def forget_recent(self) -> None:
-        """Drops the recent steps, but not the totals; to be called when a loaded state has replaced the stage's."""
+        """Drops the recent steps, but not the totals: a loaded state has replaced the stage's."""
         self._recent.clear()
 
     def account(self, waiting: int) -> StageAccount:
-        """Returns the account for the progress record: totals, and sums and mean staleness over the recent steps.
+        """Returns totals, and sums and mean staleness over the recent steps. waiting: tokens that are in no step yet.
 
-        waiting: tokens that are in no step yet. Each step's staleness is weighted by this peer's tokens in it; the mean
-        is 0 without tokens.
+        Each step's staleness is weighted by this peer's tokens in it; the mean is 0 without tokens.
         """
         along_own = [step.own for step in self._recent if step.in_mean is None]
         in_mean = [step.in_mean for step in self._recent if step.in_mean is not None]
@@ -561,6 +556,11 @@ class TokenAccounts:
             in_mean=sum(in_mean),
             staleness=sum(step.own * step.staleness for step in self._recent) / max(own, 1),
         )
+
+
+# The history hash (called lineage on the wire) of a stage: a digest of all means that it has applied. Weights cannot be
+# compared, because equal steps round differently on different hardware. But replicas that were equal and have applied
+# the same means since then have the same hash, and others do not. Local steps do not enter it; means of slices do.
 
 
 def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:

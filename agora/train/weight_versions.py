@@ -62,7 +62,7 @@ class VersionedWeights:
         previous one. Graphs that need the previous version are dropped first; their backwards run the forward again.
         """
         if stashed.with_graph_on(self.current):
-            for forward in stashed.with_graph_on(self.previous):
+            for forward in stashed.with_graph_on(self.previous):  # at most two versions are alive
                 forward.output, forward.versions = None, ()
             self.begin_version()
         return self.current.flat
@@ -101,26 +101,42 @@ class StageWeights(VersionedWeights):
         return {slot.name: tensor_in(flat, slot).detach().cpu().clone() for slot in self.layout.slots}
 
 
-@dataclass(slots=True)
-class StashedForward:
-    """What the backward of one microbatch needs: its entry, and, if kept, the graph from the entry to `output`.
+@dataclass(frozen=True, slots=True)
+class DecodedWork:
+    """A microbatch's work in a span, as tensors on the device; see SpanWork for what the two have in common.
 
-    entry: float32 boundary [b, s, k] that entered stage `entry_stage`, or at stage 0 the token ids.
-    tokens: the weight of the microbatch in its step.
-    steps: for each stage from `entry_stage` on, its step at the forward.
-    device_s: seconds that the forward took.
-    output: None if the backward has to run the forward again.
-    versions: the graph's weights, or ().
+    entry: float32 boundary [b, s, k] that enters stage `entry_stage`, or at stage 0 the token ids [b, s].
     """
 
+    microbatch: MicrobatchId
     entry_stage: int
     entry: Tensor
     batch: TokenBatch
+    purpose: str = "train"
+    references: tuple[float, ...] = ()
+
+    @property
+    def is_training(self) -> bool:
+        return self.purpose == "train"
+
+
+@dataclass(slots=True)
+class StashedForward:
+    """What the backward of one microbatch needs: its work, and, if kept, the graph from the entry to `output`.
+
+    tokens: the weight of the microbatch in its step.
+    steps: for each stage from the entry stage on, its step at the forward.
+    output: None if the backward has to run the forward again.
+    versions: the graph's weights, or ().
+    device_s: seconds that the forward took.
+    """
+
+    work: DecodedWork
     tokens: int
     steps: tuple[int, ...]
-    device_s: float
     output: Tensor | None = None
     versions: tuple[WeightVersion, ...] = ()
+    device_s: float = 0.0
 
 
 class StashedForwards:
@@ -144,10 +160,10 @@ class StashedForwards:
         if len(self._forwards) >= self._limit and (microbatch, entry_stage) not in self._forwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
-    def add(self, microbatch: MicrobatchId, forward: StashedForward) -> None:
-        """Keeps a forward, in place of an earlier one of the same microbatch and first stage; ignores the limit."""
+    def add(self, forward: StashedForward) -> None:
+        """Keeps a forward, in place of an earlier one of the same microbatch and entry stage; ignores the limit."""
         with self._lock:
-            self._forwards[microbatch, forward.entry_stage] = forward
+            self._forwards[forward.work.microbatch, forward.work.entry_stage] = forward
 
     def take(self, microbatch: MicrobatchId, entry_stage: int) -> StashedForward:
         """Removes and returns the forward of a microbatch that entered at `entry_stage`; LocalError without one."""
@@ -168,7 +184,7 @@ class StashedForwards:
 
     def tokens_in(self, stage: int) -> int:
         """Returns the tokens of the stashed forwards that have passed stage number `stage` of the span."""
-        return sum(forward.tokens for forward in list(self._forwards.values()) if forward.entry_stage <= stage)
+        return sum(forward.tokens for forward in list(self._forwards.values()) if forward.work.entry_stage <= stage)
 
     def count_graphs(self) -> int:
         """Returns the number of stashed forwards whose graph is kept."""

@@ -22,6 +22,7 @@ from agora_protocol.manifest import Manifest
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 from benchmarks.children import SCRIPTS, BenchFailed
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
@@ -97,7 +98,7 @@ def train_microbatch(trainer: SpanTrainer, manifest: Manifest, number: int) -> N
     entry, gradient = (torch.randn(shape, generator=random) for _ in range(2))
     batch = TokenBatch.from_wire(torch.zeros(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
     microbatch = MicrobatchId(number.to_bytes(16, "big"))
-    trainer.forward(microbatch, 1, entry, batch, "train")
+    trainer.forward(DecodedWork(microbatch, 1, entry, batch, "train"))
     trainer.backward(microbatch, 1, gradient)
 
 

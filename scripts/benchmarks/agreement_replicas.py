@@ -31,6 +31,7 @@ from agora.replica.shard_codec import Part, PartAverager, RoundConfig, cut_into_
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Blocks
+from agora.train.weight_versions import DecodedWork
 from benchmarks.agreement_settings import Setting, sequences_of
 from benchmarks.worker import Channel
 
@@ -81,13 +82,16 @@ class Replica:
         if self._together:
             self.stage.policy = StepPolicy(self.tokens, True, step, self.tokens, closes_share=True)
         batch = _batch_of(tokens)
-        self.trainer.run_last_stages(_microbatch(step), 0, batch.inputs, batch, "train")
+        self.trainer.run_last_stages(DecodedWork(_microbatch(step), 0, batch.inputs, batch, "train"))
         self.trainer.take_due_steps()
 
     def loss(self, heldout: Sequence[Tensor]) -> float:
         """Returns the mean loss per token of batches [b, s + 1], in nats."""
         batches = [_batch_of(tokens) for tokens in heldout]
-        done = [self.trainer.run_last_stages(_microbatch(0), 0, batch.inputs, batch, "evaluate") for batch in batches]
+        done = [
+            self.trainer.run_last_stages(DecodedWork(_microbatch(0), 0, batch.inputs, batch, "evaluate"))
+            for batch in batches
+        ]
         return sum(one.loss_sum for one in done) / sum(one.tokens for one in done)
 
 
@@ -246,7 +250,7 @@ class Anchored:
 
     @staticmethod
     def _difference_of(replica: Replica, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        found = replica.stage.difference_to_anchor(blocks)
+        found = replica.stage.outer_gradient(blocks)
         assert found is not None, "the manifest of a setting with slices has local steps"
         return found
 
@@ -255,7 +259,7 @@ class Anchored:
             flight = self._flights.pop(0)
             done = (True,) * len(cut_into_parts(len(flight.mean)))
             for replica, snapshot in zip(self._replicas, flight.snapshots, strict=True):
-                replica.stage.step_anchor(flight.step, flight.blocks, snapshot, (flight.mean, done))
+                replica.stage.outer_step(flight.step, flight.blocks, snapshot, (flight.mean, done))
 
 
 def train(manifest: Manifest, sampler: Sampler, setting: Setting, steps: int, heldout: int) -> dict[str, float]:

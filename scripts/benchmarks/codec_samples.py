@@ -19,6 +19,7 @@ from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 
 ORIGIN: Final = PeerId("samples")
 HELD_OUT: Final = 8
@@ -58,10 +59,10 @@ class Stages:
         batch = TokenBatch.from_wire(tokens, has_marks=False)
         entry, *inner = batch.inputs, *self._stages[:-1]
         for number, stage in enumerate(inner):
-            boundary, _ = stage.forward(name, number, entry, batch, "train")
+            boundary, _ = stage.forward(DecodedWork(name, number, entry, batch, "train"))
             into.forward.append(boundary)
             entry = self._crossing(boundary, "forward", name, number + 1).clone()
-        gradient = self._stages[-1].run_last_stages(name, len(inner), entry, batch, "train").gradient
+        gradient = self._stages[-1].run_last_stages(DecodedWork(name, len(inner), entry, batch, "train")).gradient
         for number, stage in reversed(list(enumerate(inner))):
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
@@ -78,9 +79,9 @@ class Stages:
             batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False)
             entry = batch.inputs
             for number, stage in enumerate(self._stages[:-1]):
-                boundary, _ = stage.forward(name, number, entry, batch, "evaluate")
+                boundary, _ = stage.forward(DecodedWork(name, number, entry, batch, "evaluate"))
                 entry = self._crossing(boundary, "forward", name, number + 1)
-            done = self._stages[-1].run_last_stages(name, len(self._stages) - 1, entry, batch, "evaluate")
+            done = self._stages[-1].run_last_stages(DecodedWork(name, len(self._stages) - 1, entry, batch, "evaluate"))
             loss_sum, tokens = loss_sum + done.loss_sum, tokens + done.tokens
         return loss_sum / tokens
 

@@ -26,6 +26,7 @@ from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 from benchmarks.worker import Channel
 
 ORIGIN: Final = PeerId("plain loop")
@@ -96,7 +97,7 @@ class PlainLoop:
         loss_sum, count = 0.0, 0
         for windows in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
             batch = TokenBatch.from_wire(torch.from_numpy(windows).long().to(self._device), has_marks=False)
-            done = self._trainer.run_last_stages(NO_MICROBATCH, 0, batch.inputs, batch, "evaluate")
+            done = self._trainer.run_last_stages(DecodedWork(NO_MICROBATCH, 0, batch.inputs, batch, "evaluate"))
             loss_sum, count = loss_sum + done.loss_sum, count + done.tokens
         return loss_sum / count
 

@@ -22,6 +22,7 @@ from agora.data.tokenizer import ByteTokenizer
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 from benchmarks.codec_samples import ORIGIN, Crossing, cross_unchanged
 from benchmarks.codecs import crossing
 from benchmarks.worker import Channel
@@ -43,7 +44,7 @@ class TunedStages:
         batch = TokenBatch.from_wire(torch.from_numpy(self._sampler.batch(ids)).long(), has_marks=False)
         last = len(self._stages) - 1
         entry = self._run_forward(name, batch, "train", cross)
-        gradient = self._stages[last].run_last_stages(name, last, entry, batch, "train").gradient
+        gradient = self._stages[last].run_last_stages(DecodedWork(name, last, entry, batch, "train")).gradient
         for number in range(last - 1, -1, -1):
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
@@ -59,14 +60,14 @@ class TunedStages:
             name = MicrobatchId(b"held out" + number.to_bytes(8, "big"))
             batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False)
             entry = self._run_forward(name, batch, "evaluate", cross)
-            done = self._stages[last].run_last_stages(name, last, entry, batch, "evaluate")
+            done = self._stages[last].run_last_stages(DecodedWork(name, last, entry, batch, "evaluate"))
             loss_sum, tokens = loss_sum + done.loss_sum, tokens + done.tokens
         return loss_sum / tokens
 
     def _run_forward(self, name: MicrobatchId, batch: TokenBatch, purpose: str, cross: Crossing) -> Tensor:
         entry = batch.inputs
         for number, stage in enumerate(self._stages[:-1]):
-            boundary, _ = stage.forward(name, number, entry, batch, purpose)
+            boundary, _ = stage.forward(DecodedWork(name, number, entry, batch, purpose))
             entry = cross(boundary, "forward", name, number + 1).clone()
         return entry
 

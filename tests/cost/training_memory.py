@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 
 
 def allocated_bytes(work: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -47,9 +48,9 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
             batch = TokenBatch.from_wire(random_tokens(manifest), has_marks=manifest.has_marks)
             entry = batch.inputs if span.first == 0 else torch.randn(manifest.boundary_shape())
             if span.last == manifest.stage_count - 1:
-                trainer.run_last_stages(name, span.first, entry, batch, "train")
+                trainer.run_last_stages(DecodedWork(name, span.first, entry, batch, "train"))
             else:
-                trainer.forward(name, span.first, entry, batch, "train")
+                trainer.forward(DecodedWork(name, span.first, entry, batch, "train"))
         while trainer.stashed.count_graphs() or len(trainer.stashed):
             trainer.backward(names.pop(), span.first, torch.randn(manifest.boundary_shape()))
         trainer.take_due_steps()

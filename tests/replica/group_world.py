@@ -134,20 +134,20 @@ class FakeStage:
         assert self.group is not None
         asyncio.get_running_loop().call_soon(self.group.on_stepped, 0, self.step, own)
 
-    async def difference_to_anchor(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    async def outer_gradient(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self.plan.is_local(self.step):
             return None
         snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
-        return self.outer.difference(torch.from_numpy(blocks), snapshot), snapshot
+        return self.outer.outer_gradient(torch.from_numpy(blocks), snapshot), snapshot
 
-    async def step_anchor(
+    async def outer_step(
         self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, wanted_slices: int
     ) -> None:
         if step <= self.agreed or not self.plan.is_local(self.step):
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
-            self.outer.set_anchor(rows, snapshot)
+            self.outer.restart(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             moved = self.outer.step(

@@ -232,10 +232,10 @@ class Stages:
     def step_of(self, stage: int) -> int:
         return self.step
 
-    async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    async def outer_gradient(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(NUMEL // 4), torch.zeros(NUMEL // 4)
 
-    async def step_anchor(
+    async def outer_step(
         self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any, wanted_slices: int
     ) -> None:
         if step in self.refused:
@@ -341,7 +341,7 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
                 return RoundResult(values * 2, [False, True], 4, [4, 4])
 
         class LargeStages(Stages):
-            async def difference_to_anchor(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+            async def outer_gradient(self, stage: int, blocks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
                 return torch.ones(size), torch.zeros(size)
 
         stages = LargeStages()

@@ -21,6 +21,7 @@ from agora.train import memory
 from agora.train.activation_checkpointing import GraphMeasure, checkpoint, measure_saved_bytes
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 from tests.train.support import microbatch_id, small_manifest
 
 LAYERS, WIDTH, ROWS = 8, 16, 512
@@ -131,10 +132,10 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
     trainer = SpanTrainer(manifest, Span.parse(span), torch.device("cpu"), report=lambda event: None, in_flight=1)
     batch = TokenBatch.from_wire(torch.ones(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
     if span == "0":
-        boundary, _ = trainer.forward(microbatch_id(0), 0, batch.inputs, batch, "train")
+        boundary, _ = trainer.forward(DecodedWork(microbatch_id(0), 0, batch.inputs, batch, "train"))
         trainer.backward(microbatch_id(0), 0, torch.ones_like(boundary))
     else:
-        trainer.run_last_stages(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train")
+        trainer.run_last_stages(DecodedWork(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train"))
     assert len(repeated) == (2 if repeats else 0), "a stage has two layers"
 
 

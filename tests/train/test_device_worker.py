@@ -301,7 +301,7 @@ def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
         stashed.forget(M, 0, only=old)
         assert len(stashed) == 1
         new = stashed.take(M, 0)
-        stashed.add(M, new)
+        stashed.add(new)
         stashed.forget(M, 0, only=new)
         assert len(stashed) == 0
 
@@ -372,7 +372,7 @@ def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
     async def test(compute: DeviceWorker) -> None:
         await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
         forward = compute.trainer.stashed.take(M, 0)
-        compute.trainer.stashed.add(M, forward)
+        compute.trainer.stashed.add(forward)
         assert (await compute.backward(M, 0, a_boundary())).busy_s > forward.device_s > 0
 
     with_compute("0", test)

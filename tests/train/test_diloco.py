@@ -33,7 +33,7 @@ def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
     blocks = torch.tensor([1, 4, 7])
     for number in range(1, 4):
         snapshot, mean = rows(weights_of(number), blocks), rows(weights_of(100 + number), blocks)
-        assert torch.equal(outer.difference(blocks, snapshot), rows(anchor, blocks) - snapshot)
+        assert torch.equal(outer.outer_gradient(blocks, snapshot), rows(anchor, blocks) - snapshot)
         moved = outer.step(blocks, snapshot, mean, (True,), PASS_STEPS)
         faster = 0.6 * rows(velocity, blocks) + mean
         new = rows(anchor, blocks) - 0.7 * (mean + 0.6 * faster)
@@ -69,7 +69,7 @@ def test_with_rate_one_and_no_momentum_the_anchor_becomes_the_mean_of_the_weight
     replicas = [weights_of(seed) for seed in (1, 2, 3)]
     blocks = torch.arange(BLOCKS)
     outer = OuterOptimizer(section, LAYOUT, weights_of(0))
-    mean = sum((outer.difference(blocks, own) for own in replicas), torch.zeros(NUMEL)) / 3
+    mean = sum((outer.outer_gradient(blocks, own) for own in replicas), torch.zeros(NUMEL)) / 3
     own = replicas[0] + outer.step(blocks, replicas[0], mean, (True, True), 1)
     torch.testing.assert_close(own, sum(replicas) / 3)
 
@@ -87,7 +87,7 @@ def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     blocks = torch.tensor([2])
     outer.step(blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,), PASS_STEPS)
-    outer.set_anchor(blocks, rows(weights_of(3), blocks))
+    outer.restart(blocks, rows(weights_of(3), blocks))
     assert torch.equal(rows(outer.moments[ANCHOR], blocks), rows(weights_of(3), blocks))
     assert not outer.moments[VELOCITY].any()
 

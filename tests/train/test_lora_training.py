@@ -15,6 +15,7 @@ from agora_protocol.manifest import Manifest
 from agora.core.span_work import SpanWork
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 from tests.model.tiny_models import CONFIGS, make_model, save
 from tests.train.support import microbatch_id, pipeline_of, tokens_of
 from tests.train.test_tuning_oracle import answered_batches, learn, lora_manifest, step_together
@@ -120,6 +121,6 @@ def test_what_is_kept_of_a_forward_does_not_count_the_frozen_weights(base: Path)
         trainer = SpanTrainer(manifest, Span(0, 0), CPU, report=lambda event: None, in_flight=1, base_model=base)
         batch = torch.zeros(manifest.tokens_shape(), dtype=torch.int32)
         tokens = TokenBatch.from_wire(batch, has_marks=False)
-        trainer.forward(microbatch_id(0), 0, tokens.inputs, tokens, "train")
+        trainer.forward(DecodedWork(microbatch_id(0), 0, tokens.inputs, tokens, "train"))
         sizes[frozen_as] = trainer.graphs.bytes_by_entry[0]
     assert sizes["float32"] == pytest.approx(sizes["bf16"], rel=0.05)

@@ -445,7 +445,7 @@ def test_a_stage_that_is_not_held_is_refused() -> None:
         for refused in (
             compute.take_gradient_share(1),
             compute.catch_up(1, 3),
-            compute.difference_to_anchor(1, np.arange(2)),
+            compute.outer_gradient(1, np.arange(2)),
         ):
             with pytest.raises(NotMyStage):
                 await refused

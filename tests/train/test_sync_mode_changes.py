@@ -47,10 +47,10 @@ def change_to_local(stage: Stage) -> None:
 def average_slice(stage: Stage, wanted: int = SLICES) -> None:
     """Applies a mean difference of 0 in a block."""
     blocks = np.array([0])
-    found = stage.difference_to_anchor(blocks)
+    found = stage.outer_gradient(blocks)
     assert found is not None
     _, snapshot = found
-    stage.step_anchor(stage.step, blocks, snapshot, (torch.zeros(SLICE_BLOCK), (True,)), wanted)
+    stage.outer_step(stage.step, blocks, snapshot, (torch.zeros(SLICE_BLOCK), (True,)), wanted)
 
 
 def test_the_anchor_is_what_the_last_exact_step_leaves_and_exists_only_during_local_steps() -> None:

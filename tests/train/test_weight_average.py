@@ -22,6 +22,7 @@ from agora.train.objectives import TokenBatch
 from agora.train.optimizer import average_decay
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Stage
+from agora.train.weight_versions import DecodedWork
 from tests.state.world import CHANGE_RULE, World
 from tests.train.support import batches_for, microbatch_id, small_manifest
 
@@ -120,8 +121,8 @@ def test_evaluations_use_the_average_and_training_the_weights(decay: float) -> N
             losses[what] = float(stage_loss(module(ids[:, :-1], ids[:, :-1]), ids[:, 1:]))
     assert (abs(losses["average"] - losses["weights"]) > 1e-2) == bool(decay)
     batch = TokenBatch.from_wire(ids, has_marks=False)
-    evaluated = trainer.run_last_stages(microbatch_id(0), 0, batch.inputs, batch, "evaluate").loss_sum
-    trained = trainer.run_last_stages(microbatch_id(0), 0, batch.inputs, batch, "train").loss_sum
+    evaluated = trainer.run_last_stages(DecodedWork(microbatch_id(0), 0, batch.inputs, batch, "evaluate")).loss_sum
+    trained = trainer.run_last_stages(DecodedWork(microbatch_id(0), 0, batch.inputs, batch, "train")).loss_sum
     assert evaluated == pytest.approx(losses["average"], rel=1e-6)
     assert trained == pytest.approx(losses["weights"], rel=1e-6)
 
@@ -133,7 +134,7 @@ def test_a_boundary_that_is_evaluated_leaves_a_stage_as_its_average_makes_it() -
     ids = torch.from_numpy(batches_for(manifest, 1)[0][0]).long()
     batch = TokenBatch.from_wire(ids, has_marks=False)
     forward = {
-        purpose: trainer.forward(microbatch_id(0), 0, batch.inputs, batch, purpose)[0]
+        purpose: trainer.forward(DecodedWork(microbatch_id(0), 0, batch.inputs, batch, purpose))[0]
         for purpose in ("train", "evaluate")
     }
     with torch.no_grad():

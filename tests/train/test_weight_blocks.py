@@ -33,13 +33,13 @@ class SliceBench(Bench):
         return scale * torch.randn(len(self.blocks) * SLICE_BLOCK, generator=self.generator)
 
     def slice(self) -> Tensor:
-        return self.stage.difference_to_anchor(self.blocks)[1]
+        return self.stage.outer_gradient(self.blocks)[1]
 
     def rows(self, flat: Tensor) -> Tensor:
         return flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)].flatten()
 
     def take_in(self, step: int, mean: Tensor, snapshot: Tensor, done: bool = True) -> None:
-        self.stage.step_anchor(step, self.blocks, snapshot, (mean, (done,)))
+        self.stage.outer_step(step, self.blocks, snapshot, (mean, (done,)))
 
     def without_gaps(self, values: Tensor) -> Tensor:
         """The slice of a stage whose weights would be `values` there: what lies between tensors is zero."""
@@ -111,9 +111,9 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
 def test_a_run_of_exact_steps_keeps_no_anchor() -> None:
     stage = Bench("keep").trainer.stage(0)
     assert stage.moments.keys() == {"mean", "square", "average"}
-    assert stage.difference_to_anchor(np.array([0])) is None
+    assert stage.outer_gradient(np.array([0])) is None
     weights = stage.export_state().weights
-    stage.step_anchor(1, np.array([0]), torch.zeros(SLICE_BLOCK), (torch.ones(SLICE_BLOCK), (True,)))
+    stage.outer_step(1, np.array([0]), torch.zeros(SLICE_BLOCK), (torch.ones(SLICE_BLOCK), (True,)))
     assert np.array_equal(stage.export_state().weights, weights) and stage.progress.agreed == 0
 
 

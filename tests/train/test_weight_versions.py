@@ -25,6 +25,7 @@ from agora.train.activation_checkpointing import graphs_fit
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import StageProgress
+from agora.train.weight_versions import DecodedWork
 from tests.train.support import Events, batches_for, microbatch_id, small_manifest
 
 NEVER = 1 << 40
@@ -51,7 +52,7 @@ class Bench:
     def forward(self, number: int) -> Tensor:
         tokens = self.batches[number]
         batch = TokenBatch.from_wire(tokens, has_marks=False)
-        return self.trainer.forward(microbatch_id(number), 0, batch.inputs, batch, "train")[0]
+        return self.trainer.forward(DecodedWork(microbatch_id(number), 0, batch.inputs, batch, "train"))[0]
 
     def backward(self, number: int) -> None:
         assert self.trainer.backward(microbatch_id(number), 0, self.gradients[number])[0] is None
@@ -248,7 +249,7 @@ def test_forgetting_frees_the_graph_and_the_former_weights() -> None:
     bench = Bench("keep")
     tokens = bench.batches[0]
     batch = TokenBatch.from_wire(tokens, has_marks=False)
-    forward = bench.trainer.forward(microbatch_id(0), 0, batch.inputs, batch, "train")[1]
+    forward = bench.trainer.forward(DecodedWork(microbatch_id(0), 0, batch.inputs, batch, "train"))[1]
     assert forward is not None
     graph = weakref.ref(forward.output)
     del forward

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agora.core.tuning_packages import TuningMissing
 from agora.state.layout import lay_out
-from agora.train.eight_bit import BLOCK, CHUNK, QuantisedMoment, chunks
+from agora.train.adamw8bit import BLOCK, CHUNK, QuantisedMoment, chunks
 from agora.train.optimizer import StageOptimizer
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import stage_layout

@@ -31,8 +31,8 @@ class QuantisedMoment:
     same codes and scales. Moments can therefore travel as float32, and replicas stay equal to the last bit.
     """
 
-    def __init__(self, count: int, place: OptimizerOffload, *, is_signed: bool) -> None:
-        """Starts with `count` zeros at `place`. is_signed: values may be negative.
+    def __init__(self, count: int, offload: OptimizerOffload, *, is_signed: bool) -> None:
+        """Starts with `count` zeros at `offload`. is_signed: values may be negative.
 
         Raises TuningMissing without bitsandbytes.
         """
@@ -40,8 +40,8 @@ class QuantisedMoment:
         if is_signed:
             # bitsandbytes has -0.993 there: the scale of a block whose largest value is negative would shrink each time
             levels[0] = -1.0
-        self.codes = place.zeros(count, torch.uint8).fill_(int((levels == 0).nonzero()))
-        self.scales = place.zeros(-(-count // BLOCK))
+        self.codes = offload.zeros(count, torch.uint8).fill_(int((levels == 0).nonzero()))
+        self.scales = offload.zeros(-(-count // BLOCK))
         self.levels = levels.to(self.codes.device)
 
     def decode(self) -> Tensor:
@@ -73,8 +73,8 @@ class EightBitPart:
     elements: the range. mean, square: the running means of the gradient and of its square.
     """
 
-    def __init__(self, section: OptimizerSection, elements: slice, decay: float, place: OptimizerOffload) -> None:
-        """Starts with zero moments, which are kept at `place`. decay: weight decay of this range.
+    def __init__(self, section: OptimizerSection, elements: slice, decay: float, offload: OptimizerOffload) -> None:
+        """Starts with zero moments, which are kept at `offload`. decay: weight decay of this range.
 
         Raises TuningMissing without bitsandbytes.
         """
@@ -83,10 +83,10 @@ class EightBitPart:
         self._decay = decay
         self.elements = elements
         count = elements.stop - elements.start
-        self.mean = QuantisedMoment(count, place, is_signed=True)
-        self.square = QuantisedMoment(count, place, is_signed=False)
-        self._place = place
-        self._levels = [moment.levels.to(place.device) for moment in (self.mean, self.square)]
+        self.mean = QuantisedMoment(count, offload, is_signed=True)
+        self.square = QuantisedMoment(count, offload, is_signed=False)
+        self._offload = offload
+        self._levels = [moment.levels.to(offload.device) for moment in (self.mean, self.square)]
 
     def step(self, weights: Tensor, gradient: Tensor, learning_rate: float, step: int) -> None:
         """Changes `weights` and the moments in place by one AdamW step.
@@ -99,7 +99,7 @@ class EightBitPart:
         square = self.square
         for part, scales in chunks(len(weights)):
             state = (mean.codes[part], square.codes[part], mean.scales[scales], square.scales[scales])
-            with self._place.on_device(*state) as (mean_codes, square_codes, mean_scales, square_scales):
+            with self._offload.on_device(*state) as (mean_codes, square_codes, mean_scales, square_scales):
                 self._functional.optimizer_update_8bit_blockwise(
                     "adam",
                     gradient[part],
