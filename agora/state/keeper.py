@@ -97,11 +97,13 @@ class StateKeeper:
         report: Report,
         report_violation: ReportViolation,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
+        make_room: Callable[[int, int], None] = lambda stage, nbytes: None,
     ) -> None:
-        """folder: below it lie the checkpoints. on_written(stage, step): called after each checkpoint was written."""
-        # The owner may set it: it is called in a thread with stage and bytes before a checkpoint is written, and raises
-        # DiskError when there is no room for it.
-        self.make_room: Callable[[int, int], None] = lambda _stage, _nbytes: None
+        """folder: below it lie the checkpoints. on_written(stage, step): called after each checkpoint was written.
+
+        make_room(stage, nbytes): called in a thread before one is written; raises DiskError when there is no room.
+        """
+        self._make_room = make_room
         self._on_written = on_written
         self._run_id = manifest.run_id
         self._manifest = manifest
@@ -305,7 +307,7 @@ class StateKeeper:
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
-                await run_in_thread(lambda: self.make_room(stage, state.layout.nbytes))
+                await run_in_thread(lambda: self._make_room(stage, state.layout.nbytes))
                 await run_in_thread(lambda: write_checkpoint(self._folder, self._run_id, state, keep=keep))
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))

@@ -187,7 +187,7 @@ async def join(key: Path, handler: Handler) -> tuple[Host, Network]:
     Identity.create(key)
     host = await Host.create(identity_path=key, listen=LOOPBACK)
     addresses = await host.addresses()
-    network = Network(host, Gate(host.peer, RunId("00" * 32), "agora-bench", addresses), handler)
+    network = Network(host, Gate(host.peer, RunId("00" * 32), "agora-bench", lambda: addresses), handler)
     await network.start()
     return host, network
 

@@ -111,7 +111,7 @@ async def make_peer(
 
         network = Network(
             host,
-            Gate(host.peer, RunId(run_id), "test", addresses, version=version, **gate or {}),
+            Gate(host.peer, RunId(run_id), "test", lambda: addresses, version=version, **gate or {}),
             handler,
             limits,
             report_protocol_error=report_protocol_error,

@@ -19,7 +19,7 @@ from agora.core.clock import loop_time
 from agora.model import family_of
 from agora.net.rpc.incoming import IncomingCall
 from agora.node.paths import Home
-from agora.node.process.startup import StartSteps
+from agora.node.process.startup import StartPhases
 from agora.node.process.watchdog import Notifier
 from agora.node.span import base_supply
 from agora.node.span.base_supply import BaseSupply, FetchPlan, describe_fetch
@@ -63,7 +63,7 @@ class Swarm:
             settings=SimpleNamespace(named_base_model=folder),
             me=peer,
             report_event=self.events.append,
-            steps=StartSteps(self.events.append, Notifier({})),
+            phases=StartPhases(self.events.append, Notifier({})),
         )
         joined = self.network.join(peer, self.handle)
         supply = BaseSupply(startup, self.manifest, joined, lambda: View(self.views), self.report_violation)  # type: ignore[arg-type]

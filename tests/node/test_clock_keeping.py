@@ -15,7 +15,7 @@ from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.rpc.network_errors import ConnectionBroken
 from agora.node.peer.local_peer import CLOCK_ANSWER_S, MORE_ANSWERS_S, ClockKeeper
-from agora.node.process.startup import StartSteps
+from agora.node.process.startup import StartPhases
 from agora.node.process.watchdog import Notifier
 from agora.swarm.swarm_clock import SwarmClock
 from tests import virtual_time
@@ -49,8 +49,8 @@ class AskedNetwork:
 
 def keeper() -> tuple[ClockKeeper, AskedNetwork]:
     network = AskedNetwork()
-    steps = StartSteps(lambda _event: None, Notifier({}))
-    startup = SimpleNamespace(steps=steps, clock=SwarmClock(0.0, lambda: 0.0), report_event=lambda _event: None)
+    phases = StartPhases(lambda _event: None, Notifier({}))
+    startup = SimpleNamespace(phases=phases, clock=SwarmClock(0.0, lambda: 0.0), report_event=lambda _event: None)
     return ClockKeeper(cast(Any, startup), cast(Any, network)), network
 
 

@@ -33,7 +33,7 @@ class LoadsNothing(Daemon):
             reporter=Reporter(),
             report_event=lambda _event: None,
             notifier=Notifier({}),
-            steps=SimpleNamespace(current=""),
+            phases=SimpleNamespace(current=""),
             age_s=lambda: 0.0,
         )
         super().__init__(cast(Any, startup))
@@ -88,7 +88,7 @@ def test_a_paused_or_leaving_daemon_does_not_promise_to_move(tmp_path: Path) -> 
         with pytest.raises(LocalError, match="paused by its owner"):
             await asyncio.wait_for(daemon.move(Span(1, 1)), 5)
         daemon.pause.resume()
-        daemon.stop.set()
+        daemon.leave("asked to")
         with pytest.raises(LocalError, match="is leaving"):
             await asyncio.wait_for(daemon.move(Span(1, 1)), 5)
 
@@ -107,7 +107,7 @@ def test_a_pause_that_ends_while_the_work_is_being_cancelled_still_closes_what_w
         async def _start_and_serve(self) -> None:
             self.happened.append("opened")
             if self.happened.count("opened") == 2:
-                self.stop.set()
+                self.leave("asked to")
             else:
                 self.pause.pause()
             try:

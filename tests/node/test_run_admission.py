@@ -96,7 +96,7 @@ async def make_member(
     addresses = await host.addresses()
     startup: Any = SimpleNamespace(home=home, me=host.peer, identity=identity, report_event=events.append)
     shown = ticket_of(manifest.run_id, host.peer) if proof is None else proof
-    admission = RunAdmission(startup, manifest, addresses, shown, unix)
+    admission = RunAdmission(startup, manifest, shown, addresses=lambda: addresses, unix=unix)
     answered = list[Message]()
 
     async def answer(call: IncomingCall) -> Reply:
@@ -307,7 +307,7 @@ def test_a_ban_ends_everything_at_every_neighbour_and_outlasts_the_daemon(tmp_pa
                 await banned.network.call(first.id, GetStatus(), deadline=after(5))
             assert not await banned.network.greet(second.id)
             assert len(banned.answered) == answered
-            again = RunAdmission(first.startup, manifest, (), first.admission.proof)
+            again = RunAdmission(first.startup, manifest, first.admission.proof)
             assert not again.is_member(banned.id)
             assert again.is_member(FOUNDER.peer)
 

@@ -34,7 +34,7 @@ class Joiner:
         )
         self.membership = SimpleNamespace(claim_span=self._claim_span)
         self.startup = SimpleNamespace(
-            settings=Settings(memory_gib=0.001), steps=SimpleNamespace(report_progress=self.said.append)
+            settings=Settings(memory_gib=0.001), phases=SimpleNamespace(report_progress=self.said.append)
         )
 
     async def _claim_span(self, needs: Any, machine: Any, wanted: Span | None) -> Placement:

@@ -72,13 +72,25 @@ def node_id_of(peer: Any) -> Any:
 class BoundedP2P:
     """Stands between hivemind's DHTNode and p2pd, in place of hivemind's P2P; bounds requests, calls and replies.
 
-    Counts in `validator.refused` what was refused, by reason. These functions may be set: `is_member`, whether a caller
-    may enter the routing table; `report_protocol_error`, called with a peer and the ProtocolError of what it sent;
-    `stored_bytes`, the number of bytes of the values that this node stores under a key.
+    Counts in `validator.refused` what was refused, by reason.
     """
 
-    def __init__(self, p2p: Any, validator: SignedRecords, stages: int, guard: DhtGuard) -> None:
-        """guard: decides which peers are answered and called."""
+    def __init__(
+        self,
+        p2p: Any,
+        validator: SignedRecords,
+        stages: int,
+        guard: DhtGuard,
+        *,
+        stored_bytes: Callable[[Any], int] = lambda _key: 0,
+        is_member: Callable[[PeerId], bool] = lambda _peer: True,
+        report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
+    ) -> None:
+        """guard: decides which peers are answered and called.
+
+        stored_bytes: returns the bytes of the values that this node stores under a key. is_member: whether a caller may
+        enter the routing table. report_protocol_error: called with a peer and the ProtocolError of what it sent.
+        """
         self._p2p = p2p
         self._guard = guard
         self._validator = validator
@@ -87,9 +99,9 @@ class BoundedP2P:
         self._work = RateLimiter(rate, rate * BURST_S)
         self._signatures = RateLimiter(SIGNATURES_PER_S, SIGNATURES_BURST)
         self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the peer that named it last
-        self.stored_bytes: Callable[[Any], int] = lambda _key: 0
-        self.is_member: Callable[[PeerId], bool] = lambda _peer: True
-        self.report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None
+        self._stored_bytes = stored_bytes
+        self.is_member = is_member
+        self._report_protocol_error = report_protocol_error
 
     @property
     def peer_id(self) -> Any:
@@ -119,7 +131,7 @@ class BoundedP2P:
                 request = self._parse_and_charge(kind, raw, peer, input_protobuf_type)
             except ProtocolError as error:
                 self._validator.refused[error.code] += 1
-                self.report_protocol_error(peer, error)
+                self._report_protocol_error(peer, error)
                 raise
             self._clear_foreign_node_id(request, remote, peer)
             verdicts = await self._keep_own_records(request, peer) if kind == "rpc_store" else []
@@ -150,7 +162,7 @@ class BoundedP2P:
         if len(request.keys) > self.max_keys or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
             raise ProtocolError("too-large", f"A find of {len(request.keys)} keys; {self.max_keys} are the most.")
         self._charge(peer, float(len(request.keys)))
-        nbytes = sum(self.stored_bytes(DHTID.from_bytes(key)) for key in request.keys)
+        nbytes = sum(self._stored_bytes(DHTID.from_bytes(key)) for key in request.keys)
         if nbytes > MAX_ANSWER_BYTES:
             raise Busy(f"the answer would have {nbytes} bytes; ask for fewer keys at once", RETRY_MS)
         self._charge(peer, nbytes / 16_384)
@@ -215,7 +227,7 @@ class BoundedP2P:
                 await self._screen(response, input.keys, PeerId(str(peer_id)))
         except ProtocolError as error:
             self._validator.refused[error.code] += 1
-            self.report_protocol_error(PeerId(str(peer_id)), error)
+            self._report_protocol_error(PeerId(str(peer_id)), error)
             raise
         if response.peer.node_id and response.peer.node_id != node_id_of(peer_id).to_bytes():
             response.ClearField("peer")

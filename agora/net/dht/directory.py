@@ -40,7 +40,7 @@ _Entries = dict[str, tuple[bytes, float]]  # by peer: the record as msgpack, and
 class Directory:
     """This peer's node of the run's DHT: publishes signed records, reads those of others, and stores some of them.
 
-    bounds: the BoundedP2P that limits the node's messages; its callbacks may be set. refused: by error code, how many
+    bounds: the BoundedP2P that limits the node's messages. refused: by error code, how many
     records and messages of others this node refused.
     """
 
@@ -77,17 +77,29 @@ class Directory:
         stages: int,
         guard: DhtGuard | None = None,
         unix: Callable[[], float] | None = None,
+        is_member: Callable[[PeerId], bool] = lambda _peer: True,
+        report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
     ) -> Directory:
         """Starts a node on `host` for a run of `stages` stages; joins the DHT if a peer at `bootstrap` answers.
 
         guard: decides which peers the node answers and calls, and whose records it keeps; None: all. unix: the time by
         which records are published and judged, for all nodes of this process; None: the wall clock.
+        is_member, report_protocol_error: see BoundedP2P.
         """
         guard = guard or OpenGuard()
         if unix is not None:
             set_dht_time(unix)
         validator = SignedRecords(run, stages, unix or time.time)
-        bounds = BoundedP2P(host.p2p, validator, stages, guard)
+        storage = BoundedStorage(run)
+        bounds = BoundedP2P(
+            host.p2p,
+            validator,
+            stages,
+            guard,
+            stored_bytes=storage.bytes_under,
+            is_member=is_member,
+            report_protocol_error=report_protocol_error,
+        )
         node = await DHTNode.create(
             p2p=bounds,
             node_id=node_id_of(host.p2p.peer_id),
@@ -103,8 +115,7 @@ class Directory:
             num_workers=8,
             record_validator=validator,
         )
-        node.protocol.storage = storage = BoundedStorage(run)
-        bounds.stored_bytes = storage.bytes_under
+        node.protocol.storage = storage
         node.protocol.cache = BoundedStorage(run, maxsize=1)
         directory = cls(host, run, node, validator, bounds, guard, unix or time.time)
         await directory.bootstrap(bootstrap)

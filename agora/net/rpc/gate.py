@@ -37,7 +37,7 @@ class Gate:
     """Makes this peer's HELLO, judges that of others, and remembers which peers have been admitted as members.
 
     Also says which peers may be called, and which open connections may stay. role: the role that this peer's HELLO asks
-    for. addresses: returns where this peer can be dialled.
+    for.
     """
 
     def __init__(
@@ -45,24 +45,25 @@ class Gate:
         me: PeerId,
         run: RunId,
         software: str,
-        addresses: Sequence[str] = (),
+        addresses: Callable[[], Sequence[str]] = tuple,
         *,
         proof: bytes = b"",
         judge: Judge = admit_everyone,
         refusal_reason: Callable[[PeerId], str] = lambda _: "",
         version: int = PROTOCOL_VERSION,
     ) -> None:
-        """me, run, software, addresses, proof: what this peer's HELLO contains; proof: its tickets, b"" for none.
+        """me, run, software, proof: what this peer's HELLO contains; proof: its tickets, b"" for none.
 
-        judge: returns the role that a peer's proof grants. refusal_reason: returns why a peer must be neither called
-        nor answered, "" if it may be. `addresses` and `role` may be set after this.
+        addresses: returns where this peer can be dialled, also in HELLO. judge: returns the role that a peer's proof
+        grants. refusal_reason: returns why a peer must be neither called nor answered, "" if it may be. `role` may be
+        set after this.
         """
         self.role = MEMBER
         self.version = version
         self._me = me
         self._run = run
         self._software = software
-        self.addresses: Callable[[], Sequence[str]] = lambda: addresses  # where this peer can be dialled
+        self._addresses = addresses
         self._proof = proof
         self._judge = judge
         self._refusal_reason = refusal_reason
@@ -72,7 +73,7 @@ class Gate:
         """Returns a new HELLO for a stream to `peer`. No other peer can replay it or infer the run id from it."""
         salt = os.urandom(SALT_BYTES)
         token = run_token(self._run, salt, self._me, peer)
-        return Hello(self.version, salt, token, self.role, self._proof, self._software, tuple(self.addresses()))
+        return Hello(self.version, salt, token, self.role, self._proof, self._software, tuple(self._addresses()))
 
     def admit(self, peer: PeerId, hello: Hello) -> str:
         """Returns the role in which `peer` is admitted by its HELLO, and remembers a member for `is_admitted_member`.

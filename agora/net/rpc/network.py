@@ -59,14 +59,15 @@ class Network:
         suspended_s: Callable[[PeerId], float] = lambda _peer: 0.0,
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
+        tell_time: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """gate: decides which peers this peer calls and answers. handler: answers other peers' requests.
 
         report_protocol_error: called when a peer broke the protocol. suspended_s: returns for how many more seconds a
         peer must be neither called nor answered. report_failure: called with what `handler` raised that is not an
         AgoraError, and when its answer cannot be encoded. count_sent: called with each request of this peer and its
-        tensors, and with each request that this peer answers and the answer's tensors. `tell_time` may be set: it
-        returns the swarm's unix time, which goes into every Pong; 0 while that time is not known.
+        tensors, and with each request that this peer answers and the answer's tensors. tell_time: returns the
+        swarm's unix time, which goes into every Pong; 0 while that time is not known.
         """
         self.limits = limits or NetLimits()
         self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
@@ -78,7 +79,7 @@ class Network:
         self.suspended_s = suspended_s
         self.report_failure = report_failure
         self.count_sent = count_sent
-        self.tell_time: Callable[[], float] = lambda: 0.0
+        self.tell_time = tell_time
         self.on_met: list[Callable[[PeerId], None]] = []  # each is called when HELLO was exchanged with a member
         self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
         self._host = host

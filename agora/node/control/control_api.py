@@ -180,28 +180,6 @@ def _error(code: str, text: str) -> bytes:
     return json.dumps({"error": {"code": code, "text": text}}).encode() + b"\n"
 
 
-def questions_of(daemon: Daemon) -> Mapping[str, Question]:
-    """Returns all questions that the daemon's control socket answers: by name, method, its arguments and deadline."""
-    answers = ControlApi(daemon)
-    return {
-        "status": Question(answers.status, {}),
-        "report": Question(answers.report, {}),
-        "invite": Question(answers.invite, {}),
-        "pause": Question(answers.pause, {}),
-        "resume": Question(answers.resume, {}),
-        "leave": Question(answers.leave, {}),
-        "move": Question(answers.move, {"stages": str}, deadline_s=MOVE_S),
-        "ban": Question(answers.ban, {"peer": str}),
-        "revoke": Question(answers.revoke, {"revocation": str}),
-        "link": Question(answers.link, {"rate": str}),
-        "drain": Question(answers.drain, {}, deadline_s=DRAIN_S + 5.0),
-        "refill": Question(answers.refill, {}),
-        "weights": Question(answers.weights, {"average": bool}, deadline_s=60.0),
-        "collect": Question(answers.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
-        "evaluate": Question(answers.evaluate, {"batches": int}, deadline_s=EVALUATE_S + 5.0),
-    }
-
-
 class ControlApi:
     """Answers the control socket's questions about one daemon: each method returns its answer, or raises an AgoraError.
 
@@ -211,6 +189,26 @@ class ControlApi:
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
+
+    def questions(self) -> Mapping[str, Question]:
+        """Returns all questions by name: the method that answers it, its arguments and deadline."""
+        return {
+            "status": Question(self.status, {}),
+            "report": Question(self.report, {}),
+            "invite": Question(self.invite, {}),
+            "pause": Question(self.pause, {}),
+            "resume": Question(self.resume, {}),
+            "leave": Question(self.leave, {}),
+            "move": Question(self.move, {"stages": str}, deadline_s=MOVE_S),
+            "ban": Question(self.ban, {"peer": str}),
+            "revoke": Question(self.revoke, {"revocation": str}),
+            "link": Question(self.link, {"rate": str}),
+            "drain": Question(self.drain, {}, deadline_s=DRAIN_S + 5.0),
+            "refill": Question(self.refill, {}),
+            "weights": Question(self.weights, {"average": bool}, deadline_s=60.0),
+            "collect": Question(self.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
+            "evaluate": Question(self.evaluate, {"batches": int}, deadline_s=EVALUATE_S + 5.0),
+        }
 
     async def status(self) -> Answer:
         """Returns the swarm as this daemon sees it: what `swarm status --json` prints."""
@@ -243,8 +241,7 @@ class ControlApi:
 
     async def leave(self) -> Answer:
         """Makes the daemon leave the run and end; answers immediately. The daemon is gone within 10 s."""
-        self._daemon.leave_reason = "asked to leave by its owner"
-        self._daemon.stop.set()
+        self._daemon.leave("asked to leave by its owner")
         return {"text": "leaving: it finishes what it holds and is gone within 10 s."}
 
     async def move(self, stages: str = "") -> Answer:

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Final
 
 from agora_protocol.addresses import peer_of_address
@@ -18,7 +19,6 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import Ping
-from agora_protocol.records import Progress
 
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks
@@ -71,121 +71,194 @@ FIRST_CLOCK_S: Final = 5.0
 CLOCK_AGAIN_S: Final = 20.0  # seconds between two such questions after the first
 
 
+class Neighbours:
+    """Which peers this one has met, and how it meets more."""
+
+    def __init__(self, network: Network, peer_score: PeerScore) -> None:
+        self._network = network
+        self._peer_score = peer_score
+
+    def is_verified(self, peer: PeerId) -> bool:
+        """Returns whether `peer` has exchanged HELLO as a member (see Network.has_met), and is not suspended now."""
+        return self._network.has_met(peer) and self._peer_score.suspended_s(peer) <= 0.0
+
+    def may_use_relay(self, peer: PeerId) -> bool:
+        """Returns whether this peer relays for `peer`: it is connected as a member, and not suspended."""
+        connection = self._network.connection_to(peer)
+        return connection is not None and not connection.is_reader and self._peer_score.suspended_s(peer) == 0
+
+    async def dial_unverified(self, unverified: Sequence[PeerView]) -> None:
+        """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.
+
+        unverified: at least one. Errors are ignored: `is_verified` says with which it was exchanged.
+        """
+        dials = [asyncio.create_task(self._network.connect_announced(seen.peer, seen.addresses)) for seen in unverified]
+        _, late = await asyncio.wait(dials, timeout=MEET_S)
+        for dial in late:
+            dial.cancel()  # the dial itself goes on
+        await asyncio.gather(*dials, return_exceptions=True)
+
+
+@dataclass(eq=False)
 class LocalPeer:
     """What lives as long as the daemon works, whichever stages it holds: network, membership, router, ledger and more.
 
-    `start` starts it, `close` ends it. Averaging asks it for replicas (ReplicaListing), membership which peers it has
-    met.
-
-    slots: how many microbatches may be in progress here at the same time.
-    sent: counts the bytes of tensors sent.
-    requests: answers other peers.
-    base_supply: serves and fetches the base model's tensors.
-    capacity_probe: measures what this machine can do.
+    `create` makes it, `start` starts it, `close` ends it. slots: how many microbatches may be in progress here at the
+    same time.
     """
 
-    def __init__(
-        self,
+    startup: Startup
+    signed: SignedManifest
+    host: Host
+    admission: RunAdmission
+    peer_score: PeerScore
+    slots: int
+    ledger: WorkLedger
+    requests: RequestHandler
+    network: Network
+    directory: Directory
+    membership: Membership
+    reachability: ReachabilityKeeper
+    relay: RelayService
+    router: Router
+    base_supply: BaseSupply
+    capacity_probe: CapacityProbe
+    sent: SentTensors
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+    _redialling: Redialling = field(init=False)
+    _closing: ExitStack = field(default_factory=ExitStack)
+    _uplink: UplinkMeter = field(default_factory=UplinkMeter)
+
+    def __post_init__(self) -> None:
+        self._redialling = Redialling(self.startup.me, random.Random())
+
+    @classmethod
+    async def create(
+        cls,
         startup: Startup,
         signed: SignedManifest,
         host: Host,
-        directory: Directory,
-        admission: RunAdmission,
+        proof: bytes,
         take_node_report: Callable[[], NodeReport],
-    ) -> None:
-        self.startup = startup
-        self.signed = signed
-        self.host = host
-        self.admission = admission
-        self.manifest = manifest = signed.manifest
-        free = measure_budget("cpu", startup.settings.memory_gib).host
-        self.slots = compute_slots(manifest, free)
-        self.sent = SentTensors()
-        self.capacity_probe = CapacityProbe(manifest, startup.settings, startup.home.root)
-        self.peer_score = PeerScore(startup.report_event, loop_time)
-        self.ledger = WorkLedger(startup.me, self.slots, startup.report_event)
-        report_violation = self.peer_score.report_violation
-        self.requests = RequestHandler(signed, lambda: status_json(take_node_report()), report_violation, self.ledger)
-        self.network = self._make_network()
-        self.membership = self._make_membership(directory, lambda: progress_record(take_node_report()))
-        settings = startup.settings
-        self.reachability = ReachabilityKeeper(
-            host, self.network, self.membership, settings.allow_private, settings.upnp, settings.relay_peers
-        )
-        self.network.set_ways_to_reach(DialStrategy(self.reachability.may_dial, self.reachability.punch_hole))
-        admission.gate.addresses = lambda: self.reachability.announcement().addresses
-        self._relay = RelayService(host, settings.relay_peers, self._may_use_relay, settings.relay_mbit * 125e3)
-        self.router = self._make_router()
-        self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.membership.view, report_violation)
-        self.tasks = BackgroundTasks()
-        self._closing = ExitStack()
-        self._directory = directory
-        self._redialling = Redialling(startup.me, random.Random())
-        self._uplink = UplinkMeter()
+    ) -> LocalPeer:
+        """Wires a peer of the run on `host`, which its creator closes after it. Nothing runs until `start`.
 
-    def _make_membership(self, directory: Directory, progress: Callable[[], Progress | None]) -> Membership:
-        startup, admission = self.startup, self.admission
-        count = self.manifest.stage_count
-        own = self.host.own_addresses
-        own = own if startup.settings.allow_private else public_only(own)
-        addresses = tuple(f"{address}/p2p/{self.host.peer}" for address in own)[:MAX_ADDRESSES]
-        run, incarnation = self.signed.run_id, startup.incarnation
-        membership = Membership(
-            MembershipConfig(run, count, incarnation, addresses, admission.proof, admission.is_member),
-            directory,
-            startup.identity,
-            startup.report_event,
-            is_verified=self.is_verified,
-            dial_unverified=self.dial_unverified,
-            progress=progress,
-            on_change=self._on_view_change,
+        proof: this machine's tickets, b"" for none. take_node_report: what other peers are told of this one. Raises
+        DiskError when the bans or revocations on this disk cannot be read.
+        """
+        manifest, settings, report = signed.manifest, startup.settings, startup.report_event
+
+        # --- how requests are judged and answered
+        peer_score = PeerScore(report, loop_time)
+        admission = RunAdmission(
+            startup,
+            signed,
+            proof,
+            addresses=lambda: reachability.announcement().addresses,
             unix=startup.clock.unix,
         )
-        self.network.on_met.append(lambda _peer: membership.promote_verified())
-        directory.bounds.is_member = self.is_verified
-        directory.bounds.report_protocol_error = self.peer_score.report_protocol_error
-        return membership
+        slots = compute_slots(manifest, measure_budget("cpu", settings.memory_gib).host)
+        ledger = WorkLedger(startup.me, slots, report)
+        requests = RequestHandler(signed, lambda: status_json(take_node_report()), peer_score.report_violation, ledger)
 
-    def _make_router(self) -> Router:
-        return Router(
-            self.network,
-            lambda: self.membership.view,
-            me=self.startup.me,
-            stage_count=self.manifest.stage_count,
-            wire_rules=wire_rules(self.manifest),
-            report=self.startup.report_event,
-            peer_score=self.peer_score,
-            round_trip_s=self.network.round_trip_s,
-        )
-
-    def _make_network(self) -> Network:
-        payload = self.manifest.max_payload_bytes
-
+        # --- the network
         def report_failure(caller: PeerId, error: Exception) -> None:
-            self.startup.report_event(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
+            report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
 
+        payload = manifest.max_payload_bytes
+        sent = SentTensors()
         network = Network(
-            self.host,
-            self.admission.gate,
-            self.requests.answer,
-            NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * self.slots * payload)),
-            report_protocol_error=self.peer_score.report_protocol_error,
-            suspended_s=self.peer_score.suspended_s,
+            host,
+            admission.gate,
+            requests.answer,
+            NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * slots * payload)),
+            report_protocol_error=peer_score.report_protocol_error,
+            suspended_s=peer_score.suspended_s,
             report_failure=report_failure,
-            count_sent=self.sent.add,
+            count_sent=sent.add,
+            tell_time=startup.clock.time_for_others_unix,
         )
-        network.tell_time = self.startup.clock.time_for_others_unix
-        return network
+        neighbours = Neighbours(network, peer_score)
 
-    def _may_use_relay(self, peer: PeerId) -> bool:
-        connection = self.network.connection_to(peer)
-        return connection is not None and not connection.is_reader and self.peer_score.suspended_s(peer) == 0
+        # --- who is in the run, and how they are reached
+        directory = await Directory.create(
+            host,
+            signed.run_id,
+            (),
+            stages=manifest.stage_count,
+            guard=admission,
+            unix=startup.clock.unix,
+            is_member=neighbours.is_verified,
+            report_protocol_error=peer_score.report_protocol_error,
+        )
 
-    def _on_view_change(self) -> None:
-        for peer, seen in self.membership.view.peers.items():
-            if peer != self.startup.me:
-                self.network.learn_announced(peer, seen.addresses)
-        self.router.on_view_changed()
+        def on_view_change() -> None:
+            for peer, seen in membership.view.peers.items():
+                if peer != startup.me:
+                    network.learn_announced(peer, seen.addresses)
+            router.on_view_changed()
+
+        membership = Membership(
+            MembershipConfig(
+                signed.run_id,
+                manifest.stage_count,
+                startup.incarnation,
+                first_addresses(host, settings.allow_private),
+                admission.proof,
+                admission.is_member,
+            ),
+            directory,
+            startup.identity,
+            report,
+            progress=lambda: progress_record(take_node_report()),
+            on_change=on_view_change,
+            is_verified=neighbours.is_verified,
+            dial_unverified=neighbours.dial_unverified,
+            unix=startup.clock.unix,
+        )
+        network.on_met.append(lambda _peer: membership.promote_verified())
+        reachability = ReachabilityKeeper(
+            host, network, membership, settings.allow_private, settings.upnp, settings.relay_peers
+        )
+        network.set_ways_to_reach(DialStrategy(reachability.may_dial, reachability.punch_hole))
+        relay = RelayService(host, settings.relay_peers, neighbours.may_use_relay, settings.relay_mbit * 125e3)
+        admission.attach(network, membership, directory)
+
+        # --- work
+        router = Router(
+            network,
+            lambda: membership.view,
+            me=startup.me,
+            stage_count=manifest.stage_count,
+            wire_rules=wire_rules(manifest),
+            report=report,
+            peer_score=peer_score,
+            round_trip_s=network.round_trip_s,
+        )
+        base_supply = BaseSupply(startup, manifest, network, lambda: membership.view, peer_score.report_violation)
+        return cls(
+            startup=startup,
+            signed=signed,
+            host=host,
+            admission=admission,
+            peer_score=peer_score,
+            slots=slots,
+            ledger=ledger,
+            requests=requests,
+            network=network,
+            directory=directory,
+            membership=membership,
+            reachability=reachability,
+            relay=relay,
+            router=router,
+            base_supply=base_supply,
+            capacity_probe=CapacityProbe(manifest, settings, startup.home.root),
+            sent=sent,
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.signed.manifest
 
     async def start(self, others: tuple[str, ...]) -> None:
         """Starts serving requests, asks peers for the time, joins the DHT, and starts the background tasks.
@@ -196,9 +269,8 @@ class LocalPeer:
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
         self._closing.enter_context(self.requests.answering(REACH_REQUESTS, self.reachability.answer))
-        self.admission.attach(self.network, self.membership, self._directory)
         await self.network.start()
-        await self._relay.start()
+        await self.relay.start()
         self.tasks.start("reachability", self.reachability.run())
         clock = ClockKeeper(self.startup, self.network)
         by_peer = addresses_by_peer(others)
@@ -206,9 +278,9 @@ class LocalPeer:
             self.network.learn(peer, known)
             self._redialling.learn(loop_time(), peer, known)
         await clock.ask_at_start(by_peer)
-        await self._directory.bootstrap(others)
+        await self.directory.bootstrap(others)
         self.tasks.start("membership", self.membership.run())
-        self.tasks.start("bans", self.admission.exchange_ban_lists(self._directory))
+        self.tasks.start("bans", self.admission.exchange_ban_lists(self.directory))
         self.tasks.start("redial", self._redial_missing_peers())
         members = self.membership
         self.tasks.start(
@@ -222,14 +294,12 @@ class LocalPeer:
             self.tasks.start("memory", MemoryGuard(limit_bytes, self.ledger, self.startup.report_event).run())
 
     async def close(self) -> None:
-        """Ends the tasks, stops answering requests, and closes the network with all calls.
-
-        Host and directory stay open: the caller that opened them closes them.
-        """
+        """Ends the tasks, stops answering requests, leaves the DHT, and closes the network with all calls."""
         await self.tasks.close()
         self._closing.close()
         await self.base_supply.close()
         await self.network.close()
+        await self.directory.close()
 
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
         """Returns, for each serving replica of a stage, the uplink in bytes/s with which it owns parts of an average.
@@ -263,21 +333,6 @@ class LocalPeer:
         (bytes_in, bytes_out), sent = self.network.carried_bytes, self.sent
         return events.Traffic(sent.boundary_bytes, bytes_out, bytes_in, sent.averaging_bytes, sent.state_bytes)
 
-    def is_verified(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has exchanged HELLO as a member (see Network.has_met), and is not suspended now."""
-        return self.network.has_met(peer) and self.peer_score.suspended_s(peer) <= 0.0
-
-    async def dial_unverified(self, unverified: Sequence[PeerView]) -> None:
-        """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.
-
-        unverified: at least one. Errors are ignored: `is_verified` says with which it was exchanged.
-        """
-        dials = [asyncio.create_task(self.network.connect_announced(seen.peer, seen.addresses)) for seen in unverified]
-        _, late = await asyncio.wait(dials, timeout=MEET_S)
-        for dial in late:
-            dial.cancel()  # the dial itself goes on
-        await asyncio.gather(*dials, return_exceptions=True)
-
     async def _measure_uplink(self) -> None:
         while True:
             self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
@@ -294,7 +349,7 @@ class LocalPeer:
             behind_relays = {peer_of_address(address) for address in addresses if is_circuit(address)}
             await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
             if addresses:
-                await self._directory.bootstrap(addresses, timeout_s=DIAL_S)
+                await self.directory.bootstrap(addresses, timeout_s=DIAL_S)
 
     async def _keep_writing_addresses(self) -> None:
         home, run = self.startup.home, self.signed.run_id
@@ -307,6 +362,12 @@ class LocalPeer:
                 except OSError as error:
                     trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
                     self.startup.report_event(trouble)
+
+
+def first_addresses(host: Host, allow_private: bool) -> tuple[str, ...]:
+    """Returns the addresses that a claim announces until it is known how others can connect: the host's own ones."""
+    own = host.own_addresses if allow_private else public_only(host.own_addresses)
+    return tuple(f"{address}/p2p/{host.peer}" for address in own)[:MAX_ADDRESSES]
 
 
 def compute_slots(manifest: Manifest, free_bytes: int) -> int:
@@ -374,7 +435,7 @@ class ClockKeeper:
         known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * CLOCK_ANSWER_S at most, as the
         step "clock" of the start. Without an answer the clock is settled uncorrected.
         """
-        with self._startup.steps.step("clock") as note:
+        with self._startup.phases.enter("clock") as note:
             peers = list(known)[:MAX_CLOCKS]
             for peer in peers:
                 self._network.learn(peer, known[peer])

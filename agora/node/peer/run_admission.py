@@ -71,13 +71,14 @@ class RunAdmission:
         self,
         startup: Startup,
         signed: SignedManifest,
-        addresses: Sequence[str],
         proof: bytes,
+        *,
+        addresses: Callable[[], Sequence[str]] = tuple,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """Reads the revocations and bans that are on this disk. Raises DiskError.
 
-        addresses: this peer's, sent in HELLO. unix: returns the present unix time.
+        addresses: returns where this peer can be dialled, sent in HELLO. unix: returns the present unix time.
         """
         self._startup = startup
         self._run = run = signed.run_id

@@ -16,14 +16,10 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks, wait_for_any
-from agora.net.dht.directory import Directory
-from agora.node import paths
-from agora.node.control.control_api import ControlSocket, questions_of
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, WindowedRate, add_traffic
 from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.limits.pausing import OwnersPause
 from agora.node.peer.local_peer import LocalPeer
-from agora.node.peer.run_admission import RunAdmission
 from agora.node.process import joining
 from agora.node.process.startup import Startup
 from agora.node.process.watchdog import Watchdog
@@ -60,7 +56,7 @@ class _FatalError(LocalError):
 
 
 class Daemon:
-    """One running daemon: opens the local peer, serves a span, moves to others when asked, leaves once `stop` is set.
+    """One running daemon: opens the local peer, serves a span, moves to others when asked, until `leave`.
 
     `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
     open, and in a pause; `signed`, the manifest, until it is known.
@@ -71,9 +67,9 @@ class Daemon:
         self.signed: SignedManifest | None = None
         self.local_peer: LocalPeer | None = None
         self.loaded: LoadedSpan | None = None
-        self.stop = asyncio.Event()
-        self.leave_reason = "asked to leave"
         self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
+        self._stop = asyncio.Event()
+        self._leave_reason = ""
         self._report_event = startup.report_event
         self._since_unix = startup.clock.unix()
         self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
@@ -87,25 +83,30 @@ class Daemon:
         self._span_closing = AsyncExitStack()
 
     async def run(self) -> None:
-        """Joins, serves or pauses until `stop` is set; then leaves in order. Raises the error that ended it."""
-        control = ControlSocket(paths.socket_of(self.startup.home), questions_of(self))
-        await control.start()
+        """Joins, serves or pauses until `leave` is called; then leaves in order. Raises the error that ended it."""
         self._tasks.start("watchdog", self._watchdog.run())
         try:
-            while not self.stop.is_set():
+            while not self.is_leaving:
                 if not self.pause.reason:
                     await self._serve_until_stopped()
-                if not self.stop.is_set():  # also if the pause has ended by now: what was opened must be closed first
+                if not self.is_leaving:  # also if the pause has ended by now: what was opened must be closed first
                     await self._stay_paused()
-            await self._leave(self.leave_reason)
+            await self._leave_in_order(self._leave_reason)
         except _FatalError as error:
-            await self._leave(str(error))
+            await self._leave_in_order(str(error))
             raise
         finally:
             await self._close()
             await self._tasks.close()
-            await control.close()
-            self._report_event(events.StateChanged("left", "the daemon has ended"))
+
+    def leave(self, reason: str) -> None:
+        """Makes `run` leave in order, which takes LEAVE_S at most. reason: for the log."""
+        self._leave_reason = reason
+        self._stop.set()
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._stop.is_set()
 
     # --- the present state
 
@@ -147,7 +148,7 @@ class Daemon:
             incarnation=claim.incarnation if claim else startup.incarnation,
             run=run,
             state=claim.state if claim else "joining",
-            startup_step=startup.steps.current,
+            startup_step=startup.phases.current,
             pause_reason=self.pause.reason,
             link=link.spec.text if link is not None else startup.settings.link,
             health=self._assess_health(view, run.stage_count, now_unix),
@@ -166,7 +167,7 @@ class Daemon:
         if self.pause.reason:
             return Health(health.PAUSED, f"this peer is {self.pause.reason}", self.pause.remedy)
         if self.loaded is None:
-            step = self.startup.steps.current or "serve"
+            step = self.startup.phases.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
         return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
 
@@ -178,8 +179,8 @@ class Daemon:
 
     async def _serve_until_stopped(self) -> None:
         serving = asyncio.create_task(self._start_and_serve(), name="serve")
-        await wait_for_any(serving, self.stop.wait(), self.pause.wait_until(paused=True))
-        if serving.done() and not self.stop.is_set():
+        await wait_for_any(serving, self._stop.wait(), self.pause.wait_until(paused=True))
+        if serving.done() and not self.is_leaving:
             serving.result()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -189,8 +190,8 @@ class Daemon:
         await self._wind_down("paused")
         await self._close()
         joining.register_paused(self.startup, self.signed)
-        await wait_for_any(self.stop.wait(), self.pause.wait_until(paused=False))
-        if not self.stop.is_set():
+        await wait_for_any(self._stop.wait(), self.pause.wait_until(paused=False))
+        if not self.is_leaving:
             self.startup = joining.startup_after_pause(self.startup, self.signed)
 
     async def _start_and_serve(self) -> None:
@@ -217,18 +218,13 @@ class Daemon:
         others = await joining.connect_to_run(startup, host, self.signed)
         if self.signed is None:
             self.signed = await joining.fetch_manifest(startup, host, others)
-        with startup.steps.step("doctor") as note:
+        with startup.phases.enter("doctor") as note:
             note.text = check_disk(startup.home.root)
             disk = DiskGuard(startup.home, startup.settings.disk_bytes)
             await asyncio.to_thread(disk.make_room, self.signed.manifest, None, MIN_FREE_BYTES)
         proof = joining.own_proof(startup, self.signed.run_id)
-        admission = RunAdmission(startup, self.signed, self._addresses, proof, startup.clock.unix)
-        with startup.steps.step("directory"):
-            stages = self.signed.manifest.stage_count
-            unix = startup.clock.unix
-            directory = await Directory.create(host, self.signed.run_id, (), stages=stages, guard=admission, unix=unix)
-            closing.push_async_callback(directory.close)
-            local_peer = LocalPeer(startup, self.signed, host, directory, admission, self.take_node_report)
+        with startup.phases.enter("directory"):
+            local_peer = await LocalPeer.create(startup, self.signed, host, proof, self.take_node_report)
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
         self.local_peer = local_peer
@@ -237,7 +233,7 @@ class Daemon:
 
     async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:
         loaded = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
-        with self.startup.steps.step("serve") as note:
+        with self.startup.phases.enter("serve") as note:
             self.loaded = loaded
             await local_peer.membership.set_state("serving")
             note.text = f"stages {loaded.span}"
@@ -273,7 +269,7 @@ class Daemon:
 
         If loading fails, serves the former stages again and raises the error. Cancelling does not stop the move.
         """
-        if self.stop.is_set() or self.pause.reason:
+        if self.is_leaving or self.pause.reason:
             raise LocalError(f"this daemon is {self.pause.reason or 'leaving'}, and does not move")
         if self._move is not None:
             raise LocalError(f"this daemon is moving to stages {self._move.span} already; wait until it serves them")
@@ -320,7 +316,7 @@ class Daemon:
 
     # --- leave
 
-    async def _leave(self, reason: str) -> None:
+    async def _leave_in_order(self, reason: str) -> None:
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
         await self._wind_down("leaving")

@@ -63,7 +63,7 @@ async def read_manifest(startup: Startup) -> SignedManifest:
     """
     reference = startup.reference
     adopt = partial(_adopt_manifest, startup)
-    with startup.steps.step("manifest") as note:
+    with startup.phases.enter("manifest") as note:
         found, note.text = reference.signed, "signed"
         for entry in paths.find_running_daemons():
             if found is None and reference.is_of(entry):
@@ -84,7 +84,7 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
     peer as a member, ManifestError at the first wrong manifest.
     """
     run = RunId(startup.reference.run)
-    with startup.steps.step("manifest") as note:
+    with startup.phases.enter("manifest") as note:
         gate = Gate(startup.me, run, f"agora {__version__}", proof=own_proof(startup, run))
         signed = await _ask_peers_in_turn(Network(host, gate, _refuse_while_joining), run, addresses)
         _adopt_manifest(startup, signed)
@@ -200,7 +200,7 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
     owner named none, and writes the present ones to disk.
     """
     settings = startup.settings
-    with startup.steps.step("host") as note:
+    with startup.phases.enter("host") as note:
         host = await Host.create(
             identity_path=startup.home.identity,
             listen=with_last_ports(settings.listen, read_ports(startup.home.ports), is_free),
@@ -228,7 +228,7 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
     known = startup.reference.addresses
     reached = 0
     reason = "it names no other peer"
-    with startup.steps.step("bootstrap") as note:
+    with startup.phases.enter("bootstrap") as note:
         if signed is not None:
             known += await _ask_local_daemons(signed.run_id)
         known = tuple(dict.fromkeys(address for address in known if not address.endswith(host.peer)))

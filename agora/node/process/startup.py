@@ -32,51 +32,80 @@ from agora.swarm.swarm_clock import SwarmClock
 WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
 # The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
 MOVES_NS: Final = 1_000_000_000
-MAX_INCARNATION: Final = 2**62  # A number from this one on in the file is ignored, and the clock alone counts
+MAX_INCARNATION: Final = 2**62  # a number from this one on in the file is ignored, and the clock alone counts
 
 
-@dataclass
-class StepNote:
-    """The result of a step of the start, in a few words: the step's block sets `text`, StartStep reports it."""
+def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
+    """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
-    text: str = ""
-
-
-class StartSteps:
-    """Times the steps of a start: `with steps.step("host") as note:` reports StartStep("host", seconds, note.text).
-
-    `current` names the step that runs, and how far that is, or the step that failed; "" if none runs and none failed.
+    text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Raises
+    an AgoraError that says what to do when the daemon cannot begin, or when an error ends it.
     """
+    faults.set_active_faults(faults.from_environment())
+    faults.reach_blocking("daemon.started")
+    began_ns = time.time_ns()
+    began_s = boot_time()
+    clock = SwarmClock(time.time(), boot_time)
+    chosen = settings.load(home.root / "agora.toml", flags)
+    reference = runs.resolve(text, home)
+    with _open_directory(home.root) as journal:
+        reporter = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix)
+        notifier = Notifier()
+        incarnation = next_incarnation(home.incarnation, began_ns)
+        phases = StartPhases(reporter.report, notifier)
+        with phases.enter("identity") as note:
+            identity = Identity.load_or_create(home.identity)
+            note.text = identity.peer
+        if chosen.names_hub_model:
+            with phases.enter("hub") as note:
+                chosen = chosen.with_fetched_base_model(functools.partial(setattr, note, "text"))
+        with phases.enter("imports"):  # torch and hivemind take seconds
+            import agora.node.control.control_api
+            import agora.node.process.daemon  # noqa: F401
+        startup = Startup(
+            reference=reference,
+            home=home,
+            settings=chosen,
+            identity=identity,
+            incarnation=incarnation,
+            clock=clock,
+            reporter=reporter,
+            notifier=notifier,
+            phases=phases,
+            began_s=began_s,
+        )
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run_daemon(startup))
 
-    def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
-        self._report_event = report_event
-        self._notifier = notifier
-        self.current = ""
 
-    @contextmanager
-    def step(self, name: str) -> Iterator[StepNote]:
-        """Notifies systemd of the step, times the block, and reports StartStep when the block ends without an error.
+async def _run_daemon(startup: Startup) -> None:
+    from agora.node.control.control_api import ControlApi, ControlSocket
+    from agora.node.process.daemon import Daemon
 
-        Sets `current` to `name` meanwhile; after an error it keeps that name. Yields the note that StartStep reports.
-        """
-        note = StepNote()
-        began = time.perf_counter()
-        self.current = name
-        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
-        yield note
-        self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
-        self.current = ""
+    daemon = Daemon(startup)
+    socket = paths.socket_of(startup.home)
 
-    def report_progress(self, text: str) -> None:
-        """Reports to systemd how far the step is, so that systemd goes on waiting; sets `current` to "STEP: text"."""
-        name = self.current.partition(":")[0]
-        self.current = f"{name}: {text}"
-        self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
+    def leave_or_exit() -> None:
+        if daemon.is_leaving:  # the second signal
+            paths.unregister(socket)
+            os._exit(1)
+        daemon.leave("asked to leave")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, leave_or_exit)
+    # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
+    control = ControlSocket(socket, ControlApi(daemon).questions())
+    await control.start()
+    try:
+        await daemon.run()
+    finally:
+        await control.close()
+        startup.report_event(events.StateChanged("left", "the daemon has ended"))
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """What a daemon is started with: its run, data directory, settings, key, where to report, and its start's steps."""
+    """What a daemon is started with: its run, data directory, settings, key, where to report, its start's phases."""
 
     reference: runs.RunReference
     home: paths.Home
@@ -86,7 +115,7 @@ class Startup:
     clock: SwarmClock
     reporter: Reporter
     notifier: Notifier
-    steps: StartSteps
+    phases: StartPhases
     began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
 
     def age_s(self) -> float:
@@ -102,53 +131,43 @@ class Startup:
         self.reporter.report(event)
 
 
-def next_incarnation(file: Path, now_ns: int) -> int:
-    """Returns the number of this start and writes it to `file`: the greater of `now_ns` and the last one + MOVES_NS.
+@dataclass
+class PhaseNote:
+    """The result of a phase of the start, in a few words: the phase's block sets `text`."""
 
-    now_ns: unix time in nanoseconds. A missing or malformed file counts as none. Raises DiskError if writing fails.
+    text: str = ""
+
+
+class StartPhases:
+    """Times the phases of a start: `with phases.enter("host") as note:` reports StartStep("host", seconds, note.text).
+
+    `current` names the phase that runs, and how far that is, or the one that failed; "" if none runs and none failed.
     """
-    try:
-        last = int(file.read_text(encoding="ascii").strip() or 0)
-    except (OSError, ValueError):
-        last = 0
-    number = max(now_ns, last + MOVES_NS if 0 < last < MAX_INCARNATION else 0)
-    try:
-        paths.replace_text(file, f"{number}\n")
-    except OSError as error:
-        raise DiskError(f"Cannot write {file} ({error.strerror}); free some space, or choose another --dir.") from error
-    return number
 
+    def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
+        self._report_event = report_event
+        self._notifier = notifier
+        self.current = ""
 
-def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
-    """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
+    @contextmanager
+    def enter(self, name: str) -> Iterator[PhaseNote]:
+        """Tells systemd of the phase, times the block, and reports StartStep when the block ends without an error.
 
-    text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Creates
-    the key at the first start, and fetches a base model that is named by its Hub id. Raises an AgoraError that says
-    what to do when the daemon cannot begin, or when an error ends it.
-    """
-    faults.set_active_faults(faults.from_environment())
-    faults.reach_blocking("daemon.started")
-    began_ns = time.time_ns()
-    began_s = boot_time()
-    clock = SwarmClock(time.time(), boot_time)
-    chosen = settings.load(home.root / "agora.toml", flags)
-    reference = runs.resolve(text, home)
-    with _open_directory(home.root) as journal:
-        reporter = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix)
-        notifier = Notifier()
-        incarnation = next_incarnation(home.incarnation, began_ns)
-        steps = StartSteps(reporter.report, notifier)
-        with steps.step("identity") as note:
-            identity = Identity.load_or_create(home.identity)
-            note.text = identity.peer
-        if chosen.names_hub_model:
-            with steps.step("hub") as note:
-                chosen = chosen.with_fetched_base_model(functools.partial(setattr, note, "text"))
-        with steps.step("imports"):
-            import agora.node.process.daemon  # noqa: F401
-        startup = Startup(reference, home, chosen, identity, incarnation, clock, reporter, notifier, steps, began_s)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_daemon(startup))
+        Sets `current` to `name` meanwhile; after an error it keeps that name.
+        """
+        note = PhaseNote()
+        began = time.perf_counter()
+        self.current = name
+        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
+        yield note
+        self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
+        self.current = ""
+
+    def report_progress(self, text: str) -> None:
+        """Tells systemd how far the phase is, so that systemd goes on waiting; sets `current` to "PHASE: text"."""
+        name = self.current.partition(":")[0]
+        self.current = f"{name}: {text}"
+        self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
 
 
 @contextmanager
@@ -186,17 +205,19 @@ def lock_file(path: Path) -> Iterator[None]:
         yield  # the file stays: one that is removed can be locked twice
 
 
-async def _run_daemon(startup: Startup) -> None:
-    from agora.node.process.daemon import Daemon
+def next_incarnation(file: Path, now_ns: int) -> int:
+    """Returns the number of this start and writes it to `file`: the greater of `now_ns` and the last one + MOVES_NS.
 
-    daemon = Daemon(startup)
-
-    def leave_or_exit() -> None:
-        if daemon.stop.is_set():
-            paths.unregister(paths.socket_of(startup.home))
-            os._exit(1)
-        daemon.stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, leave_or_exit)
-    await daemon.run()
+    So a later start has a higher number even when the clock was set back. now_ns: unix time in
+    nanoseconds. A missing or malformed file counts as none. Raises DiskError if writing fails.
+    """
+    try:
+        last = int(file.read_text(encoding="ascii").strip() or 0)
+    except (OSError, ValueError):
+        last = 0
+    number = max(now_ns, last + MOVES_NS if 0 < last < MAX_INCARNATION else 0)
+    try:
+        paths.replace_text(file, f"{number}\n")
+    except OSError as error:
+        raise DiskError(f"Cannot write {file} ({error.strerror}); free some space, or choose another --dir.") from error
+    return number

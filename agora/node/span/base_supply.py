@@ -119,7 +119,7 @@ class BaseSupply:
         lacking = await run_in_thread(find_lacking)
         if not lacking:
             return self._owner_folder
-        with self._startup.steps.step("base") as note:
+        with self._startup.phases.enter("base") as note:
             note.text = await self._fetch(base, span, lacking)
         return base.store.folder
 
@@ -132,13 +132,15 @@ class BaseSupply:
             self._report_violation,
             on_tensor=lambda number: add_fetched(base, number),
         )
-        self._startup.steps.report_progress("asking who has the base model's files")
+        self._startup.phases.report_progress("asking who has the base model's files")
         tensors = await fetch.fetch_list(await run_in_thread(base.open_list))
         plan = await run_in_thread(lambda: make_plan(base, tensors, lacking, f"The base model for stages {span}"))
-        fetch.on_piece = lambda: self._startup.steps.report_progress(
-            f"fetched {sum(fetch.bytes_from.values()) / 1e6:,.1f} of {plan.nbytes / 1e6:,.1f} MB"
-        )
-        await fetch.fetch(plan.missing)
+
+        def report_progress() -> None:
+            fetched = sum(fetch.bytes_from.values())
+            self._startup.phases.report_progress(f"fetched {fetched / 1e6:,.1f} of {plan.nbytes / 1e6:,.1f} MB")
+
+        await fetch.fetch(plan.missing, report_progress)
         await run_in_thread(lambda: base.store.link_files(self._owner_folder, base.file_names))
         return describe_fetch(len(tensors.tensors), plan, len(fetch.bytes_from))
 

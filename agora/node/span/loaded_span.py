@@ -1,4 +1,4 @@
-"""The span: what lives as long as this daemon holds the same stages."""
+"""The span: how stages are claimed and loaded, and what lives as long as this daemon holds them."""
 
 from __future__ import annotations
 
@@ -63,6 +63,285 @@ ASK_S = 3.0  # seconds within which a replica must answer how many steps it has 
 T = TypeVar("T")
 
 
+@asynccontextmanager
+async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
+    """Claims and loads a span, starts its tasks, and answers requests for it until the block ends; then closes it.
+
+    The caller announces the span as serving, and starts its origin. wanted: None lets placement choose. Raises an
+    AgoraError whose text says what to do, such as OutOfMemory, DiskError or Unavailable.
+    """
+    async with AsyncExitStack() as closing:
+        loading = load_until_confirmed(
+            await _claim_span(local_peer, wanted),
+            load=lambda span: _load_stages(local_peer, span),
+            confirm=lambda: _confirm_claim(local_peer),
+            max_loads=MAX_LOADS if wanted is None else 1,
+        )
+        compute, data = await closing.enter_async_context(loading)
+        record = data.record if isinstance(data, Samples) else None
+        keeper = await _fill_stages(local_peer, compute, record, closing)
+        span = LoadedSpan(local_peer, compute, keeper, data)
+        closing.callback(span.collector.close)
+        closing.push_async_callback(span.tasks.close)
+        local_peer.ledger.start_accepting()  # a former span refused new work when it ended
+        closing.enter_context(local_peer.requests.answering(WORK_REQUESTS, span.answer))
+        span.tasks.start("step events", span.follow_steps())
+        span.tasks.start("device", compute.watch())
+        span.tasks.start("keeper", keeper.run())
+        span.tasks.start("replicas", span.replicas.run())
+        if span.epoch_gossip is not None:
+            span.tasks.start("epochs", span.epoch_gossip.run())
+        yield span
+
+
+# --- which stages
+
+
+async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
+    manifest, supply = local_peer.manifest, local_peer.base_supply
+    count = manifest.stage_count
+    if wanted is not None and wanted.last >= count:
+        raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
+    with local_peer.startup.phases.enter("placement") as note:
+        await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
+        await local_peer.capacity_probe.assess_machine()
+        span, reason = await _claim_or_stand_by(local_peer, wanted)
+        note.text = _check_placement_memory(local_peer, span, reason)
+    return span
+
+
+async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
+    own = local_peer.capacity_probe
+    rng = random.Random()
+    if wanted is None and not any(own.machine.max_span_lengths):
+        _check_placement_memory(local_peer, Span(0, 0), "")
+    while True:
+        placement = await local_peer.membership.claim_span(own.needs, own.machine, wanted)
+        if placement.span is not None:
+            return placement.span, placement.reason
+        local_peer.startup.phases.report_progress(f"standing by: {placement.reason}")
+        await asyncio.sleep(judge_interval_s(rng))
+
+
+def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
+    settings = local_peer.startup.settings
+    offer = measure_budget(settings.device, settings.memory_gib)
+    need = check_memory(local_peer.manifest, span, offer, local_peer.capacity_probe.base_bytes)
+    return f"stages {span}: {reason}; {need}"
+
+
+@asynccontextmanager
+async def load_until_confirmed(
+    span: Span,
+    load: Callable[[Span], AbstractAsyncContextManager[T]],
+    confirm: Callable[[], Awaitable[Span | None]],
+    max_loads: int,
+) -> AsyncIterator[T]:
+    """Loads `span`; as long as `confirm` returns another span, closes the loaded one and loads the other.
+
+    Yields what the last `load` gave. confirm: returns None if the loaded span stands. max_loads: how many spans may be
+    loaded; the last is not confirmed.
+    """
+    loads_left = max_loads
+    while True:
+        async with load(span) as loaded:
+            loads_left -= 1
+            other = await confirm() if loads_left else None
+            if other is None:
+                yield loaded
+                return
+        span = other
+
+
+@asynccontextmanager
+async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[DeviceWorker, OriginData | None]]:
+    startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
+    data = await open_training_data(local_peer) if 0 in span else None
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    if settings.memory_bytes:
+        limit_device(settings.device, settings.memory_bytes)
+    base_model = await local_peer.base_supply.provide(span)
+    machine = measure_budget(settings.device, settings.memory_gib).for_stages(local_peer.capacity_probe.base_bytes)
+    in_host = await run_in_thread(lambda: keeps_state_in_host(manifest, span, machine))
+    with startup.phases.enter("model") as note:
+        compute = await DeviceWorker.create(
+            manifest,
+            span,
+            report=startup.report_event,
+            device=DeviceOptions(settings.device, in_host, settings.slowdown, faults.reach_blocking),
+            in_flight=usual_in_flight(manifest),
+            base_model=base_model,
+        )
+        count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
+        note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
+        if in_host:
+            note.text += "; the optimizer's state is in host memory"
+    try:
+        yield compute, data
+    finally:
+        await compute.close(1.0)
+
+
+async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
+    with local_peer.startup.phases.enter("confirm") as note:
+        placement = await local_peer.membership.confirm()
+        if placement is None or placement.span is None:
+            note.text = "the span stands"
+            return None
+        note.text = "others took it meanwhile; " + _check_placement_memory(local_peer, placement.span, placement.reason)
+        return placement.span
+
+
+# --- what the origin trains on
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples that an origin draws from, epoch by epoch, and the states of the epochs on disk, by step."""
+
+    rows: SampleRows
+    record: EpochRecord
+
+
+OriginData = OriginBatches | Samples
+
+
+async def open_training_data(local_peer: LocalPeer) -> OriginData:
+    """Opens what the run's origins train on: Samples, or OriginBatches of a corpus. May take long.
+
+    Tokenises the data first, unless that is cached. It is a step of the start, "samples" or "corpus". Raises LocalError
+    for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError and DiskError.
+    """
+    _require_permission(local_peer)
+    if local_peer.manifest.has_marks:
+        return await _open_samples(local_peer)
+    return await _open_corpus(local_peer)
+
+
+def _require_permission(local_peer: LocalPeer) -> None:
+    startup, data = local_peer.startup, local_peer.manifest.data
+    sources = [data.samples] if data.samples else [source for source in data.corpus if source != "stdlib"]
+    sources += [data.tokenizer] if data.tokenizer != "bytes" else []
+    if startup.reference.file is None and sources and not startup.settings.allow_files:
+        raise LocalError(
+            f"the run reads files of this machine ({', '.join(sources[:3])}); "
+            "look at them, then join with --allow-files"
+        )
+
+
+async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
+    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
+
+    def load() -> tuple[Sampler, int]:
+        tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
+        corpus = open_corpus(manifest.data.corpus, tokenizer, _cache_folder(local_peer), base=base)
+        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+        return sampler, len(corpus)
+
+    with startup.phases.enter("corpus") as note:
+        sampler, count = await run_in_thread(load)
+        note.text = f"{count:,} tokens"
+    drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
+    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
+
+
+async def _open_samples(local_peer: LocalPeer) -> Samples:
+    startup, manifest = local_peer.startup, local_peer.manifest
+
+    def load() -> SampleRows:
+        return open_sample_rows(manifest, _cache_folder(local_peer), base=startup.reference.base)
+
+    with startup.phases.enter("samples") as note:
+        rows = await run_in_thread(load)
+        summary = rows.summary
+        note.text = (
+            f"{summary.trained:,} samples in {summary.rows:,} rows, {summary.supervised:,} supervised tokens; "
+            f"{summary.heldout:,} held out, {summary.truncated:,} cut, {summary.left_out:,} left out"
+        )
+    path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
+    return Samples(rows, EpochRecord(path, startup.report_event))
+
+
+def _cache_folder(local_peer: LocalPeer) -> Path:
+    startup = local_peer.startup
+    return Path(startup.settings.corpus_cache or startup.home.root / "corpus")
+
+
+# --- the stages' state
+
+
+async def _fill_stages(
+    local_peer: LocalPeer, compute: DeviceWorker, record: EpochRecord | None, closing: AsyncExitStack
+) -> StateKeeper:
+    startup, membership = local_peer.startup, local_peer.membership
+    keeper = _make_keeper(local_peer, compute, record)
+
+    async def answer(call: IncomingCall) -> Reply:
+        await faults.reach("state.giving")
+        assert isinstance(call.message, STATE_REQUESTS)
+        return await keeper.answer(call.message)
+
+    with startup.phases.enter("state") as note:
+        steps = await keeper.find_checkpoints()
+        closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
+        if any(steps):
+            await membership.publish_progress(
+                Progress(startup.me, compute.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
+            )
+        await membership.refresh()
+        note.text = await keeper.fill_stages()
+    return keeper
+
+
+def _make_keeper(local_peer: LocalPeer, compute: DeviceWorker, record: EpochRecord | None) -> StateKeeper:
+    startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
+    holders = StageHolders(
+        startup.me,
+        serving=local_peer.steps_of,
+        claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
+        ask=partial(ask_steps, local_peer.network),
+    )
+
+    def on_written(stage: int, step: int) -> None:
+        if record is not None and stage == 0:
+            record.write(step)
+
+    disk = DiskGuard(startup.home, startup.settings.disk_bytes)
+    return StateKeeper(
+        manifest,
+        startup.home.checkpoints(manifest.run_id),
+        stages=compute,
+        holders=holders,
+        caller=local_peer.network,
+        report=startup.report_event,
+        report_violation=local_peer.peer_score.report_violation,
+        on_written=on_written,
+        make_room=lambda stage, nbytes: disk.make_room(manifest, stage, nbytes),
+    )
+
+
+async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
+    """Asks the peers, concurrently, how many steps they have taken at a stage; returns the steps by peer.
+
+    Waits ASK_S at most; leaves out peers that fail or whose answer has no step.
+    """
+
+    async def ask(peer: PeerId) -> int:
+        reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
+        replicas = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
+        steps = [entry[1] for entry in replicas if entry[0] == peer]
+        if not steps:
+            raise ProtocolError("bad-message", f"{peer} was asked for its step, and did not tell it.")
+        return steps[0]
+
+    answers = await asyncio.gather(*map(ask, peers), return_exceptions=True)
+    return {peer: step for peer, step in zip(peers, answers, strict=True) if isinstance(step, int)}
+
+
+# --- the span at work
+
+
 class LoadedSpan:
     """The stages that this daemon holds, with all that works on them: hop, origin, replicas, keeper, collector.
 
@@ -101,9 +380,14 @@ class LoadedSpan:
             barrier=self._barrier,
             on_trained=self._on_trained,
         )
-        self._epochs = data if isinstance(data, Epochs) else None
-        self.epoch_gossip = None if self._epochs is None else self._make_epoch_gossip(self._epochs)
-        source: MicrobatchSource | None = data.batches if isinstance(data, Epochs) else data
+        self._record: EpochRecord | None = None
+        self._epochs: EpochBatches | None = None
+        self.epoch_gossip: EpochGossip | None = None
+        if isinstance(data, Samples):
+            self._record = data.record
+            self._epochs = self._resume_epochs(data)
+            self.epoch_gossip = self._make_epoch_gossip(self._epochs)
+        source: MicrobatchSource | None = self._epochs if isinstance(data, Samples) else data
         self.origin = None if source is None else self._make_origin(source)
         self.collector = StageCollector(
             manifest,
@@ -117,11 +401,22 @@ class LoadedSpan:
         self.tasks = BackgroundTasks()
         self.loaded_at = loop_time()
 
-    def _make_epoch_gossip(self, epochs: Epochs) -> EpochGossip:
+    def _resume_epochs(self, samples: Samples) -> EpochBatches:
+        me, manifest = self._local_peer.startup.me, self._local_peer.manifest
+        session = int.from_bytes(os.urandom(8), "big") >> 1
+        schedule = manifest.schedule
+        batches = EpochBatches(samples.rows, manifest.seed, schedule.microbatch, me, session, self._other_origins)
+        # The state recorded at this step of stage 0, or at the newest one before. Without one, or with a malformed one,
+        # the first epoch begins.
+        if (state := samples.record.latest_up_to(self.compute.step_of(0))) is not None:
+            with suppress(ValueError):
+                batches.shares.restore(state)
+        return batches
+
+    def _make_epoch_gossip(self, epochs: EpochBatches) -> EpochGossip:
         local_peer = self._local_peer
-        epochs.other_origins.peers = self._other_origins
         return EpochGossip(
-            epochs.batches.shares,
+            epochs.shares,
             local_peer.network,
             self._other_origins,
             report=local_peer.startup.report_event,
@@ -256,10 +551,10 @@ class LoadedSpan:
                     waiting.notify_step()
 
     def _record_epochs(self, step: int) -> None:
-        if self._epochs is None:
+        if self._epochs is None or self._record is None:
             return
-        self._epochs.record.remember(step, self._epochs.batches.shares.snapshot())
-        counts = self._epochs.batches.counts()
+        self._record.remember(step, self._epochs.shares.snapshot())
+        counts = self._epochs.counts()
         report = self._local_peer.startup.report_event
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))
 
@@ -277,300 +572,3 @@ class LoadedSpan:
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"
             self._local_peer.startup.report_event(events.TaskFailed("checkpoint", reason))
-
-
-@asynccontextmanager
-async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator[LoadedSpan]:
-    """Claims and loads a span, starts its tasks, and answers requests for it until the block ends; then closes it.
-
-    The caller announces the span as serving, and starts its origin. wanted: None lets placement choose. Raises an
-    AgoraError whose text says what to do, such as OutOfMemory, DiskError or Unavailable.
-    """
-    async with AsyncExitStack() as closing:
-        loading = load_until_confirmed(
-            await _claim_span(local_peer, wanted),
-            load=lambda span: _load_stages(local_peer, span),
-            confirm=lambda: _confirm_claim(local_peer),
-            max_loads=MAX_LOADS if wanted is None else 1,
-        )
-        compute, data = await closing.enter_async_context(loading)
-        epochs = data if isinstance(data, Epochs) else None
-        keeper = await _fill_stages(local_peer, compute, epochs, closing)
-        if epochs is not None:
-            epochs.resume(compute.step_of(0))
-        span = LoadedSpan(local_peer, compute, keeper, data)
-        closing.callback(span.collector.close)
-        closing.push_async_callback(span.tasks.close)
-        local_peer.ledger.start_accepting()  # a former span refused new work when it ended
-        closing.enter_context(local_peer.requests.answering(WORK_REQUESTS, span.answer))
-        span.tasks.start("step events", span.follow_steps())
-        span.tasks.start("device", compute.watch())
-        span.tasks.start("keeper", keeper.run())
-        span.tasks.start("replicas", span.replicas.run())
-        if span.epoch_gossip is not None:
-            span.tasks.start("epochs", span.epoch_gossip.run())
-        yield span
-
-
-async def _fill_stages(
-    local_peer: LocalPeer, compute: DeviceWorker, epochs: Epochs | None, closing: AsyncExitStack
-) -> StateKeeper:
-    startup, membership = local_peer.startup, local_peer.membership
-    keeper = _make_keeper(local_peer, compute, epochs)
-
-    async def answer(call: IncomingCall) -> Reply:
-        await faults.reach("state.giving")
-        assert isinstance(call.message, STATE_REQUESTS)
-        return await keeper.answer(call.message)
-
-    with startup.steps.step("state") as note:
-        steps = await keeper.find_checkpoints()
-        closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
-        if any(steps):
-            await membership.publish_progress(
-                Progress(startup.me, compute.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
-            )
-        await membership.refresh()
-        note.text = await keeper.fill_stages()
-    return keeper
-
-
-def _make_keeper(local_peer: LocalPeer, compute: DeviceWorker, epochs: Epochs | None) -> StateKeeper:
-    startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
-    holders = StageHolders(
-        startup.me,
-        serving=local_peer.steps_of,
-        claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
-        ask=partial(ask_steps, local_peer.network),
-    )
-
-    def on_written(stage: int, step: int) -> None:
-        if epochs is not None and stage == 0:
-            epochs.record.write(step)
-
-    keeper = StateKeeper(
-        manifest,
-        startup.home.checkpoints(manifest.run_id),
-        stages=compute,
-        holders=holders,
-        caller=local_peer.network,
-        report=startup.report_event,
-        report_violation=local_peer.peer_score.report_violation,
-        on_written=on_written,
-    )
-    disk = DiskGuard(startup.home, startup.settings.disk_bytes)
-    keeper.make_room = lambda stage, nbytes: disk.make_room(manifest, stage, nbytes)
-    return keeper
-
-
-async def ask_steps(caller: Caller, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
-    """Asks the peers, concurrently, how many steps they have taken at a stage; returns the steps by peer.
-
-    Waits ASK_S at most; leaves out peers that fail or whose answer has no step.
-    """
-
-    async def ask(peer: PeerId) -> int:
-        reply = await caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
-        replicas = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
-        steps = [entry[1] for entry in replicas if entry[0] == peer]
-        if not steps:
-            raise ProtocolError("bad-message", f"{peer} was asked for its step, and did not tell it.")
-        return steps[0]
-
-    answers = await asyncio.gather(*map(ask, peers), return_exceptions=True)
-    return {peer: step for peer, step in zip(peers, answers, strict=True) if isinstance(step, int)}
-
-
-async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
-    manifest, supply = local_peer.manifest, local_peer.base_supply
-    count = manifest.stage_count
-    if wanted is not None and wanted.last >= count:
-        raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
-    with local_peer.startup.steps.step("placement") as note:
-        await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
-        await local_peer.capacity_probe.assess_machine()
-        span, reason = await _claim_or_stand_by(local_peer, wanted)
-        note.text = _check_placement_memory(local_peer, span, reason)
-    return span
-
-
-async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tuple[Span, str]:
-    own = local_peer.capacity_probe
-    rng = random.Random()
-    if wanted is None and not any(own.machine.max_span_lengths):
-        _check_placement_memory(local_peer, Span(0, 0), "")
-    while True:
-        placement = await local_peer.membership.claim_span(own.needs, own.machine, wanted)
-        if placement.span is not None:
-            return placement.span, placement.reason
-        local_peer.startup.steps.report_progress(f"standing by: {placement.reason}")
-        await asyncio.sleep(judge_interval_s(rng))
-
-
-def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    settings = local_peer.startup.settings
-    offer = measure_budget(settings.device, settings.memory_gib)
-    need = check_memory(local_peer.manifest, span, offer, local_peer.capacity_probe.base_bytes)
-    return f"stages {span}: {reason}; {need}"
-
-
-async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
-    with local_peer.startup.steps.step("confirm") as note:
-        placement = await local_peer.membership.confirm()
-        if placement is None or placement.span is None:
-            note.text = "the span stands"
-            return None
-        note.text = "others took it meanwhile; " + _check_placement_memory(local_peer, placement.span, placement.reason)
-        return placement.span
-
-
-@asynccontextmanager
-async def load_until_confirmed(
-    span: Span,
-    load: Callable[[Span], AbstractAsyncContextManager[T]],
-    confirm: Callable[[], Awaitable[Span | None]],
-    max_loads: int,
-) -> AsyncIterator[T]:
-    """Loads `span`; as long as `confirm` returns another span, closes the loaded one and loads the other.
-
-    Yields what the last `load` gave. confirm: returns None if the loaded span stands. max_loads: how many spans may be
-    loaded; the last is not confirmed.
-    """
-    loads_left = max_loads
-    while True:
-        async with load(span) as loaded:
-            loads_left -= 1
-            other = await confirm() if loads_left else None
-            if other is None:
-                yield loaded
-                return
-        span = other
-
-
-@asynccontextmanager
-async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[DeviceWorker, OriginData | None]]:
-    startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
-    data = await open_training_data(local_peer) if 0 in span else None
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    if settings.memory_bytes:
-        limit_device(settings.device, settings.memory_bytes)
-    base_model = await local_peer.base_supply.provide(span)
-    machine = measure_budget(settings.device, settings.memory_gib).for_stages(local_peer.capacity_probe.base_bytes)
-    in_host = await run_in_thread(lambda: keeps_state_in_host(manifest, span, machine))
-    with startup.steps.step("model") as note:
-        compute = await DeviceWorker.create(
-            manifest,
-            span,
-            report=startup.report_event,
-            device=DeviceOptions(settings.device, in_host, settings.slowdown, faults.reach_blocking),
-            in_flight=usual_in_flight(manifest),
-            base_model=base_model,
-        )
-        count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
-        note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
-        if in_host:
-            note.text += "; the optimizer's state is in host memory"
-    try:
-        yield compute, data
-    finally:
-        await compute.close(1.0)
-
-
-@dataclass
-class OtherOrigins:
-    """Holds a function: `peers()` returns the other live origins of the run; none until the loaded span sets it."""
-
-    peers: Callable[[], Collection[PeerId]] = tuple
-
-
-@dataclass(frozen=True, slots=True)
-class Epochs:
-    """What an origin on samples needs for its epochs.
-
-    batches: draws its microbatches. record: the states of the epochs on disk, by step. other_origins: the other peers
-    that draw samples.
-    """
-
-    batches: EpochBatches
-    record: EpochRecord
-    other_origins: OtherOrigins
-
-    def resume(self, step: int) -> None:
-        """Restores the state of the epochs that was recorded at `step` of stage 0, or at the newest step before it.
-
-        Does nothing without such a record, or with a malformed one: the first epoch begins. Raises DataError if the
-        record is of a different data set.
-        """
-        if (state := self.record.latest_up_to(step)) is not None:
-            with suppress(ValueError):
-                self.batches.shares.restore(state)
-
-
-OriginData = OriginBatches | Epochs
-
-
-async def open_training_data(local_peer: LocalPeer) -> OriginData:
-    """Opens what the run's origins train on: an Epochs for samples, else OriginBatches of a corpus. May take long.
-
-    Tokenises the data first, unless that is cached. It is a step of the start, "samples" or "corpus". Raises LocalError
-    for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError and DiskError.
-    """
-    _require_permission(local_peer)
-    if local_peer.manifest.has_marks:
-        return await _open_samples(local_peer)
-    return await _open_corpus(local_peer)
-
-
-def _require_permission(local_peer: LocalPeer) -> None:
-    startup, data = local_peer.startup, local_peer.manifest.data
-    sources = [data.samples] if data.samples else [source for source in data.corpus if source != "stdlib"]
-    sources += [data.tokenizer] if data.tokenizer != "bytes" else []
-    if startup.reference.file is None and sources and not startup.settings.allow_files:
-        raise LocalError(
-            f"the run reads files of this machine ({', '.join(sources[:3])}); "
-            "look at them, then join with --allow-files"
-        )
-
-
-def _cache_folder(local_peer: LocalPeer) -> Path:
-    startup = local_peer.startup
-    return Path(startup.settings.corpus_cache or startup.home.root / "corpus")
-
-
-async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
-    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
-
-    def load() -> tuple[Sampler, int]:
-        tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
-        corpus = open_corpus(manifest.data.corpus, tokenizer, _cache_folder(local_peer), base=base)
-        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-        return sampler, len(corpus)
-
-    with startup.steps.step("corpus") as note:
-        sampler, count = await run_in_thread(load)
-        note.text = f"{count:,} tokens"
-    drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
-    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
-
-
-async def _open_samples(local_peer: LocalPeer) -> Epochs:
-    startup, manifest = local_peer.startup, local_peer.manifest
-
-    def load() -> SampleRows:
-        return open_sample_rows(manifest, _cache_folder(local_peer), base=startup.reference.base)
-
-    with startup.steps.step("samples") as note:
-        rows = await run_in_thread(load)
-        summary = rows.summary
-        note.text = (
-            f"{summary.trained:,} samples in {summary.rows:,} rows, {summary.supervised:,} supervised tokens; "
-            f"{summary.heldout:,} held out, {summary.truncated:,} cut, {summary.left_out:,} left out"
-        )
-    other_origins = OtherOrigins()
-    session = int.from_bytes(os.urandom(8), "big") >> 1
-    batches = EpochBatches(
-        rows, manifest.seed, manifest.schedule.microbatch, startup.me, session, lambda: other_origins.peers()
-    )
-    path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
-    return Epochs(batches, EpochRecord(path, startup.report_event), other_origins)

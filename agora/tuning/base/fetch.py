@@ -85,8 +85,6 @@ class BaseFetch:
         on_tensor: Callable[[int], None] = lambda number: None,
     ) -> None:
         """list_hash: the SHA-256 of the tensor list. on_tensor: called with the number of each tensor completed."""
-        # Called after each piece that was written to the store; the owner may set it.
-        self.on_piece: Callable[[], None] = lambda: None
         self.tensor_list: TensorList | None = None
         self.bytes_from: Counter[PeerId] = Counter()  # how many bytes of tensors each peer has given
         self.schedule = ChunkSchedule(0)
@@ -96,6 +94,7 @@ class BaseFetch:
         self._list_sources = list_sources
         self._report_violation = report_violation
         self._on_tensor = on_tensor
+        self._on_piece: Callable[[], None] = lambda: None
         self._sources: dict[PeerId, _BaseSource] = {}
         self._pieces: Sequence[PieceKey] = ()
         self._listed: Mapping[int, ListedTensor] = {}
@@ -115,14 +114,16 @@ class BaseFetch:
         assert self.tensor_list is not None
         return self.tensor_list
 
-    async def fetch(self, missing: Mapping[int, Sequence[int]]) -> None:
+    async def fetch(self, missing: Mapping[int, Sequence[int]], on_piece: Callable[[], None] = lambda: None) -> None:
         """Fetches pieces into the store, and returns when every tensor in `missing` is complete there.
 
         To be called after fetch_list, and after the store has begun these tensors. missing: tensor number -> numbers of
-        its missing pieces; [] if only the completion of the tensor is missing. Raises BaseModelError when no peer gives
+        its missing pieces; [] if only the completion of the tensor is missing. on_piece: called after each
+        piece that was written to the store. Raises BaseModelError when no peer gives
         some piece, DiskError when a piece cannot be written.
         """
         assert self.tensor_list is not None
+        self._on_piece = on_piece
         self._listed = {number: self.tensor_list.tensors[number] for number in missing}
         self._pieces = [PieceKey(number, piece) for number in sorted(missing) for piece in missing[number]]
         self._missing = Counter({number: len(pieces) for number, pieces in missing.items()})
@@ -279,7 +280,7 @@ class BaseFetch:
         self._missing[key.number] -= 1
         if not self._missing[key.number]:
             self._finish(key.number)
-        self.on_piece()
+        self._on_piece()
 
     def _finish(self, number: int) -> None:
         self._finishing[number] = asyncio.create_task(asyncio.to_thread(self._store.finish, number))
