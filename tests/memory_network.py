@@ -20,9 +20,8 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import CallProgress, Message
 from agora_protocol.tensors import WireTensor
 
-from agora.core.calls import OnProgress, Reply
+from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
-from agora.net.rpc.network_errors import ConnectionBroken, DeadlinePassed
 from agora.net.shaping.link import DelayLine, LinkSpec, TokenBucket
 
 

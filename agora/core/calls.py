@@ -1,18 +1,30 @@
-"""A call to another peer, as every package that makes one sees it: a request, progress while it is open, a reply."""
+"""A call to another peer, as every package that makes one sees it: request, progress, reply, or the error without one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
+from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import CallProgress, Message
 from agora_protocol.tensors import WireTensor
 
-BROKEN: Final = "broken"  # the code of the error that ends a call when its connection broke or could not be opened
 # Takes one progress message (CallProgress) of a call that is still open. Must not block and must not raise.
 OnProgress = Callable[[CallProgress], None]
+
+
+class ConnectionBroken(AgoraError):
+    """Raised by a call whose stream broke before the answer came, or could not be opened; another peer may succeed."""
+
+    code = "broken"
+
+
+class DeadlinePassed(AgoraError):
+    """Raised by a call without an answer before the caller's deadline; a peer that had the request was sent CANCEL."""
+
+    code = "deadline"
 
 
 @dataclass(slots=True)

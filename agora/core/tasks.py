@@ -1,10 +1,12 @@
-"""Tasks that run in the background for as long as the object that they belong to lives."""
+"""Tasks that run as long as their owner lives, and work on threads that never keep the process alive."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 
 async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
@@ -49,3 +51,25 @@ class BackgroundTasks:
                     error = error.exceptions[0]
                 return task.get_name(), error
         return None
+
+
+T = TypeVar("T")
+
+
+async def run_in_thread(work: Callable[[], T]) -> T:
+    """Runs `work` on a new daemon thread, waits for it, and returns its result or raises its exception.
+
+    Cancelling this call does not stop the thread, but drops its result. If `work` raises SystemExit, the thread ends
+    and this call never returns.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=getattr(work, "__qualname__", repr(work)), daemon=True).start()
+    return await asyncio.wrap_future(future)

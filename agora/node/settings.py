@@ -16,8 +16,8 @@ from agora_protocol.ids import Span
 from agora_protocol.limits import MAX_RELAYED_PEERS
 from pydantic import AfterValidator
 
+from agora.net.shaping.bandwidth import RateLimits, parse_rate
 from agora.net.shaping.link import LinkSpec
-from agora.net.shaping.rate_limits import RateLimits, parse_rate
 from agora.node.limits.pausing import Hours
 
 PREFIX = "AGORA_"

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from agora.core.moving_average import MovingAverage
+from agora.core.rates import MovingAverage
 
 SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight, x as in the module docstring
 # Minimum microbatches in flight for each stage, and the number at the start: one is computed while one travels.

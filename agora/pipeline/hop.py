@@ -16,7 +16,7 @@ from agora_protocol.messages import CallProgress, Processed
 from agora_protocol.tensors import WireTensor
 
 from agora.core.clock import loop_time
-from agora.core.moving_average import MovingAverage
+from agora.core.rates import MovingAverage
 from agora.core.span_work import SpanResult, SpanWork
 from agora.observe import events, faults
 from agora.pipeline.barrier import MeanBarrier, StepBarrier

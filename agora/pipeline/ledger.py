@@ -16,8 +16,7 @@ from agora_protocol.messages import CallProgress, Process
 
 from agora.core.calls import OnProgress
 from agora.core.clock import loop_time
-from agora.core.fair_share import Client, may_acquire
-from agora.core.moving_average import MovingAverage
+from agora.core.rates import Client, MovingAverage, may_acquire
 from agora.observe import events
 from agora.pipeline.process_call import HopAnswer, ProcessCall
 

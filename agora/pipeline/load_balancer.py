@@ -21,7 +21,7 @@ from typing import NamedTuple
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
-from agora.core.moving_average import MovingAverage
+from agora.core.rates import MovingAverage
 from agora.swarm.view import PeerView
 
 # How many peers of one stage a caller calls; those whose last call failed come in addition. A caller of hundreds would

@@ -23,7 +23,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.clock import loop_time
 from agora.core.metrics import add_sums, named_means
-from agora.core.moving_average import MovingAverage
+from agora.core.rates import MovingAverage
 from agora.core.span_work import DrawnMicrobatch
 from agora.observe import events
 from agora.pipeline import flow_control

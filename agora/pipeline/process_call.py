@@ -13,8 +13,8 @@ from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
 from agora.core.calls import OnProgress, Reply
-from agora.core.fair_share import Client
 from agora.core.metrics import are_plausible
+from agora.core.rates import Client
 from agora.core.span_work import SpanWork
 
 # The lowest log-probability of a token under the reference that an answer may contain, in nats.

@@ -24,7 +24,7 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.calls import BROKEN, Caller
+from agora.core.calls import Caller, ConnectionBroken
 from agora.core.clock import loop_time
 from agora.core.sync_mode import EXACT, ChangeRule
 from agora.observe import events, faults
@@ -238,7 +238,10 @@ def drop_oldest_means(rounds: Mapping[int, RoundRecord]) -> None:
 FIRST_OWNER_FRACTION: Final = 0.6
 MAX_OPEN_PARTS: Final = 8  # maximum number of parts that a peer sends, or asks for, at the same time
 MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no further owner is asked
-NO_ANSWER: Final = (BROKEN, "deadline")  # codes of the errors with which a call ends when its peer is gone or hangs
+NO_ANSWER: Final = (
+    ConnectionBroken.code,
+    "deadline",
+)  # codes of calls whose peer is gone or hangs
 
 
 @dataclass(slots=True)

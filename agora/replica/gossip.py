@@ -12,7 +12,7 @@ from agora_protocol.errors import AgoraError, NotMyStage
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipEntry, GossipSteps
 
-from agora.core.calls import BROKEN, Caller
+from agora.core.calls import Caller, ConnectionBroken
 from agora.core.clock import loop_time
 from agora.observe import faults
 from agora.replica.trust import FORGIVE_S
@@ -205,7 +205,7 @@ class StepGossip:
             if isinstance(reply.message, GossipedSteps):
                 self._merge(stage, reply.message.replicas, peer)
         except AgoraError as error:
-            broken = error.code == BROKEN and self._listing.has_connections()
+            broken = error.code == ConnectionBroken.code and self._listing.has_connections()
             gossip.known = record_failure(gossip.known, peer, loop_time(), broken=broken)
         finally:
             del self._calls[stage, peer]

@@ -14,7 +14,7 @@ from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GossipEntry
 
-from agora.core.moving_average import MovingAverage
+from agora.core.rates import MovingAverage
 from agora.core.sync_mode import ALL_EXACT, StepPlan
 
 # --- quota

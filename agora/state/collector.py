@@ -20,7 +20,7 @@ from agora_protocol.manifest import Manifest
 from agora.core.calls import Caller
 from agora.core.clock import loop_time
 from agora.core.sync_mode import ChangeRule
-from agora.core.threads import run_in_thread
+from agora.core.tasks import run_in_thread
 from agora.state.files import fresh_path, make_folder, put_in_place, replace_tensors
 from agora.state.keeper import ClaimedSteps, KeptStages
 from agora.state.layout import Layout, StageState

@@ -15,7 +15,7 @@ from agora_protocol.messages import GetChunk, GetState
 from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
 from agora.core.sync_mode import ChangeRule
-from agora.core.threads import run_in_thread
+from agora.core.tasks import run_in_thread
 from agora.observe import events
 from agora.observe.events import Report
 from agora.state import rules

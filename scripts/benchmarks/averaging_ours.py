@@ -19,7 +19,7 @@ from agora_protocol.manifest_sections import AveragingSection
 from agora_protocol.messages import Contribute, Message, Recall
 
 from agora.core.calls import Reply
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
 from agora.replica.all_reduce import PartReducer, Round
 from agora.replica.shard_codec import INT8_ROUNDS, Part, RoundConfig, cut_into_parts

@@ -21,9 +21,9 @@ BROAD_EXCEPTS = {
     "agora/cli/console.py": 1,  # the command ends: a short message and the path of the traceback
     "agora/data/tokenizer.py": 1,  # the tokenizers extension raises plain Exception for every malformed file
     "agora/tuning/hf_stage.py": 1,  # transformers raises many kinds for a config that its classes cannot use
-    "agora/net/rpc/incoming.py": 1,  # a call's handler ends: its caller gets a typed refusal
+    "agora/net/rpc/connection.py": 1,  # a call's handler ends: its caller gets a typed refusal
     "agora/net/dht/status_client.py": 1,  # py-libp2p raises many kinds; each only means that this peer is no help
-    "agora/core/threads.py": 1,  # a piece of work beside the loop ends: whoever waits hears why
+    "agora/core/tasks.py": 1,  # a piece of work beside the loop ends: whoever waits hears why
     "agora/train/device.py": 1,  # a job of the device thread ends: whoever waits hears why
 }
 

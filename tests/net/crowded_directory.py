@@ -24,12 +24,11 @@ from agora_protocol.records import Claim, Progress, Record, record_key, seal_rec
 from agora_protocol.shards import Shard, shard_hash
 from hivemind.dht.routing import DHTID
 
+from agora.core.calls import ConnectionBroken
 from agora.net.dht import directory
-from agora.net.dht.dht_guard import OpenGuard
-from agora.net.dht.directory import Directory
-from agora.net.dht.key_holders import HOLDERS
+from agora.net.dht.bounded_dht import OpenGuard
+from agora.net.dht.directory import HOLDERS, Directory
 from agora.net.p2pd.host import Host
-from agora.net.rpc.network_errors import ConnectionBroken
 from agora.swarm.directory_reader import CALM_READ_S, MAX_READ_S, DirectoryReader
 from agora.swarm.directory_shards import SMALL_RUN, Reading, add_readings, shards_to_publish
 from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S

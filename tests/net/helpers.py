@@ -22,11 +22,12 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.net.p2pd.host import Host
+from agora.net.rpc.budgets import NetLimits
+from agora.net.rpc.connection import Handler, IncomingCall
 from agora.net.rpc.gate import Gate
-from agora.net.rpc.incoming import Handler, IncomingCall, NetLimits
 from agora.net.rpc.network import Network
+from agora.net.shaping.bandwidth import UNLIMITED, RateLimits
 from agora.net.shaping.link import LinkSpec
-from agora.net.shaping.rate_limits import UNLIMITED, RateLimits
 from agora.swarm.peer_score import PeerScore
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from agora.core.calls import Reply
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from tests.net.helpers import make_peer, run
 
 

@@ -20,9 +20,10 @@ from agora_protocol.messages import (
 )
 from agora_protocol.tickets import READER
 
-from agora.core.calls import Reply
-from agora.net.rpc.incoming import IncomingCall, NetLimits
-from agora.net.rpc.network_errors import ConnectionBroken, DeadlinePassed, SimultaneousOpen
+from agora.core.calls import ConnectionBroken, DeadlinePassed, Reply
+from agora.net.p2pd.host import SimultaneousOpen
+from agora.net.rpc.budgets import NetLimits
+from agora.net.rpc.connection import IncomingCall
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, introduce, make_peer, peers, process, run, until
 
 

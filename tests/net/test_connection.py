@@ -14,14 +14,11 @@ from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.messages import CallProgress, Message, Processed, Refusal
 from agora_protocol.tensors import WireTensor
 
-from agora.core.calls import Reply
-from agora.net.p2pd.streams import HEAD_BYTES, FrameStream
-from agora.net.rpc.answer_budget import AnswerBudget
-from agora.net.rpc.connection import Connection
+from agora.core.calls import ConnectionBroken, Reply
+from agora.net.p2pd.frame_stream import DROPPABLE_BYTES, HEAD_BYTES, FrameStream
+from agora.net.rpc.budgets import GUARANTEED_BYTES, AnswerBudget, NetLimits, PayloadBudget
+from agora.net.rpc.connection import Connection, IncomingCall
 from agora.net.rpc.gate import Gate
-from agora.net.rpc.incoming import GUARANTEED_BYTES, IncomingCall, NetLimits, PayloadBudget
-from agora.net.rpc.network_errors import ConnectionBroken
-from agora.net.rpc.send_queue import DROPPABLE_BYTES
 from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
 from tests.virtual_time import VirtualLoop, run

@@ -31,10 +31,10 @@ from hivemind.proto import dht_pb2
 
 from agora.core.calls import Reply
 from agora.net.dht import bounded_dht
-from agora.net.dht.bounded_dht import BoundedP2P
-from agora.net.dht.dht_guard import OpenGuard
+from agora.net.dht.bounded_dht import BoundedP2P, OpenGuard
 from agora.net.dht.stored_records import SignedRecords
-from agora.net.rpc.incoming import IncomingCall, NetLimits
+from agora.net.rpc.budgets import NetLimits
+from agora.net.rpc.connection import IncomingCall
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
 from tests.net.helpers import Peer, after, boundary, echo, peers, process, run
 from tests.net.test_hostile import raw_stream

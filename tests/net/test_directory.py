@@ -20,8 +20,7 @@ from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
 from agora.net.dht import directory, stored_records
-from agora.net.dht.directory import Directory
-from agora.net.dht.key_holders import HOLDERS
+from agora.net.dht.directory import HOLDERS, Directory
 from agora.net.dht.stored_records import BoundedStorage, SignedRecords
 from agora.net.p2pd.hivemind_shim import set_dht_time
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes

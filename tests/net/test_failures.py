@@ -16,9 +16,9 @@ import pytest
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetStatus, Processed
 
-from agora.core.calls import Reply
-from agora.net.rpc.incoming import IncomingCall, NetLimits
-from agora.net.rpc.network_errors import ConnectionBroken
+from agora.core.calls import ConnectionBroken, Reply
+from agora.net.rpc.budgets import NetLimits
+from agora.net.rpc.connection import IncomingCall
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, echo, kill_p2pd, peers, process, run, until
 
 ROOT = Path(__file__).parents[2]

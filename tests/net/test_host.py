@@ -11,9 +11,9 @@ import pytest
 from agora_protocol.errors import IdentityError, InputError, LocalError
 from agora_protocol.identity import Identity
 
+from agora.core.calls import ConnectionBroken
 from agora.net.p2pd.hivemind_shim import p2pd_pb2
-from agora.net.p2pd.host import Host, _failure
-from agora.net.rpc.network_errors import ConnectionBroken, SimultaneousOpen
+from agora.net.p2pd.host import Host, SimultaneousOpen, _failure
 from tests.net.helpers import make_host, run
 
 

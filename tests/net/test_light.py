@@ -14,7 +14,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.messages import GetStatus, StatusAnswer
 
 from agora.core.calls import Reply
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from tests.net.helpers import peers, run
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ from agora_protocol.errors import InputError
 
 from agora.core.clock import loop_time
 from agora.net.nat import relay
+from agora.net.shaping.bandwidth import MIN_SHARE, RateLimits, Throttle, parse_rate
+from agora.net.shaping.bandwidth_limiter import SocketCounter
 from agora.net.shaping.link import LinkSpec
-from agora.net.shaping.rate_limits import MIN_SHARE, RateLimits, Throttle, parse_rate
-from agora.net.shaping.shaper import AccessLink
-from agora.net.shaping.socket_bytes import SocketCounter
+from agora.net.shaping.shaped_transport import AccessLink
 from tests.net.helpers import after, boundary, echo, make_host, make_peer, peers, process, run
 
 

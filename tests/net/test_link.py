@@ -20,9 +20,9 @@ import pytest
 from agora_protocol.messages import Processed
 
 from agora.core.calls import Reply
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, DelayLine, LinkError, LinkSpec, TokenBucket
-from agora.net.shaping.shaper import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, ShapedTransport
+from agora.net.shaping.shaped_transport import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, ShapedTransport
 from tests.net.helpers import Peer, after, boundary, introduce, make_peer, process, run
 
 T = TypeVar("T")

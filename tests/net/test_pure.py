@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from agora_protocol.identity import Identity
 
-from agora.net.nat import address_book
-from agora.net.nat.address_book import AddressBook
+from agora.net.nat import dialling
+from agora.net.nat.dialling import AddressBook
 from agora.net.rpc.liveness import LivenessCheck, Verdict
 
 
@@ -52,7 +52,7 @@ def test_bytes_that_leave_a_backlog_are_a_sign_of_life_and_those_that_meet_none_
 
 
 def test_the_memory_of_strangers_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address_book, "MAX_PEERS", 10)
+    monkeypatch.setattr(dialling, "MAX_PEERS", 10)
     book, strangers = AddressBook(), [Identity.generate().peer for _ in range(30)]
     for stranger in strangers:
         book.learn(stranger, [f"/ip4/10.0.0.1/tcp/1/p2p/{stranger}"])

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from agora_protocol.ids import PeerId
 
+from agora.core.calls import ConnectionBroken
 from agora.net.nat import circuit_wire
 from agora.net.nat.circuit_wire import CircuitMessage, HopType, Status, StopType
 from agora.net.nat.relay import CIRCUITS_PER_PEER, RelayService
-from agora.net.rpc.network_errors import ConnectionBroken
 from tests.virtual_time import run
 
 CALLER, SERVED = PeerId("guest"), PeerId("served")

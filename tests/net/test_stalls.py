@@ -14,11 +14,11 @@ from agora_protocol.messages import Chunk, GetChunk, GetStatus, Refusal, StatusA
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.net.rpc.answer_budget import MAX_FRACTION_EACH, STATUS_BURST
+from agora.net.rpc.budgets import MAX_FRACTION_EACH, STATUS_BURST, NetLimits
+from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
-from agora.net.rpc.incoming import IncomingCall, NetLimits
+from agora.net.rpc.liveness import PRESSED_S, STALLED_S, StallDetector
 from agora.net.rpc.network import Network
-from agora.net.rpc.stall_detector import PRESSED_S, STALLED_S, StallDetector
 from tests.net.helpers import RUN
 from tests.net.test_connection import LARGE, Line, Owner, frame, request
 from tests.virtual_time import run

@@ -14,8 +14,8 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
+from agora.core.calls import ConnectionBroken
 from agora.net.p2pd.host import Host
-from agora.net.rpc.network_errors import ConnectionBroken
 from tests.net.helpers import make_host, run
 
 KADEMLIA = "/ipfs/kad/1.0.0"

@@ -14,9 +14,15 @@ from agora_protocol.frames import FrameLimits, FrameType, Prefix, encode_frame, 
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import CallProgress, Message, Ping, Refusal, StatusAnswer
 
-from agora.net.p2pd.streams import SCRATCH_BYTES, Frame, FrameStream, PayloadAction
-from agora.net.rpc.network_errors import ConnectionBroken
-from agora.net.rpc.send_queue import MAX_BULK_BYTES, MAX_SMALL_BYTES
+from agora.core.calls import ConnectionBroken
+from agora.net.p2pd.frame_stream import (
+    MAX_BULK_BYTES,
+    MAX_SMALL_BYTES,
+    SCRATCH_BYTES,
+    Frame,
+    FrameStream,
+    PayloadAction,
+)
 from tests.net.helpers import boundary, process, run
 
 PEER = PeerId("12D3KooWLTVCHqFgoXPTuCtNrhfyyqHzrPHGiJnmwkdonRVHXhyw")

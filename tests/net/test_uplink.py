@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agora.net.shaping.uplink import MIN_WAITING_BYTES, UplinkMeter
+from agora.net.shaping.bandwidth import MIN_WAITING_BYTES, UplinkMeter
 
 
 def test_a_link_that_something_always_waits_for_shows_its_rate() -> None:

@@ -17,7 +17,7 @@ from agora_protocol.messages import GetBase
 
 from agora.core.clock import loop_time
 from agora.model import family_of
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from agora.node.paths import Home
 from agora.node.process.startup import StartPhases
 from agora.node.process.watchdog import Notifier

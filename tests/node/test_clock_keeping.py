@@ -11,9 +11,8 @@ import pytest
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Message, Pong
 
-from agora.core.calls import Reply
+from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
-from agora.net.rpc.network_errors import ConnectionBroken
 from agora.node.peer.local_peer import CLOCK_ANSWER_S, MORE_ANSWERS_S, ClockKeeper
 from agora.node.process.startup import StartPhases
 from agora.node.process.watchdog import Notifier

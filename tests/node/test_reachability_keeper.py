@@ -14,11 +14,10 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting, Message, Pong
 
-from agora.core.calls import Reply
+from agora.core.calls import ConnectionBroken, Reply
 from agora.net.nat.hole_punching import HolePuncher
 from agora.net.nat.reachability import Announcement
-from agora.net.rpc.incoming import IncomingCall
-from agora.net.rpc.network_errors import ConnectionBroken
+from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.reachability_keeper import MAX_HELPED, ReachabilityKeeper
 from agora.swarm.view import PeerView, View
 

@@ -33,7 +33,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS, RequestHandler, SentTensors, encode_status
 from agora.pipeline.ledger import RunningWork, WorkLedger
 from agora.pipeline.process_call import HopAnswer, ProcessCall

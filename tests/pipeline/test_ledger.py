@@ -9,7 +9,7 @@ from agora_protocol.errors import Busy, NotMyStage, OutOfMemory, PeerFailed
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import CallProgress, Process, Processed
 
-from agora.core.fair_share import Client
+from agora.core.rates import Client
 from agora.observe.events import Event, RepeatServed, SlotsChanged
 from agora.pipeline.ledger import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
 from agora.pipeline.process_call import HopAnswer, ProcessCall

@@ -10,7 +10,7 @@ from agora_protocol.errors import PeerFailed, Unavailable
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import CallProgress, Pong, Process, Processed
 
-from agora.net.rpc.network_errors import ConnectionBroken
+from agora.core.calls import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.load_balancer import RouteHint
 from agora.pipeline.process_call import HopAnswer, ProcessCall

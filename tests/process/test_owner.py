@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agora.net.shaping.socket_bytes import CarriedBytes, SocketCounter
+from agora.net.shaping.bandwidth_limiter import CarriedBytes, SocketCounter
 from tests.process.harness import LEAVE_S, Daemon, nothing_lost, p2pd_of, swarm, tiny
 
 NOTHING = CarriedBytes()

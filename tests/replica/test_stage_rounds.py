@@ -9,7 +9,7 @@ from agora_protocol.manifest import preset
 from agora_protocol.parts import slice_count
 from agora_protocol.presets import PRESETS
 
-from agora.core.moving_average import MovingAverage
+from agora.core.rates import MovingAverage
 from agora.replica.all_reduce import MIN_ROUND_S, ROUND_STEPS
 from agora.replica.shard_codec import Part
 from agora.replica.view import NEWCOMER_STEPS

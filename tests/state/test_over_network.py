@@ -9,7 +9,7 @@ import numpy as np
 from agora_protocol.messages import GetState
 
 from agora.core.calls import Reply
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from agora.state.snapshot import SnapshotServer
 from agora.state.transfer import StateFetch
 from tests.net.helpers import after, echo, peers, run

@@ -28,13 +28,18 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
-from agora.net.nat.address_book import addresses_by_peer
-from agora.net.rpc.network_errors import Unreachable
+from agora.net.nat.addresses import addresses_by_peer
 
 TIMEOUT_S: Final = 10.0  # maximum duration of one query to the swarm, in seconds
 STAGGER_S: Final = 0.4  # seconds after which the next peer is tried in parallel to those that have not answered yet
 SOFTWARE: Final = "agora light client"  # the `software` in its HELLO
 LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers to this client's requests have no payload
+
+
+class Unreachable(AgoraError):
+    """Raised by the light client when no peer answered; the text has the reason of each peer, and what to do."""
+
+    code = "unreachable"
 
 
 @dataclass(frozen=True, slots=True)

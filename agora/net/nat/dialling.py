@@ -1,24 +1,119 @@
-"""Opens connections to other peers: dials each at its known addresses, again after a simultaneous open."""
+"""Opens connections to other peers: directly, else through a punched hole, else through a relay.
+
+| way | tried when | for at most |
+|---|---|---|
+| directly | the peer has direct addresses | DIRECT_S, or all of the time when there is no other way |
+| hole punching | it has addresses at relays, one of which introduces the two | what is left, less RELAY_S |
+| through a relay | it has addresses at relays | what is left: RELAY_S at least |
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from agora_protocol.addresses import address_problem, peer_of_address
+from agora_protocol.errors import AgoraError
 from agora_protocol.frames import FrameLimits
 from agora_protocol.ids import PeerId
-from agora_protocol.limits import PROTOCOL_NAME
+from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_NAME
 
-from agora.net.nat.address_book import AddressBook
-from agora.net.nat.dial_strategy import DialStrategy, reach_by_any_way, relays_of
-from agora.net.p2pd.host import Host
-from agora.net.p2pd.streams import FrameStream
+from agora.core.calls import ConnectionBroken
+from agora.core.clock import loop_time
+from agora.net.nat.addresses import is_circuit, relays_of
+from agora.net.p2pd.frame_stream import FrameStream
+from agora.net.p2pd.host import Host, SimultaneousOpen
 from agora.net.rpc.connection import Connection
-from agora.net.rpc.network_errors import ConnectionBroken, SimultaneousOpen
+
+MAX_PEERS: Final = 16_384  # maximum number of peers whose addresses are remembered
+
+
+class AddressBook:
+    """The last announced addresses of up to MAX_PEERS peers; beyond, the peer updated longest ago is forgotten."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Replaces the addresses of `peer` with the first MAX_ADDRESSES given that are well-formed and end in its id.
+
+        Keeps the known addresses if no given address qualifies.
+        """
+        usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
+        if usable:
+            self._known[peer] = tuple(usable[:MAX_ADDRESSES])
+            self._known.move_to_end(peer)
+            if len(self._known) > MAX_PEERS:
+                self._known.popitem(last=False)
+
+    def addresses(self, peer: PeerId) -> tuple[str, ...]:
+        """Returns the peer's remembered multiaddrs, each ending in /p2p/ and its id; empty if none are known."""
+        return self._known.get(peer, ())
+
+
+DIRECT_S: Final = 3.0  # seconds for a direct dial when there are other ways
+RELAY_S: Final = 3.0  # seconds that are kept for the way through a relay
+
+# Connects p2pd to the first peer through a punched hole; the second is the relay that introduces the two.
+#
+# Raises an AgoraError when that fails.
+PunchHole = Callable[[PeerId, PeerId], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class DialStrategy:
+    """The ways in which peers may be reached; by default at all addresses, and through no holes.
+
+    may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None to punch no holes.
+    """
+
+    may_dial: Callable[[str], bool] = lambda _address: True
+    punch_hole: PunchHole | None = None
+
+
+async def reach_by_any_way(
+    host: Host, peer: PeerId, addresses: Sequence[str], punch_hole: PunchHole | None, timeout_s: float
+) -> None:
+    """Has p2pd connect to `peer` unless it is connected: directly, else through a hole, else through a relay.
+
+    Each way is tried only if the ways before failed, and if `addresses` and `punch_hole` allow it, for the time that
+    the module's table gives it. Raises ConnectionBroken, with the reason for each way; SimultaneousOpen
+    immediately, if both peers dialled each other at the same time.
+    """
+    direct = [address for address in addresses if not is_circuit(address)]
+    circuits = [address for address in addresses if is_circuit(address)]
+    if not circuits:
+        await host.reach(peer, direct, timeout_s)
+        return
+    until = loop_time() + timeout_s
+    tried = ""
+    if await host.is_connected(peer):
+        return
+    if direct:
+        try:
+            await host.reach(peer, direct, DIRECT_S)
+            return
+        except ConnectionBroken as error:
+            tried = f"; directly: {error}"
+    if punch_hole is not None:
+        for relay in relays_of(circuits):
+            try:
+                async with asyncio.timeout_at(until - RELAY_S):
+                    await punch_hole(peer, relay)
+                return
+            except (AgoraError, TimeoutError) as error:
+                tried += f"; through a hole: {str(error) or 'too late'}"
+    try:
+        await host.reach(peer, circuits, max(RELAY_S / 2, until - loop_time()))
+    except ConnectionBroken as error:
+        raise ConnectionBroken(f"{error}{tried}") from None
+
 
 DIAL_AGAIN_S: Final = 5.1  # seconds from a simultaneous open to the next dial; p2pd refuses a failed address for 5 s
 TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 from agora_protocol.ids import PeerId
 
+from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
-from agora.net.nat.own_addresses import host_and_port
-from agora.net.p2pd.host import Host
-from agora.net.p2pd.raw_streams import READ_BYTES, RawStream, splice
-from agora.net.rpc.network_errors import ConnectionBroken, SimultaneousOpen
+from agora.net.nat.addresses import host_and_port
+from agora.net.p2pd.host import Host, SimultaneousOpen
+from agora.net.p2pd.raw_stream import READ_BYTES, RawStream, splice
 
 PUNCH_S: Final = 4.0  # seconds after which an attempt to open a hole is given up: time for three packets of each end
 AGAIN_S: Final = 0.1  # seconds from a refused connection to the next attempt

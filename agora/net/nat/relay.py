@@ -15,12 +15,12 @@ from typing import Final
 
 from agora_protocol.ids import PeerId
 
+from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
 from agora.net.nat import circuit_wire
 from agora.net.nat.circuit_wire import CircuitMessage, HopType, Status, StopType
 from agora.net.p2pd.host import Host
-from agora.net.p2pd.raw_streams import RawStream, splice
-from agora.net.rpc.network_errors import ConnectionBroken
+from agora.net.p2pd.raw_stream import RawStream, splice
 from agora.net.shaping.link import TokenBucket
 
 RESERVED_S: Final = 120.0  # seconds for which a reservation lasts

@@ -1,20 +1,26 @@
 """This machine's libp2p host: starts hivemind's p2pd process, watches it, and sends it requests.
 
-It
-listens on TCP unless other addresses are given: QUIC through p2pd is ten times slower where packets get lost.
+p2pd listens on TCP unless other addresses are given: QUIC through p2pd is ten times slower where packets get lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import fcntl
 import logging
+import os
 import random
+import shutil
+import sys
+import tempfile
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
 from agora_protocol.addresses import address_prefix, address_problem
 from agora_protocol.errors import AgoraError, LocalError
@@ -22,19 +28,123 @@ from agora_protocol.frames import FrameLimits
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
+from agora.core.calls import ConnectionBroken
 from agora.core.terminal_text import one_line
-from agora.net.nat import own_addresses
-from agora.net.nat.address_book import addresses_by_peer
+from agora.net.nat.addresses import (
+    HeldPorts,
+    addresses_by_peer,
+    check_port,
+    host_and_port,
+    interface_addresses,
+    is_circuit,
+    listening_places,
+    public_only,
+)
 from agora.net.nat.circuit_wire import decode_multiaddr, encode_multiaddr, with_length
-from agora.net.p2pd.hivemind_shim import Multiaddr, MultiaddrError, PeerID, p2pd_pb2
-from agora.net.p2pd.p2pd_process import MAX_ERROR_CHARACTERS, SocketDirectory, start_p2pd
-from agora.net.p2pd.raw_streams import READ_BYTES, RawStream
-from agora.net.p2pd.streams import MAX_PREAMBLE_BYTES, FrameStream
-from agora.net.rpc.network_errors import ConnectionBroken, SimultaneousOpen
+from agora.net.p2pd.frame_stream import MAX_PREAMBLE_BYTES, FrameStream
+from agora.net.p2pd.hivemind_shim import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
+from agora.net.p2pd.raw_stream import READ_BYTES, RawStream
+from agora.net.shaping.bandwidth import UNLIMITED, RateLimits
 from agora.net.shaping.bandwidth_limiter import BandwidthLimiter
 from agora.net.shaping.link import LinkSpec
-from agora.net.shaping.rate_limits import UNLIMITED, RateLimits
-from agora.net.shaping.shaper import AccessLink, ShapedTransport
+from agora.net.shaping.shaped_transport import AccessLink, ShapedTransport
+
+STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start together
+SOCKET_PREFIX: Final = "agora-net-"  # the names of the folders that hold p2pd's Unix sockets begin with it
+MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
+MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's words in an error's sentence
+
+_GUARD: Final = (
+    "import ctypes,os,sys\n"
+    "ctypes.CDLL(None).prctl(1,9)\n"  # PR_SET_PDEATHSIG, SIGKILL; kept across execv
+    "if os.getppid()!=int(sys.argv[1]): sys.exit('the parent is gone')\n"
+    "os.execv(sys.argv[2],sys.argv[2:])\n"
+)
+
+
+class _GuardedP2P(P2P):  # type: ignore[misc]
+    """hivemind's P2P, with a p2pd that the kernel kills together with this process, however this process ends.
+
+    Without that, p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a dead daemon.
+    """
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        kwargs["relayService"] = 0  # p2pd's own relay; the daemon has one (relay.py)
+        kwargs.pop("dhtServer", None)  # p2pd's own Kademlia: it tells every stranger p2pd's connected peers
+        command: list[str] = P2P._make_process_args(*args, **kwargs)
+        if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "prctl"):
+            return command
+        return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
+
+
+class _OpenCalls(dict[UUID, "asyncio.Future[Any]"]):
+    """hivemind's calls of p2pd that await an answer, by id; a cancelled or answered one is not `in` this dict.
+
+    hivemind sets the result of a call whose id is `in` this dict. When this process has stood still, a call's deadline
+    and its answer come in one turn of the event loop: the call is cancelled, and not removed yet. The result of a
+    cancelled call cannot be set, so that the task that reads all answers would end, and with it the daemon.
+    """
+
+    def __contains__(self, call: object) -> bool:
+        answer = self.get(call) if isinstance(call, UUID) else None
+        return answer is not None and not answer.done()
+
+
+class SocketDirectory:
+    """A private, locked directory (`path`) for p2pd's Unix sockets. Making one first removes those of dead daemons.
+
+    The lock in a directory shows whether its daemon lives. A process id would not: containers share /tmp but not ids.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        if len(str(base)) > MAX_BASE_CHARACTERS:
+            base = Path("/tmp")
+        for folder in base.glob(SOCKET_PREFIX + "*"):
+            # An OSError means: not ours, in use, or just removed by another daemon.
+            with contextlib.suppress(OSError), (folder / "lock").open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        hidden = Path(tempfile.mkdtemp(prefix="." + SOCKET_PREFIX, dir=base))
+        self._lock = (hidden / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = hidden.rename(base / hidden.name[1:])  # only now may another daemon find it
+
+    def remove(self) -> None:
+        """Removes the directory with its sockets, and gives up its lock. May be called twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+async def start_p2pd(
+    identity_path: Path, listen: Sequence[str], announce: Sequence[str], sockets: Path, upnp: bool
+) -> Any:
+    """Starts a p2pd that listens on `listen`, and returns hivemind's P2P. Raises LocalError if it does not start.
+
+    announce: addresses that p2pd announces instead of `listen`; if empty, it announces those it listens on. sockets:
+    the folder for its Unix sockets. upnp: whether it asks the router to forward its ports. p2pd neither looks for
+    relays or peers nor judges whether it can be reached, because the daemon does all three.
+    """
+    p2p_class = type("_HostP2P", (_GuardedP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
+    try:
+        p2p = await p2p_class.create(  # type: ignore[attr-defined]
+            host_maddrs=tuple(listen),
+            announce_maddrs=tuple(announce) or None,
+            identity_path=str(identity_path),
+            startup_timeout=STARTUP_S,
+            check_if_identity_free=False,
+            auto_nat=False,
+            force_reachability="public",
+            nat_port_map=upnp,
+        )
+        control = p2p._client.control
+        control._pending_calls = _OpenCalls(control._pending_calls)
+        return p2p
+    except P2PDaemonError as error:
+        why = one_line(str(error), MAX_ERROR_CHARACTERS)
+        raise LocalError(f"p2pd did not start ({why}); look whether {', '.join(listen)} can be listened on.") from error
+
 
 # Takes a stream that a peer opened, its peer and its path ("direct", "punched", "relayed"); attaches or closes it.
 OnStream = Callable[[FrameStream, PeerId, str], None]
@@ -45,6 +155,15 @@ TERMINATE_S: Final = 3.0  # seconds between SIGTERM and SIGKILL
 NOWHERE: Final = "/p2p-circuit"  # what p2pd announces in place of private addresses: leads nowhere
 MAX_REMOTE_ADDRESSES: Final = 4096  # maximum number of peers whose address, as seen here, is remembered
 SIMULTANEOUS_OPEN_ERROR: Final = "noise: message is too short"  # the peer's first handshake message, not an answer
+
+
+class SimultaneousOpen(AgoraError):
+    """Raised by a dial when both peers dialled each other at the same time, and both dials failed.
+
+    p2pd then backs off for some seconds; the peer with the lower id dials again first, see dialling.py.
+    """
+
+    code = "simultaneous-open"
 
 
 class Host:
@@ -65,7 +184,7 @@ class Host:
         self.listen_endpoints: dict[str, tuple[str, int]] = {}
         self.tunnel_ports: set[int] = set()
         self._sockets = sockets
-        self._ports = own_addresses.HeldPorts()
+        self._ports = HeldPorts()
         self._remote_addresses: OrderedDict[PeerId, str] = OrderedDict()
         self._closing = False
         self._servers: list[asyncio.Server] = []
@@ -98,7 +217,7 @@ class Host:
         async with contextlib.AsyncExitStack() as undo:
             sockets = SocketDirectory()
             undo.callback(sockets.remove)
-            ports = own_addresses.HeldPorts()
+            ports = HeldPorts()
             undo.callback(ports.close)
             if not allow_private:
                 listen = ports.hold_free_ports(listen)
@@ -108,8 +227,8 @@ class Host:
             undo.push_async_callback(host.close)
             if allow_private:
                 listen = [address.removesuffix(f"/p2p/{host.peer}") for address in await host.addresses()]
-            host.own_addresses = (*announce, *own_addresses.interface_addresses(listen))
-            host.listen_endpoints = own_addresses.listening_places(listen)
+            host.own_addresses = (*announce, *interface_addresses(listen))
+            host.listen_endpoints = listening_places(listen)
             if host.peer != identity.peer:
                 raise LocalError(f"p2pd runs as {host.peer} with the key of {identity.peer}; install hivemind again.")
             undo.pop_all()
@@ -227,7 +346,7 @@ class Host:
             with contextlib.suppress(ConnectionBroken, ValueError, asyncio.CancelledError):
                 info = p2pd_pb2.StreamInfo.FromString(await stream.read_message(MAX_PREAMBLE_BYTES))
                 stream.peer = PeerId(str(PeerID(info.peer)))
-                stream.is_relayed = own_addresses.is_circuit(_address_text(info.addr))
+                stream.is_relayed = is_circuit(_address_text(info.addr))
                 await on_stream(stream)
             stream.abort()
 
@@ -264,9 +383,9 @@ class Host:
 
     def _record_path(self, peer: PeerId, raw: bytes) -> str:
         address = _address_text(raw)
-        if own_addresses.is_circuit(address):
+        if is_circuit(address):
             return "relayed"
-        direct = own_addresses.host_and_port(address)
+        direct = host_and_port(address)
         if direct is not None and direct[2] in self.tunnel_ports and "/127." in address:
             return "punched"
         self._remote_addresses[peer] = address
@@ -342,9 +461,9 @@ class Host:
 def _check_listen(address: str) -> None:
     if _parse_multiaddr(address) is None:
         raise LocalError(f"{address!r} is not an address to listen on; it should look like /ip4/0.0.0.0/tcp/4001.")
-    direct = own_addresses.host_and_port(address)
+    direct = host_and_port(address)
     if direct is not None and direct[2] != 0:
-        own_addresses.check_port(address, *direct)
+        check_port(address, *direct)
 
 
 def _parse_multiaddr(address: str | bytes) -> Any:
@@ -371,7 +490,7 @@ def _address_bytes(text: str) -> bytes:
 
 
 def _public_addresses(listen: Sequence[str], announce: Sequence[str]) -> tuple[str, ...]:
-    public = own_addresses.public_only(own_addresses.interface_addresses(listen))
+    public = public_only(interface_addresses(listen))
     return (*announce, *public) or (NOWHERE,)
 
 

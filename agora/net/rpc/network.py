@@ -22,19 +22,15 @@ from agora_protocol.messages import GetAddresses, Message, PeerAddresses
 from agora_protocol.refusals import refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
-from agora.core.calls import OnProgress, Reply
+from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
-from agora.core.fair_share import Client, largest_consumer
-from agora.net.nat.address_book import MAX_PEERS
-from agora.net.nat.dial_strategy import DialStrategy
-from agora.net.nat.dialling import Dialler
+from agora.core.rates import Client, largest_consumer
+from agora.net.nat.dialling import MAX_PEERS, Dialler, DialStrategy
+from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host
-from agora.net.p2pd.streams import FrameStream
-from agora.net.rpc.answer_budget import AnswerBudget
-from agora.net.rpc.connection import Connection
+from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget
+from agora.net.rpc.connection import Connection, Handler
 from agora.net.rpc.gate import Gate
-from agora.net.rpc.incoming import Handler, NetLimits, PayloadBudget
-from agora.net.rpc.network_errors import ConnectionBroken, DeadlinePassed
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline counts as past its own deadline

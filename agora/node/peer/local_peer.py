@@ -20,19 +20,18 @@ from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import Ping
 
+from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks
 from agora.cost.manifest_cost import usual_in_flight
 from agora.net.dht.directory import Directory
-from agora.net.nat.address_book import addresses_by_peer
-from agora.net.nat.dial_strategy import DialStrategy
-from agora.net.nat.own_addresses import is_circuit, public_only
+from agora.net.nat.addresses import addresses_by_peer, is_circuit, public_only
+from agora.net.nat.dialling import DialStrategy
 from agora.net.nat.relay import RelayService
 from agora.net.p2pd.host import Host
-from agora.net.rpc.incoming import NetLimits
+from agora.net.rpc.budgets import NetLimits
 from agora.net.rpc.network import MAX_CLOCKS, Network
-from agora.net.rpc.network_errors import ConnectionBroken
-from agora.net.shaping.uplink import SAMPLE_S, UplinkMeter
+from agora.net.shaping.bandwidth import SAMPLE_S, UplinkMeter
 from agora.node import runs
 from agora.node.control.node_report import NodeReport, progress_record, status_json
 from agora.node.limits.memory import MemoryGuard, measure_budget

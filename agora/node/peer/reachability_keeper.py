@@ -14,11 +14,11 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_PORTS
 from agora_protocol.messages import DialBack, DialedBack, GetAddresses, Introduce, Meet, Meeting, PeerAddresses
 
-from agora.core.calls import Reply
+from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.nat import relay
+from agora.net.nat.addresses import host_and_port, is_circuit, is_private, public_only
 from agora.net.nat.hole_punching import PUNCH_S, HolePuncher
-from agora.net.nat.own_addresses import host_and_port, is_circuit, is_private, public_only
 from agora.net.nat.reachability import (
     ASKED,
     CONFIRMING,
@@ -31,9 +31,8 @@ from agora.net.nat.reachability import (
     needs_relays,
 )
 from agora.net.p2pd.host import Host
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
-from agora.net.rpc.network_errors import ConnectionBroken
 from agora.swarm.membership import Membership
 from agora.swarm.view import View
 

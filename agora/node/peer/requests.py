@@ -46,7 +46,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.net.rpc.incoming import Handler, IncomingCall
+from agora.net.rpc.connection import Handler, IncomingCall
 from agora.pipeline.ledger import WorkLedger
 from agora.swarm.peer_score import ReportViolation, Violation
 

@@ -24,10 +24,10 @@ from agora_protocol.tickets import InviteTicket
 from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.net.nat.own_addresses import check_port, host_and_port
+from agora.net.nat.addresses import check_port, host_and_port
 from agora.net.p2pd.host import Host
+from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
-from agora.net.rpc.incoming import IncomingCall
 from agora.net.rpc.network import Network
 from agora.node import paths, runs
 from agora.node.control import control_client

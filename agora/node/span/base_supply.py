@@ -17,8 +17,8 @@ from agora_protocol.manifest_model import HfSection
 from agora_protocol.tensor_list import TensorList
 
 from agora.core.calls import Caller, Reply
-from agora.core.threads import run_in_thread
-from agora.net.rpc.incoming import IncomingCall
+from agora.core.tasks import run_in_thread
+from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS
 from agora.node.process.startup import Startup
 from agora.swarm.peer_score import ReportViolation

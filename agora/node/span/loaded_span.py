@@ -21,16 +21,16 @@ from agora_protocol.records import Progress
 
 from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
-from agora.core.fair_share import Client
+from agora.core.rates import Client
 from agora.core.sync_mode import ShareClosed
-from agora.core.tasks import BackgroundTasks
-from agora.core.threads import run_in_thread
+from agora.core.tasks import BackgroundTasks, run_in_thread
 from agora.cost.manifest_cost import usual_in_flight
+from agora.cost.run_cost import usual_in_flight
 from agora.data.corpus import open_corpus
 from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
-from agora.net.rpc.incoming import IncomingCall
+from agora.net.rpc.connection import IncomingCall
 from agora.node.control.node_report import SpanReport
 from agora.node.limits.disk import DiskGuard
 from agora.node.limits.memory import check_memory, keeps_state_in_host, limit_device, measure_budget

@@ -15,7 +15,7 @@ from agora_protocol.tensor_list import TensorList, count_pieces, held_to_bits
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.core.threads import run_in_thread
+from agora.core.tasks import run_in_thread
 from agora.observe import events
 from agora.observe.events import Report
 from agora.tuning.base.tensors import BaseTensors

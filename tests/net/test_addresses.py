@@ -8,7 +8,7 @@ import socket
 import pytest
 from agora_protocol.errors import LocalError
 
-from agora.net.nat.own_addresses import (
+from agora.net.nat.addresses import (
     HeldPorts,
     check_port,
     host_and_port,
@@ -80,7 +80,7 @@ def test_a_machine_without_ipv6_listens_on_ipv4_alone_and_says_so_when_that_is_n
                 raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
             super().__init__(family)
 
-    monkeypatch.setattr("agora.net.nat.own_addresses.socket.socket", SocketWithoutIpv6)
+    monkeypatch.setattr("agora.net.nat.addresses.socket.socket", SocketWithoutIpv6)
     ports = HeldPorts()
     (address,) = ports.hold_free_ports(["/ip4/127.0.0.1/tcp/0", "/ip6/::/tcp/0"])
     assert address.startswith("/ip4/127.0.0.1/tcp/")

@@ -1,18 +1,20 @@
-"""The owner's limits on this machine's line, and how much of them is left for streams. Deterministic.
+"""The bandwidth of this machine's line: the owner's limits, what they leave for streams, the uplink's measured rate.
 
 All traffic of a daemon leaves through p2pd: streams (microbatches, averaging, state, relayed circuits), which the
 daemon can slow down, and the DHT, dials and protocol overhead, which it cannot. So what p2pd's sockets carry is
-counted, and streams get what the rest leaves.
+counted, and streams get what the rest leaves. Deterministic: objects change only by the calls to them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from agora_protocol.errors import InputError
+
+from agora.core.rates import MovingAverage
 
 MIN_RATE: Final = 10_000.0  # the lowest limit, in bytes per second: below it not even the directory's traffic fits
 MIN_SHARE: Final = 0.1  # the minimum part of a limit that streams get, whatever else is sent
@@ -94,3 +96,27 @@ class Throttle:
         self._debt = max(0.0, min(max_debt, self._debt + all_bytes - self._limit * seconds))
         self.rate = max(MIN_SHARE * self._limit, self._limit - self._other_rate - self._debt / DEBT_S)
         return self.rate
+
+
+SAMPLE_S: Final = 0.25  # seconds between two calls of `measure`
+# Bytes that must wait at both ends of a sample: less may just be on its way through the buffers.
+MIN_WAITING_BYTES: Final = 65_536
+
+
+@dataclass(slots=True)
+class UplinkMeter:
+    """Measures the rate of an uplink by samples. rate: average in bytes per second, whose value is first None."""
+
+    rate: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
+    _last: tuple[float, int, int] | None = None
+
+    def measure(self, now: float, given: int, waiting: int) -> None:
+        """Takes a sample, the bytes sent per second since the last call; averages it into `rate` if enough waited.
+
+        Enough: at least MIN_WAITING_BYTES at both calls. now: in seconds. given: bytes given to all streams since the
+        start. waiting: those of them not sent yet.
+        """
+        last, self._last = self._last, (now, given - waiting, waiting)
+        if last is None or now <= last[0] or min(last[2], waiting) < MIN_WAITING_BYTES:
+            return
+        self.rate = self.rate.with_sample(max(0, given - waiting - last[1]) / (now - last[0]))

@@ -8,7 +8,7 @@ from typing import Final
 
 from agora_protocol.ids import PeerId
 
-from agora.net.rpc.network_errors import ConnectionBroken
+from agora.core.calls import ConnectionBroken
 
 READ_BYTES: Final = 262_144  # maximum number of bytes that one direction of a splice reads in one go, and holds
 

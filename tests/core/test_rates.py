@@ -6,8 +6,8 @@ import pytest
 from agora_protocol.addresses import address_prefix
 from agora_protocol.ids import PeerId
 
-from agora.core import fair_share
-from agora.core.fair_share import Client, RateLimiter, SharedCapacity, largest_consumer
+from agora.core import rates
+from agora.core.rates import Client, RateLimiter, SharedCapacity, largest_consumer
 
 
 def consumer(peer: str, prefix: str = "203.0.113.0/24") -> Client:
@@ -25,7 +25,7 @@ def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
 
 
 def test_buckets_of_the_longest_idle_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_share, "MAX_CONSUMERS", 2)
+    monkeypatch.setattr(rates, "MAX_CONSUMERS", 2)
     buckets = RateLimiter(rate=1.0, burst=1.0)
     for name in ("a", "b", "a", "c"):
         buckets.take(name, 0.0)

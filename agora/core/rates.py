@@ -1,13 +1,12 @@
-"""Decides how much each consumer may use of what this peer shares: work per second, slots, bytes. Deterministic.
+"""Token bucket, fair shares of work, slots and bytes, and the moving average. Deterministic.
 
-A consumer's prefix matters because anyone can create as many peer ids as they
-like, but not as many networks.
+A client's prefix matters because anyone can create as many peer ids as they like, but not as many networks.
 
 | shared | rule | function |
 |---|---|---|
-| work per second | each consumer has a bucket that fills at a rate; a request takes its price out of it | RateLimiter |
+| work per second | each client has a bucket that fills at a rate; a request takes its price out of it | RateLimiter |
 | slots, bytes | a fraction is free to all; each prefix may have an equal part, a peer one of that | may_acquire |
-| slots, all taken | a consumer with more than its part gives one up, the largest consumer first | largest_consumer |
+| slots, all taken | a client with more than its part gives one up, the largest client first | largest_client |
 """
 
 from __future__ import annotations
@@ -151,3 +150,21 @@ class SharedCapacity:
         self.held[consumer] -= size
         if self.held[consumer] <= 0:
             del self.held[consumer]
+
+
+@dataclass(frozen=True, slots=True)
+class MovingAverage:
+    """An exponential moving average in which the first 1 / `weight` samples count equally; see `with_sample`.
+
+    weight: of a new sample, 0 to 1. value: None before the first sample. samples: how many there were.
+    """
+
+    weight: float
+    value: float | None = None
+    samples: int = 0
+
+    def with_sample(self, sample: float) -> MovingAverage:
+        """Returns the average with `sample` added: value + w * (sample - value), w = max(weight, 1 / (samples + 1))."""
+        weight = max(self.weight, 1.0 / (self.samples + 1))
+        value = sample if self.value is None else self.value
+        return MovingAverage(self.weight, value + weight * (sample - value), self.samples + 1)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 import psutil
-from agora_protocol.errors import LocalError
+from agora_protocol.addresses import address_problem, peer_of_address
+from agora_protocol.errors import InputError, LocalError
+from agora_protocol.ids import PeerId
 
 ANY: Final = {"ip4": "0.0.0.0", "ip6": "::"}  # the addresses to listen on that stand for all of the machine's
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
@@ -44,6 +47,32 @@ def is_private(address: str) -> bool:
         return not ipaddress.ip_address(words[2]).is_global
     except ValueError:
         return True
+
+
+def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:
+    """Returns each peer's multiaddrs, in the order given: those that end in /p2p/ and the peer's id.
+
+    Raises InputError for the first malformed one.
+    """
+    by_peer: dict[PeerId, list[str]] = defaultdict(list)
+    for address in addresses:
+        if problem := address_problem(address):
+            raise InputError(f"{address!r} {problem}; it should look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo...")
+        by_peer[peer_of_address(address)].append(address)
+    return dict(by_peer)
+
+
+def relays_of(addresses: Sequence[str]) -> dict[PeerId, list[str]]:
+    """Returns the relays that `addresses` go through: peer id -> the relay's own addresses, each with /p2p/RELAY.
+
+    Addresses that go through no relay, or do not name it, are ignored.
+    """
+    relays: dict[PeerId, list[str]] = {}
+    for address in filter(is_circuit, addresses):
+        own = address.partition("/p2p-circuit")[0]
+        if "/p2p/" in own:
+            relays.setdefault(PeerId(own.rpartition("/")[2]), []).append(own)
+    return relays
 
 
 def public_only(addresses: Iterable[str]) -> tuple[str, ...]:
