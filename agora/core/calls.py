@@ -1,4 +1,4 @@
-"""A call to another peer, as every package that makes one sees it: request, progress, reply, or the error without one."""
+"""A call to another peer, as every package that makes one sees it: request, progress, and a reply or an error."""
 
 from __future__ import annotations
 

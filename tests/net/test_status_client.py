@@ -20,11 +20,11 @@ from tests.net.helpers import peers, run
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
-from agora.net import light
+from agora.net.dht import status_client
 from agora_protocol.errors import AgoraError
 for addresses, run, timeout_s in json.loads(sys.argv[1]):
     try:
-        answer = light.fetch_status(addresses, run, timeout_s)
+        answer = status_client.fetch_status(addresses, run, timeout_s)
     except AgoraError as error:
         answer = [error.code, str(error)]
     heavy = [name for name in ("torch", "hivemind") if name in sys.modules]
