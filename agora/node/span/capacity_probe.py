@@ -9,10 +9,8 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
 from agora.core.tasks import run_in_thread
-from agora.cost.machine import Machine
 from agora.cost.manifest_cost import run_cost
-from agora.cost.run_cost import Machine, RunCost, run_cost
-from agora.cost.stage_cost import RunCost
+from agora.cost.run_cost import Machine, RunCost
 from agora.node.limits.memory import BASE_BYTES, measure_budget
 from agora.node.settings import Settings
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds

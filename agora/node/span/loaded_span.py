@@ -25,7 +25,6 @@ from agora.core.rates import Client
 from agora.core.sync_mode import ShareClosed
 from agora.core.tasks import BackgroundTasks, run_in_thread
 from agora.cost.manifest_cost import usual_in_flight
-from agora.cost.run_cost import usual_in_flight
 from agora.data.corpus import open_corpus
 from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
