@@ -81,7 +81,7 @@ LIMITS: Final = {
     "BOUNDARY_BLOCK": "values of a token in a quantised boundary that share one scale",
     "MAX_GOSSIPED_REPLICAS": "replicas in a GossipSteps or GossipedSteps",
     "SLICE_BLOCK": "elements of a stage's weights that fall into one slice together",
-    "PART_ELEMENTS": "elements of a small part of a gradient or slice; one owner averages a part in one call",
+    "PART_ELEMENTS": "elements of a small part of a gradient or slice; one reducer averages a part in one call",
     "MAX_SLICES": "slices into which local steps may divide a stage's weights",
     "MAX_SMALL_PARTS": "small parts of a gradient or slice",
     "MAX_PART_ELEMENTS": "elements of the largest part",

@@ -150,7 +150,6 @@ def _admit_listed(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) ->
 
 
 def _admit_by_ticket(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
-    # Otherwise returns NoAdmission with the reason in `shown` and how to get a ticket.
     if isinstance(shown, Admission):
         return shown
     advice = f"ask the founder for an invite by `swarm invite RUN --peer {peer}`"
@@ -194,6 +193,8 @@ def judge_proof(
 
 
 def _issuing_problem(ticket: Ticket, parent: Ticket | None, founder: PeerId) -> str:
+    # A delegate may issue any ticket but that of a delegate. The key of a bearer ticket only passes on the ticket's own
+    # role, to a named peer. parent: the ticket before in the chain.
     if parent is None:
         return "" if ticket.issuer == founder else "its ticket is not signed by the founder or a delegate"
     if ticket.issuer != parent.holder:
@@ -329,6 +330,7 @@ class AdmissionBook:
         return list(self._signed_revocations.values())
 
     def _forget_one(self) -> None:
+        # A delegate's first: only the founder may push out another's.
         by_delegates = (key for key in self._signed_revocations if key[1] != self.policy.founder)
         key = next(by_delegates, next(iter(self._signed_revocations)))
         del self._signed_revocations[key]

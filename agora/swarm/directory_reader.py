@@ -165,6 +165,7 @@ class DirectoryReader:
             estimates[stage] = StageEstimate(estimate_peers(self._readings, stage), self._linger_after_s(reads))
         return estimates
 
+    # Shards of close stages are read again sooner, so their peers stay in the view for a shorter time.
     def _split_by_linger(self, records: list[Record], span: Span | None) -> list[FoundRecords]:
         close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
         far = [record for record in records if not _is_close(record.span.first, record.span.last, span)]

@@ -123,6 +123,7 @@ def estimate_peers(known: KnownReadings, stage: int) -> float:
 
 
 def _depth(peers: float) -> float:
+    # The number of bits, here a real number, at which a shard holds SHARD_PEERS of a stage's peers.
     return min(float(MAX_SHARD_BITS), max(0.0, math.log2(max(peers, 1.0) / SHARD_PEERS)))
 
 
@@ -176,9 +177,8 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
     cycle = max(1.0, (len(close) + len(others) / wait) / SHARDS_PER_READ)
 
     def lateness(shard: Shard) -> float:
-        # Returns the seconds since a close shard was read; infinity if it never was. For a shard of another stage: the
-        # seconds since any shard of that stage was read, divided by `wait`, the number of cycles after which such a
-        # stage is due, so that it does not delay the close shards.
+        # For a shard of another stage: seconds since any shard of that stage was read, divided by `wait`, the number of
+        # cycles after which such a stage is due, so that it does not delay the close shards.
         readings = known.get(shard.stage, {})
         if shard in close:
             return now - readings[shard].at if shard in readings else math.inf
@@ -230,6 +230,8 @@ def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: 
 
 @lru_cache(maxsize=MAX_CACHED_RESULTS)
 def _bits_around(peer_hash: int, depth: int, free_bits: int, period: int) -> tuple[str, ...]:
+    # The bits of 2**free_bits shards: those of the hash, with every combination at the positions from
+    # period * free_bits on, modulo `depth`.
     positions = [(period * free_bits + index) % depth for index in range(free_bits)]
     bits = list(shard_bits(peer_hash, depth))
     around = []
@@ -270,6 +272,7 @@ def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
 
 
 def _random_hash(seed: int, index: int, now: float) -> int:
+    # The hashes of different indices change at different times.
     return _hash_of_period(seed, index, math.floor(now / RANDOM_SHARD_ROTATION_S + index / MAX_NEXT_SHARDS))
 
 

@@ -1,7 +1,6 @@
 """Decides whether the swarm makes progress, why not, and what to do about it. Pure.
 
-Steps count, not heartbeats: a swarm whose peers all
-answer but whose weights do not change is STALLED.
+Steps count, not heartbeats: a swarm whose peers all answer but whose weights do not change is STALLED.
 
 | state | when |
 |---|---|
@@ -69,8 +68,6 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
-    # Returns STALLED because no peer serves the stages `empty`. The advice is to wait if each of them has a joining
-    # peer; otherwise to start a peer for the first that has none.
     names = f"stage {empty[0]} has" if len(empty) == 1 else "stages " + ", ".join(map(str, empty)) + " have"
     unclaimed = [stage for stage in empty if not view.claimants(stage)]
     if not unclaimed:
@@ -82,7 +79,6 @@ def _judge_vacant(view: View, empty: list[int]) -> Health:
 
 
 def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
-    # Returns DEGRADED if a stage has never stepped, else DEGRADED if a stage has a single replica, else OK.
     steps = [stepped for stepped in last.values() if stepped is not None]
     if len(steps) < len(last):
         waiting = next(stage for stage, stepped in last.items() if stepped is None)

@@ -207,7 +207,8 @@ class Membership:
             await self._change_and_publish(replace(self.claim, **asdict(announcement)))
 
     async def _publish_new_claim(self, placement: Placement) -> None:
-        # The claim has the next incarnation, so that readers prefer it to this peer's older claims.
+        # The claim has the next incarnation, so that readers prefer it to this peer's older ones. Its capacity is
+        # unknown until `update_capacity` is called.
         span = placement.span
         assert span is not None, "who stands by claims nothing"
         incarnation = self._config.incarnation if self.claim is None else self.claim.incarnation + 1

@@ -19,9 +19,8 @@ from agora.swarm.view import PeerView, View
 
 # Number of rounds, each one read of the other claims, after which a joining peer's claim is settled in any case.
 MAX_SETTLING_ROUNDS = 12
-# Number of rounds in a row after which a kept span is settled although other joiners have not chosen the best spans.
-#
-# Their owners may have pinned them, so that waiting longer would be of no use.
+# Number of rounds in a row after which a kept span is settled although other joiners have not chosen the best spans:
+# their owners may have pinned them, and then waiting longer is of no use.
 ROUNDS_TO_KEEP = 3
 # A newcomer with less than this fraction of a median machine's rate stands by, while no stage is thin.
 MIN_FRACTION = 0.02
@@ -33,9 +32,8 @@ class Placement:
 
     span: Span | None  # None: the peer should hold none and stand by
     reason: str  # why, in words
-    # True if, by the view that was judged, this peer and all other joining peers keep their claimed spans.
-    #
-    # Then no further round is needed.
+    # True if, by the view that was judged, this peer and all other joining peers keep their claimed spans: then no
+    # further round is needed.
     is_final: bool = False
 
 
@@ -142,8 +140,7 @@ def _is_best_choice(capacity: StageCapacity, peer: PeerView) -> bool:
 
 
 def _best_for(capacity: StageCapacity, peer: PeerView) -> list[Span]:
-    # Returns the spans, of the length that `peer` claims, where it helps most, with all ties. capacity: must not count
-    # `peer`.
+    # capacity: must not count `peer`.
     spans = spans_of_length(len(peer.span), capacity.stage_count)  # a claim may name stages that the run does not have
     return capacity.best_spans(spans, _claimed_speed(capacity, peer), peer.bandwidth)
 
@@ -153,12 +150,10 @@ def _claimed_speed(capacity: StageCapacity, peer: PeerView) -> float:
 
 
 def _rate_at(capacity: StageCapacity, peer: PeerView, span: Span) -> float:
-    # Returns the microbatches per second that the peer would do at `span`, by its claimed speed and bandwidth.
     return capacity.rate_at(span, _claimed_speed(capacity, peer), peer.bandwidth)
 
 
 def _span_in_turn(capacity: StageCapacity, joiner: PeerView, run: RunId) -> Span:
-    # Returns the joining peer's claimed span if that is a best choice; otherwise one of the best, picked by its hash.
     # capacity: must count the peers that keep their spans and those whose turn came before, not `joiner`.
     best = _best_for(capacity, joiner)
     if joiner.span in best:

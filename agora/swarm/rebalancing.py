@@ -2,8 +2,8 @@
 
 Deterministic: random numbers are passed in.
 
-Every peer judges for itself at random moments; the rules that keep many from
-moving together are in docs/understand/placement.md.
+Every peer judges for itself at random moments; the rules that keep many from moving together are in
+docs/understand/placement.md.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from agora.swarm.stage_capacity import (
 )
 from agora.swarm.view import PeerView, View
 
-# A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled.
-#
-# It bounds what is lost: a stage with 10 replicas where 11 could be loses up to a tenth of its rate. Where stages are
-# known by samples, the samples' uncertainty is added, see StageCapacity.
+# A peer moves only if the swarm's rate rises by more than this factor, or a thin stage is filled. It bounds what is
+# lost: a stage with 10 replicas where 11 could be loses up to a tenth of its rate. Where stages are known by samples,
+# the samples' uncertainty is added, see StageCapacity.
 MIN_GAIN = 1.05
 # Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two.
 MIN_REPLICAS = 3
@@ -38,9 +37,8 @@ HORIZON_S = 1800.0
 MOVE_S = 15.0  # seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load
 # Bounds of the random seconds between two calls of `judge_move` by a peer.
 MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S = 2.0, 6.0
-# Probability, times k / n, with which a peer judges as if the k peers that should move before it could not.
-#
-# n: the number of peers that could be spared, this one included.
+# Probability, times k / n, with which a peer judges as if the k peers that should move before it could not; they may be
+# unable to. n: the number of peers that could be spared, this one included.
 OUT_OF_TURN = 0.05
 MAX_FOLLOWERS = 32  # at most this many of the other movers are simulated, before this peer's move and again after it
 
@@ -115,6 +113,8 @@ class _MoveEvaluation:
     # --- who may move
 
     def is_uneven(self) -> bool:
+        # Whether a move could help at all. If the view had a thin stage at the beginning, only thin stages count: rates
+        # are evened out once these are filled and can serve their state.
         capacity = self._capacity
         return bool(capacity.thin_stages) or (
             not self._was_thin and self._min_gain * capacity.rate < capacity.even_rate
@@ -156,6 +156,9 @@ class _MoveEvaluation:
         return all(capacity.rates[stage] - rate > swarm_rate for stage in stages)
 
     def may_hold(self, span: Span) -> bool:
+        # While a peer moves it serves nothing, also not the stages that it keeps. How many must serve, it included:
+        #   a stage given up: MIN_REPLICAS
+        #   a stage kept, but away meanwhile: two, unless `span` has a stage without any
         fills_empty = any(self._capacity.holders[stage] == 0 for stage in span.stages)
         for stage in self._own.span.stages:
             stay = min(self._serving[stage], self._capacity.holders[stage])  # of those that serve, after others' moves
@@ -168,8 +171,8 @@ class _MoveEvaluation:
     # --- whether it pays
 
     def choose_span(self) -> Placement | None:
-        # Enough: the swarm's rate, after the moves of others that would follow, rises by the factor `_min_gain`; a move
-        # that fills a stage with fewer than two peers needs no gain.
+        # The moves stay simulated, whatever is returned. A move gains enough if the swarm's rate, after the moves of
+        # others that would follow, rises by the factor `_min_gain`; one that fills a thin stage needs no gain.
         if not self.is_uneven():
             return None
         spans = [s for s in spans_that_fit(self._machine.max_span_lengths) if s != self._own.span and self.may_hold(s)]
@@ -224,15 +227,17 @@ class _MoveEvaluation:
         new = [stage for stage in span.stages if stage not in self._own.span]
         fetched = sum(self._needs.state_bytes[stage] for stage in new)
         seconds = fetched / self._machine.bandwidth if self._machine.bandwidth > 0 else 0.0
+        # A move that fills a thin stage is worth the whole horizon: without it the swarm may stop.
         won = HORIZON_S if fills else self._horizon_s * (1.0 - rates.before / rates.after)
         return seconds + MOVE_S < won
 
 
 def _turn(peer: PeerId, slowest: int) -> bytes:
+    # By a hash, because nothing that a peer reports may change whose turn it is.
     return hashlib.sha256(f"agora move 1\0{slowest}\0{peer}".encode()).digest()
 
 
 def _pick_by_hash(spans: list[Span], peer: PeerId) -> Span:
-    # Returns the one of equally good `spans` that a hash of `peer` picks, so that every peer knows where it goes.
+    # By a hash, so that every peer knows where the others go.
     digest = hashlib.sha256(f"agora move to 1\0{peer}".encode()).digest()
     return spans[int.from_bytes(digest[:4], "big") % len(spans)]

@@ -1,8 +1,7 @@
 """Computes each stage's number of peers and microbatches per second, and where one more machine helps most.
 
-Rates add up: a stage's rate is the sum of the rates
-of its holders, and the swarm's rate is that of its slowest stage (Petals, arXiv 2312.08361, appendix, places servers by
-the same sums).
+Rates add up: a stage's rate is the sum of the rates of its holders, and the swarm's rate is that of its slowest stage
+(Petals, arXiv 2312.08361, appendix, places servers by the same sums).
 """
 
 from __future__ import annotations
@@ -87,6 +86,8 @@ class StageCapacity:
         self._scale_samples(view)
 
     def _scale_samples(self, view: View) -> None:
+        # Where only n of a stage's N peers are known, its rate and holders are scaled up. `uncertainty` is the relative
+        # error that this may cause: three standard deviations, at the stage where it is greatest.
         self.uncertainty = 0.0
         rates = sum(self.rates)
         for stage, known in enumerate(self.holders):
@@ -160,6 +161,7 @@ class StageCapacity:
 
     @property
     def even_rate(self) -> float:
+        # The rate of every stage if all speed could be divided freely.
         return self.speed / self._work[-1]
 
     @property
@@ -216,6 +218,8 @@ class StageCapacity:
         return [span for span in raised if keys[span] == best]
 
     def _spans_that_leave_least_behind(self, spans: list[Span], rates: dict[Span, float]) -> list[Span]:
+        # This decides most cases before the rates of all stages have to be compared. The slowest stage must have the
+        # same rate with each of the spans.
         if len(spans) < 2:
             return spans
         slow = max(self._slowest_with({span: rates[span] for span in spans}).values()) + 1e-6 * self.usual_speed

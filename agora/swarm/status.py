@@ -101,8 +101,7 @@ def build_status(
 
 
 def _expected_path(peer: PeerView) -> str:
-    # Returns the path by which a peer that is not connected would be reached, judged by its claim's reachability. This
-    # is "punched" or "relayed" if the claim says so, otherwise, even for "unreachable", "direct".
+    # Of a peer that is not connected; also for "unreachable" it is "direct".
     return peer.reachability if peer.reachability in ("punched", "relayed") else "direct"
 
 
@@ -149,6 +148,7 @@ def _mean_metrics(view: View, objective: str) -> dict[str, float]:
     return means
 
 
+# Weighted by the peers' tokens per second; one without any has a weight of nearly 0, so that a lone one still counts.
 def _mean_over_peers(reported: Iterable[tuple[PeerView, float | None]]) -> float | None:
     known = [(value, max(peer.tokens_per_second, 1e-3)) for peer, value in reported if value is not None]
     weights = sum(weight for _, weight in known)

@@ -131,6 +131,8 @@ class View:
         return View(peers, self.estimates, unverified)
 
     def _scale_to_stage(self, stage: int, count: int) -> int:
+        # count * estimate / known, where both count verified and unverified peers in any state: of the claims that were
+        # not read, the same fraction is taken to be verified as of those that were.
         estimate = self.estimates.get(stage)
         known = self._holders_by_stage.get(stage, 0)
         if estimate is None or estimate.peers <= known:
@@ -199,9 +201,6 @@ def _merge_claim(peers: dict[PeerId, PeerView], claim: Claim, now_unix: float, l
 
 
 def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix: float) -> None:
-    # The average gets a new value if steps were taken since the last progress: the seconds since then, divided by the
-    # mean number of steps of a stage. Ignores progress of a peer without a claim of the same incarnation and span, and
-    # if any stage's steps would become fewer.
     known = peers.get(progress.peer)
     if known is None or known.incarnation != progress.incarnation or known.span != progress.span:
         return
@@ -209,6 +208,7 @@ def _merge_progress(peers: dict[PeerId, PeerView], progress: Progress, now_unix:
         return  # an older record, read from a slower node of the directory
     grown = sum(progress.steps) - sum(known.steps)
     mean_step_s = known.mean_step_s
+    # A sample: the seconds since the last progress, divided by the mean number of steps of a stage.
     if grown and known.steps and known.stepped_unix is not None:
         mean_step_s = mean_step_s.with_sample((now_unix - known.stepped_unix) * len(progress.span) / grown)
     peers[progress.peer] = replace(

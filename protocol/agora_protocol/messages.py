@@ -267,9 +267,9 @@ class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
     replicas: tuple[GossipEntry, ...] = _replica_steps(
         "[replica, optimizer steps taken, number of the step it counts for, tokens counted for that step, tokens "
-        "counted since it started, step up to which it has agreed with the others, lineage of that step, steps of the "
-        "state with which it started, 1 + thousandths of a byte that its uplink carries for each value and step (0: "
-        "it is never full), milliseconds since it reported]; the sender comes first"
+        "counted since it started, step up to which it has agreed with the others, history hash of that step, steps "
+        "of the state with which it started, 1 + thousandths of a byte that its uplink carries for each value and "
+        "step (0: it is never full), milliseconds since it reported]; the sender comes first"
     )
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=5_000, doc=_DEADLINE_DOC)
 
@@ -281,7 +281,7 @@ class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
 
 
 class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
-    """Sends the sender's values of one part of a round to the part's owner. Answered by Averaged.
+    """Sends the sender's values of one part (shard) of a round to the part's reducer. Answered by Averaged.
 
     Tensors: the part as `wire` says: float32 [n]; bf16 [n]; of int8 levels, int8 [n], and exponents, int8 [blocks]; of
     normal2 to normal4 scales, uint8 [1 + blocks], and packed levels, uint8. A block has QUANTISER_BLOCK elements.
@@ -289,7 +289,8 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas average")
     what: str = choice_field(
-        *_WHAT, doc="what is averaged: the gradient of an exact step, or a slice's difference to the anchor"
+        *_WHAT,
+        doc="what is averaged: the gradient of an exact step, or a slice's (fragment's) difference to the anchor",
     )
     round: int = int_field(0, MAX_UINT, doc="number of the round")
     part: int = int_field(0, MAX_UINT, doc="number of the part within the round")
@@ -300,7 +301,7 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
         0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the mean"
     )
     first_owner_failed: bool = bool_field(
-        doc="whether the part's first owner has failed the sender: the receiver is the second owner"
+        doc="whether the part's first reducer has failed the sender: the receiver is the second one"
     )
     wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the sender chooses")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
@@ -313,17 +314,17 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
     contributors: int = int_field(0, MAX_UINT, doc="members that contributed in time, those of weight 0 included")
     weight: float = float_field(0, 1e21, doc="the sum of the weights in the mean")
     counted: bool = bool_field(doc="whether the sender's values are in the mean: false when they came too late")
-    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the owner chooses")
+    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the reducer chooses")
     wanted_slices: int = int_field(
-        0, MAX_SLICES, default=0, doc="in how many slices the owner wants the stage to agree later, 0: in exact steps"
+        0, MAX_SLICES, default=0, doc="in how many slices the reducer wants the stage to agree later, 0: in exact steps"
     )
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
-    """Asks a member of a round for the mean of a part, which it has from the part's owner.
+    """Asks a member of a round for the mean of a part, which it has from the part's reducer.
 
-    Sent by the second owner after the first has failed, and by replicas that miss a mean or replay a step. Answered by
-    Recalled.
+    Sent by the second reducer after the first has failed, and by replicas that miss a mean or replay a step. Answered
+    by Recalled.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="as in Contribute")
@@ -335,8 +336,8 @@ class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
 
 
 class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
-    """Answers Recall. Tensors: those with which the part's owner has answered Contribute; none when the answering peer
-    does not have them."""
+    """Answers Recall. Tensors: those with which the part's reducer has answered Contribute; none when the answering
+    peer does not have them."""
 
     in_mean: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without a mean")
     contributors: int = int_field(0, MAX_UINT, doc="as in Averaged")
@@ -362,7 +363,7 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
     updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
     agreed: int = int_field(0, MAX_UINT, doc="the last step whose mean over all replicas is in the snapshot")
-    lineage: int = int_field(0, 2**32 - 1, doc="the lineage of step `agreed` (section 13), 0 when it is unknown")
+    lineage: int = int_field(0, 2**32 - 1, doc="the history hash of step `agreed` (section 13), 0 when it is unknown")
     slices: int = int_field(
         0, MAX_SLICES, doc="number of slices in which the stage agrees before step `change_at`; 0: exact"
     )
