@@ -215,6 +215,7 @@ class JsonScanner:
         self._at = end
 
     def _read_more(self) -> bool:
+        # At least as much as is here already: the text doubles, and a long value is scanned only a few times.
         piece = self._file.read(max(CHUNK, len(self._text) - self._at))
         self._text = self._text[self._at :] + piece
         self._at = 0

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
 from agora.core.span_work import DrawnMicrobatch
-from agora.data.batch_cutting import cut_batches
-from agora.data.hashing import Hashes, mix, seed_key, split_limit
+from agora.data.draws import Hashes, cut_batches, mix, seed_key, split_limit
 from agora.data.tokenizer import Ids
 from agora.observe.events import DiskTrouble, Report, TaskFailed
 

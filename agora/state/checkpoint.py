@@ -80,7 +80,7 @@ class Checkpoint:
     updates: int
     tokens_total: int
     agreed: int
-    lineage: int
+    history_hash: int
     plan: StepPlan = ALL_EXACT
 
 
@@ -107,8 +107,16 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
         with contextlib.suppress(OSError):  # the next write tries again
             os.rename(old, trash)  # rename before removing, so that no reader ever finds half of one
             shutil.rmtree(trash, ignore_errors=True)
-    numbers = state.step, state.updates, state.tokens_total, state.agreed, state.lineage
-    return Checkpoint(path, state.stage, *numbers, state.plan)
+    return Checkpoint(
+        path,
+        state.stage,
+        state.step,
+        updates=state.updates,
+        tokens_total=state.tokens_total,
+        agreed=state.agreed,
+        history_hash=state.history_hash,
+        plan=state.plan,
+    )
 
 
 def newest_checkpoint(
@@ -147,8 +155,16 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
                 f"{file} is damaged: expected SHA-256 {expected.sha256} of {expected.size} bytes, "
                 f"found {actual.sha256} of {actual.size}."
             )
-    numbers = index.step, index.updates, index.tokens_total, index.agreed, index.lineage
-    return Checkpoint(path, index.stage, *numbers, StepPlan(index.slices, index.change_at, index.later_slices))
+    return Checkpoint(
+        path,
+        index.stage,
+        index.step,
+        updates=index.updates,
+        tokens_total=index.tokens_total,
+        agreed=index.agreed,
+        history_hash=index.lineage,
+        plan=StepPlan(index.slices, index.change_at, index.later_slices),
+    )
 
 
 def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
@@ -166,16 +182,16 @@ def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
         moments[moment_name][tensor_name] = tensor
     try:
         return StageState(
-            checkpoint.stage,
-            checkpoint.step,
-            checkpoint.updates,
-            checkpoint.tokens_total,
-            layout,
-            layout.flatten(_read_tensors(checkpoint.path / WEIGHTS)),
-            {moment.name: layout.of_moment(moment).flatten(moments[moment.name]) for moment in layout.moments},
-            checkpoint.agreed,
-            checkpoint.lineage,
-            checkpoint.plan,
+            stage=checkpoint.stage,
+            step=checkpoint.step,
+            updates=checkpoint.updates,
+            tokens_total=checkpoint.tokens_total,
+            layout=layout,
+            weights=layout.flatten(_read_tensors(checkpoint.path / WEIGHTS)),
+            moments={moment.name: layout.of_moment(moment).flatten(moments[moment.name]) for moment in layout.moments},
+            agreed=checkpoint.agreed,
+            history_hash=checkpoint.history_hash,
+            plan=checkpoint.plan,
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit stage {checkpoint.stage}: {error}.") from error
@@ -206,8 +222,10 @@ def _write_files(parent: Path, run: str, state: StageState) -> Path:
         updates=state.updates,
         tokens_total=state.tokens_total,
         agreed=state.agreed,
-        lineage=state.lineage,
-        **state.plan._asdict(),
+        lineage=state.history_hash,
+        slices=state.plan.slices,
+        change_at=state.plan.change_at,
+        later_slices=state.plan.later_slices,
         files={
             WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.views(state.weights), metadata),
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),

@@ -25,6 +25,10 @@ class ChunkSchedule:
     """
 
     def __init__(self, count: int) -> None:
+        self.restart(count)
+
+    def restart(self, count: int) -> None:
+        """Forgets everything: the transfer has `count` chunks, and none has arrived."""
         self.count = count
         self.arrived_chunks: set[int] = set()
         self.refetched = 0  # chunks that had to be asked for again because every call for them failed

@@ -26,7 +26,7 @@ from agora.state.keeper import ClaimedSteps, KeptStages
 from agora.state.layout import Layout, StageState
 from agora.state.merged_model import SOURCE_BYTES, StageFile
 from agora.state.rules import LAG_LIMIT, most_advanced_first, plausibility_bound
-from agora.state.transfer import StateFetch
+from agora.state.state_fetch import StateFetch
 from agora.swarm.peer_score import ReportViolation
 
 COLLECT_S: Final = 3500.0
@@ -121,7 +121,6 @@ class StageCollector:
         return [replace(file, path=self._folder / file.path.name) for file in files]
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
-        # The state is copied if the stage is held here, and otherwise fetched from a replica:
         if stage in self._stages.span:
             state = await self._stages.export_state(stage)
         else:
@@ -133,7 +132,6 @@ class StageCollector:
         return StageFile(stage, state.step, path)
 
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:
-        # Fetches a stage's state from the peers that serve it now; if all fail, from peers that have come since.
         fetch = StateFetch(
             self._caller,
             stage,
@@ -142,7 +140,7 @@ class StageCollector:
             self._change_rule,
             highest_plausible_step=lambda: plausibility_bound(self._serving(stage).values(), LAG_LIMIT),
         )
-        asked: set[PeerId] = set()
+        asked: set[PeerId] = set()  # peers that come while the others fail are asked as well, and nobody twice
         reasons: tuple[str, ...] = ()
         while sources := [peer for peer in most_advanced_first(self._serving(stage)) if peer not in asked]:
             asked.update(sources)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from agora.state import rules
 from agora.state.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import Layout, StageState
 from agora.state.snapshot import SnapshotServer
-from agora.state.transfer import StateFetch
+from agora.state.state_fetch import StateFetch
 from agora.swarm.peer_score import ReportViolation
 
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
@@ -57,13 +57,8 @@ class KeptStages(Protocol):
 ClaimedSteps = Callable[[int], Mapping[PeerId, int]]
 
 
-class AskSteps(Protocol):
-    """Protocol: a function that asks `peers` directly how many optimizer steps they have taken at `stage`.
-
-    Returns peer -> steps; peers that did not answer are left out.
-    """
-
-    async def __call__(self, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]: ...
+# Takes a stage and peers; asks these directly, and returns the optimizer steps of those that answered.
+AskSteps = Callable[[int, Collection[PeerId]], Awaitable[Mapping[PeerId, int]]]
 
 
 class StageHolders(NamedTuple):
@@ -75,7 +70,7 @@ class StageHolders(NamedTuple):
     me: PeerId  # this peer
     serving: ClaimedSteps  # takes a stage, returns peer -> claimed step of the peers that serve it
     claimants: ClaimedSteps  # like `serving`, with the peers that are joining and may give a checkpoint
-    ask: AskSteps  # asks peers directly, since what a peer has published may be older than its first step
+    ask: AskSteps  # directly: what a peer has published may be older than its first step
 
 
 class StateKeeper:
@@ -174,8 +169,8 @@ class StateKeeper:
         return decision.reason
 
     async def _ask_whether_a_step_was_taken(self, stage: int, decision: rules.StartDecision) -> rules.StartDecision:
-        # If no replica answers for TIMEOUT_S, raises Unavailable: the seed's weights would be wrong if one has taken
-        # steps.
+        # What peers publish may be older than their first step, and two replicas with other weights at step 0 would
+        # never agree. So the seed's weights are kept only once a replica has said that it has taken no step.
         started_at, answers = loop_time(), dict[PeerId, int]()
         while silent := [p for p in self._holders.serving(stage) if p != self._holders.me and p not in answers]:
             answers |= await self._holders.ask(stage, silent)

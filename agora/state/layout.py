@@ -1,7 +1,7 @@
 """Lays out a stage's tensors in flat arrays, and converts between these, named tensors, and a snapshot's chunks.
 
 Chunk i holds the values of the stage's elements [i*m, (i+1)*m) in the weights, then in each moment that has values for
-them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of snapshots of one lineage may be
+them, float32 little-endian, with m = STATE_CHUNK_BYTES // (4 * arrays). So chunks of snapshots of one history may be
 mixed: no element gets its weight from one replica and its moments from another.
 """
 
@@ -39,7 +39,7 @@ class StageState:
     updates: how many of these steps went into the moments.
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
     agreed: the last step whose mean over all replicas is in the state.
-    lineage: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.stage.
+    history_hash: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.stage.
     plan: which steps of the stage are local. If step `step` is, `layout` has the moments ANCHOR and VELOCITY.
     """
 
@@ -51,7 +51,7 @@ class StageState:
     weights: Flat
     moments: Mapping[str, Flat]
     agreed: int = 0
-    lineage: int = 0
+    history_hash: int = 0
     plan: StepPlan = ALL_EXACT
 
     @property

@@ -173,7 +173,6 @@ def _objective_words(manifest: Manifest) -> str:
 
 
 def _data_words(manifest: Manifest) -> str:
-    # Returns what the run trained on, in words: for lm the corpus files, otherwise the sample file.
     data = manifest.data
     if manifest.objective.kind == "lm":
         return ", ".join(data.corpus)
@@ -182,7 +181,6 @@ def _data_words(manifest: Manifest) -> str:
 
 
 def _loading_code(manifest: Manifest, kind: Kind) -> str:
-    # In a run of kind lm the prompt is a text; otherwise it is a chat, and a note on plain prompts follows the code.
     # Training adds no special tokens either.
     no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     is_text = manifest.objective.kind == "lm"

@@ -18,6 +18,18 @@ from agora.core.clock import loop_time
 from agora.core.sync_mode import ALL_EXACT
 from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
 
+# The answer while there is no state to give.
+NOTHING_TO_GIVE: Final = StateIndex(
+    snapshot=b"",
+    step=0,
+    updates=0,
+    agreed=0,
+    lineage=0,
+    slices=ALL_EXACT.slices,
+    change_at=ALL_EXACT.change_at,
+    later_slices=ALL_EXACT.later_slices,
+    size=0,
+)
 RETRY_MS: Final = 1000
 # A snapshot is given for at most this many seconds: an older one would leave the joiner too many steps behind.
 FRESH_S: Final = 30.0
@@ -69,12 +81,22 @@ class SnapshotServer:
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
         if snapshot is None:
-            return Reply(StateIndex(b"", 0, 0, 0, 0, *ALL_EXACT, 0))
+            return Reply(NOTHING_TO_GIVE)
         snapshot.last_used = loop_time()
         state = snapshot.state
         hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
-        counts = state.step, state.updates, state.agreed, state.lineage, *state.plan
-        return Reply(StateIndex(snapshot.digest, *counts, state.layout.nbytes), [hashes])
+        index = StateIndex(
+            snapshot=snapshot.digest,
+            step=state.step,
+            updates=state.updates,
+            agreed=state.agreed,
+            lineage=state.history_hash,
+            slices=state.plan.slices,
+            change_at=state.plan.change_at,
+            later_slices=state.plan.later_slices,
+            size=state.layout.nbytes,
+        )
+        return Reply(index, [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
         """Returns the answer with one chunk of a kept snapshot; the snapshot counts as used now.
@@ -96,11 +118,11 @@ class SnapshotServer:
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
     async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
-        # Returns the stage's newest snapshot if it is fresh, otherwise makes one;
         self.drop_idle()
         started_at = loop_time()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made_at, default=None)
         if newest:
+            # Copying holds up training: the longer a copy takes, the longer it is given.
             factor = FRESH_FACTOR if newest.state.step >= at_least else REMAKE_FACTOR
             if started_at - newest.made_at < min(factor * newest.copying_s, FRESH_S):
                 return newest

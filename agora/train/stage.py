@@ -458,7 +458,7 @@ class Stage:
             weights=weights,
             moments=moments,
             agreed=self.progress.agreed,
-            lineage=self.progress.lineage,
+            history_hash=self.progress.lineage,
             plan=self.plan,
         )
 
@@ -483,7 +483,7 @@ class Stage:
             self.outer = self._new_outer()
             for name, values in self.outer.moments.items():
                 values.copy_(moments[name])
-        self.restart_at(state.step, state.tokens_total, state.agreed, state.lineage, state.plan)
+        self.restart_at(state.step, state.tokens_total, state.agreed, state.history_hash, state.plan)
 
     def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
         fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)

@@ -98,7 +98,6 @@ class HfFamily(Family):
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        # Returns file name -> content: with LoRA only adapter_config.json, otherwise the base model's config.json.
         if self._has_lora:
             return {ADAPTER_CONFIG: adapter_config(self._model)}
         return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}, **self._generation({}, turn_ends)}
@@ -110,13 +109,16 @@ class HfFamily(Family):
         wanted = {whole.file_names(name)[0]: tensor for name, tensor in wanted_tensors(whole).items()}
         stored = locate_checked(base_model, self._model.weights, wanted)
         matrices = matrices_by_weight(self.parameter_shapes(range(self._model.layers)))
-        products = {weight: self._product(*names, read_trained) for weight, names in matrices.items()}
+        products = {weight: self._product(a, b, read_trained) for weight, (a, b) in matrices.items()}
         return [merged_tensor(name, place, products.get(name)) for name, place in stored.items()]
 
     def _product(self, name_a: str, name_b: str, read_trained: ReadTrained) -> LoraProduct:
-        is_transposed = architecture_of(self._model).is_transposed
-        reads = partial(read_trained, name_a), partial(read_trained, name_b)
-        return LoraProduct(*reads, lora_scaling(self._model), is_transposed)
+        return LoraProduct(
+            read_a=partial(read_trained, name_a),
+            read_b=partial(read_trained, name_b),
+            scale=lora_scaling(self._model),
+            is_transposed=architecture_of(self._model).is_transposed,
+        )
 
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()

@@ -130,7 +130,7 @@ class HfStage(StageModule):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
-        # For eager attention it is never None, and a float to add to the scores. hidden: for sizes, dtype and device.
+        # Eager attention takes no bool mask and none of its own: it adds what it is given to the scores.
         if self._config._attn_implementation == "eager":
             return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
         if segments is None and (window is None or hidden.shape[1] <= window):

@@ -11,7 +11,7 @@ import pytest
 from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 
-from agora.data.hashing import mix
+from agora.data.draws import mix
 from agora.data.sampling import OriginBatches, Sampler, sample_id
 from agora.data.tokenizer import Ids
 from agora.observe.events import TaskFailed

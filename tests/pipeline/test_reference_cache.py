@@ -69,12 +69,12 @@ def test_an_epoch_of_real_pairs_is_known_in_the_next_ones(tmp_path: Path) -> Non
     rows = open_sample_rows(sample_run("dpo"), tmp_path / "cache", base=tmp_path)
     me = peer_id("origin")
     batches, cache, asked = EpochBatches(rows, 3, 4, me, 1, lambda: (me,)), ReferenceCache(), [0] * EPOCHS
-    for _ in range(EPOCHS * batches.shares.count):
+    for _ in range(EPOCHS * batches.assigner.count):
         drawn = batches.draw()
         assert drawn is not None
         if cache.look_up(drawn.tokens) is None:
-            asked[drawn.number // batches.shares.count] += 1
+            asked[drawn.number // batches.assigner.count] += 1
             cache.remember(drawn.tokens, (-1.0,) * 4)
         batches.mark_completed(drawn.number)
-    assert asked[0] in (batches.shares.count, batches.shares.count - 1), "the last one is filled up with known pairs"
+    assert asked[0] in (batches.assigner.count, batches.assigner.count - 1), "the last one is filled with known pairs"
     assert asked[1:] == [0] * (EPOCHS - 1)

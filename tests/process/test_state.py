@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.state.chunk_source import FAILURES, WINDOW
+from agora.state.chunk_fetch import FAILURES, WINDOW
 from tests.process.harness import WAIT_S, Daemon, drained, fired, last_step, nothing_lost, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]

@@ -50,7 +50,7 @@ def trained(step: int, stage: int = 2, seed: int = 0) -> StageState:
 
     moments = {"mean": flat(), "square": np.square(flat())}
     return StageState(
-        stage, step, step // 2, 1000 * step, LAYOUT, flat(), moments, agreed=step - 1, lineage=2**32 - step
+        stage, step, step // 2, 1000 * step, LAYOUT, flat(), moments, agreed=step - 1, history_hash=2**32 - step
     )
 
 
@@ -70,7 +70,7 @@ def names(folder: Path) -> list[str]:
 def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
     got, expected = read_checkpoint(checkpoint, LAYOUT), trained(step, seed=seed)
     assert (got.stage, got.step, got.updates, got.tokens_total) == (2, step, step // 2, 1000 * step)
-    assert (got.agreed, got.lineage) == (step - 1, 2**32 - step)
+    assert (got.agreed, got.history_hash) == (step - 1, 2**32 - step)
     for name in ("weights", "mean", "square"):
         np.testing.assert_array_equal(got.arrays[name], expected.arrays[name])
 

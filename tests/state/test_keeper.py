@@ -176,7 +176,7 @@ def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it
     passed_s = 0.0
     monkeypatch.setattr("agora.state.keeper.loop_time", lambda: asyncio.get_running_loop().time() + passed_s)
     monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
-    monkeypatch.setattr("agora.state.chunk_source.PAUSE_S", 0.01)
+    monkeypatch.setattr("agora.state.chunk_fetch.PAUSE_S", 0.01)
 
     async def whole() -> None:
         nonlocal passed_s

@@ -11,7 +11,7 @@ from agora_protocol.messages import GetState
 from agora.core.calls import Reply
 from agora.net.rpc.connection import IncomingCall
 from agora.state.snapshot import SnapshotServer
-from agora.state.transfer import StateFetch
+from agora.state.state_fetch import StateFetch
 from tests.net.helpers import after, echo, peers, run
 from tests.state.world import CHANGE_RULE, WINDOW, World, chunks, layout_of, state
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agora.state.sample_check import FAR, ChunkSample, distance, judge_sample
-from agora.state.transfer import StateFetch
+from agora.state.state_fetch import StateFetch
 from tests.state.world import CHANGE_RULE, World, chunks, layout_of, state
 from tests.virtual_time import run
 
@@ -79,8 +79,8 @@ def test_whoever_offers_a_later_step_with_other_weights_pays_and_the_state_is_th
     async def work() -> None:
         world = World()
         for number in range(honest):
-            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, lineage=5))
-        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed=105, lineage=6))
+            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
+        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed=105, history_hash=6))
         got = await fetched(world)
         assert got.step == 100 and np.array_equal(got.weights, world.replicas["honest 0"].state.weights)  # type: ignore[index]
         assert {peer for peer, _ in world.offences} == {"liar"}
@@ -88,12 +88,12 @@ def test_whoever_offers_a_later_step_with_other_weights_pays_and_the_state_is_th
     run(work())
 
 
-def test_a_liar_that_claims_the_others_lineage_gets_no_chunk_in() -> None:
+def test_a_liar_that_claims_the_others_history_gets_no_chunk_in() -> None:
     async def work() -> None:
         world = World()
         for number in range(2):
-            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, lineage=5))
-        world.add("liar", state(NUMEL, value=-40.0, step=100, agreed=100, lineage=5))
+            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
+        world.add("liar", state(NUMEL, value=-40.0, step=100, agreed=100, history_hash=5))
         got = await fetched(world)
         assert np.array_equal(got.weights, world.replicas["honest 0"].state.weights)  # type: ignore[index]
         assert {peer for peer, _ in world.offences} == {"liar"}
@@ -104,8 +104,8 @@ def test_a_liar_that_claims_the_others_lineage_gets_no_chunk_in() -> None:
 def test_of_two_that_disagree_the_later_step_is_not_taken_and_nobody_pays() -> None:
     async def work() -> None:
         world = World()
-        world.add("honest", state(NUMEL, value=1.0, step=100, agreed=100, lineage=5))
-        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed=105, lineage=6))
+        world.add("honest", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
+        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed=105, history_hash=6))
         got = await fetched(world)
         assert got.step == 100 and not world.offences
 
@@ -116,8 +116,8 @@ def test_a_state_at_the_median_and_799_is_not_even_fetched() -> None:
     async def work() -> None:
         world = World()
         for number in range(2):
-            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, lineage=5))
-        liar = world.add("liar", state(NUMEL, value=-40.0, step=899, agreed=899, lineage=6))
+            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
+        liar = world.add("liar", state(NUMEL, value=-40.0, step=899, agreed=899, history_hash=6))
         got = await fetched(world, highest_plausible_step=lambda: 200.0)
         assert got.step == 100 and not liar.calls["GetChunk"]
 

@@ -95,14 +95,14 @@ async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> N
 
 
 async def steps_that_change_no_byte_are_in_a_new_copy() -> None:
-    given = state(NUMEL, step=10, agreed=10, lineage=5)
+    given = state(NUMEL, step=10, agreed=10, history_hash=5)
 
     async def export(_: int) -> StageState:
         return given
 
     snapshots = SnapshotServer(export, lambda _: NBYTES)
     first = (await snapshots.get_state(GetState(0))).message
-    given = state(NUMEL, step=11, agreed=11, lineage=6)
+    given = state(NUMEL, step=11, agreed=11, history_hash=6)
     await asyncio.sleep(31.0)
     second = (await snapshots.get_state(GetState(0))).message
     assert isinstance(first, StateIndex)

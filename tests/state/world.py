@@ -41,7 +41,7 @@ def state(
     updates: int = 7,
     stage: int = 0,
     agreed: int = 0,
-    lineage: int = 0,
+    history_hash: int = 0,
     plan: StepPlan = ALL_EXACT,
 ) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
@@ -51,7 +51,7 @@ def state(
     if plan.is_local(step):
         moments |= {ANCHOR: weights + 1, VELOCITY: weights + 2}
     layout = layout_of(numel).at_step(step, plan)
-    return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, lineage, plan)
+    return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, history_hash, plan)
 
 
 def chunks(count: float) -> int:

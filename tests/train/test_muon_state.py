@@ -15,7 +15,7 @@ from agora.core.clock import loop_time
 from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import StageState
-from agora.state.transfer import StateFetch
+from agora.state.state_fetch import StateFetch
 from agora.train.device_worker import DeviceWorker
 from agora.train.stage import stage_layout
 from tests.state.world import CHANGE_RULE, World

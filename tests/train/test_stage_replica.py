@@ -340,17 +340,21 @@ def test_a_state_loaded_elsewhere_goes_on_bit_for_bit(name: str) -> None:
 def test_what_a_stage_has_agreed_on_travels_with_its_state() -> None:
     async def test(compute: DeviceWorker) -> None:
         gradient = torch.ones(compute.layout(0).numel)
-        state = replace(await compute.export_state(0), step=9, agreed=7, lineage=5)
+        state = replace(await compute.export_state(0), step=9, agreed=7, history_hash=5)
         await compute.load_state(state)
         (progress,) = compute.progress()
         assert (progress.step, progress.agreed, progress.lineage, progress.lineages) == (9, 7, 5, {7: 5})
         given = await compute.export_state(0)
-        assert (given.step, given.agreed, given.lineage) == (9, 7, 5)
+        assert (given.step, given.agreed, given.history_hash) == (9, 7, 5)
         await compute.load_state(replace(state, agreed=9))
         await compute.step_with_gradient(0, 9, gradient, 64)
         (progress,) = compute.progress()
         given = await compute.export_state(0)
-        assert (given.step, given.agreed, given.lineage) == (10, 10, progress.lineage) and given.lineage not in (0, 5)
+        assert (given.step, given.agreed, given.history_hash) == (
+            10,
+            10,
+            progress.lineage,
+        ) and given.history_hash not in (0, 5)
 
     with_stage_0(test)
 

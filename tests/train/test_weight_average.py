@@ -17,7 +17,7 @@ from agora.core.sync_mode import ALL_EXACT
 from agora.model import family_of, stage_loss
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import AVERAGE, StageState
-from agora.state.transfer import StateFetch
+from agora.state.state_fetch import StateFetch
 from agora.train.objectives import TokenBatch
 from agora.train.optimizer import average_decay
 from agora.train.span_trainer import SpanTrainer

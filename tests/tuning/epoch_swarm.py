@@ -24,7 +24,7 @@ class SimulatedOrigin:
     """
 
     name: str
-    shares: EpochAssigner
+    assigner: EpochAssigner
     seconds: float
     credit: int
     open: set[int] = field(default_factory=set)
@@ -68,7 +68,7 @@ class EpochSwarm:
         """seconds: how long one microbatch takes on average, with `credit` of them in flight."""
         origin = SimulatedOrigin(name, EpochAssigner(self.seed, name, next(SESSIONS), self.count), seconds, credit)
         if snapshot is not None:
-            origin.shares.restore(snapshot)
+            origin.assigner.restore(snapshot)
         self.origins[name] = origin
         self._dead_at.pop(name, None)
         self.at(self.now + self.rng.random() * INTERVAL, lambda: self._gossip(origin))
@@ -90,7 +90,7 @@ class EpochSwarm:
     def restart(self) -> None:
         """Kills all at once, and starts them again from the snapshots that they had made at that moment."""
         former = self.alive()
-        snapshots = [origin.shares.snapshot() for origin in former]
+        snapshots = [origin.assigner.snapshot() for origin in former]
         for origin in former:
             origin.is_alive = False
         for origin, snapshot in zip(former, snapshots, strict=True):
@@ -118,7 +118,7 @@ class EpochSwarm:
 
     def _fill(self, origin: SimulatedOrigin) -> None:
         while origin.is_alive and not origin.is_paused and len(origin.open) < origin.credit:
-            number = origin.shares.take_next(self.live_names())
+            number = origin.assigner.take_next(self.live_names())
             if number is None:
                 origin.stalls += 1
                 return
@@ -133,13 +133,13 @@ class EpochSwarm:
             origin.heard |= 1 << len(self.log)
             self.log.append(number)
             self._known_done.add(number)
-            origin.shares.mark_completed(number)
+            origin.assigner.mark_completed(number)
             self._fill(origin)
 
     def _gossip(self, origin: SimulatedOrigin) -> None:
         if not origin.is_alive:
             return
-        told, heard = origin.shares.next_state(), origin.heard
+        told, heard = origin.assigner.next_state(), origin.heard
         self.longest_state = max(self.longest_state, len(told))
         for other in self.alive():
             if other is not origin and self.rng.random() >= self.loss:
@@ -150,7 +150,7 @@ class EpochSwarm:
 
     def _deliver(self, to: SimulatedOrigin, sender: SimulatedOrigin, told: tuple[int, ...], heard: int) -> None:
         if to.is_alive:
-            to.shares.merge(sender.name, told)
+            to.assigner.merge(sender.name, told)
             to.heard |= heard
             self._fill(to)
 
@@ -158,7 +158,7 @@ class EpochSwarm:
         """Asserts, after `settle`, that the counts are what happened, and that no complete epoch lacks a microbatch."""
         known = self.known_completions()
         for origin in self.alive():
-            counts = origin.shares.counts()
+            counts = origin.assigner.counts()
             assert counts.seen == len(known)
             assert counts.repeated == sum(known.values()) - len(known)
             assert counts.samples == sum(known.values())

@@ -16,7 +16,7 @@ from agora_protocol.messages import BaseIndex, GetPiece, Pong
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.state.chunk_source import CHUNK_S, FAILURES, WINDOW
+from agora.state.chunk_fetch import CHUNK_S, FAILURES, WINDOW
 from agora.swarm.peer_score import Violation
 from agora.tuning.base import fetch
 from agora.tuning.base.fetch import NO_PEER_TIMEOUT_S, TIMEOUT_S

@@ -50,13 +50,13 @@ def test_an_epoch_holds_every_sample_once_and_what_fills_up_its_last_microbatch_
     repeats = 0
     for epoch in range(2):
         found: Counter[Any] = Counter()
-        for _ in range(batches.shares.count):
+        for _ in range(batches.assigner.count):
             microbatch = drawn(batches)
-            assert microbatch.number // batches.shares.count == epoch
+            assert microbatch.number // batches.assigner.count == epoch
             found.update(samples_in(microbatch))
             batches.mark_completed(microbatch.number)
         assert found.keys() == set(map(sequence_of, completions(75)))
-        first = samples_of(unpacked(rows.batch(batches.rows_of(epoch * batches.shares.count)[:wrapped])))
+        first = samples_of(unpacked(rows.batch(batches.rows_of(epoch * batches.assigner.count)[:wrapped])))
         assert {sample for sample, times in found.items() if times > 1} == set(first)
         assert batches.counts().seen == 75 * (epoch + 1)
         repeats += len(first)
@@ -66,7 +66,7 @@ def test_an_epoch_holds_every_sample_once_and_what_fills_up_its_last_microbatch_
 def test_fewer_rows_than_a_microbatch_holds_are_repeated_in_it(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, 3, context=31)
     batches = batches_of(rows, b=16)
-    assert rows.items < 16 and batches.shares.count == 1
+    assert rows.items < 16 and batches.assigner.count == 1
     microbatch = drawn(batches)
     assert set(samples_in(microbatch, 16)) == set(map(sequence_of, completions(3)))
     batches.mark_completed(microbatch.number)
@@ -84,9 +84,9 @@ def test_a_microbatch_travels_in_the_shape_and_type_of_the_run(tmp_path: Path) -
 def test_the_same_number_is_the_same_microbatch_everywhere(tmp_path: Path) -> None:
     one = batches_of(rows_of(tmp_path, 60))
     other = batches_of(rows_of(tmp_path, 60), OTHER, 2)
-    for number in (0, 5, 7 * one.shares.count + 3):
+    for number in (0, 5, 7 * one.assigner.count + 3):
         assert one.rows_of(number).tolist() == other.rows_of(number).tolist()
-    assert one.rows_of(0).tolist() != one.rows_of(one.shares.count).tolist()
+    assert one.rows_of(0).tolist() != one.rows_of(one.assigner.count).tolist()
 
 
 def test_pairs_stay_together(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_pairs_stay_together(tmp_path: Path) -> None:
     write_records(tmp_path / "samples.jsonl", records)
     rows = open_sample_rows(sample_run("dpo"), tmp_path / "cache", base=tmp_path)
     batches = batches_of(rows)
-    assert batches.shares.count == 11
+    assert batches.assigner.count == 11
     prompts: Counter[Any] = Counter()
     for _ in range(11):
         microbatch = drawn(batches)
@@ -111,19 +111,19 @@ def test_two_origins_share_an_epoch_and_know_what_both_have_done(tmp_path: Path)
     rows = rows_of(tmp_path, 300)
     one, other = batches_of(rows, ME, 1, (ME, OTHER)), batches_of(rows, OTHER, MAX_INT, (ME, OTHER))
     found: Counter[Any] = Counter()
-    for _ in range(4 * one.shares.count):
-        one.shares.merge(OTHER, other.shares.next_state())
-        other.shares.merge(ME, one.shares.next_state())
+    for _ in range(4 * one.assigner.count):
+        one.assigner.merge(OTHER, other.assigner.next_state())
+        other.assigner.merge(ME, one.assigner.next_state())
         for batches in (one, other):
-            if (microbatch := batches.draw()) is not None and microbatch.number < one.shares.count:
+            if (microbatch := batches.draw()) is not None and microbatch.number < one.assigner.count:
                 found.update(samples_in(microbatch))
             if microbatch is not None:
                 batches.mark_completed(microbatch.number)
         if one.counts().epoch:
             break
     assert found.keys() == set(map(sequence_of, completions(300)))
-    one.shares.merge(OTHER, other.shares.next_state())
-    other.shares.merge(ME, one.shares.next_state())
+    one.assigner.merge(OTHER, other.assigner.next_state())
+    other.assigner.merge(ME, one.assigner.next_state())
     assert one.counts() == other.counts() and one.counts().missed == 0
     assert one.counts().epoch == 1 and 300 <= one.counts().seen < 400
 
@@ -132,7 +132,7 @@ def test_what_is_dropped_is_drawn_again(tmp_path: Path) -> None:
     batches = batches_of(rows_of(tmp_path, 60))
     first = drawn(batches)
     batches.release(first.number)
-    assert first.number in {drawn(batches).number for _ in range(batches.shares.count)}
+    assert first.number in {drawn(batches).number for _ in range(batches.assigner.count)}
 
 
 def test_after_a_restart_the_epoch_goes_on_with_the_samples_that_were_not_done(tmp_path: Path) -> None:
@@ -142,16 +142,16 @@ def test_after_a_restart_the_epoch_goes_on_with_the_samples_that_were_not_done(t
     for microbatch in done[:7]:
         before.mark_completed(microbatch.number)
     after = batches_of(rows, session=2)
-    after.shares.restore(before.shares.snapshot())
+    after.assigner.restore(before.assigner.snapshot())
     assert after.counts() == before.counts()
-    rest = {drawn(after).number for _ in range(after.shares.count - 7)}
-    assert rest == set(range(after.shares.count)) - {microbatch.number for microbatch in done[:7]}
+    rest = {drawn(after).number for _ in range(after.assigner.count - 7)}
+    assert rest == set(range(after.assigner.count)) - {microbatch.number for microbatch in done[:7]}
 
 
 def test_what_others_have_not_finished_of_an_older_epoch_is_missed_until_it_is_done(tmp_path: Path) -> None:
     batches = batches_of(rows_of(tmp_path, 300))
     late = drawn(batches)
-    for _ in range(batches.shares.count):
+    for _ in range(batches.assigner.count):
         batches.mark_completed(drawn(batches).number)
     assert batches.counts().missed == len(samples_in(late)) and batches.counts().epoch == 0
     batches.mark_completed(late.number)
@@ -169,4 +169,4 @@ def test_origins_with_other_rows_notice(tmp_path: Path) -> None:
     one = batches_of(rows_of(tmp_path, 60))
     other = batches_of(rows_of(tmp_path, 61), OTHER, 2)
     with pytest.raises(DataError, match=f"{OTHER} trains on other rows"):
-        one.shares.merge(OTHER, other.shares.next_state())
+        one.assigner.merge(OTHER, other.assigner.next_state())

@@ -49,7 +49,7 @@ class Circle:
 
     def __init__(self, count: int, faults: NetworkFaults | None = None) -> None:
         self.network = MemoryNetwork(faults, random.Random(1))
-        self.shares: dict[PeerId, KnownNumbers] = {}
+        self.assigners: dict[PeerId, KnownNumbers] = {}
         self.gossips: dict[PeerId, EpochGossip] = {}
         self.events: list[Event] = []
         self.offences: list[tuple[PeerId, Violation]] = []
@@ -64,15 +64,15 @@ class Circle:
             return Reply(self.gossips[peer].answer(call.peer, call.message))
 
         caller = self.network.join(peer, answer or by_gossip)
-        self.shares[peer] = KnownNumbers()
+        self.assigners[peer] = KnownNumbers()
         self.gossips[peer] = EpochGossip(
-            self.shares[peer],
+            self.assigners[peer],
             caller,
-            lambda: self.shares.keys() - {peer},
+            lambda: self.assigners.keys() - {peer},
             report=self.events.append,
             report_violation=lambda who, offence, text: self.offences.append((who, offence)),
             on_exchange=self._count_news,
-            rng=random.Random(len(self.shares)),
+            rng=random.Random(len(self.assigners)),
         )
         if answer is None:
             self.tasks[peer] = asyncio.create_task(self.gossips[peer].run())
@@ -81,7 +81,7 @@ class Circle:
         self.news += 1
 
     def knowing(self, number: int) -> int:
-        return sum(number in shares.known for shares in self.shares.values())
+        return sum(number in assigner.known for assigner in self.assigners.values())
 
     async def stop(self) -> None:
         for task in self.tasks.values():
@@ -112,7 +112,7 @@ def in_circle(count: int, faults: NetworkFaults | None = None) -> Any:
 @in_circle(12)
 async def test_what_one_has_done_all_know_within_a_few_intervals(circle: Circle) -> None:
     await asyncio.sleep(5.0)
-    first = next(iter(circle.shares.values()))
+    first = next(iter(circle.assigners.values()))
     first.known.add(7)
     await asyncio.sleep(8 * INTERVAL_S)
     assert circle.knowing(7) == 12
@@ -121,8 +121,8 @@ async def test_what_one_has_done_all_know_within_a_few_intervals(circle: Circle)
 
 @in_circle(6, NetworkFaults(lost_answer=0.4))
 async def test_lost_answers_delay_the_news_and_lose_none(circle: Circle) -> None:
-    for number, shares in enumerate(circle.shares.values()):
-        shares.known.add(number)
+    for number, assigner in enumerate(circle.assigners.values()):
+        assigner.known.add(number)
     await asyncio.sleep(20.0)
     assert circle.network.faults.fired["lost"] > 10
     assert all(circle.knowing(number) == 6 for number in range(6))
@@ -136,25 +136,27 @@ async def test_origins_without_news_only_send_heartbeats(circle: Circle) -> None
     await asyncio.sleep(100.0)
     sent = circle.network.calls.total() - before
     assert 0 < sent <= 8 * TARGETS * (100.0 / HEARTBEAT_S + 1)
-    assert all(shares.ticks >= 100.0 / INTERVAL_S for shares in circle.shares.values()), "each interval is counted"
+    assert all(assigner.ticks >= 100.0 / INTERVAL_S for assigner in circle.assigners.values()), (
+        "each interval is counted"
+    )
 
 
 @in_circle(4)
 async def test_a_newcomer_hears_what_is_done_though_nothing_new_happens(circle: Circle) -> None:
-    for shares in circle.shares.values():
-        shares.known.add(3)
+    for assigner in circle.assigners.values():
+        assigner.known.add(3)
     await asyncio.sleep(30.0)
     circle.add(peer_id("newcomer"))
     await asyncio.sleep(INTERVAL_S)
-    assert 3 in circle.shares[peer_id("newcomer")].known, "it asks by telling"
+    assert 3 in circle.assigners[peer_id("newcomer")].known, "it asks by telling"
 
 
 @in_circle(4)
 async def test_a_hung_origin_holds_up_nobody(circle: Circle) -> None:
     await asyncio.sleep(5.0)
-    first, *_, last = circle.shares
+    first, *_, last = circle.assigners
     circle.network.hang(last)
-    circle.shares[first].known.add(9)
+    circle.assigners[first].known.add(9)
     await asyncio.sleep(6.0)
     assert circle.network.faults.fired["hang"] == 1
     assert circle.knowing(9) == 3
@@ -173,7 +175,7 @@ async def test_an_answer_that_is_none_is_an_offence(circle: Circle) -> None:
     await asyncio.sleep(30.0)
     assert {who for who, _ in circle.offences} == {peer_id("pong"), peer_id("nonsense")}
     assert {offence for _, offence in circle.offences} == {Violation.BAD_ANSWER}
-    assert not any(BAD in shares.known for shares in circle.shares.values())
+    assert not any(BAD in assigner.known for assigner in circle.assigners.values())
 
 
 @in_circle(2)

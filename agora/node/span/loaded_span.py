@@ -409,13 +409,13 @@ class LoadedSpan:
         # the first epoch begins.
         if (state := samples.record.latest_up_to(self.compute.step_of(0))) is not None:
             with suppress(ValueError):
-                batches.shares.restore(state)
+                batches.assigner.restore(state)
         return batches
 
     def _make_epoch_gossip(self, epochs: EpochBatches) -> EpochGossip:
         local_peer = self._local_peer
         return EpochGossip(
-            epochs.shares,
+            epochs.assigner,
             local_peer.network,
             self._other_origins,
             report=local_peer.startup.report_event,
@@ -552,7 +552,7 @@ class LoadedSpan:
     def _record_epochs(self, step: int) -> None:
         if self._epochs is None or self._record is None:
             return
-        self._record.remember(step, self._epochs.shares.snapshot())
+        self._record.remember(step, self._epochs.assigner.snapshot())
         counts = self._epochs.counts()
         report = self._local_peer.startup.report_event
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))

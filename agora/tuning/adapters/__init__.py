@@ -1,1 +1,1 @@
-"""adapters."""
+"""LoRA, and linear layers whose frozen matrix is kept in bf16 or NF4."""

@@ -118,7 +118,6 @@ def fetch_model(wanted: HubId) -> HubFolder:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    # Only model.safetensors if that exists or there is no index; otherwise those that the index lists, sorted.
     index = folder / INDEX
     if (folder / ONE_FILE).is_file() or not index.is_file():
         return [ONE_FILE]

@@ -252,7 +252,7 @@ def file_hash(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _hash_content(path: Path, size: int, changed_ns: int, inode: int) -> str:
-    # Raises OSError. size, changed_ns, inode: not used but as the cache's key, so that a changed file is hashed again.
+    # size, changed_ns and inode are part of the cache's key only: a changed file is hashed again.
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -82,8 +82,7 @@ class BaseServer:
         return tensors
 
     def _drop_opening(self, ended: asyncio.Task[TensorList | None]) -> None:
-        # Lets the next call look for the list again, unless one has begun to do so since the task `ended`.
-        if self._opening is ended:
+        if self._opening is ended:  # or a call that woke earlier has begun to look for the list again
             self._opening = None
 
     async def _find_list(self) -> TensorList | None:
@@ -94,8 +93,6 @@ class BaseServer:
             raise
 
     async def _give_piece(self, tensors: TensorList, request: GetPiece) -> Reply:
-        # A tensor whose piece cannot be read or has another hash is reported as BaseTensorDamaged and dropped from
-        # `base`, so that it is not given again.
         if request.tensor == LIST:
             data = tensors.to_bytes()
             _require_piece(request, len(data))
@@ -118,7 +115,7 @@ class BaseServer:
         finally:
             self._reading -= 1
         if data_read is None:
-            self._base.drop(request.tensor)
+            self._base.drop(request.tensor)  # damaged on this disk: not given again
             self._report(events.BaseTensorDamaged(str(location.path), listed.name))
             raise Refused("this peer does not have this tensor any more; ask another")
         return _piece_reply(data_read)

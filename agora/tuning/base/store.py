@@ -137,7 +137,7 @@ def is_intact(location: TensorLocation, listed: ListedTensor) -> bool:
 
 @functools.lru_cache(maxsize=8192)
 def _check_pieces(location: TensorLocation, listed: ListedTensor, size: int, changed_ns: int, inode: int) -> bool:
-    # The result is cached; size, changed_ns and inode are part of the key only, so that a changed file is read again.
+    # size, changed_ns and inode are part of the cache's key only: a changed file is read again.
     return all(location.read_piece(listed, piece) is not None for piece in range(listed.piece_count))
 
 

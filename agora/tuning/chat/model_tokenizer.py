@@ -34,9 +34,8 @@ MODEL_FILE: Final = "config.json"
 CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
 BYTES_END: Final = "\0"  # ends a turn for the byte tokenizer
 NO_END: Final = "\n"  # ends a turn for a tokenizer without a token for that
-# The date for templates that write it in training: all peers must render the same text, whenever they start.
-#
-# It is the date that Llama 3's own template writes if it is given no clock.
+# The date for templates that write it in training: all peers must render the same text, whenever they start. It is the
+# date that Llama 3's own template writes if it is given no clock.
 TRAINING_DATE: Final = datetime(2024, 7, 26)
 
 
@@ -127,9 +126,6 @@ def _with_template(
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    # Returns the source of a folder's chat template: chat_template.jinja, otherwise `chat_template` in `settings`.
-    # settings: the content of tokenizer_config.json; of a list of templates there, the one called "default" is
-    # returned.
     if (folder / TEMPLATE_FILE).is_file():
         return _read_text_file(folder / TEMPLATE_FILE)
     template = settings.get("chat_template")

@@ -201,7 +201,7 @@ def _other_objective_error(first: RawRecord, kind: RecordFormat, objective: Obje
 
 
 def _quote_names(names: Mapping[str, Any]) -> str:
-    # Each is quoted with escapes, because a file's text must not control a terminal, and cut to 60 characters.
+    # Quoted with escapes: a file's text must not control a terminal.
     shown = [f"{name!r:.60}" for name in list(names)[:SHOWN_COLUMNS]]
     return ", ".join(shown + (["..."] if len(names) > SHOWN_COLUMNS else [])) or "none"
 
@@ -240,7 +240,6 @@ def _read_alpaca(row: FormatRow) -> Sample:
 
 
 def _read_completion(row: FormatRow) -> Sample:
-    # Returns `prompt` with the answer `completion`: a Completion if both are texts, otherwise a Conversation.
     return _read_answer(row, "completion")
 
 
@@ -249,7 +248,7 @@ def _read_preference(row: FormatRow) -> Sample:
 
 
 def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
-    # Returns the prompt with the answer in `column`: a Completion if both are texts, otherwise a Conversation.
+    # In a conversation the prompt is not supervised. Many files repeat the prompt at an answer's beginning.
     prompt, answer = (
         value if isinstance(value := row.values[name], list | Mapping) else row.text(name)
         for name in ("prompt", column)
@@ -266,26 +265,23 @@ def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
 
 
 def _read_implicit_preference(row: FormatRow) -> Sample:
-    # The prefix of two lists of messages is whole messages, and never reaches the last message of either list.
     chosen, rejected = row.values["chosen"], row.values["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         prompt = _common_words(row.text("chosen"), row.text("rejected"))
         if not prompt:
             raise _no_shared_prompt_error(row)
-        sides = [Completion(prompt, text[len(prompt) :]) for text in (chosen, rejected)]
-        return _make_preference(row, *sides)
-    lists = row.messages("chosen"), row.messages("rejected")
-    shared = _common_prefix_length(*lists)
-    # the last message of each side is its answer, also if one side is the beginning of the other
-    shared = min(shared, *(len(messages) - 1 for messages in lists))
+        start = len(prompt)
+        return _make_preference(row, Completion(prompt, chosen[start:]), Completion(prompt, rejected[start:]))
+    first, second = row.messages("chosen"), row.messages("rejected")
+    # The last message of each side is its answer, also if one side is the beginning of the other.
+    shared = min(_common_prefix_length(first, second), len(first) - 1, len(second) - 1)
     if shared < 1:
         raise _no_shared_prompt_error(row)
-    return _make_preference(row, *(_make_conversation(messages, row, shared) for messages in lists))
+    return _make_preference(row, _make_conversation(first, row, shared), _make_conversation(second, row, shared))
 
 
 def _common_words(first: str, second: str) -> str:
-    # Returns the common prefix of two texts, cut before its last white space character, so that no word is cut. "" if
-    # the common prefix has no white space.
+    # Whole words: a prompt that ends within one would have other tokens than in a text that goes on.
     shared = first[: _common_prefix_length(first, second)]
     end = next((index for index in range(len(shared) - 1, -1, -1) if shared[index].isspace()), 0)
     return shared[:end]

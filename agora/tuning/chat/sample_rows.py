@@ -31,8 +31,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from numpy.typing import ArrayLike, NDArray
 
-from agora.data.batch_cutting import cut_batches
-from agora.data.hashing import epoch_order, mix, seed_key, split_limit
+from agora.data.draws import cut_batches, epoch_order, mix, seed_key, split_limit
 from agora.data.record_files import data_files, unreadable_data
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, token_dtype
@@ -257,12 +256,10 @@ class RowBuilder:
             yield chunk
 
     def _split(self, chunk: _SampleChunk) -> tuple[list[TokenSample], list[TokenSample]]:
-        # If `heldout` is above 0 and the first chunk has at least two samples, it gets samples of both kinds, so that a
-        # short file has both.
         if not self._heldout:
             return chunk.samples, []
         hashes = mix(np.array(chunk.numbers, np.uint64), self._split_key)
-        is_first = not self._chunks
+        is_first = not self._chunks  # split_limit finds samples of both kinds: a short file has only this chunk
         limit = split_limit(hashes, self._heldout) if is_first else np.uint64(int(self._heldout * 2**64))
         is_held = hashes < limit
         return list(itertools.compress(chunk.samples, ~is_held)), list(itertools.compress(chunk.samples, is_held))

@@ -37,7 +37,7 @@ from typing import Final
 import numpy as np
 from agora_protocol.errors import DataError, ProtocolError
 
-from agora.data.hashing import Hashes, mix
+from agora.data.draws import Hashes, mix
 from agora.tuning.epochs.state import (
     KEPT_TALLIES,
     MAX_STATE_INTS,
@@ -47,9 +47,9 @@ from agora.tuning.epochs.state import (
     EpochCounts,
     EpochPart,
     EpochState,
+    EpochTotals,
     MicrobatchSet,
     NumberRange,
-    ShareCounts,
     Tally,
     lowest_bit,
     open_epochs,
@@ -381,7 +381,7 @@ class EpochAssigner:
             return [(0, self.count)]
         return list(self._parts[epoch].done.ranges(full_blocks=True)) if epoch in self._parts else []
 
-    def counts(self) -> ShareCounts:
+    def counts(self) -> EpochTotals:
         """Returns how many microbatches the swarm has done so far, in all and in each epoch in progress.
 
         As far as this origin knows; repeats are counted from the sessions' tallies.
@@ -389,7 +389,7 @@ class EpochAssigner:
         epochs = [self._count_epoch(epoch) for epoch in range(self._first, self._newest() + 1)]
         seen = self._first * self.count + sum(epoch.done for epoch in epochs)
         total = Tally(*(sum(numbers) for numbers in zip(*self._tallies.values(), strict=True)))
-        return ShareCounts(
+        return EpochTotals(
             seen=seen,
             repeated=max(0, total.microbatches - seen),
             missed=sum(self.count - epoch.done for epoch in epochs[:-1]),
@@ -484,8 +484,7 @@ class EpochAssigner:
         return claim.number // self._layout.size in self._order.order(claim.epoch, live).own
 
     def _find_free(self, others: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
-        # Remembers its number in `_last_claimed`; the caller must add the claim to `_claims`. own_blocks: looks only in
-        # blocks where this origin has the lowest hash and no other works, so that the claim may be opened now.
+        # own_blocks: only where this origin has the lowest hash and no other works: such a claim may be opened at once.
         for epoch in range(self._first, self._first + open_epochs(self._layout)):
             number = self._find_free_in(epoch, others, own_blocks)
             if number is not None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
 from agora.core.span_work import DrawnMicrobatch
-from agora.data.hashing import epoch_order
+from agora.data.draws import epoch_order
 from agora.observe.events import DiskTrouble, Report
 from agora.state.files import sync_folder
 from agora.tuning.chat.sample_rows import SampleRows
@@ -52,7 +52,7 @@ class EpochBatches:
     me: this origin.
     session: a number below 2^63 that is used by no other start of any origin.
     live: returns the names of the live origins; called at each draw.
-    shares: decides which microbatches this origin takes; its state is to be exchanged with the other origins and kept
+    assigner: decides which microbatches this origin takes; its state is to be exchanged with the other origins and kept
     in checkpoints.
     """
 
@@ -72,7 +72,7 @@ class EpochBatches:
         self._live = live
         self._orders: dict[int, NDArray[np.int64]] = {}
         count = -(-rows.items // self._items)
-        self.shares = EpochAssigner(seed, me, session, count, int(rows.fingerprint[:ID_DIGITS], 16))
+        self.assigner = EpochAssigner(seed, me, session, count, int(rows.fingerprint[:ID_DIGITS], 16))
 
     def draw(self) -> DrawnMicrobatch | None:
         """Takes the next training microbatch and returns it, with its number; None if this origin may open none now.
@@ -81,7 +81,7 @@ class EpochBatches:
         in an epoch + position in the epoch. The microbatch is in flight until `mark_completed` or `release` is called
         with its number. After None, try again when other origins have sent new states (see EpochAssigner.take_next).
         """
-        number = self.shares.take_next(self._live())
+        number = self.assigner.take_next(self._live())
         return (
             None if number is None else DrawnMicrobatch(encode_tokens(self._rows.batch(self.rows_of(number))), number)
         )
@@ -91,14 +91,14 @@ class EpochBatches:
 
         Raises ValueError if it was not drawn, or is already completed or released.
         """
-        self.shares.mark_completed(number, int(self._rows.samples_in(self.rows_of(number)).sum()))
+        self.assigner.mark_completed(number, int(self._rows.samples_in(self.rows_of(number)).sum()))
 
     def release(self, number: int) -> None:
         """Records that the drawn microbatch of this number is given up: any origin may take it again.
 
         Raises ValueError if it was not drawn, or is already completed or released.
         """
-        self.shares.release(number)
+        self.assigner.release(number)
 
     def heldout_microbatches(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches of held-out rows, as wire tensors; equal ones at every call.
@@ -114,21 +114,21 @@ class EpochBatches:
         A dpo pair is two adjacent rows: chosen, then rejected. The last microbatch of an epoch is filled up with the
         epoch's first rows.
         """
-        epoch, position = divmod(number, self.shares.count)
+        epoch, position = divmod(number, self.assigner.count)
         items = self._items_of(epoch, np.arange(position * self._items, (position + 1) * self._items))
         return _rows_of_items(items, self._rows.rows_together)
 
     def counts(self) -> SampleCounts:
         """Returns how many samples the swarm has trained on, as far as this origin knows; pairs, for dpo."""
-        shares = self.shares.counts()
+        totals = self.assigner.counts()
         each = self._rows.summary.trained
-        done = [self._count_samples(part.epoch) for part in shares.epochs]
-        first = shares.epochs[0].epoch if shares.epochs else shares.seen // self.shares.count
+        done = [self._count_samples(part.epoch) for part in totals.epochs]
+        first = totals.epochs[0].epoch if totals.epochs else totals.seen // self.assigner.count
         seen = first * each + sum(done)
         return SampleCounts(
             epoch=first,
             seen=seen,
-            repeated=max(0, shares.samples - seen),
+            repeated=max(0, totals.samples - seen),
             missed=sum(each - samples for samples in done[:-1]),
         )
 
@@ -141,7 +141,7 @@ class EpochBatches:
 
     def _count_samples(self, epoch: int) -> int:
         is_done = np.zeros(self._rows.items, np.bool_)
-        for first, length in self.shares.done_ranges(epoch):
+        for first, length in self.assigner.done_ranges(epoch):
             is_done[self._items_of(epoch, np.arange(first * self._items, (first + length) * self._items))] = True
         return int(self._rows.samples_in(_rows_of_items(np.flatnonzero(is_done), self._rows.rows_together)).sum())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from agora_protocol.errors import AgoraError, DataError, ProtocolError
 from agora_protocol.ids import PeerId
@@ -15,6 +15,7 @@ from agora.core.calls import Caller
 from agora.core.clock import loop_time
 from agora.observe import events
 from agora.swarm.peer_score import ReportViolation, Violation
+from agora.tuning.epochs.assigner import EpochAssigner
 
 INTERVAL_S: Final = 0.25  # seconds between two ticks
 # Seconds after which an origin sends its state again although it has not changed, above all for newcomers.
@@ -22,26 +23,6 @@ HEARTBEAT_S: Final = 2.0
 TARGETS: Final = 4  # maximum number of other origins to which the state is sent at one interval
 CALL_S: Final = 3.0  # seconds after which a call that was not answered has failed
 REPEAT_S: Final = 60.0  # minimum seconds between two reports that one and the same origin trains on other rows
-
-
-class SharedEpochs(Protocol):
-    """Protocol: this origin's knowledge of which rows of the epochs are taken and done; see data.EpochAssigner."""
-
-    @property
-    def last_state(self) -> tuple[int, ...]:
-        """What `next_state` last returned; () before its first call."""
-
-    def next_state(self) -> tuple[int, ...]:
-        """Encodes the present knowledge as integers to send; returns the integers, and keeps them as `last_state`.
-
-        Each call also advances the clock by which claims expire: call it once in each interval.
-        """
-
-    def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Merges the state `values` of another origin into this one's.
-
-        Raises ProtocolError if `values` is malformed, DataError if that origin trains on other rows.
-        """
 
 
 class EpochGossip:
@@ -53,7 +34,7 @@ class EpochGossip:
 
     def __init__(
         self,
-        shares: SharedEpochs,
+        assigner: EpochAssigner,
         caller: Caller,
         others: Callable[[], Collection[PeerId]],
         *,
@@ -63,7 +44,7 @@ class EpochGossip:
         rng: random.Random | None = None,
     ) -> None:
         """others: returns the other live origins. on_exchange: called at every tick, and for each received state."""
-        self._shares = shares
+        self._assigner = assigner
         self._caller = caller
         self._others = others
         self._report = report
@@ -92,8 +73,8 @@ class EpochGossip:
         each call, and does not wait. Origins to which a call is still open are left out.
         """
         now = loop_time()
-        last_state = self._shares.last_state
-        state = self._shares.next_state()
+        last_state = self._assigner.last_state
+        state = self._assigner.next_state()
         if state != last_state or now - self._sent_at >= HEARTBEAT_S:
             free = sorted(set(self._others()) - self._calls.keys())
             for peer in self._rng.sample(free, min(TARGETS, len(free))):
@@ -105,11 +86,11 @@ class EpochGossip:
     def answer(self, peer: PeerId, message: GossipEpochs) -> GossipedEpochs:
         """Merges the state of the origin `peer`, and returns this origin's state as of its last tick.
 
-        Before the first tick, encodes the state by SharedEpochs.next_state, which counts as a tick. A state of other
+        Before the first tick, encodes the state by EpochAssigner.next_state, which counts as a tick. A state of other
         rows is not merged, see _merge, but is answered. Raises ProtocolError for a malformed state.
         """
         self._merge(peer, message.state)
-        return GossipedEpochs(self._shares.last_state or self._shares.next_state())
+        return GossipedEpochs(self._assigner.last_state or self._assigner.next_state())
 
     async def _send_state(self, peer: PeerId, request: GossipEpochs) -> None:
         try:
@@ -130,7 +111,7 @@ class EpochGossip:
 
     def _merge(self, peer: PeerId, state: Sequence[int]) -> None:
         try:
-            self._shares.merge(peer, state)
+            self._assigner.merge(peer, state)
         except DataError as error:
             if loop_time() - self._reported_at.get(peer, -REPEAT_S) >= REPEAT_S:
                 self._reported_at[peer] = loop_time()

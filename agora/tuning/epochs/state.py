@@ -248,7 +248,7 @@ class EpochCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareCounts:
+class EpochTotals:
     """How many microbatches the swarm has done, as far as this origin knows."""
 
     seen: int  # microbatches done at least once, summed over the epochs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agora.data.hashing import epoch_order
+from agora.data.draws import epoch_order
 
 
 @given(st.integers(0, 2**63), st.integers(0, 1000), st.integers(0, 500))

@@ -1,8 +1,9 @@
-"""Hashes numbers to uniform 64-bit numbers, equal on every machine and with every version of numpy."""
+"""Draws that are equal on every machine and with every version of numpy: hashes, held-out splits, orders, batches."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,3 +44,16 @@ def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     digest = hashlib.sha256(f"agora epoch 1\0{seed}\0{epoch}".encode()).digest()
     hashes = mix(np.arange(count, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
     return np.argsort(hashes, kind="stable").astype(np.int64)
+
+
+def cut_batches(numbers: NDArray[np.int64], batch_size: int, limit: int | None) -> Iterator[NDArray[np.int64]]:
+    """Yields numbers [n] in batches [batch_size], in their order, at most `limit` batches; None for all.
+
+    Numbers that do not fill a last batch are left out; if there are fewer than `batch_size` in all, they are repeated
+    to fill one batch. Yields nothing without numbers.
+    """
+    if 0 < len(numbers) < batch_size:
+        numbers = np.resize(numbers, batch_size)
+    count = len(numbers) // batch_size
+    for i in range(count if limit is None else min(count, limit)):
+        yield numbers[i * batch_size : (i + 1) * batch_size]

@@ -16,9 +16,9 @@ from agora_protocol.messages import StateIndex
 
 from agora.core.calls import Reply
 from agora.core.sync_mode import ALL_EXACT, StepPlan
-from agora.state import sample_check, transfer
+from agora.state import chunk_fetch, sample_check, state_fetch
 from agora.state.layout import ANCHOR, StageState
-from agora.state.transfer import StateFetch
+from agora.state.state_fetch import StateFetch
 from tests.state.world import CHANGE_RULE, WINDOW, World, chunks, flipped, layout_of, state
 from tests.virtual_time import run
 
@@ -80,7 +80,7 @@ def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
         world = World()
         values = {"a": 1.0, "b": 2.0, "c": 3.0}
         for name, value in values.items():
-            given = state(NUMEL, value=value, step=10 + int(value), updates=int(value), agreed=10, lineage=5)
+            given = state(NUMEL, value=value, step=10 + int(value), updates=int(value), agreed=10, history_hash=5)
             world.add(name, given, uplink=8e6)
         got, took = await fetched(world, fetcher(world))
         for chunk in range(COUNT):
@@ -91,7 +91,7 @@ def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
         assert all(len(replica.given) == COUNT / 3 for replica in world.replicas.values())
         assert took < 1.1 * STATE_BYTES / 24e6 + 0.1
         assert (got.step, got.updates) == (11, 1), "the least of those behind the chunks"
-        assert (got.agreed, got.lineage) == (10, 5)
+        assert (got.agreed, got.history_hash) == (10, 5)
 
     run(work())
 
@@ -254,7 +254,7 @@ def test_a_hung_source_is_worked_around() -> None:
 
 def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        monkeypatch.setattr(transfer, "SOURCES", 1)
+        monkeypatch.setattr(chunk_fetch, "SOURCES", 1)
         world = World()
         world.add("hung", state(NUMEL), hang_after=0)
         world.add("dead", state(NUMEL)).die()
@@ -271,36 +271,36 @@ def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died(monkeypatch:
 @pytest.mark.parametrize(
     ("other", "chosen"),
     [
-        ({"agreed": 41, "lineage": 5, "step": 40}, "other"),
-        ({"agreed": 40, "lineage": 6, "step": 41}, "other"),
-        ({"agreed": 40, "lineage": 6, "step": 39}, "usual"),
-        ({"agreed": 39, "lineage": 5, "step": 99}, "usual"),
-        ({"agreed": 40, "lineage": 0, "step": 40}, "usual"),
+        ({"agreed": 41, "history_hash": 5, "step": 40}, "other"),
+        ({"agreed": 40, "history_hash": 6, "step": 41}, "other"),
+        ({"agreed": 40, "history_hash": 6, "step": 39}, "usual"),
+        ({"agreed": 39, "history_hash": 5, "step": 99}, "usual"),
+        ({"agreed": 40, "history_hash": 0, "step": 40}, "usual"),
     ],
 )
 def test_of_snapshots_that_do_not_agree_only_the_newest_is_used(other: dict[str, int], chosen: str) -> None:
     async def work() -> None:
         world = World()
-        usual = world.add("usual", state(NUMEL, value=1.0, agreed=40, lineage=5, step=40))
+        usual = world.add("usual", state(NUMEL, value=1.0, agreed=40, history_hash=5, step=40))
         world.add("other", state(NUMEL, value=2.0, **other), delay_s=0.2)
         got, _ = await fetched(world, fetcher(world))
         expected = world.replicas[chosen].state
         assert_equal(got, expected)
-        assert (got.step, got.agreed, got.lineage) == (expected.step, expected.agreed, expected.lineage)
+        assert (got.step, got.agreed, got.history_hash) == (expected.step, expected.agreed, expected.history_hash)
         assert [name for name, replica in world.replicas.items() if replica.given] == [chosen]
         assert usual.calls["GetState"] == (2 if chosen == "other" else 1), "an older one is asked again, once"
 
     run(work())
 
 
-def test_where_the_lineage_is_unknown_only_snapshots_of_one_step_are_mixed() -> None:
+def test_where_the_history_is_unknown_only_snapshots_of_one_step_are_mixed() -> None:
     async def work() -> None:
         world = World()
         for name in "ab":
             world.add(name, state(NUMEL, agreed=40, step=42))
         behind = world.add("behind", state(NUMEL, agreed=40, step=41))
         got, _ = await fetched(world, fetcher(world))
-        assert (got.step, got.agreed, got.lineage) == (42, 40, 0)
+        assert (got.step, got.agreed, got.history_hash) == (42, 40, 0)
         assert not behind.given
         assert all(world.replicas[PeerId(name)].given for name in "ab")
 
@@ -315,8 +315,8 @@ def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> Non
         world = World()
         plan = StepPlan(0, 40, 20)
         for name in "ab":
-            world.add(name, state(NUMEL, agreed=step, lineage=7, step=step, plan=plan))
-        stale = world.add("stale", state(NUMEL, value=9.0, agreed=30, lineage=5, step=30))
+            world.add(name, state(NUMEL, agreed=step, history_hash=7, step=step, plan=plan))
+        stale = world.add("stale", state(NUMEL, value=9.0, agreed=30, history_hash=5, step=30))
         got, _ = await fetched(world, fetcher(world))
         expected = world.replicas[PeerId("a")].state
         assert expected is not None and got.arrays.keys() == expected.arrays.keys()
@@ -336,8 +336,8 @@ def test_a_plan_that_no_stage_of_the_run_can_have_is_an_offence(plan: StepPlan) 
 
     async def work() -> None:
         world = World()
-        world.add("honest", state(NUMEL, agreed=40, lineage=7, step=40))
-        world.add("liar", state(NUMEL, agreed=50, lineage=7, step=50, plan=plan))
+        world.add("honest", state(NUMEL, agreed=40, history_hash=7, step=40))
+        world.add("liar", state(NUMEL, agreed=50, history_hash=7, step=50, plan=plan))
         got, _ = await fetched(world, fetcher(world))
         assert got.plan == ALL_EXACT and [peer for peer, *_ in world.offences] == ["liar"]
 
@@ -349,8 +349,8 @@ def test_a_snapshot_that_slept_through_the_first_local_step_is_not_used() -> Non
 
     async def work() -> None:
         world = World()
-        world.add("honest", state(NUMEL, agreed=45, lineage=7, step=45, plan=StepPlan(0, 40, 20)))
-        world.add("asleep", state(NUMEL, value=9.0, agreed=38, lineage=5, step=50, plan=StepPlan(0, 40, 20)))
+        world.add("honest", state(NUMEL, agreed=45, history_hash=7, step=45, plan=StepPlan(0, 40, 20)))
+        world.add("asleep", state(NUMEL, value=9.0, agreed=38, history_hash=5, step=50, plan=StepPlan(0, 40, 20)))
         got, _ = await fetched(world, fetcher(world))
         assert got.step == 45 and not world.offences
 
@@ -361,8 +361,10 @@ def test_when_sources_of_local_steps_die_a_state_of_exact_steps_is_fetched_inste
     async def work() -> None:
         world = World()
         plan = StepPlan(0, 40, 20)
-        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41, plan=plan), die_after=6)
-        other = world.add("other", state(NUMEL, agreed=39, lineage=5, step=39))
+        newest = world.add(
+            "newest", state(NUMEL, value=9.0, agreed=41, history_hash=7, step=41, plan=plan), die_after=6
+        )
+        other = world.add("other", state(NUMEL, agreed=39, history_hash=5, step=39))
         got, _ = await fetched(world, fetcher(world))
         assert newest.given.total() == 6
         assert_equal(got, other.state)
@@ -374,11 +376,11 @@ def test_when_sources_of_local_steps_die_a_state_of_exact_steps_is_fetched_inste
 def test_a_source_that_was_a_moment_behind_is_used_once_it_has_taken_the_step() -> None:
     async def work() -> None:
         world = World(downlink=8e6)
-        world.add("first", state(NUMEL, agreed=41, lineage=7, step=41))
-        second = world.add("second", state(NUMEL, value=9.0, agreed=40, lineage=5, step=40))
+        world.add("first", state(NUMEL, agreed=41, history_hash=7, step=41))
+        second = world.add("second", state(NUMEL, value=9.0, agreed=40, history_hash=5, step=40))
 
         def step() -> None:
-            second.state = state(NUMEL, agreed=41, lineage=7, step=41)
+            second.state = state(NUMEL, agreed=41, history_hash=7, step=41)
 
         asyncio.get_running_loop().call_later(0.3, step)
         got, _ = await fetched(world, fetcher(world))
@@ -392,12 +394,12 @@ def test_a_source_that_was_a_moment_behind_is_used_once_it_has_taken_the_step() 
 def test_when_the_newest_dies_in_the_middle_the_state_of_the_others_is_fetched_whole() -> None:
     async def work() -> None:
         world = World()
-        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41), die_after=6)
-        others = [world.add(name, state(NUMEL, agreed=40, lineage=5, step=40), uplink=8e6) for name in "bc"]
+        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, history_hash=7, step=41), die_after=6)
+        others = [world.add(name, state(NUMEL, agreed=40, history_hash=5, step=40), uplink=8e6) for name in "bc"]
         got, took = await fetched(world, fetcher(world))
         assert newest.given.total() == 6
         assert_equal(got, others[0].state)
-        assert (got.step, got.agreed, got.lineage) == (40, 40, 5)
+        assert (got.step, got.agreed, got.history_hash) == (40, 40, 5)
         assert sum(source.given.total() for source in others) == COUNT
         assert all(source.given for source in others)
         assert took < 10 + STATE_BYTES / 16e6, "a few tries to reach the dead one again"
@@ -408,13 +410,13 @@ def test_when_the_newest_dies_in_the_middle_the_state_of_the_others_is_fetched_w
 def test_after_a_broken_call_the_same_snapshot_is_fetched_on() -> None:
     async def work() -> None:
         world = World()
-        given = state(NUMEL, agreed=40, lineage=5, step=40)
+        given = state(NUMEL, agreed=40, history_hash=5, step=40)
         broken = []
 
         def break_(answer: Reply, nth: int) -> Reply | PeerFailed:
             if isinstance(answer.message, StateIndex):
                 return answer
-            replica.state = state(NUMEL, value=float(nth), agreed=40 + nth, lineage=40 + nth, step=40 + nth)
+            replica.state = state(NUMEL, value=float(nth), agreed=40 + nth, history_hash=40 + nth, step=40 + nth)
             if nth % 5:
                 return answer
             broken.append(nth)
@@ -433,11 +435,11 @@ def test_after_a_broken_call_the_same_snapshot_is_fetched_on() -> None:
 def test_the_newest_that_hangs_is_given_up_for_others_but_not_without_others() -> None:
     async def work() -> None:
         world = World()
-        world.add("hung", state(NUMEL, value=9.0, agreed=41, lineage=7, step=41), hang_after=2)
-        other = world.add("other", state(NUMEL, agreed=40, lineage=5, step=40))
+        world.add("hung", state(NUMEL, value=9.0, agreed=41, history_hash=7, step=41), hang_after=2)
+        other = world.add("other", state(NUMEL, agreed=40, history_hash=5, step=40))
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, other.state)
-        assert transfer.STALL_S < took < transfer.STALL_S + 5
+        assert state_fetch.STALL_S < took < state_fetch.STALL_S + 5
         alone = World()
         alone.add("slow", state(NUMEL), uplink=0.06e6)  # 70 s for a chunk
         got, _ = await fetched(alone, fetcher(alone), within_s=1800.0)
@@ -604,7 +606,7 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
         small = chunks(3.5)
 
         def of_step(step: int) -> StageState:
-            return state(small, value=float(step), step=step, agreed=step, lineage=1000 + step)
+            return state(small, value=float(step), step=step, agreed=step, history_hash=1000 + step)
 
         async def step_on() -> None:
             while True:
@@ -628,7 +630,7 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
         got = await fetch.run(list(world.replicas), deadline=began + 600)
         stepping.cancel()
         assert_equal(got, of_step(got.step))
-        assert (got.agreed, got.lineage) == (got.step, 1000 + got.step)
-        assert sound.state.step - got.step < 5 * transfer.STALL_S
+        assert (got.agreed, got.history_hash) == (got.step, 1000 + got.step)
+        assert sound.state.step - got.step < 5 * state_fetch.STALL_S
 
     run(work())

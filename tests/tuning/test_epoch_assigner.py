@@ -31,16 +31,16 @@ def finish(swarm: EpochSwarm, until: float) -> int:
 
 
 def test_a_single_origin_does_every_microbatch_once_and_goes_on_with_the_next_epoch() -> None:
-    shares = EpochAssigner(7, "me", 1, 10)
+    assigner = EpochAssigner(7, "me", 1, 10)
     taken = []
     for _ in range(35):
-        number = shares.take_next([])
+        number = assigner.take_next([])
         assert number is not None
-        shares.mark_completed(number, samples=3)
+        assigner.mark_completed(number, samples=3)
         taken.append(number)
     assert sorted(taken[:30]) == list(range(30))
     assert {number // 10 for number in taken[30:]} == {3}
-    counts = shares.counts()
+    counts = assigner.counts()
     assert (counts.seen, counts.repeated, counts.missed, counts.samples) == (35, 0, 0, 105)
     assert [(epoch.epoch, epoch.done, epoch.in_flight, epoch.not_started) for epoch in counts.epochs] == [(3, 5, 0, 5)]
 
@@ -48,34 +48,34 @@ def test_a_single_origin_does_every_microbatch_once_and_goes_on_with_the_next_ep
 def test_seeds_and_epochs_have_other_orders() -> None:
     orders = set()
     for seed in range(3):
-        shares = EpochAssigner(seed, "me", 1, 300)
-        taken = [shares.take_next([]) for _ in range(600)]
+        assigner = EpochAssigner(seed, "me", 1, 300)
+        taken = [assigner.take_next([]) for _ in range(600)]
         orders |= {tuple(taken[:300]), tuple(number - 300 for number in taken[300:] if number is not None)}
     assert len(orders) == 6
 
 
 def test_what_is_given_up_is_free_again() -> None:
-    shares = EpochAssigner(7, "me", 1, 300)
-    first = shares.take_next([])
+    assigner = EpochAssigner(7, "me", 1, 300)
+    first = assigner.take_next([])
     assert first is not None
-    shares.release(first)
-    assert first in {shares.take_next([]) for _ in range(300)}
+    assigner.release(first)
+    assert first in {assigner.take_next([]) for _ in range(300)}
 
 
 def test_only_what_was_taken_can_be_completed() -> None:
-    shares = EpochAssigner(7, "me", 1, 300)
+    assigner = EpochAssigner(7, "me", 1, 300)
     with pytest.raises(ValueError, match="microbatch 3 was not taken"):
-        shares.mark_completed(3)
+        assigner.mark_completed(3)
 
 
 def test_an_origin_waits_when_the_oldest_epoch_is_too_far_behind() -> None:
-    shares = EpochAssigner(7, "me", 1, 200)
-    taken = [shares.take_next([]) for _ in range(400)]
+    assigner = EpochAssigner(7, "me", 1, 200)
+    taken = [assigner.take_next([]) for _ in range(400)]
     assert sorted(filter(None, taken)) == list(range(1, 400))
-    assert shares.take_next([]) is None
+    assert assigner.take_next([]) is None
     for number in range(200):
-        shares.mark_completed(number)
-    assert shares.take_next([]) in range(400, 600)
+        assigner.mark_completed(number)
+    assert assigner.take_next([]) in range(400, 600)
 
 
 # --- two origins, by hand
@@ -93,12 +93,12 @@ def tell(one: EpochAssigner, other: EpochAssigner) -> None:
     other.merge("a", one.next_state())
 
 
-def all_of_epoch_0(shares: EpochAssigner, live: str) -> set[int]:
+def all_of_epoch_0(assigner: EpochAssigner, live: str) -> set[int]:
     """What an origin takes of epoch 0, once it has told of its claims."""
     taken: set[int] = set()
     for _ in range(200):
-        shares.next_state()
-        taken |= {number for _ in range(2) if (number := shares.take_next(live)) is not None}
+        assigner.next_state()
+        taken |= {number for _ in range(2) if (number := assigner.take_next(live)) is not None}
     return {number for number in taken if number < 40}
 
 
@@ -116,13 +116,13 @@ def test_of_two_that_claim_the_same_the_higher_hash_gives_up() -> None:
     one, other = pair()
     assert one.take_next("a") is not None
     assert other.take_next("b") is not None  # neither knows of the other
-    claimed = {name: claims_of(shares) for name, shares in (("a", one), ("b", other))}
+    claimed = {name: claims_of(assigner) for name, assigner in (("a", one), ("b", other))}
     for _ in range(40):  # until both have claimed the same one
         if claimed["a"] & claimed["b"]:
             break
         one.take_next("a")
         other.take_next("b")
-        claimed = {name: claims_of(shares) for name, shares in (("a", one), ("b", other))}
+        claimed = {name: claims_of(assigner) for name, assigner in (("a", one), ("b", other))}
     (number,) = claimed["a"] & claimed["b"]
     tell(one, other)
     loser = one if BlockOrder(7, "a", 40).is_preceded_by("b", 0, number) else other
@@ -131,10 +131,10 @@ def test_of_two_that_claim_the_same_the_higher_hash_gives_up() -> None:
     assert number in all_of_epoch_0(winner, "ab")
 
 
-def claims_of(shares: EpochAssigner) -> set[int]:
+def claims_of(assigner: EpochAssigner) -> set[int]:
     """What it has claimed of epoch 0, as another origin reads it."""
     reader = EpochAssigner(7, "reader", 9, 40)
-    reader.merge("it", shares.next_state())
+    reader.merge("it", assigner.next_state())
     return {number for part in reader._others["it"].epochs.values() for number in range(40) if number in part.claimed}
 
 
@@ -248,7 +248,7 @@ def test_nothing_is_repeated_when_gossip_arrives(count: int, seconds: tuple[floa
 def test_who_is_faster_does_more_and_nobody_waits() -> None:
     swarm = swarm_of(400, 0.1, 0.2, 0.4)
     swarm.run(60.0)
-    shares = [origin.shares._tallies[origin.shares._session].microbatches for origin in swarm.alive()]
+    shares = [origin.assigner._tallies[origin.assigner._session].microbatches for origin in swarm.alive()]
     assert shares[0] == pytest.approx(600, rel=0.1)
     assert shares[1] == pytest.approx(300, rel=0.1)
     assert shares[2] == pytest.approx(150, rel=0.1)
@@ -313,16 +313,16 @@ def test_a_restart_of_all_goes_on_at_the_right_microbatch(seed: int) -> None:
 
 
 def test_a_restart_of_one_origin_repeats_nothing() -> None:
-    shares = EpochAssigner(7, "a", 1, 40)
-    done = [shares.take_next([]) for _ in range(10)]
+    assigner = EpochAssigner(7, "a", 1, 40)
+    done = [assigner.take_next([]) for _ in range(10)]
     for number in done[:8]:
         assert number is not None
-        shares.mark_completed(number)
+        assigner.mark_completed(number)
     again = EpochAssigner(7, "a", 2, 40)
-    again.restore(shares.snapshot())
+    again.restore(assigner.snapshot())
     assert {again.take_next([]) for _ in range(32)} == set(range(40)) - set(done[:8])
     assert again.counts().seen == 8
-    assert again.snapshot() == shares.snapshot()
+    assert again.snapshot() == assigner.snapshot()
 
 
 def test_a_million_microbatches_fit_into_a_message() -> None:
@@ -411,10 +411,10 @@ def test_epochs_far_beyond_do_not_make_this_origins_own_state_malformed() -> Non
     EpochAssigner(7, "c", 3, 4).merge("a", one.next_state())
 
 
-def take_after_told(shares: EpochAssigner) -> int:
+def take_after_told(assigner: EpochAssigner) -> int:
     """Takes a microbatch, as a sole origin does once it has told others for some intervals."""
     for _ in range(20):
-        shares.next_state()
-        if (number := shares.take_next(())) is not None:
+        assigner.next_state()
+        if (number := assigner.take_next(())) is not None:
             return number
     raise AssertionError("nothing to take")

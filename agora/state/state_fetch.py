@@ -1,0 +1,438 @@
+"""Fetches a stage's state from several replicas at the same time, and checks what they send before anything is used.
+
+An offer is a snapshot that a source can give. Chunks of snapshots with one mixing key form one state. One key is
+chosen: that of the arrived chunks if an offer has it, otherwise the newest offer's.
+
+| a source's offer                  | what follows                                                              |
+|-----------------------------------|---------------------------------------------------------------------------|
+| has the chosen key                | its chunks are fetched; arrived chunks with another key are dropped       |
+| has another key and is older      | the source is asked for a new offer: it may have caught up by then        |
+| has another key and is not older  | the source waits; it is asked again when no chosen source is left         |
+
+When all chunks have arrived, samples are compared (sample_check.py), and the chunks of sources that do not pass are
+fetched from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unavailable
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
+
+from agora.core.calls import Caller, Reply
+from agora.core.clock import loop_time
+from agora.core.sync_mode import EXACT, ChangeRule, StepPlan
+from agora.state.chunk_fetch import (
+    CHUNK_S,
+    FAILURES,
+    INDEX_S,
+    PAUSE_S,
+    TICK_S,
+    ChunkFetch,
+    Source,
+    call_until,
+)
+from agora.state.chunk_schedule import ChunkSchedule
+from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState, unpack_chunk
+from agora.state.sample_check import ChunkSample, find_corrupt_sources
+from agora.swarm.peer_score import ReportViolation, Violation
+
+GATHER_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
+STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before other snapshots are chosen
+
+
+class MixingKey(NamedTuple):
+    """Chunks of snapshots with equal keys may be mixed in one state. step: 0 if the history hash is known."""
+
+    agreed: int
+    history_hash: int
+    step: int
+    plan: StepPlan
+
+
+class CorruptStateError(ProtocolError):
+    """Raised when a source's answer to GetState or GetChunk cannot be true: malformed, wrong hash, impossible values.
+
+    No network fault causes such an answer: it is a violation.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A snapshot that a source can give: its name and steps, the SHA-256 of its chunks in order, and its layout."""
+
+    index: StateIndex
+    hashes: bytes
+    layout: Layout
+
+    def hash_of(self, chunk: int) -> bytes:
+        """Returns the SHA-256 that the source has announced for chunk number `chunk`, 32 bytes."""
+        return self.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
+
+    @property
+    def mixing_key(self) -> MixingKey:
+        return mixing_key(self.index)
+
+
+def mixing_key(index: StateIndex) -> MixingKey:
+    """Returns a snapshot's mixing key."""
+    # Replicas of one history have applied the same means up to step `agreed`; each may have taken inner steps since.
+    step = 0 if index.lineage else index.step
+    return MixingKey(index.agreed, index.lineage, step, plan_of(index))
+
+
+def plan_of(index: StateIndex) -> StepPlan:
+    """Returns the step plan of a snapshot's stage."""
+    return StepPlan(index.slices, index.change_at, index.later_slices)
+
+
+class StateFetch:
+    """Fetches one stage's state; see the module's text. When `run` fails, arrived chunks stay for the next `run`."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        stage: int,
+        layout: Layout,
+        report_violation: ReportViolation,
+        change_rule: ChangeRule,
+        *,
+        highest_plausible_step: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """layout: of the stage during exact steps. report_violation: called for sources that send corrupt data.
+
+        change_rule: of the run; offers whose step plan it does not allow are corrupt.
+        highest_plausible_step: offers above the step that it returns are not used.
+        """
+        self._caller = caller
+        self._stage = stage
+        self._exact_layout = layout
+        self._report_violation = report_violation
+        self._change_rule = change_rule
+        self._highest_plausible_step = highest_plausible_step
+        self._chunks = ChunkFetch[Offer](self._ask_for_offer, self._fetch_chunk, is_usable=self._has_chosen_key)
+        self._partial = PartialState(layout, self._chunks.schedule)
+        self._deadline = 0.0
+        self._lowest_step = 0  # the lowest step to accept
+        self._first_offer_at: float | None = None
+        self._chosen: StateIndex | None = None  # only chunks of snapshots with its mixing key are asked for
+        self._last_arrival = 0.0
+
+    @property
+    def schedule(self) -> ChunkSchedule:
+        return self._chunks.schedule
+
+    async def run(self, sources: Sequence[PeerId], *, deadline: float, at_least: int = 0) -> StageState:
+        """Fetches the missing chunks from several of `sources` concurrently, earlier ones first; returns the state.
+
+        No chunk is of a step below `at_least`; see PartialState.whole_state. Raises Unavailable, with each source's
+        last error, when no source is left or `deadline` (loop time) has passed.
+        """
+        self._chunks.begin(sources)
+        self._deadline = deadline
+        self._lowest_step = at_least
+        self._first_offer_at = self._chosen = None
+        self._partial.drop_unless(lambda index: index.step >= at_least)
+        try:
+            while not self.schedule.is_complete:
+                while not self.schedule.is_complete:
+                    await self._advance()
+                await self._drop_corrupt_chunks()
+        finally:
+            await self._chunks.close()
+        return self._partial.whole_state(self._stage)
+
+    async def _advance(self) -> None:
+        now = loop_time()
+        is_late = now >= self._deadline
+        if not is_late:
+            self._reconsider_mixing_key(now)
+            self._chunks.ask_for_indexes(now)
+            if self._chosen is None:
+                self._choose_mixing_key(now)
+            self._chunks.ask_for_chunks(now)
+        if is_late or not (self._chunks.calls or self._chunks.usable_sources):
+            arrived = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
+            ending = " before the deadline" if is_late else ", and no source is left"
+            sources = self._chunks.sources.values()
+            errors = [f"{source.peer}: {source.last_error}" for source in sources if source.last_error]
+            raise Unavailable(self._stage, [arrived + ending, *errors])
+        await self._chunks.wait(min(TICK_S, self._deadline - now))
+
+    # --- choosing a mixing key
+
+    def _choose_mixing_key(self, now: float) -> None:
+        sources = self._chunks.sources.values()
+        offers = [source.index for source in sources if source.index]
+        others_pending = any(None in source.calls for source in sources)
+        if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
+            return
+        arrived = {mixing_key(chunk.index) for chunk in self._partial.arrived.values()}
+        chosen = max(offers, key=lambda offer: (offer.mixing_key in arrived, offer.index.agreed, offer.index.step))
+        self._chosen = chosen.index
+        self._last_arrival = now
+        if chosen.layout.nbytes != self._partial.layout.nbytes:
+            self._partial = PartialState(chosen.layout, self.schedule)
+        self._partial.drop_unless(lambda index: mixing_key(index) == chosen.mixing_key)
+        chosen_steps = chosen.index.agreed, chosen.index.step
+        for source in sources:
+            if source.index and not self._has_chosen_key(source.index):
+                index = source.index.index
+                if (index.agreed, index.step) < chosen_steps:
+                    source.index = None
+                    source.not_before = now + PAUSE_S
+
+    def _reconsider_mixing_key(self, now: float) -> None:
+        if self._chosen is None:
+            return
+        sources = self._chunks.sources.values()
+        fetched_from = [source for source in sources if source.index and self._has_chosen_key(source.index)]
+        others = [source for source in sources if source not in fetched_from and not source.given_up]
+        if others and now > self._last_arrival + STALL_S:
+            for source in fetched_from:
+                source.give_up(f"no chunk came within {STALL_S:.0f} s")
+            fetched_from = []
+        if others and not fetched_from:
+            self._chosen = self._first_offer_at = None
+            for source in others:
+                source.index = None  # asked for another: this one may be minutes old
+
+    def _has_chosen_key(self, offer: Offer) -> bool:
+        if self._chosen is None or offer.layout.nbytes != self._partial.layout.nbytes:
+            return False
+        return offer.mixing_key == mixing_key(self._chosen)
+
+    # --- calls
+
+    async def _ask_for_offer(self, source: Source[Offer]) -> None:
+        at_least = self._chosen.step if self._chosen else self._lowest_step
+        deadline = min(self._deadline, loop_time() + INDEX_S)
+        try:
+            reply = await call_until(self._caller, source.peer, partial(GetState, self._stage, at_least), deadline)
+            offer = check_offer(reply, self._exact_layout, self._change_rule)
+        except AgoraError as error:
+            self._handle_failure(source, error, None)
+            return
+        step = offer.index.step
+        if (claimed := max(step, offer.index.agreed)) > self._highest_plausible_step():
+            source.give_up(f"offers step {claimed}, which is implausible beside the other replicas")
+        elif step < self._lowest_step:
+            source.give_up(f"is at step {step}; the lowest step that is used is {self._lowest_step}")
+        else:
+            source.index = offer
+            self._first_offer_at = self._first_offer_at or loop_time()
+
+    async def _fetch_chunk(self, source: Source[Offer], offer: Offer, chunk: int) -> None:
+        started_at = loop_time()
+        try:
+            values = await self._get_chunk(source.peer, offer, chunk)
+        except AgoraError as error:
+            self._handle_failure(source, error, offer)
+            return
+        source.record_chunk(loop_time() - started_at)
+        if not self._has_chosen_key(offer):
+            return  # another mixing key has been chosen meanwhile
+        self._last_arrival = loop_time()
+        self._partial.store(chunk, ArrivedChunk(offer.index, source.peer, offer.hash_of(chunk)), values)
+        self._chunks.record_arrival(source, chunk)
+
+    async def _get_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> list[Flat]:
+        deadline = min(self._deadline, loop_time() + CHUNK_S)
+        reply = await call_until(self._caller, peer, partial(GetChunk, offer.index.snapshot, chunk), deadline)
+        # In a thread: hashing a chunk would hold up the event loop.
+        return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), offer.layout, chunk)
+
+    # --- samples
+
+    async def _drop_corrupt_chunks(self) -> None:
+        chunks_of = self._partial.chunks_by_peer()
+        witnesses = sorted(self._chunks.usable_sources, key=lambda source: source.index is None)  # known offers first
+        verdicts = await find_corrupt_sources(
+            chunks_of, [source.peer for source in witnesses], self._read_sample, random.Random()
+        )
+        for peer, verdict in verdicts.items():
+            reason = "its chunks are not near those of other sources, as replicas' are"
+            if verdict == "corrupt":
+                self._report_violation(peer, Violation.FALSE_STATE, reason)
+            if source := self._chunks.sources.get(peer):  # chunks may be of an earlier run's source
+                source.give_up(reason)
+            self._partial.drop(chunks_of[peer])
+
+    async def _read_sample(self, peer: PeerId, chunk: int) -> ChunkSample | None:
+        arrived = self._partial.arrived[chunk]
+        if arrived.peer == peer:
+            return ChunkSample(self._partial.weights_of(chunk), arrived.index.step)
+        source = self._chunks.sources[peer]
+        try:
+            if source.index is None:
+                await self._ask_for_offer(source)
+            if (offer := source.index) is None or offer.layout.nbytes != self._partial.layout.nbytes:
+                return None
+            if offer.hash_of(chunk) == arrived.digest:  # the same bytes: no need to send them again
+                return ChunkSample(self._partial.weights_of(chunk), offer.index.step)
+            weights, *_ = await self._get_chunk(peer, offer, chunk)
+            return ChunkSample(weights, offer.index.step)
+        except AgoraError as error:
+            self._handle_failure(source, error, source.index)
+            return None
+
+    # --- failures
+
+    # | error | what follows |
+    # |---|---|
+    # | CorruptStateError | a violation is reported, and the source given up |
+    # | another ProtocolError; Refused when asked for an offer | the source is given up |
+    # | Refused a chunk of its present offer | as any other; the offer is dropped, and a new one asked for |
+    # | Busy | a pause as long as the source asks for, within bounds |
+    # | any other | a pause, longer each time; given up after FAILURES in a row |
+    def _handle_failure(self, source: Source[Offer], error: AgoraError, offer: Offer | None) -> None:
+        if source.given_up:
+            return
+        if isinstance(error, CorruptStateError):
+            self._report_violation(source.peer, Violation.FALSE_STATE, f"{error.code}: {error}")
+        is_refusal = isinstance(error, Refused) and not isinstance(error, Busy)
+        if isinstance(error, ProtocolError) or (is_refusal and offer is None):
+            source.give_up(str(error))
+            return
+        source.record_failure(error, loop_time())
+        if is_refusal and offer is source.index:
+            source.index = None  # after any other failure the source may still keep the snapshot
+        if source.failures >= FAILURES:
+            source.give_up(source.last_error)
+
+
+# --- the state as it arrives
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedChunk:
+    """Where a chunk came from: the snapshot, the source, and the chunk's SHA-256."""
+
+    index: StateIndex
+    peer: PeerId
+    digest: bytes
+
+
+class PartialState:
+    """The arrays of a state of one layout, filled by chunks in any order. arrived: the chunks that are filled."""
+
+    def __init__(self, layout: Layout, schedule: ChunkSchedule) -> None:
+        """schedule: is restarted for this layout; learns which chunks are dropped."""
+        self.layout = layout
+        self.arrived: dict[int, ArrivedChunk] = {}
+        self._schedule = schedule
+        self._schedule.restart(layout.chunk_count)
+        self._weights = np.empty(layout.numel, np.float32)
+        self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
+
+    def store(self, chunk: int, arrived: ArrivedChunk, values: Sequence[Flat]) -> None:
+        """Writes a chunk's values, as unpack_chunk returns them, into the arrays."""
+        self.arrived[chunk] = arrived
+        arrays = [self._weights, *self._moments.values()]
+        for array, place, part in zip(arrays, self.layout.chunk_places(chunk), values, strict=True):
+            array[place] = part
+
+    def weights_of(self, chunk: int) -> Flat:
+        """Returns the weights of a chunk that has arrived: a view."""
+        return self._weights[self.layout.chunk_places(chunk)[0]]
+
+    def chunks_by_peer(self) -> dict[PeerId, list[int]]:
+        """Returns the numbers of the arrived chunks, by the source that gave them."""
+        chunks: dict[PeerId, list[int]] = {}
+        for chunk, arrived in self.arrived.items():
+            chunks.setdefault(arrived.peer, []).append(chunk)
+        return chunks
+
+    def drop_unless(self, fits: Callable[[StateIndex], bool]) -> None:
+        """Drops the arrived chunks whose snapshot does not satisfy `fits`; they are missing again."""
+        self.drop([chunk for chunk, arrived in self.arrived.items() if not fits(arrived.index)])
+
+    def drop(self, chunks: Sequence[int]) -> None:
+        """Drops the arrived chunks with these numbers; they are missing again."""
+        for chunk in chunks:
+            self._schedule.discard(chunk)
+            del self.arrived[chunk]
+
+    def whole_state(self, stage: int) -> StageState:
+        """Returns the state, whose chunks have all arrived, and all have one mixing key; its arrays are not copied.
+
+        It has the lowest step and updates of the chunks' snapshots, and tokens_total 0, which means unknown.
+        """
+        indexes = [arrived.index for arrived in self.arrived.values()]
+        (key,) = {mixing_key(index) for index in indexes}
+        return StageState(
+            stage=stage,
+            step=min(index.step for index in indexes),
+            updates=min(index.updates for index in indexes),
+            tokens_total=0,
+            layout=self.layout,
+            weights=self._weights,
+            moments=self._moments,
+            agreed=key.agreed,
+            history_hash=key.history_hash,
+            plan=key.plan,
+        )
+
+
+# --- checks of answers
+
+
+def check_offer(reply: Reply, exact_layout: Layout, change_rule: ChangeRule) -> Offer:
+    """Returns the offer in an answer to GetState. exact_layout: that of the stage during exact steps.
+
+    Raises Refused if the source has no snapshot, or none that takes part in local steps since they began.
+    Raises CorruptStateError for another message and for an offer whose size or number of hashes does not fit the stage,
+    whose name is not the hash of the hashes, whose moments have more updates than steps were taken, or whose step plan
+    no stage of the run can have. Whether the steps themselves are plausible is not checked.
+    """
+    index = reply.message
+    if not isinstance(index, StateIndex):
+        raise CorruptStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
+    if index.size == 0:
+        raise Refused("has no snapshot of this stage to give")
+    plan = plan_of(index)
+    if not change_rule.is_possible(plan, index.step):
+        raise CorruptStateError("bad-message", f"No stage of this run has the plan {tuple(plan)} at step {index.step}.")
+    if plan.slices == EXACT and plan.is_local(index.step) and index.agreed < plan.change_at:
+        raise Refused("has a snapshot without the weights at which its local steps began")
+    layout = exact_layout.at_step(index.step, plan)
+    if index.size != layout.nbytes:
+        raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
+    if index.updates > index.step:
+        raise CorruptStateError("bad-message", f"The snapshot has {index.updates} updates in {index.step} steps.")
+    tensor = reply.tensors[0] if reply.tensors else None
+    if tensor is None or (tensor.dtype, tensor.shape) != ("uint8", (layout.chunk_count, HASH_BYTES)):
+        raise CorruptStateError("bad-tensor", f"The snapshot's index is not {layout.chunk_count} hashes.")
+    hashes = bytes(tensor.data)
+    if hashlib.sha256(hashes).digest() != index.snapshot:
+        raise CorruptStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
+    return Offer(index, hashes, layout)
+
+
+def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:
+    """Returns the weights and each moment's values in an answer to GetChunk: views of its bytes, see `unpack_chunk`.
+
+    expected: the chunk's SHA-256. Raises CorruptStateError for another message, another size or hash, NaN, infinity,
+    and a negative value in a moment that is_square.
+    """
+    nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
+    tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
+    if tensor is None or tensor.dtype != "uint8" or tensor.nbytes != nbytes:
+        raise CorruptStateError("bad-tensor", f"A chunk is not uint8 [{nbytes}].")
+    if (digest := hashlib.sha256(tensor.data).digest()) != expected:
+        raise CorruptStateError("bad-tensor", f"A chunk's SHA-256 should be {expected.hex()}, and is {digest.hex()}.")
+    _, *moments = values = unpack_chunk(tensor.data, layout, chunk)
+    negative = any(moment.is_square and (part < 0).any() for moment, part in zip(layout.moments, moments, strict=True))
+    if negative or not all(np.isfinite(part).all() for part in values):
+        raise CorruptStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
+    return values
