@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId
+from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
@@ -64,6 +66,18 @@ class WireRules:
     tokens_shape: tuple[int, ...]  # [b, s + 1]; with marks [2, b, s + 1]: ids, then marks
     # The run's kind of objective, "lm", "sft" or "dpo": it decides which references and metrics are allowed.
     objective: str = "lm"
+
+    @classmethod
+    def of_run(cls, manifest: Manifest) -> WireRules:
+        """The rules of the manifest's run: forms of the tensors by its shapes and its codec."""
+        codec = parse_codec(manifest.boundary.codec)
+        shape = manifest.boundary_shape()
+        return cls(
+            TensorForm(*codec.wire_format(shape, "forward")),
+            TensorForm(*codec.wire_format(shape, "backward")),
+            manifest.tokens_shape(),
+            manifest.objective.kind,
+        )
 
     @property
     def row_count(self) -> int:

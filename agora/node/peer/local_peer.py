@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from agora_protocol.addresses import peer_of_address
-from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
@@ -43,7 +42,7 @@ from agora.node.span.base_supply import BaseSupply
 from agora.node.span.capacity_probe import CapacityProbe
 from agora.observe import events, faults
 from agora.pipeline.ledger import WorkLedger
-from agora.pipeline.process_call import TensorForm, WireRules
+from agora.pipeline.process_call import WireRules
 from agora.pipeline.router import Router
 from agora.replica.all_reduce import owning_bandwidths
 from agora.swarm.membership import Membership, MembershipConfig
@@ -229,7 +228,7 @@ class LocalPeer:
             lambda: membership.view,
             me=startup.me,
             stage_count=manifest.stage_count,
-            wire_rules=wire_rules(manifest),
+            wire_rules=WireRules.of_run(manifest),
             report=report,
             peer_score=peer_score,
             round_trip_s=network.round_trip_s,
@@ -380,18 +379,6 @@ def compute_slots(manifest: Manifest, free_bytes: int) -> int:
     slot_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(manifest.boundary_shape())
     affordable = min(int(SLOTS_FRACTION * free_bytes), MAX_SLOTS_BYTES) // slot_bytes
     return max(usual, min(LIMIT_FACTOR * usual, affordable))
-
-
-def wire_rules(manifest: Manifest) -> WireRules:
-    """Returns the WireRules of a run: shapes and types of the tensors in its messages, by manifest and codec."""
-    codec = parse_codec(manifest.boundary.codec)
-    shape = manifest.boundary_shape()
-    return WireRules(
-        TensorForm(*codec.wire_format(shape, "forward")),
-        TensorForm(*codec.wire_format(shape, "backward")),
-        manifest.tokens_shape(),
-        manifest.objective.kind,
-    )
 
 
 async def watch_connections(
