@@ -69,7 +69,6 @@ def data_files(path: Path) -> list[Path]:
 
 
 def unreadable_data(path: Path, error: OSError) -> DiskError:
-    """Returns the error to raise when a data file cannot be read, with the reason and what to do."""
     return DiskError(f"Cannot read {path} ({error.strerror or error}); correct the path or its permissions.")
 
 
@@ -283,7 +282,6 @@ def _arrow_files(folder: Path) -> list[Path]:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """Imports and returns the package pyarrow. Raises LocalError, which names `path`, if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -302,7 +300,6 @@ def _iter_rows(batches: Iterable[Any], path: Path, rows_before: int = 0) -> Iter
 
 
 def unreadable_table(path: Path, error: Exception) -> DataError:
-    """Returns the error to raise when pyarrow cannot read the table in `path`."""
     return DataError(f"{path} is not a readable table ({str(error)[:200]!r}); fetch or write it again.")
 
 

@@ -57,7 +57,6 @@ class SourceFile:
 
 
 def unreadable_file(path: Path, error: OSError) -> DiskError:
-    """Returns the error to raise when the operating system cannot read a corpus file, with reason and what to do."""
     reason = error.strerror or error
     return DiskError(f"Cannot read {path} ({reason}); correct [data] corpus or the file's permissions.")
 

@@ -198,7 +198,6 @@ def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
-    """Returns the path of the folder for a stage's checkpoints, `folder`/stage-S. Creates nothing."""
     return folder / f"stage-{stage}"
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final, Protocol
 
 import numpy as np
 from agora_protocol.limits import SLICE_BLOCK, STATE_CHUNK_BYTES
@@ -27,8 +27,15 @@ ALIGNMENT: Final = 16  # elements: tensors start at multiples of 64 bytes, which
 VALUE_BYTES: Final = 4
 HASH_BYTES: Final = 32
 AVERAGE: Final = "average"  # the name of the moment that holds the moving average of the weights
-ANCHOR: Final = "anchor"
-VELOCITY: Final = "velocity"  # the names of the moments that a stage has during local steps only, see train.diloco
+# The names of the moments that a stage has during DiLoCo's inner steps only; files call outer parameters an anchor.
+OUTER_PARAMETERS: Final = "anchor"
+VELOCITY: Final = "velocity"
+
+
+class FlatArray(Protocol):
+    """Protocol: a flat array of numpy, or a tensor of torch, which this package must not import."""
+
+    def __setitem__(self, elements: slice, value: float, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class StageState:
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
     agreed: the last step whose mean over all replicas is in the state.
     history_hash: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.stage.
-    plan: which steps of the stage are local. If step `step` is, `layout` has the moments ANCHOR and VELOCITY.
+    plan: which steps of the stage are local. If step `step` is, `layout` has the moments OUTER_PARAMETERS and VELOCITY.
     """
 
     stage: int
@@ -147,14 +154,15 @@ class Layout:
         return Layout(moment.numel, [replace(slot, offset=moment.array_range(slot.elements).start) for slot in slots])
 
     def at_step(self, step: int, plan: StepPlan) -> Layout:
-        """Returns the layout of a state that has taken `step` steps: with ANCHOR and VELOCITY if step `step` is local.
+        """Returns the layout of a state that has taken `step` steps: with two moments more if step `step` is local.
 
         self: the stage's layout during exact steps.
         """
         if not plan.is_local(step):
             return self
         everything = [slice(0, self.numel)]
-        return replace(self, moments=(*self.moments, MomentSpec(ANCHOR, everything), MomentSpec(VELOCITY, everything)))
+        outer = (MomentSpec(name, everything) for name in (OUTER_PARAMETERS, VELOCITY))
+        return replace(self, moments=(*self.moments, *outer))
 
     def ranges(self, chosen: Callable[[TensorSlot], bool]) -> list[slice]:
         """Returns the element ranges of the tensors for which `chosen(slot)` is true, each with the padding after it.
@@ -169,7 +177,7 @@ class Layout:
                 ranges.append(slice(start, next_slot.offset))
         return ranges
 
-    def clear_padding(self, flat: Any) -> None:
+    def clear_padding(self, flat: FlatArray) -> None:
         """Sets the padding elements of `flat` [numel], a numpy array or a torch tensor, to zero in place."""
         for slot, next_slot in pairwise([*self.slots, TensorSlot("", self.numel, ())]):
             flat[slot.elements.stop : next_slot.offset] = 0.0

@@ -113,7 +113,6 @@ class SnapshotServer:
         return Reply(Chunk(), [WireTensor("uint8", (len(data),), memoryview(data))])
 
     def drop_idle(self) -> None:
-        """Drops the snapshots that no peer has used for IDLE_S."""
         oldest = loop_time() - IDLE_S
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 

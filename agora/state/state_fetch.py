@@ -76,7 +76,6 @@ class Offer:
     layout: Layout
 
     def hash_of(self, chunk: int) -> bytes:
-        """Returns the SHA-256 that the source has announced for chunk number `chunk`, 32 bytes."""
         return self.hashes[HASH_BYTES * chunk :][:HASH_BYTES]
 
     @property
@@ -85,14 +84,12 @@ class Offer:
 
 
 def mixing_key(index: StateIndex) -> MixingKey:
-    """Returns a snapshot's mixing key."""
     # Replicas of one history have applied the same means up to step `agreed`; each may have taken inner steps since.
     step = 0 if index.lineage else index.step
     return MixingKey(index.agreed, index.lineage, step, plan_of(index))
 
 
 def plan_of(index: StateIndex) -> StepPlan:
-    """Returns the step plan of a snapshot's stage."""
     return StepPlan(index.slices, index.change_at, index.later_slices)
 
 
@@ -336,7 +333,6 @@ class PartialState:
         self._moments = {moment.name: np.empty(moment.numel, np.float32) for moment in layout.moments}
 
     def store(self, chunk: int, arrived: ArrivedChunk, values: Sequence[Flat]) -> None:
-        """Writes a chunk's values, as unpack_chunk returns them, into the arrays."""
         self.arrived[chunk] = arrived
         arrays = [self._weights, *self._moments.values()]
         for array, place, part in zip(arrays, self.layout.chunk_places(chunk), values, strict=True):
@@ -347,7 +343,6 @@ class PartialState:
         return self._weights[self.layout.chunk_places(chunk)[0]]
 
     def chunks_by_peer(self) -> dict[PeerId, list[int]]:
-        """Returns the numbers of the arrived chunks, by the source that gave them."""
         chunks: dict[PeerId, list[int]] = {}
         for chunk, arrived in self.arrived.items():
             chunks.setdefault(arrived.peer, []).append(chunk)
@@ -358,7 +353,6 @@ class PartialState:
         self.drop([chunk for chunk, arrived in self.arrived.items() if not fits(arrived.index)])
 
     def drop(self, chunks: Sequence[int]) -> None:
-        """Drops the arrived chunks with these numbers; they are missing again."""
         for chunk in chunks:
             self._schedule.discard(chunk)
             del self.arrived[chunk]

@@ -25,7 +25,7 @@ from agora_protocol.manifest_sections import AveragingSection
 from agora_protocol.parts import part_elements
 from torch import Tensor
 
-from agora.state.layout import ANCHOR, VELOCITY, Layout
+from agora.state.layout import OUTER_PARAMETERS, VELOCITY, Layout
 
 MAX_MOMENTUM: Final = 0.9
 
@@ -41,7 +41,7 @@ class OuterOptimizer:
         self._momentum_of_step = section.outer_momentum
         self._layout = layout
         self.moments: Mapping[str, Tensor] = {
-            ANCHOR: weights.to("cpu", copy=True),
+            OUTER_PARAMETERS: weights.to("cpu", copy=True),
             VELOCITY: torch.zeros(len(weights)),
         }
 
@@ -50,7 +50,7 @@ class OuterOptimizer:
 
         snapshot: weights of these blocks only, of the same shape.
         """
-        return self._blocks_of(ANCHOR)[blocks].flatten() - snapshot
+        return self._blocks_of(OUTER_PARAMETERS)[blocks].flatten() - snapshot
 
     def step(
         self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...], pass_steps: int
@@ -75,7 +75,7 @@ class OuterOptimizer:
         blocks_of_part = part_elements(len(mean)) // SLICE_BLOCK
         block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(blocks_of_part)
         moves = block_has_mean[: len(blocks), None]
-        outer = self._blocks_of(ANCHOR)[blocks]
+        outer = self._blocks_of(OUTER_PARAMETERS)[blocks]
         velocity = self._blocks_of(VELOCITY)[blocks]
         mean = mean.view(-1, SLICE_BLOCK)
         new_velocity = momentum * velocity + mean
@@ -83,7 +83,7 @@ class OuterOptimizer:
         change = torch.where(moves, new_outer - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
             raise ProtocolError("bad-tensor", "the weights that a round gives would not be finite")
-        self._blocks_of(ANCHOR)[blocks] = torch.where(moves, new_outer, outer)
+        self._blocks_of(OUTER_PARAMETERS)[blocks] = torch.where(moves, new_outer, outer)
         self._blocks_of(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
         for values in self.moments.values():  # a mean that was sent in few bits is not exactly 0 in the padding
             self._layout.clear_padding(values)
@@ -91,7 +91,7 @@ class OuterOptimizer:
 
     def restart(self, blocks: Tensor, snapshot: Tensor) -> None:
         """Sets the outer parameters in `blocks` to `snapshot` [n], the only replica's weights, the velocity to 0."""
-        self._blocks_of(ANCHOR)[blocks] = snapshot.view(-1, SLICE_BLOCK)
+        self._blocks_of(OUTER_PARAMETERS)[blocks] = snapshot.view(-1, SLICE_BLOCK)
         self._blocks_of(VELOCITY)[blocks] = 0.0
 
     def _blocks_of(self, moment: str) -> Tensor:

@@ -22,7 +22,7 @@ from agora.node.paths import Home
 from agora.node.process.startup import StartPhases
 from agora.node.process.watchdog import Notifier
 from agora.node.span import base_supply
-from agora.node.span.base_supply import BaseSupply, FetchPlan, describe_fetch
+from agora.node.span.base_supply import BaseSupply, MissingTensors, describe_fetch
 from agora.observe import events
 from agora.swarm.peer_score import Violation
 from agora.swarm.view import PeerView, View
@@ -261,10 +261,10 @@ def test_a_damaged_tensor_of_the_store_is_fetched_anew(tmp_path: Path, whole: Pa
 
 def test_the_note_of_the_step_says_what_came_from_where() -> None:
     missing = {number: [0] for number in range(34)}
-    assert describe_fetch(291, FetchPlan(missing, 1_234_567_890, 0), 3) == (
+    assert describe_fetch(291, MissingTensors(missing, 1_234_567_890, 0), 3) == (
         "fetched 34 of 291 tensors, 1.2 GB from 3 peers"
     )
-    assert describe_fetch(291, FetchPlan({1: [0]}, 12_345_678, 33), 1) == (
+    assert describe_fetch(291, MissingTensors({1: [0]}, 12_345_678, 33), 1) == (
         "fetched 1 of 291 tensors, 12.3 MB from 1 peer; 33 were here already"
     )
-    assert describe_fetch(291, FetchPlan({}, 0, 34), 0) == "34 of 291 tensors are here from earlier"
+    assert describe_fetch(291, MissingTensors({}, 0, 34), 0) == "34 of 291 tensors are here from earlier"

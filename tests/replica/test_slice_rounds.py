@@ -18,7 +18,7 @@ from agora.replica.all_reduce import MAX_RECALLS, MAX_RUNNING_SLICE_ROUNDS, RECA
 from agora.replica.run import RECALL_FIRST, SliceRounds
 from agora.replica.shard_codec import Part, PartMean
 from agora.replica.view import SILENT_S
-from agora.state.layout import ANCHOR, VELOCITY
+from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from tests.replica.group_world import NUMEL, GroupPeer, GroupWorld
 from tests.virtual_time import run
 
@@ -43,7 +43,7 @@ def assert_one_anchor(*peers: GroupPeer) -> None:
     first = peers[0].stage
     for peer in peers:
         assert peer.stage.lineages[peer.stage.agreed] == first.lineages[first.agreed] != 0
-        for name in (ANCHOR, VELOCITY):
+        for name in (OUTER_PARAMETERS, VELOCITY):
             assert torch.equal(peer.stage.outer.moments[name], first.outer.moments[name])
 
 
@@ -70,7 +70,7 @@ def test_after_the_exact_steps_replicas_step_alone_around_one_anchor(exact_steps
                 )
                 assert all(event.contributors == 3 and not event.failed_parts for event in done)
                 assert not peer.of(StageDiverged)
-                apart = peer.stage.weights - peer.stage.outer.moments[ANCHOR]
+                apart = peer.stage.weights - peer.stage.outer.moments[OUTER_PARAMETERS]
                 assert float(apart.square().mean().sqrt()) < 0.01 * 3 * 4 * (every + 2), "as since its slices' turns"
 
     run(main())
@@ -214,7 +214,7 @@ def test_the_only_replica_is_its_own_anchor() -> None:
             stage = world.all[0].stage
             await asyncio.sleep(0.2)
             assert stage.agreed >= 25 and not slice_rounds(world.all[0])
-            apart = stage.weights - stage.outer.moments[ANCHOR]
+            apart = stage.weights - stage.outer.moments[OUTER_PARAMETERS]
             assert float(apart.square().mean().sqrt()) <= 0.01 * 4 and not stage.outer.moments[VELOCITY].any()
 
     run(main())

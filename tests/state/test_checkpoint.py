@@ -30,7 +30,7 @@ from agora.state.checkpoint import (
     write_checkpoint,
 )
 from agora.state.files import replace_tensors
-from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, chunk_hashes
+from agora.state.layout import OUTER_PARAMETERS, VELOCITY, Layout, MomentSpec, StageState, chunk_hashes
 from agora.state.snapshot import SnapshotServer
 from tests.state.test_layout import slots_of
 
@@ -81,7 +81,7 @@ def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
 def test_a_checkpoint_of_local_steps_holds_the_anchor_and_when_the_steps_are_local(tmp_path: Path) -> None:
     exact = trained(7)
     layout = LAYOUT.at_step(7, StepPlan(0, 5, 9))
-    moments = {**exact.moments, ANCHOR: exact.weights, VELOCITY: 2 * exact.weights}
+    moments = {**exact.moments, OUTER_PARAMETERS: exact.weights, VELOCITY: 2 * exact.weights}
     local = replace(exact, layout=layout, moments=moments, plan=StepPlan(0, 5, 9))
     written = write_checkpoint(tmp_path, RUN, local, keep=3)
     found = newest_checkpoint(tmp_path, RUN, 2)

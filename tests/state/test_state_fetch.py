@@ -17,7 +17,7 @@ from agora_protocol.messages import StateIndex
 from agora.core.calls import Reply
 from agora.core.sync_mode import ALL_EXACT, StepPlan
 from agora.state import chunk_fetch, sample_check, state_fetch
-from agora.state.layout import ANCHOR, StageState
+from agora.state.layout import OUTER_PARAMETERS, StageState
 from agora.state.state_fetch import StateFetch
 from tests.state.world import CHANGE_RULE, WINDOW, World, chunks, flipped, layout_of, state
 from tests.virtual_time import run
@@ -320,7 +320,7 @@ def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> Non
         got, _ = await fetched(world, fetcher(world))
         expected = world.replicas[PeerId("a")].state
         assert expected is not None and got.arrays.keys() == expected.arrays.keys()
-        assert (ANCHOR in got.arrays) == (step == 50)
+        assert (OUTER_PARAMETERS in got.arrays) == (step == 50)
         for name, values in expected.arrays.items():
             np.testing.assert_array_equal(got.arrays[name], values)
         assert got.plan == plan and got.layout == expected.layout and not stale.given

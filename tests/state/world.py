@@ -17,7 +17,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.sync_mode import ALL_EXACT, ChangeRule, StepPlan
-from agora.state.layout import ANCHOR, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
+from agora.state.layout import OUTER_PARAMETERS, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.snapshot import SnapshotServer
 from agora.swarm.peer_score import Violation
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
@@ -49,7 +49,7 @@ def state(
     weights = ramp + value
     moments = {"mean": -weights, "square": np.square(weights)}
     if plan.is_local(step):
-        moments |= {ANCHOR: weights + 1, VELOCITY: weights + 2}
+        moments |= {OUTER_PARAMETERS: weights + 1, VELOCITY: weights + 2}
     layout = layout_of(numel).at_step(step, plan)
     return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, history_hash, plan)
 

@@ -8,7 +8,7 @@ from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.manifest_sections import AveragingSection
 
 from agora.core.sync_mode import StepPlan
-from agora.state.layout import ANCHOR, VELOCITY, lay_out
+from agora.state.layout import OUTER_PARAMETERS, VELOCITY, lay_out
 from agora.train.diloco import MAX_MOMENTUM, OuterOptimizer
 
 SECTION = AveragingSection(outer_rate=0.7, outer_momentum=0.03)
@@ -40,7 +40,7 @@ def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
         torch.testing.assert_close(moved, new - snapshot)
         anchor.view(-1, SLICE_BLOCK)[blocks] = new.view(-1, SLICE_BLOCK)
         velocity.view(-1, SLICE_BLOCK)[blocks] = faster.view(-1, SLICE_BLOCK)
-        torch.testing.assert_close(outer.moments[ANCHOR], anchor)
+        torch.testing.assert_close(outer.moments[OUTER_PARAMETERS], anchor)
         torch.testing.assert_close(outer.moments[VELOCITY], velocity)
 
 
@@ -49,7 +49,7 @@ def test_a_part_without_a_mean_stays_with_its_weights() -> None:
     blocks = torch.arange(BLOCKS)
     moved = outer.step(blocks, weights_of(1), weights_of(2), (True, False), PASS_STEPS)
     assert bool(moved[:PART_ELEMENTS].any()) and not moved[PART_ELEMENTS:].any()
-    assert torch.equal(outer.moments[ANCHOR][PART_ELEMENTS:], weights_of(0)[PART_ELEMENTS:])
+    assert torch.equal(outer.moments[OUTER_PARAMETERS][PART_ELEMENTS:], weights_of(0)[PART_ELEMENTS:])
     assert not outer.moments[VELOCITY][PART_ELEMENTS:].any()
 
 
@@ -88,7 +88,7 @@ def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
     blocks = torch.tensor([2])
     outer.step(blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,), PASS_STEPS)
     outer.restart(blocks, rows(weights_of(3), blocks))
-    assert torch.equal(rows(outer.moments[ANCHOR], blocks), rows(weights_of(3), blocks))
+    assert torch.equal(rows(outer.moments[OUTER_PARAMETERS], blocks), rows(weights_of(3), blocks))
     assert not outer.moments[VELOCITY].any()
 
 
@@ -96,13 +96,16 @@ def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
     layout = lay_out([("bias", (SLICE_BLOCK - 5,))])
     outer = OuterOptimizer(SECTION, layout, torch.zeros(layout.numel))
     outer.step(torch.tensor([0]), torch.zeros(SLICE_BLOCK), torch.ones(SLICE_BLOCK), (True,), PASS_STEPS)
-    assert outer.moments[ANCHOR][: SLICE_BLOCK - 5].all() and not outer.moments[ANCHOR][SLICE_BLOCK - 5 :].any()
+    assert (
+        outer.moments[OUTER_PARAMETERS][: SLICE_BLOCK - 5].all()
+        and not outer.moments[OUTER_PARAMETERS][SLICE_BLOCK - 5 :].any()
+    )
 
 
 def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state_during_local_steps() -> None:
     for plan in (StepPlan(0, 6, 20), StepPlan(20, 5, 0)):
         assert LAYOUT.at_step(5, plan) == LAYOUT
     assert [(moment.name, moment.numel) for moment in LAYOUT.at_step(5, StepPlan(0, 5, 20)).moments] == [
-        (ANCHOR, NUMEL),
+        (OUTER_PARAMETERS, NUMEL),
         (VELOCITY, NUMEL),
     ]

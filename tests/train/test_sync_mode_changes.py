@@ -9,7 +9,7 @@ import torch
 from agora_protocol.limits import SLICE_BLOCK
 
 from agora.core.sync_mode import ALL_EXACT, EXACT, MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, StepPlan
-from agora.state.layout import ANCHOR, VELOCITY
+from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from agora.train.stage import Stage
 from tests.train.test_weight_versions import Bench
 
@@ -56,14 +56,16 @@ def average_slice(stage: Stage, wanted: int = SLICES) -> None:
 def test_the_anchor_is_what_the_last_exact_step_leaves_and_exists_only_during_local_steps() -> None:
     stage = stage_of()
     take_exact_step(stage, wanted=SLICES)
-    assert stage.progress.plan == PLAN and ANCHOR not in stage.moments
+    assert stage.progress.plan == PLAN and OUTER_PARAMETERS not in stage.moments
     while stage.step < FIRST:
         assert stage.outer is None
         take_exact_step(stage)
     weights = stage.weights.current.flat.clone()
-    assert torch.equal(stage.moments[ANCHOR], weights) and not stage.moments[VELOCITY].any()
+    assert torch.equal(stage.moments[OUTER_PARAMETERS], weights) and not stage.moments[VELOCITY].any()
     take_local_step(stage, seed=1)
-    assert torch.equal(stage.moments[ANCHOR], weights) and not torch.equal(stage.weights.current.flat, weights)
+    assert torch.equal(stage.moments[OUTER_PARAMETERS], weights) and not torch.equal(
+        stage.weights.current.flat, weights
+    )
 
 
 def test_what_the_means_want_enters_the_lineage() -> None:
@@ -81,7 +83,7 @@ def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none()
     take_local_step(giver, seed=1)
     average_slice(giver)
     state = giver.export_state()
-    assert state.plan == PLAN and {ANCHOR, VELOCITY} <= state.moments.keys()
+    assert state.plan == PLAN and {OUTER_PARAMETERS, VELOCITY} <= state.moments.keys()
     taker.load_state(state)
     assert taker.progress.plan == state.plan and taker.progress.lineage == giver.progress.lineage
     for name, values in giver.moments.items():
@@ -90,7 +92,7 @@ def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none()
         take_local_step(stage, seed=2)
     assert torch.equal(giver.weights.current.flat, taker.weights.current.flat)
     taker.load_state(exact)
-    assert taker.outer is None and ANCHOR not in taker.export_state().moments
+    assert taker.outer is None and OUTER_PARAMETERS not in taker.export_state().moments
     assert taker.progress.plan == ALL_EXACT
 
 
@@ -131,11 +133,11 @@ def test_another_number_of_slices_keeps_anchor_and_lineage() -> None:
     average_slice(stage, wanted=2)
     change_at = stage.step + NOTICE_PASSES * SLICES
     assert stage.progress.plan == StepPlan(SLICES, change_at, 2)
-    anchor = stage.moments[ANCHOR].clone()
+    anchor = stage.moments[OUTER_PARAMETERS].clone()
     lineage = stage.progress.lineage
     while stage.step <= change_at:
         take_local_step(stage, seed=stage.step)
-    assert torch.equal(stage.moments[ANCHOR], anchor) and stage.progress.lineage == lineage
+    assert torch.equal(stage.moments[OUTER_PARAMETERS], anchor) and stage.progress.lineage == lineage
 
 
 def test_a_stage_that_skips_into_local_steps_does_not_take_itself_for_a_replica_of_the_others() -> None:

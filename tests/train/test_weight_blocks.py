@@ -13,7 +13,7 @@ from agora_protocol.manifest_sections import AveragingSection
 from torch import Tensor
 
 from agora.core.sync_mode import StepPlan
-from agora.state.layout import ANCHOR, VELOCITY
+from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from agora.train.stage import stage_layout
 from tests.train.test_weight_versions import Bench, same
 
@@ -63,14 +63,14 @@ def test_the_blocks_of_a_slice_come_in_the_order_asked_and_cover_padding() -> No
 def test_a_slice_keeps_what_was_learnt_since_its_snapshot() -> None:
     bench = SliceBench()
     snapshot, mean = bench.slice(), bench.noise()
-    anchor = bench.stage.moments[ANCHOR].clone()
+    anchor = bench.stage.moments[OUTER_PARAMETERS].clone()
     bench.step_with(0)
     learnt, rest = bench.slice(), bench.stage.weights.current.flat.clone()
     assert not torch.equal(learnt, snapshot)
     bench.take_in(1, mean, snapshot)
     new = bench.rows(anchor) - RATE * (mean + MOMENTUM * mean)
     torch.testing.assert_close(bench.slice(), bench.without_gaps(learnt + new - snapshot), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(bench.rows(bench.stage.moments[ANCHOR]), bench.without_gaps(new))
+    torch.testing.assert_close(bench.rows(bench.stage.moments[OUTER_PARAMETERS]), bench.without_gaps(new))
     others = np.setdiff1d(np.arange(bench.stage.weights.layout.numel // SLICE_BLOCK), bench.blocks)
     now = bench.stage.weights.current.flat
     assert torch.equal(now.view(-1, SLICE_BLOCK)[others], rest.view(-1, SLICE_BLOCK)[others])
@@ -99,9 +99,9 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
     bench.step_with(0)
     bench.take_in(1, bench.noise(), bench.slice())
     state = bench.stage.export_state()
-    assert {ANCHOR, VELOCITY} <= state.moments.keys() and state.layout == stage_layout(bench.manifest, 0).at_step(
-        1, StepPlan(20)
-    )
+    assert {OUTER_PARAMETERS, VELOCITY} <= state.moments.keys() and state.layout == stage_layout(
+        bench.manifest, 0
+    ).at_step(1, StepPlan(20))
     other.stage.load_state(state)
     for name, values in bench.stage.moments.items():
         assert torch.equal(other.stage.moments[name], values)

@@ -32,14 +32,14 @@ from agora.tuning.hf_family import needed_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class FetchPlan:
+class MissingTensors:
     """What to fetch of the base model: `nbytes` in all.
 
-    missing: for each tensor to fetch, by its number in the tensor list, the numbers of its missing pieces. here: how
+    pieces: for each tensor to fetch, by its number in the tensor list, the numbers of its missing pieces. here: how
     many of the needed tensors were fetched completely earlier.
     """
 
-    missing: Mapping[int, Sequence[int]]
+    pieces: Mapping[int, Sequence[int]]
     nbytes: int
     here: int
 
@@ -134,15 +134,15 @@ class BaseSupply:
         )
         self._startup.phases.report_progress("asking who has the base model's files")
         tensors = await fetch.fetch_list(await run_in_thread(base.open_list))
-        plan = await run_in_thread(lambda: make_plan(base, tensors, lacking, f"The base model for stages {span}"))
+        missing = await run_in_thread(lambda: find_missing(base, tensors, lacking, f"The base model for stages {span}"))
 
         def report_progress() -> None:
             fetched = sum(fetch.bytes_from.values())
-            self._startup.phases.report_progress(f"fetched {fetched / 1e6:,.1f} of {plan.nbytes / 1e6:,.1f} MB")
+            self._startup.phases.report_progress(f"fetched {fetched / 1e6:,.1f} of {missing.nbytes / 1e6:,.1f} MB")
 
-        await fetch.fetch(plan.missing, report_progress)
+        await fetch.fetch(missing.pieces, report_progress)
         await run_in_thread(lambda: base.store.link_files(self._owner_folder, base.file_names))
-        return describe_fetch(len(tensors.tensors), plan, len(fetch.bytes_from))
+        return describe_fetch(len(tensors.tensors), missing, len(fetch.bytes_from))
 
     def _list_sources(self) -> list[PeerId]:
         seen = [peer for peer in self._view().peers.values() if peer.peer != self._startup.me]
@@ -161,7 +161,7 @@ def add_fetched(base: BaseTensors, number: int) -> None:
         base.add_location(number, stored)
 
 
-def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTensor], what: str) -> FetchPlan:
+def find_missing(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTensor], what: str) -> MissingTensors:
     """Returns which pieces of the `lacking` tensors to fetch, after creating files for them in the store. Blocks.
 
     Writes the list `tensors` to the store and sets it in `base`. Tensors that are damaged in the store are no longer
@@ -171,7 +171,7 @@ def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTe
     base.store.keep_list(tensors)
     base.adopt_list(tensors)
     numbers = {listed.name: number for number, listed in enumerate(tensors.tensors)}
-    missing: dict[int, list[int]] = {}
+    pieces: dict[int, list[int]] = {}
     nbytes = here = 0
     for wanted in lacking:
         number = next((numbers[name] for name in wanted.names if name in numbers), None)
@@ -186,21 +186,21 @@ def make_plan(base: BaseTensors, tensors: TensorList, lacking: Sequence[WantedTe
             continue
         base.drop(number)
         arrived = base.store.begin(number, listed)
-        missing[number] = [piece for piece in range(listed.piece_count) if piece not in arrived]
-        nbytes += sum(listed.piece_bytes(piece) for piece in missing[number])
+        pieces[number] = [piece for piece in range(listed.piece_count) if piece not in arrived]
+        nbytes += sum(listed.piece_bytes(piece) for piece in pieces[number])
     base.store.require_room(nbytes, what)
-    return FetchPlan(missing, nbytes, here)
+    return MissingTensors(pieces, nbytes, here)
 
 
-def describe_fetch(listed: int, plan: FetchPlan, sources: int) -> str:
+def describe_fetch(listed: int, missing: MissingTensors, sources: int) -> str:
     """Returns a text about what was fetched, such as "fetched 34 of 291 tensors, 1.2 GB from 3 peers".
 
     If nothing was missing, it says how many of all tensors were here already. listed: the number of tensors in the
     list. sources: the number of peers that served pieces.
     """
-    if not plan.missing:
-        return f"{plan.here} of {listed} tensors {'is' if plan.here == 1 else 'are'} here from earlier"
-    size = f"{plan.nbytes / 1e9:,.1f} GB" if plan.nbytes >= 1e9 else f"{plan.nbytes / 1e6:,.1f} MB"
+    if not missing.pieces:
+        return f"{missing.here} of {listed} tensors {'is' if missing.here == 1 else 'are'} here from earlier"
+    size = f"{missing.nbytes / 1e9:,.1f} GB" if missing.nbytes >= 1e9 else f"{missing.nbytes / 1e6:,.1f} MB"
     peers = f"{sources} peer" + "s" * (sources != 1)
-    fetched = f"fetched {len(plan.missing)} of {listed} tensors, {size} from {peers}"
-    return fetched + f"; {plan.here} were here already" * bool(plan.here)
+    fetched = f"fetched {len(missing.pieces)} of {listed} tensors, {size} from {peers}"
+    return fetched + f"; {missing.here} were here already" * bool(missing.here)

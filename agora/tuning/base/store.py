@@ -171,7 +171,6 @@ class TensorStore:
         return TensorList.from_bytes(data) if hashlib.sha256(data).hexdigest() == self.folder.name else None
 
     def create(self) -> None:
-        """Creates the folder and the subfolder for tensors, if they do not exist. Raises DiskError."""
         with self._disk_errors():
             self._tensors.mkdir(parents=True, exist_ok=True, mode=0o700)
 

@@ -103,7 +103,6 @@ class BaseTensors:
             self.tensor_list = tensors
 
     def add_location(self, number: int, location: TensorLocation) -> None:
-        """Records that tensor `number` of the list is complete on this machine, at `location`."""
         self._held[number] = location
 
     def drop(self, number: int) -> None:
@@ -115,7 +114,6 @@ class BaseTensors:
         return frozenset(self._held)
 
     def location_of(self, number: int) -> TensorLocation | None:
-        """Returns where tensor `number` of the list lies on this machine, or None if it is not held."""
         return self._held.get(number)
 
     def find_listed(self, number: int) -> ListedTensor | None:

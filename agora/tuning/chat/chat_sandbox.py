@@ -35,7 +35,6 @@ class GenerationBlocks(Extension):
     tags = {"generation"}  # noqa: RUF012, as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parses a block through its endgeneration; returns the node that renders the content through _mark_block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_mark_block", [nodes.ContextReference()])

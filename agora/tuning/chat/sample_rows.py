@@ -153,7 +153,6 @@ class RowSummary:
         return self.samples - self.heldout - self.left_out
 
     def to_details(self) -> dict[str, Any]:
-        """Returns the fields as a dict of values that JSON can hold."""
         return asdict(self)
 
     @classmethod

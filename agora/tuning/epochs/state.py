@@ -47,11 +47,9 @@ class BlockLayout:
 
     @cached_property
     def blocks(self) -> int:
-        """How many blocks there are."""
         return -(-self.count // self.size)
 
     def full_mask(self, block: int) -> int:
-        """Returns the mask of a block with all of its microbatches: every bit set."""
         return (1 << min(self.size, self.count - block * self.size)) - 1
 
 
@@ -79,7 +77,6 @@ class MicrobatchSet:
         return self.masks.get(block, 0)
 
     def add(self, number: int) -> None:
-        """Adds one microbatch; does not check that its number is within the epoch."""
         block, bit = divmod(number, self.layout.size)
         self.masks[block] = self.mask(block) | 1 << bit
 
@@ -98,16 +95,13 @@ class MicrobatchSet:
             number, length = number + part, length - part
 
     def add_block(self, block: int) -> None:
-        """Adds all microbatches of a block."""
         self.masks[block] = self.layout.full_mask(block)
 
     def update(self, other: MicrobatchSet) -> None:
-        """Adds all microbatches of another set of the same layout."""
         for block, mask in other.masks.items():
             self.masks[block] = self.mask(block) | mask
 
     def discard(self, number: int) -> None:
-        """Removes one microbatch; does nothing if it is not in the set."""
         block, bit = divmod(number, self.layout.size)
         if mask := self.mask(block) & ~(1 << bit):
             self.masks[block] = mask
@@ -115,11 +109,9 @@ class MicrobatchSet:
             self.masks.pop(block, None)
 
     def is_full(self, block: int) -> bool:
-        """Returns whether all microbatches of a block are in the set."""
         return self.mask(block) == self.layout.full_mask(block)
 
     def is_complete(self) -> bool:
-        """Returns whether all microbatches of the epoch are in the set."""
         return len(self.masks) == self.layout.blocks and len(self) == self.layout.count
 
     def ranges(self, *, full_blocks: bool) -> Iterator[NumberRange]:
@@ -143,7 +135,6 @@ class MicrobatchSet:
 
 
 def lowest_bit(mask: int) -> int:
-    """Returns the position, from 0, of the lowest set bit of a mask that is not 0."""
     return (mask & -mask).bit_length() - 1
 
 
@@ -212,11 +203,9 @@ class EpochPart:
 
     @classmethod
     def empty(cls, layout: BlockLayout) -> EpochPart:
-        """Returns an EpochPart of three empty sets: nothing is known of the epoch."""
         return cls(MicrobatchSet(layout), MicrobatchSet(layout), MicrobatchSet(layout))
 
     def is_empty(self) -> bool:
-        """Returns whether all three sets are empty."""
         return not (self.done.masks or self.opened.masks or self.claimed.masks)
 
 
