@@ -29,11 +29,9 @@ MAX_PROOFS: Final = 4096  # maximum number of proofs that are remembered as havi
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """Who may take part in a run, as its manifest says.
+    """Who may take part in a run, as its manifest says. mode: OPEN (everyone), LISTED or TICKET.
 
-    founder: the peer that may admit and ban others, and make delegates. mode: OPEN (everyone), LISTED (the peers in
-    `listed`) or TICKET (every peer that shows a ticket). public_status: whether peers that are not admitted may read
-    the status.
+    public_status: whether peers that are not admitted may read the status.
     """
 
     founder: PeerId
@@ -43,18 +41,16 @@ class AdmissionPolicy:
 
     @classmethod
     def of(cls, manifest: Manifest) -> AdmissionPolicy:
-        """Returns the policy that `manifest` states; its founder is the manifest's founder, "" before it is signed."""
+        """The founder is "" before the manifest is signed."""
         section = manifest.admission
         return cls(PeerId(manifest.founder), section.mode, frozenset(section.peers), section.public_status)
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The decision that one peer is admitted.
+    """One peer is admitted. role: MEMBER or READER (may only read the status); DELEGATE only from `judge_proof`.
 
-    role: MEMBER (takes part) or READER (may only read the status). `judge_proof` also returns DELEGATE (may admit and
-    ban others), for which `judge_admission` returns MEMBER. until_unix: unix seconds until which the decision holds;
-    infinity if it has no end. reason: why the peer is admitted, in words, such as "it is the founder".
+    until_unix: when the decision ends, or infinity. reason: in words, such as "it is the founder".
     """
 
     role: str
@@ -68,29 +64,22 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class NoAdmission:
-    """The decision that one peer is not admitted.
-
-    reason: why not, in words for the peer's owner; from `judge_admission` also which person or peer to ask.
-    """
+    """One peer is not admitted. reason: in words for its owner; from `judge_admission` also whom to ask."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Revocations:
-    """The accepted revocations of a run; a revocation is one peer's ban of another.
-
-    founder: the run's founder. issuers: for each banned peer (or key of a bearer ticket), the peers that have banned
-    it. `with_new` and `without` return changed copies, and do not check whether a revocation is valid.
-    """
+    """The accepted revocations of a run: by banned peer (or key of a bearer ticket), the peers that have banned it."""
 
     founder: PeerId
     issuers: Mapping[PeerId, frozenset[PeerId]] = field(default_factory=dict)
 
     def is_banned(self, subject: PeerId, *, by_founder: bool = False) -> bool:
-        """Returns whether `subject` is banned: by the founder, or by a delegate that the founder has not banned.
+        """Returns whether the founder has banned `subject`, or a delegate that the founder has not banned.
 
-        by_founder: counts the founder's revocations only. Pass True for a delegate, which only the founder can ban.
+        by_founder: counts the founder's revocations only: only the founder can ban a delegate.
         """
         issuers = self.issuers.get(subject, frozenset())
         return any(
@@ -99,12 +88,11 @@ class Revocations:
         )
 
     def with_new(self, subject: PeerId, issuer: PeerId) -> Revocations:
-        """Returns a copy with the ban of `subject` by `issuer` added; `judge_revocation` must have accepted it."""
+        """Returns a copy with a ban more, which `judge_revocation` must have accepted."""
         known = self.issuers.get(subject, frozenset())
         return replace(self, issuers={**self.issuers, subject: known | {issuer}})
 
     def without(self, subject: PeerId, issuer: PeerId) -> Revocations:
-        """Returns a copy without the ban of `subject` by `issuer`; an equal copy if there is none."""
         left = {**self.issuers, subject: self.issuers.get(subject, frozenset()) - {issuer}}
         return replace(self, issuers={banned: by for banned, by in left.items() if by})
 
@@ -116,13 +104,9 @@ class Revocations:
 def judge_admission(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, policy: AdmissionPolicy, revocations: Revocations
 ) -> Admission | NoAdmission:
-    """Returns an Admission that says how `peer` is admitted, as MEMBER or READER, or a NoAdmission that says why not.
+    """Returns how `peer` is admitted, as MEMBER or READER, or why not.
 
-    The founder is always a MEMBER. A banned peer is not admitted in any mode, not even as a READER; a delegate can be
-    banned by the founder only. Otherwise the policy's mode decides; a ticket's DELEGATE becomes MEMBER. With
-    `public_status`, a peer that the mode does not admit is a READER.
-    proof: the chain of tickets that the peer shows, the founder's first, () for none. The caller must have verified the
-    tickets' signatures (agora_protocol.tickets.open_proof) and that `peer` itself shows them.
+    proof: the tickets that the peer itself shows, the founder's first; their signatures must have been verified.
     """
     if peer == policy.founder:
         return Admission(MEMBER, math.inf, "it is the founder")
@@ -166,13 +150,10 @@ _ADMITTED_BY_MODE: Final[Mapping[str, Callable[[PeerId, AdmissionPolicy, ProofVe
 def judge_proof(
     proof: Sequence[Ticket], peer: PeerId, now_unix: float, revocations: Revocations
 ) -> Admission | NoAdmission:
-    """Returns the Admission that a chain of tickets gives to `peer`, or a NoAdmission with the reason.
+    """Returns the Admission that a chain of tickets gives to `peer`, also as DELEGATE, or why it gives none.
 
-    The role is that of the last ticket, also DELEGATE, and holds until the first ticket of the chain expires. The chain
-    must start at the founder (`revocations.founder`). Returns NoAdmission if the chain is empty, if an issuer in it may
-    not issue its ticket (`_issuing_problem`), if the last ticket is a bearer ticket or for another peer, and if a
-    ticket has expired or its holder is banned. Each ticket stays valid for CLOCK_TOLERANCE_S seconds after its end. The
-    caller must have verified the signatures.
+    It holds until the first ticket of the chain expires, and CLOCK_TOLERANCE_S longer. The signatures must have been
+    verified.
     """
     if not proof:
         return NoAdmission("it shows no ticket")
@@ -208,12 +189,10 @@ def _issuing_problem(ticket: Ticket, parent: Ticket | None, founder: PeerId) -> 
 
 
 def judge_revocation(revocation: Revocation, proof: Sequence[Ticket], now_unix: float, revocations: Revocations) -> str:
-    """Returns why `revocation` is to be rejected, in words; "" if it is to be accepted.
+    """Returns why `revocation` does not count, in words; "" if it does.
 
-    The founder cannot be banned. The issuer must be the founder, or have been a delegate, by `proof`, when it signed;
-    the signing may lie at most CLOCK_TOLERANCE_S seconds in the future. Once MAX_REVOCATIONS are accepted, only the
-    founder can add one. proof: the issuer's tickets, () for the founder. revocations: the accepted ones, which are not
-    changed. The caller must have verified the signatures of the revocation and of the tickets.
+    proof: the issuer's tickets, () for the founder; judged as of when it signed. The signatures must have been
+    verified.
     """
     founder = revocations.founder
     if revocation.subject == founder:
@@ -231,10 +210,9 @@ def judge_revocation(revocation: Revocation, proof: Sequence[Ticket], now_unix: 
 
 
 class AdmissionBook:
-    """What decides which peers this peer admits to one run: revocations, own bans, and proofs, in memory only.
+    """What decides whom this peer admits to one run: revocations, own bans and the proofs of others, in memory only.
 
-    A proof is a peer's chain of signed tickets. policy: the manifest's rules. banned_here: peers that the owner of this
-    machine has banned, which no method admits; may be changed at any time.
+    banned_here: peers that the owner of this machine has banned; may be changed at any time.
     """
 
     def __init__(self, run: RunId, policy: AdmissionPolicy, banned_here: Iterable[PeerId] = ()) -> None:
@@ -247,12 +225,10 @@ class AdmissionBook:
         self._verified_proofs: OrderedDict[bytes, tuple[Ticket, ...]] = OrderedDict()
 
     def judge(self, peer: PeerId, proof: bytes, now_unix: float) -> Admission:
-        """Returns how `peer` is admitted, as MEMBER or READER; remembers the proof, unless b"", of a MEMBER.
+        """Returns how `peer` is admitted, as MEMBER or READER; remembers the proof of a MEMBER.
 
-        proof: the signed tickets that the peer shows, b"" for none; their signatures are checked here. Raises
-        NotAdmitted with the reason if the peer is in `banned_here` or `judge_admission` does not admit it, and
-        ProtocolError for a malformed proof or a wrong signature in it. Remembers at most MAX_PEERS peers' proofs: the
-        one used longest ago is forgotten first.
+        proof: the signed tickets that the peer shows, b"" for none. Raises NotAdmitted with the reason, and
+        ProtocolError for a malformed proof or a wrong signature in it.
         """
         tickets = self._verify(proof)
         if peer in self.banned_here:
@@ -268,20 +244,14 @@ class AdmissionBook:
         return found
 
     def is_member(self, peer: PeerId, now_unix: float) -> bool:
-        """Returns whether `peer` is a member now, judged by its remembered proof, or without a proof if none is known.
-
-        Returns False for a peer in `banned_here`. Counts as a use of the proof, so that the proof is forgotten later.
-        """
+        """Returns whether `peer` is a member now, judged by its remembered proof; counts as a use of that proof."""
         try:
             return self.judge(peer, self._proofs.get(peer, b""), now_unix).is_member
         except NotAdmitted:
             return False
 
     def is_member_by_proof(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
-        """Returns whether `peer` is a member by `proof`, which its claim carries; if so, remembers the proof.
-
-        Returns False for a peer that is not admitted or only a reader, and for a malformed or wrongly signed proof.
-        """
+        """Returns whether `peer` is a member by `proof`, which its claim carries; False also for a malformed one."""
         try:
             return self.judge(peer, proof, now_unix).is_member
         except (NotAdmitted, ProtocolError):
@@ -290,10 +260,7 @@ class AdmissionBook:
     def refusal_reason(self, peer: PeerId, now_unix: float) -> str:
         """Returns why this peer must not connect to `peer`, in words; "" if it may.
 
-        A peer in `banned_here` must not be called. Any other is judged by its remembered proof, and may be called if
-        that makes it a member: a peer that may only read the status is not called. In mode TICKET a peer of which no
-        proof is known may be called unless the founder or a delegate has banned it, since its HELLO will carry its
-        proof.
+        In mode TICKET a peer of which no proof is known may be called, since its HELLO will carry its proof.
         """
         if peer in self.banned_here:
             return "this machine's owner has banned it"
@@ -306,11 +273,9 @@ class AdmissionBook:
         return found.reason if isinstance(found, NoAdmission) else "it may only read the status"
 
     def add_revocation(self, signed: bytes, now_unix: float) -> Revocation | None:
-        """Checks a signed revocation, adds it to the accepted ones, and returns it.
+        """Verifies a signed revocation, adds it, and returns it; None if it is known already.
 
-        Returns None, and changes nothing, if this issuer's revocation of this peer is known already. If there are
-        MAX_REVOCATIONS, `_forget_one` makes room. Raises ProtocolError for a malformed revocation or a wrong signature,
-        and NotAdmitted for one that `judge_revocation` rejects.
+        Raises ProtocolError for a malformed one or a wrong signature, and NotAdmitted for one that does not count.
         """
         revocation = open_revocation(signed, self._run)
         key = (revocation.subject, revocation.issuer)
@@ -326,7 +291,7 @@ class AdmissionBook:
         return revocation
 
     def signed_revocations(self) -> list[bytes]:
-        """Returns the accepted revocations as they were signed, in the order in which they were added."""
+        """Returns the accepted revocations as they were signed, the oldest first."""
         return list(self._signed_revocations.values())
 
     def _forget_one(self) -> None:

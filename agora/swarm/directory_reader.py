@@ -36,16 +36,10 @@ JITTER = 0.2  # A wait is made longer or shorter at random by this fraction at m
 
 
 class RecordStore(Protocol):
-    """Protocol: stores this peer's signed records in the directory (the DHT), and reads those of all peers.
-
-    Implemented by net.directory.Directory.
-    """
+    """Stores this peer's signed records in the directory (the DHT), and reads those of all peers."""
 
     async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> object:
-        """Signs `record` with `identity` and stores it in each of these shards, for `lifetime_s` seconds.
-
-        Raises an AgoraError on trouble with the directory. The result has no meaning here.
-        """
+        """Signs `record` and stores it in each of these shards. Raises an AgoraError on trouble with the directory."""
 
     async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
         """Returns the verified, unexpired records of one kind, Claim or Progress, by shard.
@@ -63,11 +57,10 @@ class FoundRecords:
 
 
 class DirectoryReader:
-    """Reads the claims and progress in the directory shards that are due, and estimates each stage's number of peers.
+    """Reads the claims and progress in the shards that are due, and estimates each stage's number of peers.
 
-    A shard is one key of the directory, with the records of one stage whose peer hash begins with certain bits. The
-    estimates decide which shards are read next, and in which this peer publishes. The caller merges the records that
-    `read` returns into a view. A run is small if the estimates say so, or if there are none: then everything is read.
+    The estimates decide which shards are read next, and in which this peer publishes. A run is small if they say so, or
+    if there are none: then everything is read. The caller merges the records into a view.
     """
 
     def __init__(
@@ -84,7 +77,7 @@ class DirectoryReader:
     ) -> None:
         """unix: the wall clock, by which peers of one stage agree on what they read.
 
-        was_unreachable: returns whether a peer was dialled and not met; its claim is left out of the estimates.
+        was_unreachable: whether a peer was dialled and did not answer; its claim is left out of the estimates.
         """
         self._was_unreachable = was_unreachable
         self._store = store
@@ -100,11 +93,10 @@ class DirectoryReader:
         self._plan = self._next_plan(None)
 
     async def read(self, span: Span | None) -> list[FoundRecords]:
-        """Reads the claims and progress in the shards due for a peer that claims `span`, and updates the estimates.
+        """Reads the claims and progress in the shards due for a peer that claims `span`; updates estimates and plan.
 
-        Also measures how long the read took, and plans what is due next. Returns the records of other peers, in two
-        groups by how long their peers stay in the view. A small run is read whole. An AgoraError from reading the
-        claims or the progress is reported as DirectoryTrouble, and the records of that kind are missing then.
+        Returns the records of other peers, in two groups by how long their peers stay in the view. An AgoraError is
+        reported as DirectoryTrouble, and the records of that kind are missing then.
         """
         self._plan = self._next_plan(span)
         shards = self._plan.shards
@@ -120,7 +112,7 @@ class DirectoryReader:
         return self._split_by_linger([record for record in records if record.peer != self._me], span)
 
     def forget_estimates(self) -> None:
-        """Forgets the estimates: the next read treats the run as small (one shard of each stage) and counts again."""
+        """The next read treats the run as small (one shard of each stage) and counts again."""
         self._readings = {}
 
     def _hashes(self, claims: Sequence[Record]) -> set[int]:
@@ -134,17 +126,12 @@ class DirectoryReader:
             return {}
 
     def shards_to_publish(self, span: Span) -> list[Shard]:
-        """Returns the shards in which this peer should publish its records of `span`, by the present estimates.
-
-        See directory_shards.shards_to_publish.
-        """
+        """Returns the shards in which this peer should publish its records of `span`, by the present estimates."""
         return shards_to_publish(self._readings, span, shard_hash(self._run, self._me))
 
     def interval_s(self, is_calm: bool) -> float:
-        """Returns the seconds to wait before the next read: in a small run `read_interval_s` of the latest read's time.
-
-        In a large run, which always changes somewhere, `is_calm` has no effect: the seconds are MAX_READ_S, or 3 times
-        those that the latest read took if that is more.
+        """Returns the seconds to wait before the next read. A large run always changes somewhere: `is_calm` has no
+        effect.
         """
         return read_interval_s(is_calm, self._took_s) if self._plan.is_small else max(MAX_READ_S, 3.0 * self._took_s)
 
@@ -155,7 +142,7 @@ class DirectoryReader:
     def stage_estimates(self, span: Span | None) -> dict[int, StageEstimate]:
         """Returns, by stage, the estimated number of its peers and the seconds within which each is read again.
 
-        Returns {} in a small run, which is read whole each time. span: that of this peer's claim, None for none.
+        {} in a small run, which is read whole each time. span: that of this peer's claim.
         """
         if self._plan.is_small:
             return {}
@@ -189,17 +176,17 @@ def _is_close(first: int, last: int, span: Span | None) -> bool:
 
 
 def read_interval_s(is_calm: bool, took_s: float) -> float:
-    """Returns the seconds to wait after a read that took `took_s` seconds: 3 * took_s, at least 1 and at most 8.
+    """Returns the seconds to wait after a read that took `took_s`: 3 * took_s, at least 1 (4 if calm), at most 8.
 
-    At least 4 if `is_calm`, which means that every stage has a replica, and the view has not changed for CALM_AFTER_S.
+    is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
     """
     return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
 
 
 def linger_s(took_s: float) -> float:
-    """Returns how many seconds a peer stays in the view after a read, which took `took_s` seconds, found its claim.
+    """Returns how long a peer stays in the view after a read, which took `took_s`, found its claim.
 
-    This is the longest wait before the next read, jitter included, plus max(SLOW_READ_S, 2 * took_s) for that read: a
-    slow read must not look like a dead peer.
+    The longest wait before the next read, jitter included, and time for that read: a slow one must not look like a dead
+    peer.
     """
     return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)

@@ -88,9 +88,8 @@ class ReadPlan:
 def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
     """Returns the Reading of a shard in which peers with these hashes were found. now: unix seconds.
 
-    If there are fewer than MAX_KEY_RECORDS hashes, the reading covers all hashes that begin with the shard's bits.
-    Otherwise the key is full and keeps only the lowest hashes: the reading covers those below the greatest hash found,
-    and does not count the peer with the greatest one.
+    A key with MAX_KEY_RECORDS records is full and has kept only the lowest hashes: the reading covers those below the
+    greatest hash found.
     """
     if len(hashes) < MAX_KEY_RECORDS:
         return Reading(len(hashes), 0.5**shard.depth, now)
@@ -98,9 +97,9 @@ def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
 
 
 def add_readings(known: KnownReadings, found: Mapping[Shard, Reading]) -> KnownReadings:
-    """Returns a copy of `known` with the readings `found`, which replace former ones of the same shards.
+    """Returns a copy of `known` with the readings `found`.
 
-    In each stage with a new reading, drops the readings more than READINGS_S older than the stage's newest one.
+    In each stage with a new reading, drops those more than READINGS_S older than its newest one.
     """
     merged = {stage: dict(readings) for stage, readings in known.items()}
     for shard, reading in found.items():
@@ -114,8 +113,8 @@ def add_readings(known: KnownReadings, found: Mapping[Shard, Reading]) -> KnownR
 def estimate_peers(known: KnownReadings, stage: int) -> float:
     """Returns about how many peers claim a stage: peers counted / fraction of hashes covered; 0.0 without readings.
 
-    Both are summed over the stage's readings. Hashes are uniform, so that every shard is a sample. Shards that cover
-    more count for more: a full key of ids that were chosen for small hashes covers next to nothing.
+    Hashes are uniform, so every shard is a sample. Shards that cover more count for more: a full key of ids that were
+    chosen for small hashes covers next to nothing.
     """
     readings = known.get(stage, {}).values()
     covered = sum(reading.covered for reading in readings)
@@ -128,15 +127,15 @@ def _depth(peers: float) -> float:
 
 
 def depth_to_read(peers: float) -> int:
-    """Returns the depth (number of bits) of the shards to read of a stage of about `peers` peers: `_depth` rounded."""
+    """Returns the depth (number of bits) of the shards to read of a stage of about `peers` peers."""
     return math.floor(_depth(peers) + 0.5)
 
 
 def depths_to_publish(peers: float) -> set[int]:
-    """Returns the one or two depths to publish at, in a stage with about `peers` peers: `_depth` rounded down and up.
+    """Returns the one or two depths to publish at, in a stage of about `peers` peers: `_depth` rounded down and up.
 
-    So a reader whose estimate of `peers` is up to 1.4 times larger or smaller reads at one of the depths, and a peer
-    whose estimate changes slowly publishes at a new depth before it leaves the old one.
+    So a reader whose estimate is up to 1.4 times larger or smaller reads at one of them, and a peer whose estimate
+    changes slowly publishes at a new depth before it leaves the old one.
     """
     return {math.floor(_depth(peers)), math.ceil(_depth(peers))}
 
@@ -144,9 +143,8 @@ def depths_to_publish(peers: float) -> set[int]:
 def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[Shard]:
     """Returns the shards in which a peer with this hash and span publishes its records, by stage and depth.
 
-    In each stage these are the shards that the hash lies in: at the depths of `depths_to_publish`, and at depth 0 if
-    the expected number of peers with a lower hash is at most DEPTH_0_MARGIN * MAX_KEY_RECORDS, since a full key keeps
-    the lowest hashes. Without readings of a stage that is depth 0 alone.
+    Also at depth 0 while that key may keep it, since a full key keeps the lowest hashes; without readings of a stage
+    only there.
     """
     shards = []
     for stage in span.stages:
@@ -164,9 +162,7 @@ def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[
 def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ReadPlan:
     """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
 
-    In a run of up to SMALL_RUN claims, by estimate, these are all shards. In a larger one they are the SHARDS_PER_READ
-    most overdue ones of `close_shards` and `other_shards`. Those of `other_shards` are due after more cycles, as the
-    module's table says. Of equally overdue shards the close ones come first, then `rng` decides.
+    Of equally overdue shards the close ones come first, then `rng` decides.
     """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:
@@ -191,7 +187,7 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
 
 
 def all_shards(stage: int, peers: float) -> Iterator[Shard]:
-    """Yields every shard of a stage with about `peers` peers, at the depth of `depth_to_read`, in order of the bits."""
+    """Yields every shard of a stage with about `peers` peers, in order of the bits."""
     for bits in product("01", repeat=depth_to_read(peers)):
         yield Shard(stage, "".join(bits))
 
@@ -199,8 +195,7 @@ def all_shards(stage: int, peers: float) -> Iterator[Shard]:
 def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
     """Returns the shards to read of the reader's own stages and of the stage after its span; none without a span.
 
-    See `own_shards` and `next_shards`. Stages that the run does not have are left out. peers: the estimated number of
-    peers of each stage. now: unix seconds.
+    peers: the estimated number of peers of each stage. now: unix seconds.
     """
     if reader.span is None:
         return set()
@@ -215,13 +210,12 @@ def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
 
 
 def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: float) -> set[Shard]:
-    """Returns the shards to read of `stage`, one of the reader's own: OWN_SHARDS / span_length, or all if fewer.
+    """Returns the shards to read of `stage`, one of the reader's own: OWN_SHARDS / span_length (to a power of two), or
+    all.
 
-    OWN_SHARDS / span_length is rounded down to a power of two. These shards' bits equal those of the reader's hash but
-    for a few positions, at which every combination is read; the positions change every OWN_SHARD_ROTATION_S. So all
-    peers of these shards read the same shards, and agree on which peers average with each other; over time each peer
-    averages with every other one. peers: estimated number of peers of the stage. span_length: how many stages the
-    reader's span has. now: unix seconds.
+    Their bits are those of the reader's hash but for a few positions, at which every combination is read; the positions
+    change every OWN_SHARD_ROTATION_S. So all peers of these shards read the same ones, and agree on who averages with
+    whom; over time each averages with every other.
     """
     depth = depth_to_read(peers)
     free_bits = min(depth, int(math.log2(max(1, OWN_SHARDS // span_length))))
@@ -245,10 +239,8 @@ def _bits_around(peer_hash: int, depth: int, free_bits: int, period: int) -> tup
 def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
     """Returns the shards to read of `stage`, the one after the reader's span: random ones, chosen by the reader's seed.
 
-    Their number is such that each shard is read by CALLERS_PER_SHARD of about `callers` peers that call this stage, but
-    from MIN_NEXT_SHARDS to MAX_NEXT_SHARDS, or fewer, where random ones coincide. Returns all shards if the stage has
-    no more than that. Each shard is replaced by another after RANDOM_SHARD_ROTATION_S, one after the other. peers:
-    estimated number of peers of the stage. now: unix seconds.
+    So many that each shard is read by CALLERS_PER_SHARD of about `callers` peers that call this stage, within
+    MIN_NEXT_SHARDS and MAX_NEXT_SHARDS. One after the other is replaced, each after RANDOM_SHARD_ROTATION_S.
     """
     depth = depth_to_read(peers)
     count = math.ceil(CALLERS_PER_SHARD * 2**depth / max(1.0, callers))
@@ -261,9 +253,7 @@ def next_shards(stage: int, peers: float, callers: float, seed: int, now: float)
 def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
     """Returns one random shard of each stage that is neither in the reader's span nor the one after it.
 
-    Without a span that is every stage. The reader's seed chooses the shard's bits, the same in all stages, as many as
-    `depth_to_read` says; they change every RANDOM_SHARD_ROTATION_S. peers: the estimated number of peers of each stage.
-    now: unix seconds.
+    The reader's seed chooses the bits, the same in all stages; they change every RANDOM_SHARD_ROTATION_S.
     """
     span = reader.span
     bits = _random_hash(reader.seed, 0, now)

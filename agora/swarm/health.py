@@ -29,10 +29,7 @@ LIMIT_STEPS = 10.0  # A stage that took no step for this many usual step times, 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The swarm's state as one peer sees it: OK, DEGRADED, STALLED, PAUSED or UNREACHABLE; why, and what to do.
-
-    why, advice: sentences for humans; `advice` is None if there is nothing to do.
-    """
+    """The swarm's state as one peer sees it. why, advice: sentences for people."""
 
     state: str
     why: str
@@ -40,13 +37,10 @@ class Health:
 
 
 def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
-    """Returns the swarm's health as a running peer sees it in its view, with the reason and the remedy in words.
+    """Returns the swarm's health as a running peer sees it in its view; never PAUSED. The first stage at fault is
+    named.
 
-    Never returns PAUSED. The states are tried in this order: UNREACHABLE (an empty view), STALLED (a stage without a
-    serving peer, or without a step within its time limit, see `_step_limit_s`), DEGRADED (a stage that never stepped or
-    has a single replica), OK. The first such stage is named. In a sampled stage the time limit is longer by twice the
-    seconds between two reads of a peer. since_unix: when the running peer began to look; time without steps counts only
-    from then on.
+    since_unix: when the peer began to look; time without steps counts only from then on.
     """
     if not view.peers:
         advice = "check the invite's addresses and this machine's network"

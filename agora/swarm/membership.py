@@ -49,11 +49,11 @@ MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12  # the greatest values that a claim can 
 
 @dataclass(frozen=True, slots=True)
 class MembershipConfig:
-    """Describes the run, and this peer in it.
+    """The run, and this peer in it.
 
-    incarnation: the number of this peer's first claim; each new claim of a span has the next number. addresses: those
-    that claims announce until `announce_addresses` is called. proof: this peer's tickets, which its claims carry.
-    is_member: returns whether a peer is admitted to the run; a peer that is not is kept out of the view.
+    incarnation: the number of this peer's first claim; each new claim of a span has the next one. addresses: those that
+    claims announce until `announce_addresses` is called. proof: this peer's tickets, which its claims carry. is_member:
+    whether a peer is admitted; others are kept out of the view.
     """
 
     run: RunId
@@ -67,9 +67,7 @@ class MembershipConfig:
 class Membership:
     """This peer's membership of the run: chooses and publishes the span that it holds, and keeps its view fresh.
 
-    While `run` runs, the claim and the progress are published again and again, and the directory is read. claim: this
-    peer's present claim; None until this peer has claimed a span. view: what this peer knows of itself and of other
-    peers.
+    claim: None until this peer has claimed a span. view: what is known of this peer and of others.
     """
 
     def __init__(
@@ -127,11 +125,9 @@ class Membership:
     async def claim_span(self, needs: StageNeeds, machine: MachineCapacity, pinned: Span | None = None) -> Placement:
         """Claims a span in state "joining": `pinned`, or the best one for `machine`; returns the settled placement.
 
-        Reads the directory and dials unverified peers first; takes seconds. If `pinned` is None, publishes the claim,
-        reads the claims of others that chose at the same time, and claims another span if they collide, until it has
-        settled; call `confirm` before serving. A pinned span is settled immediately. The new claim replaces this peer's
-        former one, and is reported as SpanChosen at the end. If the best placement has no span, claims nothing and
-        returns it: the peer is to stand by.
+        Reads the directory and dials unverified peers first; takes seconds. Unless `pinned`, publishes the claim, reads
+        those of others that chose at the same time, and claims another span if they collide, until it has settled; call
+        `confirm` before serving. A placement without a span: claims nothing, the peer is to stand by.
         """
         await self.refresh()
         await self._verify_everybody()
@@ -146,9 +142,8 @@ class Membership:
     async def confirm(self) -> Placement | None:
         """Checks once more, right before serving, whether the claimed span is the right one; claims another if not.
 
-        Reads the directory and judges collisions. Returns None if the claimed span is still the right one. Otherwise
-        claims another span, waits until a claim has settled, and returns the placement to load instead; None if the
-        settled span is the former one after all. Not to be called if the span is pinned, or without a claim.
+        Returns the placement to load instead, None if the claimed span stays. Not for a pinned span, nor without a
+        claim.
         """
         judged = await self._judge_collision()
         claimed = self.view.peers[self._me].span
@@ -176,19 +171,16 @@ class Membership:
         return judge_collision(self.view, self.view.peers[self._me], self._needs, self._config.run)
 
     async def set_state(self, state: str) -> None:
-        """Sets the claim's state, such as "serving" or "leaving", and publishes the claim.
+        """Sets the claim's state, such as "serving" or "leaving", and publishes it; does nothing without a claim.
 
-        Does nothing without a claim. The view has the new state immediately. Trouble with the directory is reported,
-        not raised.
+        Trouble with the directory is reported, not raised.
         """
         if self.claim is not None:
             await self._change_and_publish(replace(self.claim, state=state))
 
     def update_capacity(self, capacity: float, bandwidth: float) -> None:
-        """Sets the claim's capacity and bandwidth, which its next publication shows; does nothing without a claim.
-
-        capacity: microbatches per second for the claimed span; MAX_CAPACITY is set if it is more. bandwidth: bytes per
-        second; MAX_BANDWIDTH is set if it is more. Either is 0 if unknown.
+        """Sets the claim's capacity (microbatches/s for the span) and bandwidth (bytes/s), shown by its next
+        publication.
         """
         if self.claim is not None:
             self.claim = replace(
@@ -196,10 +188,7 @@ class Membership:
             )
 
     async def announce_addresses(self, announcement: Announcement) -> None:
-        """Sets what the claim and later claims contain on how to connect to this peer, and publishes the claim, if any.
-
-        Does nothing if `announcement` equals the former one.
-        """
+        """Sets what claims contain on how to connect to this peer, and publishes the claim if that has changed."""
         if announcement == self._announcement:
             return
         self._announcement = announcement
@@ -226,7 +215,7 @@ class Membership:
             await self._publish(self.claim, LEAVING_LIFETIME_S if self.claim.state == "leaving" else LIFETIME_S)
 
     async def publish_progress(self, progress: Progress | None) -> None:
-        """Sets the incarnation of this peer's progress to the claim's, merges it into the view, and publishes it.
+        """Publishes this peer's progress, with the claim's incarnation, and merges it into the view.
 
         Does nothing without a claim, for None, and for progress of another span than the claimed one.
         """
@@ -245,7 +234,7 @@ class Membership:
     # --- staying
 
     async def run(self) -> None:
-        """Runs three loops until cancelled: one publishes the claim, one the progress, one reads the directory."""
+        """Publishes claim and progress and reads the directory, again and again until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(PUBLISH_CLAIM_S, self._publish_claim), name="publish claim")
             repeated_progress = self._repeat(PUBLISH_PROGRESS_S, lambda: self.publish_progress(self._progress()))
@@ -267,9 +256,7 @@ class Membership:
     async def refresh(self) -> None:
         """Reads the claims and progress that are due, merges them into the view, and dials unverified peers.
 
-        Unverified is a peer whose claim was read, but with whom no HELLO was exchanged. In a small run everything is
-        due; in a large one a bounded number of shards, see swarm/directory_shards.py. Returns when the dials have
-        ended, after a few seconds. Trouble with the directory is reported, not raised.
+        Returns when the dials have ended, after a few seconds. Trouble with the directory is reported, not raised.
         """
         span = self.claim.span if self.claim is not None else None
         found = await self._reader.read(span)
@@ -295,15 +282,12 @@ class Membership:
             await self.refresh()
 
     def promote_verified(self) -> None:
-        """Moves peers with whom HELLO was exchanged meanwhile to the view's peers, and reports each as PeerSeen.
-
-        To be called after each exchanged HELLO.
-        """
+        """Moves peers with whom HELLO was exchanged meanwhile to the view's peers. To be called after each HELLO."""
         if any(self._is_verified(peer) for peer in self.view.unverified):
             self._merge([])
 
     def forget_lost(self) -> None:
-        """Removes the peers that `lost_peers` now counts as lost from the view, and reports each as PeerGone."""
+        """Removes the peers that `lost_peers` now counts as lost from the view."""
         self._merge([])
 
     def _jitter(self, seconds: float) -> float:
@@ -313,7 +297,7 @@ class Membership:
     # --- the view
 
     def forget_refused(self) -> None:
-        """Removes the peers that `config.is_member` no longer admits from the view, and reports each as PeerGone."""
+        """Removes the peers that `config.is_member` no longer admits from the view."""
         self._merge([])
 
     def _merge(self, found: Sequence[FoundRecords], estimates: Mapping[int, StageEstimate] | None = None) -> None:
@@ -343,8 +327,7 @@ def compare_views(
 ) -> list[events.Event]:
     """Returns a PeerSeen for each peer that came or changed its claim, then a PeerGone for each that left the view.
 
-    A claim has changed if its span, state, incarnation or addresses have. Unverified peers are not compared. lost,
-    refused: peers removed before their claims ended, since they cannot be reached or are not admitted.
+    lost, refused: peers removed before their claims ended, since they cannot be reached or are not admitted.
     """
     changed: list[events.Event] = []
     for peer, current in view.peers.items():

@@ -39,10 +39,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How far one joining peer is with settling its claim, in rounds of judging the claims of others.
-
-    See `next_settling_step`.
-    """
+    """How far one joining peer is with settling its claim, in rounds of judging the claims of others."""
 
     placement: Placement  # what the peer claims now
     rounds: int = 0  # the number of rounds so far
@@ -73,10 +70,9 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
 def choose_placement(view: View, needs: StageNeeds, machine: MachineCapacity, rng: random.Random) -> Placement:
     """Returns the span that fits into a newcomer's memory and where it helps most, and why; `rng` breaks ties.
 
-    Stages with fewer than two holders (thin ones) come first, then the slowest, see StageCapacity.best_spans. Returns a
-    placement without a span, so that the newcomer stands by, when no stage fits into its memory, and when no stage is
-    thin and the newcomer's rate would be less than MIN_FRACTION of what a machine of median speed does at that span.
-    view: without the newcomer itself. machine: what the newcomer's machine can do.
+    Thin stages (fewer than two holders) come first, then the slowest. No span, so that the newcomer stands by, when no
+    stage fits, or no stage is thin and its rate would be less than MIN_FRACTION of a median machine's. view: without
+    the newcomer.
     """
     spans = spans_that_fit(machine.max_span_lengths)
     if not spans:
@@ -92,26 +88,22 @@ def choose_placement(view: View, needs: StageNeeds, machine: MachineCapacity, rn
 
 
 def place_as_pinned(view: View, stage_count: int, span: Span) -> Placement:
-    """Returns a placement on `span`, as the peer's owner asked.
-
-    Its reason says which stage of the span has the fewest peers in the view, and how many.
-    """
+    """Returns a placement on `span`, as the peer's owner asked."""
     return Placement(span, "as asked for; " + describe_thinnest(holders_by_stage(view, stage_count), span))
 
 
 def holders_by_stage(view: View, stage_count: int) -> list[int]:
-    """Returns, by stage index, how many peers serve the stage or are joining it, see View.claimant_count."""
+    """Returns, by stage, how many peers serve it or are joining it."""
     return [view.claimant_count(stage) for stage in range(stage_count)]
 
 
 def judge_collision(view: View, me: PeerView, needs: StageNeeds, run: RunId) -> Placement:
     """Returns the span that this peer, still joining, should hold, since others may have chosen at the same time.
 
-    A joining peer whose span is a best choice, given all other claims, keeps it. The remaining joining peers are placed
-    one by one, in the order of `settling_order_key`: each keeps its span if that is a best choice, given the peers that
-    serve, that keep their spans, and that were placed before it. Otherwise it gets a best span of the same length at
-    that point, picked by a hash. The same view gives every peer the same outcome. is_final of the result: no joining
-    peer had to be placed. me: this peer as the view has it; if it serves already, it keeps its span.
+    A joining peer whose span is a best choice, given all other claims, keeps it. The others are placed one by one, in
+    the order of `settling_order_key`: each keeps its span if that is a best choice given the peers that serve, that
+    keep their spans, and that were placed before; otherwise it gets a best span of the same length, picked by a hash.
+    The same view gives every peer the same outcome. is_final: nobody had to be placed.
     """
     capacity = StageCapacity(view, needs)
     displaced = {p.peer: p for p in view.peers.values() if p.state == "joining" and not _is_best_choice(capacity, p)}
@@ -167,11 +159,7 @@ def settling_order_key(run: RunId, peer: PeerId) -> bytes:
 
 
 def describe_thinnest(holders: Sequence[int], span: Span) -> str:
-    """Returns in words which stage of the span has the fewest holders, and how many; of equals, the first stage.
-
-    The text also says so if no stage of the run has fewer. holders: for each stage of the run, the number of peers that
-    hold it.
-    """
+    """Returns in words which stage of the span has the fewest holders. holders: of each stage of the run."""
     thinnest = min(span.stages, key=lambda stage: holders[stage])
     count = holders[thinnest]
     peers = "nobody" if count == 0 else "1 peer" if count == 1 else f"{count} peers"

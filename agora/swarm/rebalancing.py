@@ -44,10 +44,7 @@ MAX_FOLLOWERS = 32  # at most this many of the other movers are simulated, befor
 
 
 def judge_interval_s(rng: random.Random) -> float:
-    """Returns the seconds for a peer to wait before it calls `judge_move` again.
-
-    They are random, from MIN_JUDGE_INTERVAL_S to MAX_JUDGE_INTERVAL_S, so that peers do not judge at the same time.
-    """
+    """Returns the seconds to wait before the next `judge_move`: random, so that peers do not judge at the same time."""
     return rng.uniform(MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S)
 
 
@@ -56,17 +53,14 @@ def judge_move(
 ) -> Placement | None:
     """Returns the span to which this peer should move, and why; None if it should stay, or does not serve.
 
-    A move must fill a stage with fewer than two peers, or raise the swarm's rate by more than the factor MIN_GAIN; and
-    repay the time that it takes.
+    A move must fill a thin stage, or raise the swarm's rate by more than MIN_GAIN; and repay the time that it takes.
 
     The peers that could be spared take turns, in the order of a hash of peer and slowest stage: this peer judges the
     stages as they would be after the moves of the peers before it. So peers that judge the same view at the same time
-    go to different stages, and no more of them go than are needed. The peers before it may be unable to move, so that
-    with a small probability this peer judges as if none of them moved, see OUT_OF_TURN. One number is drawn from `rng`
-    at each call, even if it is not needed.
+    go to different stages, and no more go than are needed. One number is drawn from `rng` at each call.
 
-    served_s: seconds for which this peer has served its present span. A move is expected to pay for as long again, so
-    that speeds that are measured now a little higher, now a little lower, do not send peers to and fro.
+    served_s: seconds for which this peer has served its span. A move is expected to pay for as long again, so that
+    speeds that are measured now a little higher, now a little lower, do not send peers to and fro.
     """
     draw = rng.random()
     own = view.peers.get(me)
@@ -92,10 +86,7 @@ class _Rates:
 
 
 class _MoveEvaluation:
-    """One evaluation of whether one peer should move, by one view, in which moves of peers are simulated.
-
-    Use it once: each simulated move changes its StageCapacity, which counts each stage's holders and rate.
-    """
+    """One evaluation of whether one peer should move. Use it once: each simulated move changes its StageCapacity."""
 
     def __init__(self, view: View, own: PeerView, needs: StageNeeds, machine: MachineCapacity, served_s: float) -> None:
         self._view = view

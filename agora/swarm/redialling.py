@@ -46,10 +46,7 @@ MAX_DIALS: Final = 8  # maximum number of peers dialled at the same time; those 
 
 @dataclass(slots=True)
 class _KnownPeer:
-    """One remembered peer: its addresses, when it was last in the view, and when to dial it unless it comes back.
-
-    seen_at, dial_at: seconds. wait_s: seconds, before jitter, between the dial at `dial_at` and the one after it.
-    """
+    """One remembered peer. dial_at: when to dial it unless it comes back. wait_s: before jitter, after that dial."""
 
     addresses: tuple[str, ...]
     seen_at: float
@@ -60,7 +57,7 @@ class _KnownPeer:
 class Redialling:
     """Remembers up to MAX_REMEMBERED peers of the last day, and chooses which of those that left the view to dial.
 
-    The caller does the dialling. All times are seconds on one clock.
+    All times are seconds on one clock.
     """
 
     def __init__(self, me: PeerId, rng: random.Random) -> None:
@@ -69,20 +66,15 @@ class Redialling:
         self._known: dict[PeerId, _KnownPeer] = {}
 
     def learn(self, now: float, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Remembers a peer that was not in the view yet, such as one named in the invite; its dial is due immediately.
-
-        Does nothing for a peer that is remembered already, for this peer itself, and without addresses.
-        """
+        """Remembers a peer that was not in the view yet, such as one of the invite; its dial is due immediately."""
         if peer != self._me and addresses:
             self._known.setdefault(peer, _KnownPeer(tuple(addresses), now, now))
 
     def remember_view(self, now: float, view: View, may_dial: Callable[[str], bool] = lambda _: True) -> None:
-        """Remembers the peers in the view, except this one; each is due FIRST_S from now if it leaves the view.
+        """Remembers the peers in the view; each is due FIRST_S from now if it leaves the view.
 
-        Forgets peers that are leaving by their claim, peers last seen more than REMEMBERED_S before the peer seen
-        last, and beyond MAX_REMEMBERED those seen longest ago. may_dial: returns whether an address that a peer
-        announces may be dialled; other addresses are not remembered, and what is known of a peer without any such
-        address stays.
+        may_dial: whether an address that a peer announces may be dialled; others are not remembered, and what is known
+        of a peer without any such address stays.
         """
         for peer, seen in view.peers.items():
             if seen.state == "leaving":
@@ -94,10 +86,7 @@ class Redialling:
         self._known = {peer: known for peer, known in stay if latest - known.seen_at <= REMEMBERED_S}
 
     def take_due_peers(self, now: float, view: View) -> list[PeerId]:
-        """Returns at most MAX_DIALS remembered peers that are due and not in the view, the longest due first.
-
-        Counts them as dialled: each is due again after its wait, with jitter, and the wait doubles up to LONGEST_S.
-        """
+        """Returns at most MAX_DIALS remembered peers that are due and not in the view, and counts them as dialled."""
         waiting = [peer for peer, known in self._known.items() if peer not in view.peers and known.dial_at <= now]
         chosen = sorted(waiting, key=lambda peer: (self._known[peer].dial_at, peer))[:MAX_DIALS]
         for peer in chosen:
@@ -119,9 +108,8 @@ class Redialling:
 class LostPeers:
     """Remembers which peers' connections broke, and which peers are lost: a dial after that failed.
 
-    Call `update_connected` often, dial the peers that it returns, and call `record_failed_dial` for each of them that
-    cannot be reached. Then ask `is_lost`. None is recorded as lost while this peer has no connection. A peer is lost
-    for LOST_S, or until it is connected again or has a claim of a later incarnation.
+    Call `update_connected` often, dial the peers that it returns, and call `record_failed_dial` for those that cannot
+    be reached. Then ask `is_lost`.
     """
 
     def __init__(self) -> None:
@@ -130,11 +118,10 @@ class LostPeers:
         self._lost: dict[PeerId, tuple[int, float]] = {}
 
     def update_connected(self, now: float, connected: Collection[PeerId], view: View) -> list[PeerView]:
-        """Records which peers are connected now, and returns the peers to dial because their connections broke.
+        """Records which peers are connected now; returns the peers to dial because their connections broke, each once.
 
-        A connection broke if the peer was connected at the former call and is not now. Returns each peer once, and at
-        most MAX_BROKEN_DIALS: the next calls return the rest. Leaves out peers that are connected again or not in the
-        view. Forgets lost peers that are connected, or that were lost LOST_S ago. now: seconds.
+        At most MAX_BROKEN_DIALS: the next calls return the rest. Forgets lost peers that are connected, or that were
+        lost LOST_S ago.
         """
         live = frozenset(connected)
         self._to_dial |= dict.fromkeys(sorted(self._connected - live))
@@ -151,10 +138,10 @@ class LostPeers:
         return [view.peers[peer] for peer in due]
 
     def record_failed_dial(self, now: float, peer: PeerId, incarnation: int) -> bool:
-        """Records a peer, returned by `update_connected` and not reached, as lost for LOST_S; returns True.
+        """Records a peer, returned by `update_connected` and not reached, as lost for LOST_S; returns whether it did.
 
-        Returns False, and records nothing, if at the latest `update_connected` the peer was connected again, or no peer
-        was: then this machine's own link may be broken. incarnation: that of the peer's claim when the dial began.
+        It does not if the peer is connected again, or no peer is: then this machine's own link may be broken.
+        incarnation: that of the peer's claim when the dial began.
         """
         if not self._connected or peer in self._connected:
             return False
@@ -162,9 +149,6 @@ class LostPeers:
         return True
 
     def is_lost(self, peer: PeerView) -> bool:
-        """Returns whether the peer counts as gone: `record_failed_dial` recorded it, and it was not forgotten since.
-
-        Returns False if the peer's claim has a later incarnation than the one that was recorded.
-        """
+        """Returns whether the peer counts as gone; False if its claim has a later incarnation than the one recorded."""
         known = self._lost.get(peer.peer)
         return known is not None and peer.incarnation <= known[0]

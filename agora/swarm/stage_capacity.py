@@ -57,15 +57,12 @@ class MachineCapacity:
 class StageCapacity:
     """The holders of each stage (peers that serve it or are joining), and their summed rate in microbatches per second.
 
-    It is counted from a view, and then changed by `add` and `remove` to compare placements. A peer's speed is its
+    Counted from a view, and then changed by `add` and `remove` to compare placements. A peer's speed is its
     microbatches per second for one stage of mean work.
     """
 
     def __init__(self, view: View, needs: StageNeeds, own_speed: float = 0.0) -> None:
-        """own_speed: the asking peer's microbatches per second for one stage of mean work; 0 if unknown.
-
-        It counts only where the view has no known speed: then it is the usual speed.
-        """
+        """own_speed: the asking peer's, 0 if unknown. It counts only where the view has no known speed."""
         self.needs = needs
         self.stage_count = needs.stage_count
         self._work = list(accumulate(needs.work, initial=0.0))
@@ -102,54 +99,43 @@ class StageCapacity:
     def work_of(self, span: Span) -> float:
         """Returns the work of one microbatch in `span`, as a multiple of that in a stage of mean work; at least 1e-9.
 
-        Stages of the span that the run does not have are left out; the span's first stage must be in the run.
+        The span's first stage must be in the run; later ones that are not are left out.
         """
         return max(self._work[min(span.last + 1, self.stage_count)] - self._work[span.first], 1e-9)
 
     def speed_of(self, peer: PeerView) -> float:
-        """Returns the peer's speed in stages of mean work per second: `plausible_speed` of its claimed capacity * work.
-
-        The span that the peer claims must begin in the run.
-        """
+        """Returns the peer's claimed speed, within what is plausible. Its span must begin in the run."""
         return self.plausible_speed(peer.capacity * self.work_of(peer.span))
 
     def plausible_speed(self, claimed: float) -> float:
-        """Returns the claimed speed, at most MAX_TIMES_USUAL * usual_speed; usual_speed if `claimed` is 0 (unknown)."""
+        """Returns the claimed speed, at most MAX_TIMES_USUAL * usual_speed; usual_speed for 0 (unknown)."""
         return min(claimed, MAX_TIMES_USUAL * self.usual_speed) if claimed > 0 else self.usual_speed
 
     def rate_of(self, peer: PeerView) -> float:
-        """Returns the peer's microbatches per second at the span that it claims, by its claimed speed and bandwidth.
-
-        See `rate_at` and `speed_of`.
-        """
+        """Returns the peer's microbatches per second at the span that it claims, by its claimed speed and bandwidth."""
         return self.rate_at(peer.span, self.speed_of(peer), peer.bandwidth)
 
     def rate_at(self, span: Span, speed: float, bandwidth: float) -> float:
         """Returns the microbatches per second of a machine at `span`: the lesser of what it can compute and can send.
 
-        For each microbatch the machine sends a boundary on unless it holds the last stage, and a gradient back unless
-        it holds the first. speed: stages of mean work per second. bandwidth: bytes per second; has no effect if it is
-        0, which means unknown, or if no peer's speed is known.
+        For each microbatch it sends a boundary on unless it holds the last stage, and a gradient back unless it holds
+        the first. bandwidth: bytes per second; without effect for 0 (unknown), and if no peer's speed is known.
         """
         computed = speed / self.work_of(span)
         sent = ((span.first > 0) + (span.last < self.stage_count - 1)) * self.needs.boundary_bytes
         return min(computed, bandwidth / sent) if self.is_measured and bandwidth > 0 and sent > 0 else computed
 
     def add(self, span: Span, rate: float, holders: int = 1) -> None:
-        """Adds `holders` holders, which together do `rate` microbatches per second, to each stage of `span`.
-
-        Stages of the span that the run does not have are left out.
-        """
+        """Adds `holders` holders, which together do `rate` microbatches per second, to the stages of `span`."""
         for stage in range(span.first, min(span.last + 1, self.stage_count)):
             self.rates[stage] += rate
             self.holders[stage] += holders
 
     def remove(self, span: Span, rate: float) -> None:
-        """Removes one holder, which does `rate` microbatches per second, from each stage of `span`."""
         self.add(span, -rate, -1)
 
     def without(self, span: Span, rate: float) -> StageCapacity:
-        """Returns a copy without one holder, which does `rate` microbatches per second, in each stage of `span`."""
+        """Returns a copy after `remove`."""
         copied = copy.copy(self)
         copied.rates, copied.holders = list(self.rates), list(self.holders)
         copied.remove(span, rate)
@@ -173,9 +159,9 @@ class StageCapacity:
     def thinness(self, max_length: int, added: Span | None = None) -> tuple[int, ...]:
         """Returns a key of how thin the run would be with one more holder of `added`; the lesser tuple is better.
 
-        It has four numbers, all 0 at best: two for the stages without a holder, then the same two for the stages with
-        fewer than two holders. The first is how many newcomers it takes to fill them, if each takes at most
-        `max_length` stages in a row, the second how many such stages there are. added: None for the run as it is.
+        Four numbers, all 0 at best: two for the stages without a holder, then the same two for those with fewer than
+        two. The first is how many newcomers it takes to fill them, if each takes at most `max_length` stages in a row,
+        the second how many such stages there are.
         """
         thinness: list[int] = []
         for least in range(1, ENOUGH_HOLDERS + 1):
@@ -188,8 +174,7 @@ class StageCapacity:
         """Returns a key of how well the slowest stages do with one more holder of `added`; the greater one is better.
 
         The key is (rates of all stages, numbers of holders of all stages), each in ascending order; rates are in units
-        of the usual speed, rounded to a millionth. added: None for the run as it is. rate: that of the holder at
-        `added`, in microbatches per second.
+        of the usual speed, rounded to a millionth.
         """
         rates = [r + rate * (added is not None and s in added) for s, r in enumerate(self.rates)]
         holders = [count + (added is not None and s in added) for s, count in enumerate(self.holders)]
@@ -198,10 +183,9 @@ class StageCapacity:
     def best_spans(self, spans: Sequence[Span], speed: float, bandwidth: float) -> list[Span]:
         """Returns those of `spans` where one more machine of this speed and bandwidth helps most, with all ties.
 
-        Spans are compared by the least `thinness` if a stage is thin; then by the greatest rate of the slowest stage;
-        then by the fewest stages that stay at that rate; then by the greatest `balance_key`. Of more than MAX_COMPARED
-        spans that are equal until then, at most that many, evenly spaced, take part in the last comparison. spans: must
-        not be empty.
+        Compared by the least `thinness` if a stage is thin; then by the greatest rate of the slowest stage; then by the
+        fewest stages that stay at that rate; then by the greatest `balance_key`, of MAX_COMPARED spans at most, evenly
+        spaced.
         """
         if self.thin_stages:
             max_length = max(len(span) for span in spans)
@@ -243,10 +227,7 @@ class StageCapacity:
 
 
 def spans_of_length(length: int, stage_count: int) -> list[Span]:
-    """Returns all spans of `length` stages in a run of `stage_count`, by first stage.
-
-    Returns the one span of all stages if `length` is greater than `stage_count`.
-    """
+    """Returns all spans of `length` stages in a run of `stage_count`, by first stage; at least that of all stages."""
     length = min(length, stage_count)
     return [Span(first, first + length - 1) for first in range(stage_count - length + 1)]
 
@@ -254,9 +235,8 @@ def spans_of_length(length: int, stage_count: int) -> list[Span]:
 def spans_that_fit(max_lengths: Sequence[int]) -> list[Span]:
     """Returns spans that fit into a machine's memory, to choose from; [] if no stage fits.
 
-    From each first stage on these are spans of all lengths up to 8, then of lengths each about a quarter greater, and
-    of the greatest length that fits. max_lengths: for each first stage, how many stages from it on fit, as in
-    MachineCapacity.max_span_lengths; its length is the run's number of stages.
+    From each first stage on, all lengths up to 8, then lengths each about a quarter greater, and the greatest that
+    fits. max_lengths: see MachineCapacity.max_span_lengths.
     """
     stage_count = len(max_lengths)
     spans = []

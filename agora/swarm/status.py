@@ -24,12 +24,9 @@ SCHEMA = 1
 class SampleReport:
     """How many training samples the swarm has trained on, as one origin (a peer that feeds data in) knows it.
 
-    told_by: the origin's short name.
-    step: the step of stage 0 at which the origin knew this.
-    epoch: the first one that is not complete.
-    seen: samples trained on; a sample counts once in each epoch.
-    repeated: how often a sample was trained on again in the same epoch.
-    missed: samples not trained on yet, of epochs before the newest.
+    told_by: the origin's short name. step: of stage 0 when the origin knew this. epoch: the first that is not complete.
+    seen: a sample counts once in each epoch. repeated: trained on again in the same epoch. missed: of epochs before the
+    newest.
     """
 
     told_by: str
@@ -42,10 +39,7 @@ class SampleReport:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The facts about a run, from its manifest, that a status of the run contains.
-
-    target_tokens: number of tokens of an optimizer step. objective: a key of METRIC_NAMES.
-    """
+    """The facts about a run, from its manifest, that a status contains. objective: a key of METRIC_NAMES."""
 
     run_id: str
     name: str
@@ -55,7 +49,6 @@ class RunIdentity:
 
     @classmethod
     def of(cls, manifest: Manifest) -> RunIdentity:
-        """Returns the RunIdentity of the run that `manifest` describes."""
         return cls(
             manifest.run_id,
             manifest.name,
@@ -76,10 +69,9 @@ def build_status(
     """Returns the object that `swarm status --json` prints: the run, its health, an entry for each stage and each peer.
 
     "step" is stage 0's, "tokens_per_second" the slowest stage's. "loss" and the metrics in "tuning" are means over the
-    peers that report them, weighted by tokens per second. Peers are sorted by span; the state "serving" is shown as
-    "training". paths: by peer, how the asked peer reaches it: "direct", "punched", "relayed" or "self"; a peer that is
-    not in `paths` is shown with the path that its claim suggests. samples: which training samples are done, as far as
-    the asked peer knows; None in runs on text, and if it is not an origin or has seen no step yet.
+    peers that report them, weighted by tokens per second. paths: by peer, how the asked peer reaches it: "direct",
+    "punched", "relayed" or "self". samples: None in runs on text, and if the asked peer is no origin or has seen no
+    step.
     """
     stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda peer: (peer.span.first, peer.span.last, peer.peer))
@@ -162,14 +154,9 @@ def _mean_over_peers(reported: Iterable[tuple[PeerView, float | None]]) -> float
 class StageTokens:
     """How many tokens the present replicas of one stage have computed, and how many went into optimizer steps.
 
-    tokens_computed: tokens whose gradient the replicas have computed, each replica since it loaded the stage.
-    tokens_counted: of these, the tokens that went into a step.
-    share_counted: of the computed tokens that no longer wait for a step, the fraction that went into one; the rest is
-    lost.
-    tokens_per_step: mean number of tokens that one step is of.
-    staleness: mean number of steps by which a token's weights were behind when its gradient was used.
-
-    share_counted, tokens_per_step and staleness are None if not known yet.
+    tokens_computed: by each replica since it loaded the stage. share_counted: of those that no longer wait for a step,
+    the fraction that went into one; the rest is lost. staleness: by how many steps a token's weights were behind, in
+    the mean. The last three are None if not known yet.
     """
 
     tokens_computed: int
@@ -180,12 +167,11 @@ class StageTokens:
 
 
 def sum_accounts(accounts: Sequence[StageAccount]) -> StageTokens:
-    """Returns the token counts of one stage, from the accounts that its replicas publish; without any, 0 or None.
+    """Returns the token counts of one stage, from the accounts that its replicas publish.
 
-    tokens_per_step is tokens divided by steps. In a step with its own gradient a replica counts its own tokens, so
-    these tokens are added up, and the steps are those of the replica with the most. In a step with the replicas' mean
-    gradient each counts the tokens of all, so only the replica with the most such steps is used. staleness is weighted
-    by each replica's counted tokens.
+    In a step with its own gradient a replica counts its own tokens: these are added up, and the steps are those of the
+    replica with the most. In a step with the replicas' mean gradient each counts the tokens of all: only the replica
+    with the most such steps is used.
     """
     counted = sum(account.counted for account in accounts)
     settled = sum(account.computed - account.waiting for account in accounts)

@@ -20,17 +20,10 @@ _NO_STEPS = MovingAverage(STEP_S_WEIGHT)
 class PeerView:
     """What is known of one live peer, from its latest claim and progress record.
 
-    state: "joining", "serving" or "leaving".
-    steps, accounts: optimizer steps taken and token counts, one entry for each stage of the span; empty before the
-    first progress.
-    capacity: microbatches per second for the span; 0 for unknown.
-    bandwidth: bytes per second; 0 for unknown.
-    expires_unix: when the peer is dropped unless its claim is read again.
-    seen_unix: when its claim was last read.
-    stepped_unix: when any of the steps was last seen to grow.
-    loss, metrics, waits_for, note: see Progress.
-    mean_step_s: the moving average of the seconds between two steps of a stage; without a value before the second step.
-    reachability, relays_for: see reachability.Announcement.
+    state: "joining", "serving" or "leaving". steps, accounts: one entry for each stage of the span; empty before the
+    first progress. capacity: microbatches per second for the span; 0 for unknown. bandwidth: bytes per second; 0 for
+    unknown. expires_unix: when the peer is dropped unless its claim is read again. stepped_unix: when any of the steps
+    was last seen to grow. mean_step_s: seconds between two steps of a stage. The others: see Claim and Progress.
     """
 
     peer: PeerId
@@ -55,12 +48,12 @@ class PeerView:
     relays_for: int = 0
 
     def step_of(self, stage: int) -> int:
-        """Returns how many optimizer steps the peer has taken at `stage`; 0 if unknown or outside the span."""
+        """Returns how many optimizer steps the peer has taken at `stage`; 0 if unknown."""
         index = stage - self.span.first
         return self.steps[index] if 0 <= index < len(self.steps) else 0
 
     def account_of(self, stage: int) -> StageAccount:
-        """Returns the token counts that the peer publishes for `stage`; all zeros if unknown or outside the span."""
+        """Returns the token counts that the peer publishes for `stage`; all zeros if unknown."""
         index = stage - self.span.first
         return self.accounts[index] if 0 <= index < len(self.accounts) else StageAccount()
 
@@ -81,10 +74,9 @@ class StageEstimate:
 class View:
     """What one peer knows of the swarm at one moment: every peer that seems to be live, by its id.
 
-    peers: the verified peers, this peer included if it has a claim. unverified: peers whose claims were read, but
-    with whom no HELLO was exchanged; they count only when a stage's size is estimated. estimates: by stage, the number
-    of peers if only some of the run's claims are read; empty if all are. Each stage's peers are found and sorted only
-    once.
+    peers: the verified ones, this peer included if it has a claim. unverified: peers whose claims were read, but with
+    whom no HELLO was exchanged; they count only when a stage's size is estimated. estimates: by stage, the number of
+    peers if only some of the run's claims are read; empty if all are.
     """
 
     peers: Mapping[PeerId, PeerView] = field(default_factory=dict)
@@ -92,7 +84,7 @@ class View:
     unverified: Mapping[PeerId, PeerView] = field(default_factory=dict)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
-        """Returns the peers in state "serving" that hold `stage`, sorted by id; only these are sent microbatches."""
+        """Returns the serving peers that hold `stage`, sorted by id; only these are sent microbatches."""
         return self._serving_by_stage.get(stage, ())
 
     def claimants(self, stage: int) -> tuple[PeerView, ...]:
@@ -100,14 +92,11 @@ class View:
         return self._claiming_by_stage.get(stage, ())
 
     def replica_count(self, stage: int) -> int:
-        """Returns how many peers serve `stage`: the number in the view, scaled up if the stage is only partly read."""
+        """Returns how many peers serve `stage`, scaled up if the stage is only partly read."""
         return self._scale_to_stage(stage, len(self.replicas(stage)))
 
     def claimant_count(self, stage: int) -> int:
-        """Returns how many peers serve `stage` or are joining it.
-
-        This is the number in the view, scaled up if the stage is only partly read.
-        """
+        """Returns how many peers serve `stage` or are joining it, scaled up if the stage is only partly read."""
         return self._scale_to_stage(stage, len(self.claimants(stage)))
 
     def period_s(self, stage: int) -> float:
@@ -115,7 +104,6 @@ class View:
         return self.estimates[stage].period_s if stage in self.estimates else 0.0
 
     def without(self, *peers: PeerId) -> View:
-        """Returns a copy of the view without `peers`, verified or not; the view itself for no `peers`."""
         if not peers:
             return self
         removed = frozenset(peers)
@@ -162,9 +150,8 @@ def merge(view: View, records: Iterable[Record], now_unix: float, linger_s: floa
     """Returns a copy of `view` into which verified, unexpired claims and progress records are merged at `now_unix`.
 
     The newest incarnation of a peer wins. A claim, also one that repeats what is known, keeps its peer in the view for
-    `linger_s` seconds; peers whose time is over are dropped. Claims are merged first; progress without a claim of the
-    same incarnation and span is ignored. The result has the unverified peers of `view` among its peers: call
-    `with_verified` to separate them again.
+    `linger_s` seconds. Progress without a claim of the same incarnation and span is ignored. The result has the
+    unverified peers among its peers: call `with_verified` to separate them again.
     """
     peers = {**view.peers, **view.unverified}
     for record in sorted(records, key=lambda record: record.KIND):  # claims first
