@@ -44,7 +44,7 @@ class LinearSize:
     last_layer_outputs: int = 0  # number of outputs in the model's last layer; 0: the same as in the other layers
 
     def outputs_in(self, *, is_last: bool) -> int:
-        """Returns this linear layer's number of outputs in a decoder layer; is_last: in the model's last one."""
+        """is_last: in the model's last decoder layer."""
         return self.last_layer_outputs if is_last and self.last_layer_outputs else self.outputs
 
 
@@ -84,11 +84,10 @@ class DecoderSizes:
         return next(linear.inputs for linear in self.linears if linear.input_kind == "inner")
 
     def is_last(self, layer: int) -> bool:
-        """Returns whether layer number `layer` is the model's last."""
         return layer == self.layers - 1
 
     def has_lora(self, linear: LinearSize) -> bool:
-        """Returns whether a linear layer has LoRA: the run trains LoRA, and `lora_targets` is empty or has its name."""
+        """Whether the run trains LoRA, and `lora_targets` is empty or has the layer's name."""
         return self.frozen_as is not None and (not self.lora_targets or linear.name in self.lora_targets)
 
 

@@ -78,7 +78,7 @@ class StageModule(nn.Module, abc.ABC):
     def without_adapters(self) -> AbstractContextManager[None]:
         """Context manager: inside it, forwards of this stage compute the model as it was before any training.
 
-        The base class raises LookupError; called only for models whose manifest section has `has_reference` true.
+        Called only for models whose manifest section has `has_reference` true.
         """
         raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
@@ -87,10 +87,7 @@ class StageModule(nn.Module, abc.ABC):
         self.to_empty(device="cpu")
 
     def fill_buffers(self, seed: int) -> None:
-        """Sets the stage's buffers, in place, from the family's sizes and the run's seed; then they are constant.
-
-        The base class has no buffers, and does nothing.
-        """
+        """Sets the stage's buffers, in place, from the family's sizes and the run's seed; then they are constant."""
 
     @torch.no_grad()
     def fill_at_random(self, generator: torch.Generator) -> None:
@@ -101,8 +98,7 @@ class StageModule(nn.Module, abc.ABC):
     def initial_std(self, name: str) -> float | None:
         """Returns the standard deviation of the named parameter's initial values; None if all of them are 1.
 
-        Only Family.fill_weights calls this method. The base class raises LookupError: a family overrides either this
-        method or Family.fill_weights.
+        A family overrides either this method or Family.fill_weights.
         """
         raise LookupError(f"{type(self).__name__} does not say how {name} begins")
 
@@ -110,12 +106,11 @@ class StageModule(nn.Module, abc.ABC):
     def is_hidden_matrix(self, name: str) -> bool:
         """Returns whether the parameter of this full name is a matrix whose updates the optimizer muon orthogonalises.
 
-        That is a matrix that maps hidden vectors to hidden vectors; not an embedding or a head, one side of which is
-        the vocabulary.
+        Not an embedding or a head, one side of which is the vocabulary.
         """
 
     def hidden_matrices(self) -> list[str]:
-        """Returns the full names of the stage's trained hidden matrices (see is_hidden_matrix), in parameter order."""
+        """Returns the full names of the trained parameters of which is_hidden_matrix is true, in parameter order."""
         return [name for name, _ in self.trained_parameters() if self.is_hidden_matrix(name)]
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -124,16 +119,13 @@ class StageModule(nn.Module, abc.ABC):
 
 
 class Family(abc.ABC):
-    """Base class of model families, each with the sizes of one manifest's model section.
-
-    A Family builds the stages of that model, and decides how they are counted, exported and described.
-    """
+    """Base class of model families: builds the stages of one manifest's model, and says how they are exported."""
 
     def check_machine(self, base_model: Path | None) -> None:  # noqa: B027 - most families need nothing
         """Raises LocalError if this machine lacks a package or a folder that this family's stages need.
 
         Called before a peer claims stages; may import packages, which takes seconds. base_model: the folder with the
-        base model's files, or None. The base class checks nothing.
+        base model's files, or None; so in all methods.
         """
 
     @abc.abstractmethod
@@ -141,26 +133,24 @@ class Family(abc.ABC):
         """Constructs the stage of `layers`. The caller must have set the meta device: no memory is allocated."""
 
     def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
-        """Returns an estimate of the least memory that training the stages of `span` takes.
+        """Returns an estimate of the least memory that training `span` takes, by the formulas of decoders.
 
-        manifest: of a run with this family's model. state_in_host: the optimizer's state is in host memory; else all
-        is on the device. The base class uses the formulas of decoders; a family of other models overrides it.
+        state_in_host: the optimizer's state is in host memory; else all is on the device.
         """
         return min_memory(manifest, span, state_in_host=state_in_host)
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns, for each trained tensor of `layers`, its name, shape and conversion in an exported model.
+        """Returns the name, shape and conversion of each trained tensor of `layers` in an exported Hugging Face model.
 
-        The model is one of Hugging Face. Exports nothing itself. seed: the run's seed, from which fixed tensors are
-        derived.
+        seed: the run's seed, from which fixed tensors are derived.
         """
 
     @abc.abstractmethod
     def config_files(
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files of an exported Hugging Face model or adapter: file name -> content. Writes nothing.
+        """Returns the JSON files of an exported Hugging Face model or adapter: file name -> content.
 
         dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, or None. turn_ends: the ids with which
         the run learnt to end an answer; generation should stop at them, too.
@@ -169,34 +159,28 @@ class Family(abc.ABC):
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
         """Returns the tensors of a whole Hugging Face model: those of the base model, merged with what was trained.
 
-        The values are computed block by block when they are read. base_model: the folder with the base model's files.
-        read_trained: returns a trained tensor by its name; called when blocks are read. Raises LocalError unless the
-        files are those of the run. The base class raises LookupError; called only for models whose section has
-        `has_reference` true.
+        The values are computed block by block when they are read. read_trained: returns a trained tensor by its name;
+        called when blocks are read. Raises LocalError unless the files are those of the run. Called only for models
+        whose section has `has_reference` true.
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files that belong to the model of merged_tensors: file name -> content. Writes nothing.
-
-        base_model: the folder with the base model's files. dtype: "float32" or "bfloat16". turn_ends: the ids with
-        which the run learnt to end an answer. The base class raises LookupError.
-        """
+        """Returns the JSON files that belong to the model of merged_tensors; for the arguments see config_files."""
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     @abc.abstractmethod
     def describe(self) -> ModelDescription:
-        """Returns the ModelDescription for the model card: the model's kind and sizes in words."""
+        """Returns the model's kind and sizes in words, for the model card."""
 
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> StageModule:
-        """Builds and returns the stage of `layers` with its initial weights on the CPU, the same on every peer.
+        """Builds the stage of `layers` with its initial weights on the CPU, the same on every peer.
 
-        Trained parameters are float32. seed: the run's seed. base_model: the folder with the weights that the run
-        begins with, for families that begin with a trained model. Raises LocalError when this machine cannot make or
-        read the weights.
+        Trained parameters are float32. seed: the run's. Raises LocalError when this machine cannot make or read the
+        weights.
         """
         stage = self._allocate_stage(layers, seed)
         self.fill_weights(stage, seed, base_model)
@@ -205,8 +189,7 @@ class Family(abc.ABC):
     def fill_weights(self, stage: StageModule, seed: int, base_model: Path | None) -> None:
         """Sets all parameters of `stage`, in place, to their initial values; the base class draws them from the seed.
 
-        Called under torch.no_grad. base_model: the folder with the base model's files, or None; the base class ignores
-        the folder. An override raises LocalError when this machine cannot make or read the values.
+        Called under torch.no_grad. An override raises LocalError when this machine cannot make or read the values.
         """
         for name, parameter in stage.named_parameters():
             if (std := stage.initial_std(name)) is None:
@@ -218,11 +201,10 @@ class Family(abc.ABC):
     def load_stage(
         self, layers: range, seed: int, weights: Mapping[str, NDArray[np.float32]], base_model: Path | None = None
     ) -> StageModule:
-        """Builds and returns the stage of `layers` on the CPU with these trained weights, float32 by full name.
+        """Builds the stage of `layers` on the CPU with copies of these trained weights, float32 by full name.
 
-        `weights` is copied; tensors of other names in it are ignored. base_model: the folder with the frozen weights,
-        for families that have some. Raises LocalError when this machine cannot make the frozen weights or the buffers,
-        KeyError for a missing tensor, RuntimeError for a tensor of another shape than its parameter's.
+        Raises LocalError when this machine cannot make the frozen weights or the buffers, KeyError for a missing
+        tensor, RuntimeError for a tensor of another shape than its parameter's.
         """
         stage = self._allocate_stage(layers, seed)
         self.fill_frozen(stage, base_model)
@@ -233,10 +215,9 @@ class Family(abc.ABC):
         return stage
 
     def fill_frozen(self, stage: StageModule, base_model: Path | None) -> None:  # noqa: B027 - most families have none
-        """Sets the frozen parameters of `stage`, in place, to their values; the base class has none and does nothing.
+        """Sets the frozen parameters of `stage`, in place, to their values, under torch.no_grad.
 
-        Called under torch.no_grad. base_model: the folder with the base model's files, or None. An override raises
-        LocalError when this machine cannot make or read the values.
+        An override raises LocalError when this machine cannot make or read the values.
         """
 
     def _allocate_stage(self, layers: range, seed: int) -> StageModule:
@@ -249,18 +230,18 @@ class Family(abc.ABC):
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
         """Returns full name -> shape of every trained parameter of the stage of `layers`, in the stage's order.
 
-        Makes the stage on the meta device for that, which needs the family's packages, but no memory or files.
+        Needs the family's packages, but no memory or files: the stage is made on the meta device.
         """
         with torch.device("meta"):
             return {name: tuple(p.shape) for name, p in self.make_stage(layers).trained_parameters()}
 
     def hidden_matrices(self, layers: range) -> list[str]:
-        """Returns StageModule.hidden_matrices of the stage of `layers`, which it makes on the meta device."""
+        """Returns StageModule.hidden_matrices of the stage of `layers`."""
         with torch.device("meta"):
             return self.make_stage(layers).hidden_matrices()
 
     def parameter_count(self, layers: range) -> int:
-        """Returns how many trained numbers the stage of `layers` has: the elements of all of its trained parameters."""
+        """Returns how many numbers the stage of `layers` trains."""
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())
 
 

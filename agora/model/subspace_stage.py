@@ -68,7 +68,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(model.width, outputs, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """Returns the attention's output [b, s, outputs] for x [b, s, d]. table: what rotary_table returns."""
+        """table: what rotary_table returns."""
         query = apply_rotary(self._split_heads(self.query(x), self.heads), table)
         key = apply_rotary(self._split_heads(self.key(x), self.key_value_heads), table)
         value = self._split_heads(self.value(x), self.key_value_heads)
@@ -91,7 +91,6 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(model.feed_forward, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns down(silu(gate x) * up x), [b, s, outputs], for x [b, s, d]."""
         output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return output
 
@@ -110,10 +109,7 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(model, outputs)
 
     def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
-        """Returns the residual stream after the layer, of the same shape as `hidden`, the one before: [b, s, outputs].
-
-        table: what rotary_table returns. expand: converts the residual stream to the input of each sublayer's norm.
-        """
+        """hidden: the residual stream [b, s, outputs]. expand: converts it to the input of each sublayer's norm."""
         hidden = hidden + self.attention(self.attention_norm(expand(hidden)), table)
         return hidden + self.feed_forward(self.feed_forward_norm(expand(hidden)))  # type: ignore[no-any-return]
 
@@ -215,7 +211,6 @@ class SubspaceStage(StageModule):
         return hidden
 
     def fill_buffers(self, seed: int) -> None:
-        # Raises DerivationError if this machine would derive other values than the other peers.
         model = self._model
         self.table.copy_(rotary_table(model.context, model.width // model.heads, model.rope_theta))
         if self.space is not None:
