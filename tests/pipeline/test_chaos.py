@@ -70,7 +70,7 @@ async def disturb(world: World, kind: Kind, rng: random.Random, origins: list[No
         victim = rng.choice(victims)
         (world.network.kill if act == "kill" else world.network.hang)(victim.peer)
         await asyncio.sleep(rng.uniform(0.0, 0.5))
-        world.add(f"substitute{number}", str(victim.span), victim.compute.service_s, seen=False)
+        world.add(f"substitute{number}", str(victim.span), victim.device.service_s, seen=False)
         await asyncio.sleep(rng.uniform(0.0, 5.0))
         world.hide(victim)
         world.show(list(world.nodes.values())[-1])
@@ -125,7 +125,7 @@ def check_leftovers(world: World) -> None:
     """Nobody holds a slot, a forward or running work for a microbatch that is over."""
     for node in world.nodes.values():
         if not node.frozen:
-            assert node.ledger.taken == 0 and not node.compute.held and node.hop.queue == 0
+            assert node.ledger.taken == 0 and not node.device.held and node.hop.queue == 0
             assert all(
                 cost.open_calls == 0
                 for stage in range(world.stage_count)

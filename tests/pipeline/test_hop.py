@@ -56,7 +56,7 @@ def test_a_microbatch_goes_through_any_cut_of_the_pipeline_and_back(spans: list[
         assert answer.message.loss_sum == loss_of(tokens_of(7))
         assert answer.tensors == []
         assert counted(world) == [1, 1, 1, 1]
-        assert all(node.compute.held == set() and node.ledger.taken == 0 for node in nodes)
+        assert all(node.device.held == set() and node.ledger.taken == 0 for node in nodes)
 
     run(work())
 
@@ -80,7 +80,7 @@ def test_evaluation_returns_the_loss_and_counts_nothing() -> None:
         answer = await enter(nodes[0], purpose="evaluate")
         assert (answer.message.loss_sum, answer.tensors) == (loss_of(tokens_of(7)), [])
         assert counted(world) == [0, 0, 0]
-        assert not any(node.compute.held for node in nodes)
+        assert not any(node.device.held for node in nodes)
 
     run(work())
 
@@ -103,7 +103,7 @@ def test_a_stage_outside_the_span_is_refused_before_any_work() -> None:
         node = world.add("peer", "0-1")
         with pytest.raises(NotMyStage):
             await enter(node, 2)
-        assert node.compute.busy_s == 0.0
+        assert node.device.busy_s == 0.0
         assert [e.code for e in node.events if isinstance(e, HopRefused)] == ["not-my-stage"]
 
     run(work())
@@ -127,7 +127,7 @@ def test_tensors_that_the_run_does_not_imply_are_refused_before_any_work(tensors
         node = world.add("peer", "1-2")
         with pytest.raises(ProtocolError):
             await node.hop.process(ProcessCall(process(1), tensors, asyncio.get_running_loop().time() + 9.0, print))
-        assert node.compute.busy_s == 0.0
+        assert node.device.busy_s == 0.0
         assert node.ledger.taken == 0
 
     run(work())
@@ -161,7 +161,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_once_the_hop_knows_its_own_tim
         other = microbatch_id(b"session0", 8)
         with pytest.raises(Unavailable):
             await enter(node, microbatch=other, within_s=2.0)
-        assert node.compute.busy_s == 10.0
+        assert node.device.busy_s == 10.0
 
     run(work())
 
@@ -308,8 +308,8 @@ def test_a_caller_that_cancels_frees_the_slot_the_forward_and_everything_downstr
         await asyncio.wait([task])
         await asyncio.sleep(0.1)
         assert [node.ledger.taken for node in nodes] == [0, 0, 2], "the last was committed: it may have been counted"
-        assert not nodes[0].compute.held
-        assert not nodes[1].compute.held
+        assert not nodes[0].device.held
+        assert not nodes[1].device.held
         await blocker
         await asyncio.sleep(200.0)
         assert [node.ledger.taken for node in nodes] == [0, 0, 0]
@@ -330,7 +330,7 @@ def test_work_that_is_being_counted_ends_even_when_its_caller_cancels_and_a_repe
         assert counted(world) == [1]
         await enter(node)
         assert counted(world) == [1]
-        assert node.compute.busy_s == 5.0
+        assert node.device.busy_s == 5.0
 
     run(work())
 
@@ -383,7 +383,7 @@ def test_a_failure_of_our_own_device_is_passed_up_and_counts_nothing() -> None:
     async def work() -> None:
         world = World(2)
         node, last = world.add("first", "0"), world.add("last", "1")
-        node.compute.fail_next.append(DeviceError("the device failed"))
+        node.device.fail_next.append(DeviceError("the device failed"))
         with pytest.raises(DeviceError):
             await enter(node)
         assert counted(world) == [0, 0]
@@ -399,7 +399,7 @@ def test_a_peer_that_answers_nonsense_is_recorded_and_another_replica_is_asked_w
     async def work() -> None:
         world = World(2)
         node, liar = world.add("first", "0"), world.add("liar", "1")
-        liar.compute.answers_nonsense = True
+        liar.device.answers_nonsense = True
         task = asyncio.create_task(enter(node, within_s=600.0))
         await asyncio.sleep(1.0)
         world.add("sound", "1")
@@ -415,13 +415,13 @@ def test_a_callee_that_keeps_sending_useless_gradients_is_suspended_and_others_g
     async def work() -> None:
         world = World(2)
         node, liar, sound = world.add("first", "0"), world.add("liar", "1"), world.add("sound", "1")
-        liar.compute.answers_nonsense = True
+        liar.device.answers_nonsense = True
         await train(world.origin(node, max_in_flight=2), 60)
         assert len(offences_of(node)) == POINTS_TO_SUSPEND == liar.calls_in
         assert {(peer, offence) for peer, offence, _ in offences_of(node)} == {(liar.peer, "useless-gradient")}
         assert set(node.router.balancer.callees(1)) == {sound.peer}
         assert sound.calls_in >= 60
-        assert node.compute.counted.total() == len(completed(node.events)) >= 60
+        assert node.device.counted.total() == len(completed(node.events)) >= 60
         await asyncio.sleep(SUSPENSION_S)
         await enter(node)
         assert set(node.router.balancer.callees(1)) == {sound.peer, liar.peer}, "it is tried again afterwards"
@@ -439,7 +439,7 @@ def test_nobody_downstream_becomes_a_typed_refusal_before_our_own_deadline() -> 
         assert refusal.value.stage == 2
         assert "no live peer holds stage 2" in str(refusal.value)
         assert asyncio.get_running_loop().time() - started <= 7.0
-        assert not node.compute.held
+        assert not node.device.held
         assert node.ledger.taken == 0
 
     run(work())
@@ -485,7 +485,7 @@ def test_leaving_waits_for_what_has_a_slot_but_not_for_ever() -> None:
         with pytest.raises(PeerFailed, match="ask another"):
             await task
         assert node.ledger.taken == 0
-        assert not node.compute.held
+        assert not node.device.held
 
     run(work())
 

@@ -149,7 +149,7 @@ def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_
         assert await mover.hop.process(ProcessCall(process(1), [], deadline, heard.append)) is first
         with pytest.raises(NotMyStage):
             await mover.hop.process(ProcessCall(process(1, 9), tensors, deadline, heard.append))
-        assert sum(mover.compute.counted.values()) == 0, "the new span has counted nothing"
+        assert sum(mover.device.counted.values()) == 0, "the new span has counted nothing"
 
     run(work())
 

@@ -291,7 +291,7 @@ def test_evaluation_is_the_mean_loss_per_token_of_held_out_text_and_trains_on_no
         result = await origin.evaluate(5, within_s=60.0)
         losses = [loss_of(tokens_of(10_000 + i)) for i in range(5)]
         assert result.loss == pytest.approx(sum(losses) / (5 * TOKENS)) and result.tokens == 5 * TOKENS
-        assert not any(node.compute.counted for node in nodes)
+        assert not any(node.device.counted for node in nodes)
         assert [e.loss for e in nodes[0].events if isinstance(e, EvaluationDone)] == [result.loss]
         assert started(nodes[0].events) == []
 

@@ -234,7 +234,7 @@ def test_a_retry_reaches_the_peers_that_already_did_their_part() -> None:
         await task
         await asyncio.sleep(30.0)
         assert sum(last.calls_in for last in lasts) == 2, "the same peer was asked again"
-        assert sorted(sum(last.compute.counted.values()) for last in lasts) == [0, 0, 0, 0, 0, 1]
+        assert sorted(sum(last.device.counted.values()) for last in lasts) == [0, 0, 0, 0, 0, 1]
 
     run(work())
 
@@ -250,7 +250,7 @@ def test_a_lost_answer_is_fetched_from_the_peer_that_has_it() -> None:
         await task
         assert world.faults.fired["lost"] == 1
         assert sorted(c.calls_in for c in callees) == [0, 0, 2]
-        assert sum(sum(c.compute.counted.values()) for c in callees) == 1
+        assert sum(sum(c.device.counted.values()) for c in callees) == 1
 
     run(work())
 

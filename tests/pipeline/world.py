@@ -94,7 +94,7 @@ def _tensor(what: bytes, microbatch: bytes, stage: int) -> WireTensor:
     return WireTensor("float32", (1, 2, 4), memoryview(hashlib.sha256(what + microbatch + bytes([stage])).digest()))
 
 
-class FakeCompute:
+class FakeDevice:
     """A serial device that needs `service_s` per microbatch and stage, a third of it forward."""
 
     def __init__(self, node: Node, span: Span, service_s: float) -> None:
@@ -196,7 +196,7 @@ class Node:
         self.state = "serving"
         self.incarnation = 1
         self.events: list[Event] = []
-        self.compute = FakeCompute(self, span, service_s)
+        self.device = FakeDevice(self, span, service_s)
         self.ledger = WorkLedger(self.peer, slots, self.events.append)
         self.reached: Counter[str] = Counter()
         self.view_of = lambda: world.view
@@ -215,10 +215,10 @@ class Node:
         self.hop = self.new_hop(barrier)
 
     def new_hop(self, barrier: StepBarrier | MeanBarrier | None = None) -> Hop:
-        """The hop of this node's compute; the ledger and the router outlive it."""
+        """The hop of this node's device; the ledger and the router outlive it."""
         self.ledger.start_accepting()
         return Hop(
-            self.compute,
+            self.device,
             self.router,
             self.ledger,
             report=self.events.append,
@@ -286,7 +286,7 @@ class World:
     def move(self, node: Node, span: str) -> None:
         """What `agora-node move` does when the node has left its hop: other stages, the same peer."""
         node.span = Span.parse(span)
-        node.compute = FakeCompute(node, node.span, node.compute.service_s)
+        node.device = FakeDevice(node, node.span, node.device.service_s)
         node.hop = node.new_hop()
         self.show(node)
 
@@ -318,7 +318,7 @@ class World:
         return Origin(config, node.hop, Source(), node.events.append, look, session=session)
 
     def counts(self, stage: int, microbatch: bytes) -> dict[PeerId, int]:
-        counts = {peer: node.compute.counted[stage, microbatch] for peer, node in self.nodes.items()}
+        counts = {peer: node.device.counted[stage, microbatch] for peer, node in self.nodes.items()}
         return {peer: count for peer, count in counts.items() if count}
 
 

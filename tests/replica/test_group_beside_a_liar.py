@@ -91,13 +91,13 @@ async def beside(
     events, manifest = Events(), small_manifest(**sections)
     signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
     listed = {ME: 1.0, OTHER: 1e12}
-    async with pipeline_of(manifest, ["0"], report=events) as (compute,):
+    async with pipeline_of(manifest, ["0"], report=events) as (worker,):
         yield (
-            compute,
+            worker,
             ReplicaGroup(
                 signed,
                 ME,
-                compute,
+                worker,
                 cast(Any, liar),
                 NoStates(),
                 Listing(listed),
@@ -114,32 +114,32 @@ async def stop(running: asyncio.Task[None]) -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def weights_after(compute: DeviceWorker, number: int, learning: bool = True) -> np.ndarray:
+async def weights_after(worker: DeviceWorker, number: int, learning: bool = True) -> np.ndarray:
     """After a step, for which this peer counts all tokens unless it is not `learning`."""
     if learning:
         ids = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
-        out = await compute.forward(SpanWork(microbatch_id(number), 0, None, ids, "train"))
-        await compute.backward(microbatch_id(number), 0, out)
-    while compute.step_of(0) == number:
+        out = await worker.forward(SpanWork(microbatch_id(number), 0, None, ids, "train"))
+        await worker.backward(microbatch_id(number), 0, out)
+    while worker.step_of(0) == number:
         await asyncio.sleep(0.01)
-    return (await compute.export_state(0)).weights
+    return (await worker.export_state(0)).weights
 
 
 def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absurd_only_the_averaging() -> None:
     async def whole() -> None:
         liar, averaging = Liar(), {"exact_steps": 100, "gradient_wire": "float32"}
-        async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (compute, group, events, _):
+        async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (worker, group, events, _):
             running = asyncio.create_task(group.run())
-            before = (await compute.export_state(0)).weights
+            before = (await worker.export_state(0)).weights
             liar.mean, liar.tokens = 3e38, 32
-            over = await weights_after(compute, 0, learning=False)
+            over = await weights_after(worker, 0, learning=False)
             assert np.array_equal(over, before) and not events.of(PartFailed), "there was nothing to judge it by"
             liar.mean, liar.tokens = 1e-4, 0
-            honest = await weights_after(compute, 1)
+            honest = await weights_after(worker, 1)
             assert np.isfinite(honest).all()
             assert not np.array_equal(honest, before)
             liar.mean, liar.step = 1e3, 2
-            alone = await weights_after(compute, 2)
+            alone = await weights_after(worker, 2)
             assert np.isfinite(alone).all(), "its gradient waits for the next step"
             assert {"the mean has" in failed.reason for failed in events.of(PartFailed)} == {True}
             await stop(running)
@@ -153,14 +153,14 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
 def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other_replica_leaves() -> None:
     async def whole() -> None:
         sections = {"schedule": {"kind": "synchronous"}, "optimizer": {"target_tokens": 32}}
-        async with beside(Liar(), **sections) as (compute, group, _, listed):
+        async with beside(Liar(), **sections) as (worker, group, _, listed):
             ids = tokens_of(batches_for(small_manifest(), 1)[0][0])
-            out = await compute.forward(SpanWork(microbatch_id(0), 0, None, ids, "train"))
-            await compute.backward(microbatch_id(0), 0, out)
-            assert compute.step_of(0) == 0, "it waits for the other"
+            out = await worker.forward(SpanWork(microbatch_id(0), 0, None, ids, "train"))
+            await worker.backward(microbatch_id(0), 0, out)
+            assert worker.step_of(0) == 0, "it waits for the other"
             del listed[OTHER]
             running = asyncio.create_task(group.run())
-            while compute.step_of(0) == 0:
+            while worker.step_of(0) == 0:
                 await asyncio.sleep(0.01)
             await stop(running)
 

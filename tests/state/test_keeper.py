@@ -45,29 +45,29 @@ async def given_state(keeper: StateKeeper) -> StateIndex:
 
 def test_a_joining_stage_is_filled_by_replicas_and_not_by_one_that_claims_an_absurd_step(tmp_path: Path) -> None:
     async def whole() -> None:
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
-            world, initial = World(), await compute.export_state(0)
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
+            world, initial = World(), await worker.export_state(0)
             honest = dict(zip(OTHERS[:3], (100, 101, 103), strict=True))
             for peer, step in honest.items():
                 world.add(peer, replace(initial, step=step, updates=step, weights=initial.weights + 1))
             liar = world.add(OTHERS[3], replace(initial, step=10**9, weights=initial.weights + 9))
-            keeper = keeper_of(compute, tmp_path, {ME: 0, **honest, OTHERS[3]: 10**9}, world)
+            keeper = keeper_of(worker, tmp_path, {ME: 0, **honest, OTHERS[3]: 10**9}, world)
             assert await keeper.find_checkpoints() == (0,)
             assert "fetched step 103" in await keeper.fill_stages()
             assert not liar.calls
-            assert compute.step_of(0) == 103
-            assert ((await compute.export_state(0)).weights[:16] == initial.weights[:16] + 1).all()
+            assert worker.step_of(0) == 103
+            assert ((await worker.export_state(0)).weights[:16] == initial.weights[:16] + 1).all()
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
 def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: Path) -> None:
     async def whole() -> None:
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
-            keeper = keeper_of(compute, tmp_path, {})
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
+            keeper = keeper_of(worker, tmp_path, {})
             await keeper.find_checkpoints()
             assert "no peer offers any" in await keeper.fill_stages()
-            await compute.load_state(replace(await compute.export_state(0), step=12, agreed=12))
+            await worker.load_state(replace(await worker.export_state(0), step=12, agreed=12))
             running = asyncio.create_task(keeper.run())
             keeper.on_stepped(0, 9)
             keeper.on_stepped(0, 12)
@@ -75,7 +75,7 @@ def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: 
                 await asyncio.sleep(0.01)
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            again = keeper_of(compute, tmp_path, {})
+            again = keeper_of(worker, tmp_path, {})
             assert await again.find_checkpoints() == (12,)
             assert await again.fill_stages() == "stage 0: own checkpoint of step 12; no peer offers any"
 
@@ -84,12 +84,12 @@ def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: 
 
 def test_a_joining_peer_gives_its_checkpoint(tmp_path: Path) -> None:
     async def whole() -> None:
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
-            before = keeper_of(compute, tmp_path, {})
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
+            before = keeper_of(worker, tmp_path, {})
             await before.fill_stages()
-            await compute.load_state(replace(await compute.export_state(0), step=7, agreed=7))
+            await worker.load_state(replace(await worker.export_state(0), step=7, agreed=7))
             await before.write_checkpoints()
-            joining = keeper_of(compute, tmp_path, {})
+            joining = keeper_of(worker, tmp_path, {})
             assert (await given_state(joining)).size == 0, "it has not looked for checkpoints yet"
             await joining.find_checkpoints()
             assert (await given_state(joining)).step == 7
@@ -104,8 +104,8 @@ def test_a_joiner_asks_whether_a_step_was_taken_and_does_not_begin_from_the_seed
     tmp_path: Path, answers: dict[PeerId, int]
 ) -> None:
     async def whole() -> None:
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
-            world, initial, asked = World(), await compute.export_state(0), list[PeerId]()
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
+            world, initial, asked = World(), await worker.export_state(0), list[PeerId]()
             for peer, step in answers.items():
                 world.add(peer, replace(initial, step=step, updates=step, weights=initial.weights + 1))
 
@@ -113,10 +113,10 @@ def test_a_joiner_asks_whether_a_step_was_taken_and_does_not_begin_from_the_seed
                 asked.extend(peers)
                 return {peer: answers[peer] for peer in peers}
 
-            keeper = keeper_of(compute, tmp_path, dict.fromkeys(answers, 0), world, ask)
+            keeper = keeper_of(worker, tmp_path, dict.fromkeys(answers, 0), world, ask)
             assert "fetched step 40" in await keeper.fill_stages()
             assert asked == list(answers)
-            assert compute.step_of(0) == 40
+            assert worker.step_of(0) == 40
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -128,13 +128,13 @@ def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
     monkeypatch.setattr("agora.state.keeper.TIMEOUT_S", 0.2)
 
     async def whole() -> None:
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
             serving = {OTHERS[0]: 0}
 
             async def ask(stage: int, peers: Collection[PeerId]) -> dict[PeerId, int]:
                 return {}
 
-            keeper = keeper_of(compute, tmp_path, serving, ask=ask)
+            keeper = keeper_of(worker, tmp_path, serving, ask=ask)
             with pytest.raises(Unavailable, match="do not say whether a step was taken"):
                 await keeper.fill_stages()
             serving.clear()
@@ -151,10 +151,10 @@ def test_a_joiner_whose_only_source_has_left_waits_for_its_return_and_then_keeps
     monkeypatch.setattr("agora.state.keeper.RETURN_S", 20.0 if comes_back else 0.3)
 
     async def whole() -> None:
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
-            world, initial, (source, other, *_) = World(), await compute.export_state(0), OTHERS
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
+            world, initial, (source, other, *_) = World(), await worker.export_state(0), OTHERS
             claims = {source: 40}  # it says so, and cannot be reached
-            keeper = keeper_of(compute, tmp_path, claims, world)
+            keeper = keeper_of(worker, tmp_path, claims, world)
             filling = asyncio.create_task(keeper.fill_stages())
             await asyncio.sleep(0.5)
             assert not filling.done(), "a source that still offers the stage is tried again"
@@ -164,7 +164,7 @@ def test_a_joiner_whose_only_source_has_left_waits_for_its_return_and_then_keeps
                 world.add(other, replace(initial, step=40, updates=40, weights=initial.weights + 1))
                 claims[other] = 40
             assert ("fetched step 40" if comes_back else "no peer offers any") in await filling
-            assert compute.step_of(0) == (40 if comes_back else 0)
+            assert worker.step_of(0) == (40 if comes_back else 0)
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -180,12 +180,12 @@ def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it
 
     async def whole() -> None:
         nonlocal passed_s
-        async with pipeline_of(small_manifest(), ["0"]) as (compute,):
-            world, initial, (source, other, *_) = World(), await compute.export_state(0), OTHERS
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
+            world, initial, (source, other, *_) = World(), await worker.export_state(0), OTHERS
             fetched = replace(initial, step=40, updates=40, weights=initial.weights + 1)
             leaving = world.add(source, fetched, hang_after=0)
             claims = {source: 40}
-            filling = asyncio.create_task(keeper_of(compute, tmp_path, claims, world).fill_stages())
+            filling = asyncio.create_task(keeper_of(worker, tmp_path, claims, world).fill_stages())
             while not leaving.open_chunks:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             passed_s = RETURN_S + TIMEOUT_S

@@ -75,27 +75,27 @@ def values_of(tensor: WireTensor) -> np.ndarray:
 async def pipeline_of(manifest: Manifest, spans: Sequence[str], **options: Any) -> AsyncIterator[list[DeviceWorker]]:
     """One DeviceWorker per span, closed at the end; their events are in the `events` of the first one."""
     async with AsyncExitStack() as stack:
-        computes = []
+        workers = []
         for span in spans:
             options.setdefault("report", lambda event: None)
-            compute = await DeviceWorker.create(
+            worker = await DeviceWorker.create(
                 manifest, Span.parse(span), **{"device": DeviceOptions("cpu"), **options}
             )
-            stack.push_async_callback(compute.close)
-            computes.append(compute)
-        yield computes
+            stack.push_async_callback(worker.close)
+            workers.append(worker)
+        yield workers
 
 
-def never_step(compute: DeviceWorker) -> None:
-    """From now on no stage of `compute` takes a step by itself."""
-    for stage in compute.span.stages:
-        compute.set_step_policy(stage, StepPolicy(target_tokens=1 << 40))
+def never_step(worker: DeviceWorker) -> None:
+    """From now on no stage of `worker` takes a step by itself."""
+    for stage in worker.span.stages:
+        worker.set_step_policy(stage, StepPolicy(target_tokens=1 << 40))
 
 
-async def read_steps(compute: DeviceWorker, count: int) -> list[tuple[int, int, int]]:
+async def read_steps(worker: DeviceWorker, count: int) -> list[tuple[int, int, int]]:
     """The next `count` steps among the events: stage, steps taken, own tokens."""
     read: list[StageStepped] = []
-    async for event in compute.step_events():
+    async for event in worker.step_events():
         if isinstance(event, StageStepped):
             read.append(event)
         if len(read) == count:
@@ -119,10 +119,10 @@ async def train_step(pipeline: Sequence[DeviceWorker], microbatches: Sequence[np
     ids = [microbatch_id(number * 1000 + i) for i in range(len(microbatches))]
     tokens = [tokens_of(batch) for batch in microbatches]
     boundaries: list[WireTensor | None] = [None] * len(ids)
-    for compute in inner:
+    for worker in inner:
         for i, microbatch in enumerate(ids):
-            boundaries[i] = await compute.forward(
-                SpanWork(microbatch, compute.span.first, boundaries[i], tokens[i], "train")
+            boundaries[i] = await worker.forward(
+                SpanWork(microbatch, worker.span.first, boundaries[i], tokens[i], "train")
             )
     entering = zip(ids, boundaries, tokens, strict=True)
     done = [
@@ -130,9 +130,9 @@ async def train_step(pipeline: Sequence[DeviceWorker], microbatches: Sequence[np
         for m, boundary, batch in entering
     ]
     gradients = [finished.gradient for finished in done]
-    for compute in reversed(inner):
+    for worker in reversed(inner):
         for i, microbatch in enumerate(ids):
-            gradients[i] = (await compute.backward(microbatch, compute.span.first, gradients[i])).gradient
+            gradients[i] = (await worker.backward(microbatch, worker.span.first, gradients[i])).gradient
     assert gradients == [None] * len(ids)
     return sum(finished.loss_sum for finished in done) / sum(finished.tokens for finished in done)
 

@@ -35,15 +35,13 @@ from tests.train.support import (
 M = microbatch_id(0)
 
 
-def with_compute(span: str, test: Callable[[DeviceWorker], Awaitable[None]], stages: int = 2, **options: Any) -> Events:
+def with_worker(span: str, test: Callable[[DeviceWorker], Awaitable[None]], stages: int = 2, **options: Any) -> Events:
     """Runs the test on one DeviceWorker; the events it reported."""
     events = Events()
 
     async def whole() -> None:
-        async with pipeline_of(small_manifest(stages={"count": stages}), [span], report=events, **options) as (
-            compute,
-        ):
-            await asyncio.wait_for(test(compute), 60)
+        async with pipeline_of(small_manifest(stages={"count": stages}), [span], report=events, **options) as (worker,):
+            await asyncio.wait_for(test(worker), 60)
 
     asyncio.run(whole())
     return events
@@ -90,80 +88,80 @@ BAD_TOKENS = {
 
 @pytest.mark.parametrize("name", BAD_BOUNDARIES)
 def test_a_boundary_that_the_run_does_not_allow_is_refused(name: str) -> None:
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         for train in (True, False):
             with pytest.raises(ProtocolError) as refused:
-                await compute.run_last_stages(SpanWork(M, 1, BAD_BOUNDARIES[name], a_batch(), train))
+                await worker.run_last_stages(SpanWork(M, 1, BAD_BOUNDARIES[name], a_batch(), train))
             assert refused.value.code == "bad-tensor"
-        assert compute.progress()[0].tokens_total == 0
+        assert worker.progress()[0].tokens_total == 0
 
-    with_compute("1", test)
+    with_worker("1", test)
 
 
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_tokens_that_the_run_does_not_allow_are_refused(name: str) -> None:
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         with pytest.raises(ProtocolError) as refused:
-            await compute.forward(SpanWork(M, 0, None, BAD_TOKENS[name], "train"))
+            await worker.forward(SpanWork(M, 0, None, BAD_TOKENS[name], "train"))
         assert refused.value.code == "bad-tensor"
 
-    with_compute("0", test)
+    with_worker("0", test)
 
 
 def test_stage_0_takes_no_boundary_and_a_stage_outside_the_span_is_not_run() -> None:
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         with pytest.raises(ProtocolError, match="token ids only"):
-            await compute.forward(SpanWork(M, 0, a_boundary(), a_batch(), "train"))
+            await worker.forward(SpanWork(M, 0, a_boundary(), a_batch(), "train"))
         with pytest.raises(NotMyStage):
-            await compute.forward(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
+            await worker.forward(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
         with pytest.raises(NotMyStage):
-            await compute.run_last_stages(SpanWork(M, 0, None, a_batch(), "train"))
+            await worker.run_last_stages(SpanWork(M, 0, None, a_batch(), "train"))
 
-    with_compute("0-1", test, stages=4)
+    with_worker("0-1", test, stages=4)
 
 
 @pytest.mark.parametrize("name", [n for n in BAD_BOUNDARIES if n != "none"])
 def test_a_bad_gradient_is_refused_and_a_good_one_from_another_replica_may_follow(name: str) -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
+    async def test(worker: DeviceWorker) -> None:
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError):
-            await compute.backward(M, 0, BAD_BOUNDARIES[name])
-        assert compute.progress()[0].tokens_total == 0
-        assert (await compute.backward(M, 0, a_boundary())).gradient is None
-        assert compute.progress()[0].tokens_total == 32
+            await worker.backward(M, 0, BAD_BOUNDARIES[name])
+        assert worker.progress()[0].tokens_total == 0
+        assert (await worker.backward(M, 0, a_boundary())).gradient is None
+        assert worker.progress()[0].tokens_total == 32
 
-    events = with_compute("0", test)
+    events = with_worker("0", test)
     refused = 1 if name in ("nan", "inf", "minus inf") else 0
     assert [e.microbatch for e in events.of(GradientRefused)] == [M.hex()] * refused
     assert len(events.of(MicrobatchCounted)) == 1
 
 
 def test_a_gradient_that_would_overflow_here_is_refused_and_another_peers_gradient_takes_its_place() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        untouched = await compute.copy_weights(0)
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
+    async def test(worker: DeviceWorker) -> None:
+        untouched = await worker.copy_weights(0)
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError, match="plausible"):
-            await compute.backward(M, 0, a_boundary(3e38))  # finite, as its sender may say
-        sums = compute.trainer.stage(0).sum.flat
+            await worker.backward(M, 0, a_boundary(3e38))  # finite, as its sender may say
+        sums = worker.trainer.stage(0).sum.flat
         assert not sums.any()
-        (progress,) = compute.progress()
+        (progress,) = worker.progress()
         assert (progress.tokens_total, progress.step, progress.refused_nonfinite) == (0, 0, 1)
-        assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(0)).items())
-        await compute.backward(M, 0, a_boundary())
+        assert all((untouched[name] == value).all() for name, value in (await worker.copy_weights(0)).items())
+        await worker.backward(M, 0, a_boundary())
         assert sums.any(), "the microbatch was sent on to another peer, whose gradient counts"
 
-    assert len(with_compute("0", test).of(GradientRefused)) == 1
+    assert len(with_worker("0", test).of(GradientRefused)) == 1
 
 
 def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        compute.set_step_policy(1, StepPolicy(64))
-        untouched = await compute.copy_weights(1)
-        await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
-        compute.trainer.stage(1).sum.flat[5] = float("inf")
-        await compute.run_last_stages(SpanWork(microbatch_id(1), 1, a_boundary(), a_batch(), "train"))
-        assert all((untouched[name] == value).all() for name, value in (await compute.copy_weights(1)).items())
-        (progress,) = compute.progress()
+    async def test(worker: DeviceWorker) -> None:
+        worker.set_step_policy(1, StepPolicy(64))
+        untouched = await worker.copy_weights(1)
+        await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
+        worker.trainer.stage(1).sum.flat[5] = float("inf")
+        await worker.run_last_stages(SpanWork(microbatch_id(1), 1, a_boundary(), a_batch(), "train"))
+        assert all((untouched[name] == value).all() for name, value in (await worker.copy_weights(1)).items())
+        (progress,) = worker.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total, progress.refused_nonfinite) == (
             0,
             0,
@@ -171,40 +169,40 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
             1,
         )
         for number in (2, 3):
-            await compute.run_last_stages(SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train"))
-        changed = await compute.copy_weights(1)
+            await worker.run_last_stages(SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train"))
+        changed = await worker.copy_weights(1)
         assert any((untouched[name] != value).any() for name, value in changed.items())
         assert all(np.isfinite(value).all() for value in changed.values())
-        assert compute.progress()[0].step == 1
+        assert worker.progress()[0].step == 1
 
-    events = with_compute("1", test)
+    events = with_worker("1", test)
     assert [e.stage for e in events.of(GradientRefused)] == [1]
     (step,) = events.of(StepTaken)
     assert (step.stage, step.step, step.tokens) == (1, 1, 64)
 
 
 def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        compute.set_step_policy(1, StepPolicy(32))
+    async def test(worker: DeviceWorker) -> None:
+        worker.set_step_policy(1, StepPolicy(32))
         for number in range(3):
-            await compute.run_last_stages(SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train"))
-        await compute.copy_weights(1)
-        (progress,) = compute.progress()
+            await worker.run_last_stages(SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train"))
+        await worker.copy_weights(1)
+        (progress,) = worker.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (3, 0, 96)
 
-    events = with_compute("1", test)
+    events = with_worker("1", test)
     assert [step.loss is not None for step in events.of(StepTaken)] == [True] * 3
 
 
 def test_targets_that_are_not_supervised_are_not_counted() -> None:
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         ids = batches_for(small_manifest(), 1)[0][0].copy()
         ids[0, -5:] = -1
-        done = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), encode_tokens(ids), "train"))
+        done = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), encode_tokens(ids), "train"))
         assert done.tokens == 27
-        assert compute.progress()[0].tokens_in_share == 27
+        assert worker.progress()[0].tokens_in_share == 27
 
-    with_compute("1", test)
+    with_worker("1", test)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
@@ -213,8 +211,8 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
 
     async def whole() -> None:
         async with pipeline_of(manifest, ["0-2", "1", "2"], report=Events()) as (span, one, two):
-            for compute in (span, one, two):
-                never_step(compute)
+            for worker in (span, one, two):
+                never_step(worker)
             out = await span.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
             middle = await one.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
             end = await two.forward(SpanWork(M, 2, middle, a_batch(), "train"))
@@ -230,44 +228,44 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
 
 
 def test_the_last_span_entered_in_the_middle_finishes_from_there() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        never_step(compute)
-        done = await compute.run_last_stages(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
+    async def test(worker: DeviceWorker) -> None:
+        never_step(worker)
+        done = await worker.run_last_stages(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
         assert done.gradient is not None
         assert done.gradient.shape == small_manifest().boundary_shape()
-        assert [p.tokens_in_share for p in compute.progress()] == [0, 32, 32]
+        assert [p.tokens_in_share for p in worker.progress()] == [0, 32, 32]
 
-    events = with_compute("1-3", test, stages=4)
+    events = with_worker("1-3", test, stages=4)
     assert [(e.stages, e.tokens) for e in events.of(MicrobatchCounted)] == [((2, 3), 32)]
 
 
 def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        seen = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "evaluate"))
+    async def test(worker: DeviceWorker) -> None:
+        seen = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "evaluate"))
         assert seen.gradient is None
-        assert compute.progress()[0].tokens_total == 0
-        assert not compute.trainer.stage(1).sum.flat.any()
-        trained = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
+        assert worker.progress()[0].tokens_total == 0
+        assert not worker.trainer.stage(1).sum.flat.any()
+        trained = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert trained.loss_sum == pytest.approx(seen.loss_sum)
 
-    assert len(with_compute("1", test).of(MicrobatchCounted)) == 1
+    assert len(with_worker("1", test).of(MicrobatchCounted)) == 1
 
-    async def forward_only(compute: DeviceWorker) -> None:
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "evaluate"))
-        assert len(compute.trainer.stashed) == 0
+    async def forward_only(worker: DeviceWorker) -> None:
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "evaluate"))
+        assert len(worker.trainer.stashed) == 0
 
-    with_compute("0", forward_only)
+    with_worker("0", forward_only)
 
 
 def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        compute.forget(M, 0)
-        compute.forget(M, 0)
+    async def test(worker: DeviceWorker) -> None:
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
+        worker.forget(M, 0)
+        worker.forget(M, 0)
         with pytest.raises(LocalError, match="sent again"):
-            await compute.backward(M, 0, a_boundary())
+            await worker.backward(M, 0, a_boundary())
 
-    with_compute("0", test)
+    with_worker("0", test)
 
 
 def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() -> None:
@@ -293,11 +291,11 @@ def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() ->
 
 
 def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        stashed = compute.trainer.stashed
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
+    async def test(worker: DeviceWorker) -> None:
+        stashed = worker.trainer.stashed
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         old = stashed.take(M, 0)
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         stashed.forget(M, 0, only=old)
         assert len(stashed) == 1
         new = stashed.take(M, 0)
@@ -305,7 +303,7 @@ def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
         stashed.forget(M, 0, only=new)
         assert len(stashed) == 0
 
-    with_compute("0", test)
+    with_worker("0", test)
 
 
 def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
@@ -320,62 +318,62 @@ def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
             entered.set()
             assert opened.wait(30)
 
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         nonlocal armed
         armed = True
-        running = asyncio.ensure_future(compute.forward(SpanWork(M, 0, None, a_batch(), "train")))
+        running = asyncio.ensure_future(worker.forward(SpanWork(M, 0, None, a_batch(), "train")))
         await asyncio.to_thread(entered.wait, 30)
-        queued = asyncio.ensure_future(compute.forward(SpanWork(microbatch_id(1), 0, None, a_batch(), "train")))
+        queued = asyncio.ensure_future(worker.forward(SpanWork(microbatch_id(1), 0, None, a_batch(), "train")))
         await asyncio.sleep(0)
         running.cancel()
         queued.cancel()
         await asyncio.wait([running, queued])
         armed = False
         opened.set()
-        await compute.copy_weights(0)
+        await worker.copy_weights(0)
         await asyncio.sleep(0)
-        assert len(compute.trainer.stashed) == 0
+        assert len(worker.trainer.stashed) == 0
         assert jobs == 3  # building, the first forward, the weights: the queued one never ran
 
-    with_compute("0", test, device=DeviceOptions("cpu", fault=fault))
+    with_worker("0", test, device=DeviceOptions("cpu", fault=fault))
 
 
 def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         def broken(*arguments: object) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
-        hook = compute.trainer.stage(0).weights.current.module.register_forward_pre_hook(broken)
+        hook = worker.trainer.stage(0).weights.current.module.register_forward_pre_hook(broken)
         with pytest.raises(DeviceError, match=r"unspecified launch failure\)"):
-            await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
+            await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         hook.remove()
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
 
-    with_compute("0", test)
+    with_worker("0", test)
 
 
 def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         def broken(*arguments: object) -> None:
             raise RuntimeError("no memory for the moments")
 
-        compute.set_step_policy(1, StepPolicy(32))
-        monkeypatch.setattr(compute.trainer.stage(1).optimizer, "step", broken)
-        done = await compute.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
+        worker.set_step_policy(1, StepPolicy(32))
+        monkeypatch.setattr(worker.trainer.stage(1).optimizer, "step", broken)
+        done = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert done.tokens == 32
-        await compute.copy_weights(1)
+        await worker.copy_weights(1)
 
-    assert [e.task for e in with_compute("1", test).of(TaskFailed)] == ["device"] * 2, "tried again after the next job"
+    assert [e.task for e in with_worker("1", test).of(TaskFailed)] == ["device"] * 2, "tried again after the next job"
 
 
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await compute.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        forward = compute.trainer.stashed.take(M, 0)
-        compute.trainer.stashed.add(forward)
-        assert (await compute.backward(M, 0, a_boundary())).busy_s > forward.device_s > 0
+    async def test(worker: DeviceWorker) -> None:
+        await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
+        forward = worker.trainer.stashed.take(M, 0)
+        worker.trainer.stashed.add(forward)
+        assert (await worker.backward(M, 0, a_boundary())).busy_s > forward.device_s > 0
 
-    with_compute("0", test)
+    with_worker("0", test)
 
 
 def test_replicas_of_a_stage_start_from_the_same_weights_whatever_their_span() -> None:

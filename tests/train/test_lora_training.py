@@ -33,12 +33,12 @@ async def gradients(manifest: Manifest, base: Path, microbatch: int) -> dict[int
     """By stage the gradient that one microbatch with this number leaves; the data is always the same."""
     batch = answered_batches(answered_samples(2))[0]
     async with pipeline_of(manifest, ["0", "1-2"], base_model=base) as pipeline:
-        for compute in pipeline:
-            for stage in compute.span.stages:  # B is zero at first, and A would have no gradient
-                flat = compute.trainer.stage(stage).writable_weights()
+        for worker in pipeline:
+            for stage in worker.span.stages:  # B is zero at first, and A would have no gradient
+                flat = worker.trainer.stage(stage).writable_weights()
                 flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(stage)))
         await learn(pipeline, microbatch, batch, "sft")
-        stages = [stage for compute in pipeline for stage in compute.trainer.stages.values()]
+        stages = [stage for worker in pipeline for stage in worker.trainer.stages.values()]
         return {stage.number: stage.sum.flat.numpy().copy() for stage in stages}
 
 
@@ -77,12 +77,12 @@ def test_an_evaluation_drops_nothing_and_draws_nothing(base: Path) -> None:
     async def losses(dropout: float) -> list[float]:
         manifest = lora_manifest(base, "sft", stages=1, model={"lora_dropout": dropout})
         batch = answered_batches(answered_samples(2))[0]
-        async with pipeline_of(manifest, ["0"], base_model=base) as (compute,):
-            flat = compute.trainer.stage(0).writable_weights()
+        async with pipeline_of(manifest, ["0"], base_model=base) as (worker,):
+            flat = worker.trainer.stage(0).writable_weights()
             flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)))
             wired = tokens_of(batch)
             return [
-                (await compute.run_last_stages(SpanWork(microbatch_id(n), 0, None, wired, "evaluate"))).loss_sum
+                (await worker.run_last_stages(SpanWork(microbatch_id(n), 0, None, wired, "evaluate"))).loss_sum
                 for n in range(2)
             ]
 
@@ -98,15 +98,15 @@ def test_a_stages_state_is_its_adapter_and_nothing_else_changes(base: Path, froz
         manifest = lora_manifest(base, "sft", stages=2, model={"frozen_as": frozen_as})
         batches = answered_batches(answered_samples(8))
         async with pipeline_of(manifest, ["0", "1"], base_model=base) as pipeline:
-            modules = [compute.trainer.stage(stage).weights.current.module for stage, compute in enumerate(pipeline)]
+            modules = [worker.trainer.stage(stage).weights.current.module for stage, worker in enumerate(pipeline)]
             before = [{n: p.detach().clone() for n, p in module.named_parameters()} for module in modules]
             for step, batch in enumerate(batches):
                 await learn(pipeline, step, batch, "sft")
                 await step_together([pipeline], step)
-            for stage, compute in enumerate(pipeline):
-                state = await compute.export_state(stage)
+            for stage, worker in enumerate(pipeline):
+                state = await worker.export_state(stage)
                 assert {slot.name.split(".")[-3] for slot in state.layout.slots} == {"lora_A", "lora_B"}
-                module = compute.trainer.stage(stage).weights.current.module
+                module = worker.trainer.stage(stage).weights.current.module
                 for name, parameter in module.named_parameters():
                     assert torch.equal(parameter, before[stage][name]) != (".lora_" in name), name
 

@@ -33,29 +33,29 @@ def hidden_bytes(manifest: Manifest, stage: int = 0) -> int:
     return 4 * sum(part.stop - part.start for part in layout.ranges(lambda slot: slot.is_hidden_matrix))
 
 
-async def trained(compute: DeviceWorker, manifest: Manifest, first: int, last: int) -> list[float]:
+async def trained(worker: DeviceWorker, manifest: Manifest, first: int, last: int) -> list[float]:
     batches = batches_for(manifest, last)
-    return [await train_step([compute], batches[number], number) for number in range(first, last)]
+    return [await train_step([worker], batches[number], number) for number in range(first, last)]
 
 
 def run_with(name: str, use) -> None:
-    """Awaits use(trained compute, its state, manifest)."""
+    """Awaits use(trained worker, its state, manifest)."""
 
     async def whole() -> None:
         manifest = manifest_of(name)
-        async with pipeline_of(manifest, ["0"]) as (compute,):
-            await trained(compute, manifest, 0, 3)
-            await use(compute, await compute.export_state(0), manifest)
+        async with pipeline_of(manifest, ["0"]) as (worker,):
+            await trained(worker, manifest, 0, 3)
+            await use(worker, await worker.export_state(0), manifest)
 
     asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-async def check_that_it_trains_on(state: StageState, compute: DeviceWorker, manifest: Manifest) -> None:
+async def check_that_it_trains_on(state: StageState, worker: DeviceWorker, manifest: Manifest) -> None:
     """A fresh stage that loads `state` takes the same three steps as the one that it was exported from."""
     async with pipeline_of(manifest, ["0"]) as (fresh,):
         await fresh.load_state(state)
-        assert await trained(fresh, manifest, 3, 6) == await trained(compute, manifest, 3, 6)
-        mine, theirs = await fresh.export_state(0), await compute.export_state(0)
+        assert await trained(fresh, manifest, 3, 6) == await trained(worker, manifest, 3, 6)
+        mine, theirs = await fresh.export_state(0), await worker.export_state(0)
         assert all(np.array_equal(array, theirs.arrays[name]) for name, array in mine.arrays.items())
 
 
@@ -63,10 +63,10 @@ def test_squares_exist_only_where_adamw_needs_them() -> None:
     held = {}
     for name in ("adamw", "muon"):
 
-        async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
-            optimizer = compute.trainer.stage(0).optimizer
+        async def use(worker: DeviceWorker, state: StageState, manifest: Manifest) -> None:
+            optimizer = worker.trainer.stage(0).optimizer
             held[name] = sum(tensor.untyped_storage().nbytes() for tensor in optimizer.moments.values())
-            assert state.layout == stage_layout(manifest, 0) == compute.layout(0)
+            assert state.layout == stage_layout(manifest, 0) == worker.layout(0)
             assert sum(array.nbytes for array in state.arrays.values()) == state.layout.nbytes
             for moment in state.layout.moments:
                 named = state.layout.of_moment(moment).views(state.moments[moment.name])
@@ -83,12 +83,12 @@ def test_a_checkpoint_has_fewer_bytes_and_training_goes_on_from_it(tmp_path: Pat
     sizes = {}
     for name in ("adamw", "muon"):
 
-        async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
+        async def use(worker: DeviceWorker, state: StageState, manifest: Manifest) -> None:
             written = write_checkpoint(tmp_path / name, RUN, state, keep=1)
             sizes[name] = (written.path / "moments.safetensors").stat().st_size
             found = newest_checkpoint(tmp_path / name, RUN, 0)
             assert found is not None
-            await check_that_it_trains_on(read_checkpoint(found, state.layout), compute, manifest)
+            await check_that_it_trains_on(read_checkpoint(found, state.layout), worker, manifest)
 
         run_with(name, use)
     saved = sizes["adamw"] - sizes["muon"] - hidden_bytes(manifest_of("muon"))
@@ -97,7 +97,7 @@ def test_a_checkpoint_has_fewer_bytes_and_training_goes_on_from_it(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_fetched_state_has_come_in_as_many_bytes_as_the_optimizer_keeps(name: str) -> None:
-    async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
+    async def use(worker: DeviceWorker, state: StageState, manifest: Manifest) -> None:
         came = []
 
         def count(answer: Reply, _: int) -> Reply:
@@ -106,18 +106,18 @@ def test_a_fetched_state_has_come_in_as_many_bytes_as_the_optimizer_keeps(name: 
 
         world = World()
         world.add("a", state, fault=count)
-        fetch = StateFetch(world, 0, compute.layout(0), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, worker.layout(0), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         fetched = await fetch.run(list(world.replicas), deadline=loop_time() + 30)
         weights = 4 * state.layout.numel
         expected = 4 * weights - (hidden_bytes(manifest) if name == "muon" else 0)
         assert sum(came) == expected + 32 * state.layout.chunk_count
-        await check_that_it_trains_on(fetched, compute, manifest)
+        await check_that_it_trains_on(fetched, worker, manifest)
 
     run_with(name, use)
 
 
 def test_a_peer_of_a_run_with_adamw_gives_a_state_of_another_size() -> None:
-    async def use(compute: DeviceWorker, state: StageState, manifest: Manifest) -> None:
+    async def use(worker: DeviceWorker, state: StageState, manifest: Manifest) -> None:
         world = World()
         world.add("liar", state)
         layout = stage_layout(manifest_of("muon"), 0)
@@ -142,8 +142,8 @@ def test_a_layout_without_a_built_stage_is_that_of_the_stage() -> None:
     manifest = small_manifest(model={"subspace": 12}, stages={"count": 4}, optimizer={"name": "muon"})
 
     async def whole() -> None:
-        async with pipeline_of(manifest, ["0-3"]) as (compute,):
+        async with pipeline_of(manifest, ["0-3"]) as (worker,):
             for stage in range(4):
-                assert compute.layout(stage) == stage_layout(manifest, stage)
+                assert worker.layout(stage) == stage_layout(manifest, stage)
 
     asyncio.run(whole())

@@ -20,8 +20,8 @@ TOLERANCE = 1e-5
 async def run_swarm(manifest: Manifest, spans: list[str]) -> PlainRun:
     async with pipeline_of(manifest, spans) as pipeline:
         losses = [await train_step(pipeline, step, n) for n, step in enumerate(batches_for(manifest, STEPS))]
-        weights = [await compute.copy_weights(stage) for compute in pipeline for stage in compute.span.stages]
-        assert [p.step for compute in pipeline for p in compute.progress()] == [STEPS] * manifest.stage_count
+        weights = [await worker.copy_weights(stage) for worker in pipeline for stage in worker.span.stages]
+        assert [p.step for worker in pipeline for p in worker.progress()] == [STEPS] * manifest.stage_count
     return PlainRun(losses, weights)
 
 

@@ -53,20 +53,20 @@ def uneven_batches(manifest: Manifest) -> list[list[np.ndarray]]:
 
 async def exchange(stage: Sequence[DeviceWorker], number: int) -> None:
     """One step of a stage's replicas along the exact mean of their gradients."""
-    shares = [await compute.take_gradient_share(number) for compute in stage]
+    shares = [await worker.take_gradient_share(number) for worker in stage]
     tokens = sum(share.tokens for share in shares)
     mean = sum((share.values.double() * share.tokens for share in shares), torch.zeros(1)) / tokens
-    for compute, share in zip(stage, shares, strict=True):
-        await compute.step_with_gradient(number, share.step, mean.float(), tokens)
+    for worker, share in zip(stage, shares, strict=True):
+        await worker.step_with_gradient(number, share.step, mean.float(), tokens)
 
 
 async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], replicas: int = 3) -> PlainRun:
     """Trains two stages of `replicas` each, every microbatch through a replica of each stage drawn by lot."""
     random, losses = np.random.default_rng(1), []
-    async with pipeline_of(manifest, ["0"] * replicas + ["1"] * replicas, report=Events()) as computes:
-        stages = computes[:replicas], computes[replicas:]
-        for compute in computes:
-            compute.set_step_policy(compute.span.first, StepPolicy(1, averages=True))
+    async with pipeline_of(manifest, ["0"] * replicas + ["1"] * replicas, report=Events()) as workers:
+        stages = workers[:replicas], workers[replicas:]
+        for worker in workers:
+            worker.set_step_policy(worker.span.first, StepPolicy(1, averages=True))
         for number, step in enumerate(batches):
             loss, tokens = 0.0, 0
             for i, ids in enumerate(step):
@@ -82,7 +82,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
             for k, stage in enumerate(stages):
                 assert [c.progress()[0].step for c in stage] == [number] * replicas
                 await exchange(stage, k)
-        weights = [[await compute.copy_weights(k) for compute in stage] for k, stage in enumerate(stages)]
+        weights = [[await worker.copy_weights(k) for worker in stage] for k, stage in enumerate(stages)]
     for first, *others in weights:
         assert all(np.array_equal(other[name], first[name]) for other in others for name in first)
     return PlainRun(losses, [stage[0] for stage in weights])
@@ -107,8 +107,8 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
             mine, nothing = await worker.take_gradient_share(0), await idle.take_gradient_share(0)
             assert (mine.tokens, nothing.tokens) == (32, 0)
             assert not nothing.values.any()
-            for compute in (worker, idle):
-                await compute.step_with_gradient(0, 0, mine.values, 32)
+            for worker in (worker, idle):
+                await worker.step_with_gradient(0, 0, mine.values, 32)
             first, second = await worker.export_state(0), await idle.export_state(0)
             assert same_state(first, second)
             assert (second.step, second.updates, second.tokens_total) == (1, 1, 0)
@@ -116,11 +116,11 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
     asyncio.run(whole())
 
 
-async def one_microbatch(compute: DeviceWorker, number: int) -> None:
+async def one_microbatch(worker: DeviceWorker, number: int) -> None:
     """A microbatch through stage 0, with an arbitrary gradient."""
     wired = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
-    out = await compute.forward(SpanWork(microbatch_id(number), 0, None, wired, "train"))
-    await compute.backward(microbatch_id(number), 0, out)
+    out = await worker.forward(SpanWork(microbatch_id(number), 0, None, wired, "train"))
+    await worker.backward(microbatch_id(number), 0, out)
 
 
 def with_stage_0(test: Any, **overrides: Any) -> Events:
@@ -128,9 +128,9 @@ def with_stage_0(test: Any, **overrides: Any) -> Events:
     events = Events()
 
     async def whole() -> None:
-        async with pipeline_of(small_manifest(**overrides), ["0"], report=events) as (compute,):
-            never_step(compute)
-            await asyncio.wait_for(test(compute), 60)
+        async with pipeline_of(small_manifest(**overrides), ["0"], report=events) as (worker,):
+            never_step(worker)
+            await asyncio.wait_for(test(worker), 60)
 
     asyncio.run(whole())
     return events
@@ -138,18 +138,18 @@ def with_stage_0(test: Any, **overrides: Any) -> Events:
 
 @pytest.mark.parametrize("kind", ["synchronous", "asynchronous"])
 def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step(kind: str) -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await one_microbatch(compute, 0)
-        share = await compute.take_gradient_share(0)
-        await one_microbatch(compute, 1)
-        (progress,) = compute.progress()
+    async def test(worker: DeviceWorker) -> None:
+        await one_microbatch(worker, 0)
+        share = await worker.take_gradient_share(0)
+        await one_microbatch(worker, 1)
+        (progress,) = worker.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (0, 32, 64)
-        again = await compute.take_gradient_share(0)
+        again = await worker.take_gradient_share(0)
         assert torch.equal(again.values, share.values) and again.tokens == 32
-        await compute.step_with_gradient(0, 0, share.values, 32)
-        (progress,) = compute.progress()
+        await worker.step_with_gradient(0, 0, share.values, 32)
+        (progress,) = worker.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (1, 32, 64)
-        late = await compute.take_gradient_share(0)
+        late = await worker.take_gradient_share(0)
         assert (late.step, late.tokens, bool(late.values.any())) == (1, 32, True)
 
     told = [
@@ -160,21 +160,21 @@ def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step
 
 
 def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        numel = compute.layout(0).numel
+    async def test(worker: DeviceWorker) -> None:
+        numel = worker.layout(0).numel
         with pytest.raises(LocalError, match="takes step 0 next"):
-            await compute.step_with_gradient(0, 1, torch.zeros(numel), 1)
-        await one_microbatch(compute, 0)
-        await compute.catch_up(0, 1)
-        share = await compute.take_gradient_share(0)
+            await worker.step_with_gradient(0, 1, torch.zeros(numel), 1)
+        await one_microbatch(worker, 0)
+        await worker.catch_up(0, 1)
+        share = await worker.take_gradient_share(0)
         with pytest.raises(LocalError, match="takes step 1 next"):
-            await compute.step_with_gradient(0, 0, share.values, 32)
+            await worker.step_with_gradient(0, 0, share.values, 32)
         for bad in (torch.full((numel,), float("nan")), torch.zeros(numel - 1), torch.zeros(numel).double()):
             with pytest.raises(ProtocolError):
-                await compute.step_with_gradient(0, 1, bad, 32)
-        before = await compute.export_state(0)
-        await compute.step_with_gradient(0, 1, torch.zeros(numel), 0)
-        after = await compute.export_state(0)
+                await worker.step_with_gradient(0, 1, bad, 32)
+        before = await worker.export_state(0)
+        await worker.step_with_gradient(0, 1, torch.zeros(numel), 0)
+        after = await worker.export_state(0)
         assert (after.step, after.updates) == (2, before.updates)
         assert np.array_equal(before.weights, after.weights)
 
@@ -182,63 +182,63 @@ def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
 
 
 def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await one_microbatch(compute, 0)
-        compute.trainer.stage(0).sum.flat[7] = float("inf")
-        share = await compute.take_gradient_share(0)
+    async def test(worker: DeviceWorker) -> None:
+        await one_microbatch(worker, 0)
+        worker.trainer.stage(0).sum.flat[7] = float("inf")
+        share = await worker.take_gradient_share(0)
         assert (share.tokens, bool(share.values.any())) == (0, False)
 
     assert len(with_stage_0(test).of(GradientRefused)) == 1
 
 
 def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts_for_the_next_step() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        compute.set_step_policy(0, StepPolicy(1 << 20, True, step=0, own_tokens=64, closes_share=True))
+    async def test(worker: DeviceWorker) -> None:
+        worker.set_step_policy(0, StepPolicy(1 << 20, True, step=0, own_tokens=64, closes_share=True))
         for number in range(3):
-            await one_microbatch(compute, number)
-        (progress,) = compute.progress()
+            await one_microbatch(worker, number)
+        (progress,) = worker.progress()
         assert (progress.step, progress.open_step, progress.tokens_in_share, progress.tokens_counted) == (0, 1, 32, 96)
         assert progress.staleness[:2] == (2, 1), "the third gradient goes into a step after one that is still to come"
-        events = compute.step_events()
+        events = worker.step_events()
         assert await anext(events) == ShareClosed(0, 0, 64)
-        share = await compute.take_gradient_share(0)
+        share = await worker.take_gradient_share(0)
         assert (share.step, share.tokens) == (0, 64)
-        await compute.step_with_gradient(0, 0, share.values, 64)
+        await worker.step_with_gradient(0, 0, share.values, 64)
         assert await anext(events) == StageStepped(0, 1, 64)
-        (progress,) = compute.progress()
+        (progress,) = worker.progress()
         assert (progress.step, progress.open_step, progress.tokens_in_share, progress.tokens_counted) == (1, 1, 32, 96)
-        share = await compute.take_gradient_share(0)
-        await compute.step_with_gradient(0, 1, share.values, 4096)
+        share = await worker.take_gradient_share(0)
+        await worker.step_with_gradient(0, 1, share.values, 4096)
 
     taken = with_stage_0(test).of(StepTaken)
     assert [(event.tokens, event.step_tokens, event.staleness) for event in taken] == [(64, 64, 0.0), (32, 4096, 1.0)]
 
 
 def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await one_microbatch(compute, 0)
-        before = await compute.export_state(0)
-        await compute.step_with_gradient(0, 0, torch.ones(compute.layout(0).numel), 4096)
-        (progress,) = compute.progress()
+    async def test(worker: DeviceWorker) -> None:
+        await one_microbatch(worker, 0)
+        before = await worker.export_state(0)
+        await worker.step_with_gradient(0, 0, torch.ones(worker.layout(0).numel), 4096)
+        (progress,) = worker.progress()
         assert (progress.step, progress.open_step, progress.tokens_in_share) == (1, 1, 32)
-        assert not np.array_equal((await compute.export_state(0)).weights, before.weights)
-        share = await compute.take_gradient_share(0)
+        assert not np.array_equal((await worker.export_state(0)).weights, before.weights)
+        share = await worker.take_gradient_share(0)
         assert (share.step, share.tokens, bool(share.values.any())) == (1, 32, True)
 
     with_stage_0(test)
 
 
 def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        compute.set_step_policy(0, StepPolicy(32, True, step=1, own_tokens=32, alone=True))
-        await one_microbatch(compute, 0)
-        await one_microbatch(compute, 1)
-        share = await compute.take_gradient_share(0)
+    async def test(worker: DeviceWorker) -> None:
+        worker.set_step_policy(0, StepPolicy(32, True, step=1, own_tokens=32, alone=True))
+        await one_microbatch(worker, 0)
+        await one_microbatch(worker, 1)
+        share = await worker.take_gradient_share(0)
         assert share.tokens == 64
-        await one_microbatch(compute, 2)
-        assert compute.step_of(0) == 0
-        await compute.step_with_gradient(0, 0, share.values, 64)
-        steps = await read_steps(compute, 2)
+        await one_microbatch(worker, 2)
+        assert worker.step_of(0) == 0
+        await worker.step_with_gradient(0, 0, share.values, 64)
+        steps = await read_steps(worker, 2)
         assert steps == [(0, 1, 64), (0, 2, 32)], "there is nobody else at the second step, and its tokens were there"
 
     with_stage_0(test)
@@ -248,16 +248,16 @@ def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken(
 
 
 def test_one_step_behind_what_was_counted_goes_into_the_step() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        before = await compute.export_state(0)
-        await one_microbatch(compute, 0)
-        await compute.catch_up(0, 1)
-        await compute.catch_up(0, 1)
-        await compute.catch_up(0, 2)
-        after = await compute.export_state(0)
+    async def test(worker: DeviceWorker) -> None:
+        before = await worker.export_state(0)
+        await one_microbatch(worker, 0)
+        await worker.catch_up(0, 1)
+        await worker.catch_up(0, 1)
+        await worker.catch_up(0, 2)
+        after = await worker.export_state(0)
         assert (after.step, after.updates, after.tokens_total) == (2, 1, 32)
         assert not np.array_equal(before.weights, after.weights)
-        assert await read_steps(compute, 2) == [(0, 1, 32), (0, 2, 0)]
+        assert await read_steps(worker, 2) == [(0, 1, 32), (0, 2, 0)]
 
     events = with_stage_0(test)
     assert not events.of(StepsSkipped)
@@ -265,17 +265,17 @@ def test_one_step_behind_what_was_counted_goes_into_the_step() -> None:
 
 
 def test_further_behind_what_was_counted_is_dropped_and_said_and_the_rate_follows_the_stages_step() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        before = await compute.export_state(0)
-        await one_microbatch(compute, 0)
-        await compute.catch_up(0, 4)
-        after = await compute.export_state(0)
+    async def test(worker: DeviceWorker) -> None:
+        before = await worker.export_state(0)
+        await one_microbatch(worker, 0)
+        await worker.catch_up(0, 4)
+        after = await worker.export_state(0)
         assert np.array_equal(before.weights, after.weights)
         assert (after.step, after.updates) == (4, 0)
-        assert compute.progress()[0].tokens_total == 0
-        await one_microbatch(compute, 1)
-        await compute.catch_up(0, 5)
-        assert (await compute.export_state(0)).updates == 1
+        assert worker.progress()[0].tokens_total == 0
+        await one_microbatch(worker, 1)
+        await worker.catch_up(0, 5)
+        assert (await worker.export_state(0)).updates == 1
 
     events = with_stage_0(test, optimizer={"learning_rate": 1.0, "warmup_steps": 8, "clip": 0.0})
     (skipped,) = events.of(StepsSkipped)
@@ -284,11 +284,11 @@ def test_further_behind_what_was_counted_is_dropped_and_said_and_the_rate_follow
 
 
 def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await one_microbatch(compute, 0)
-        compute.trainer.stage(0).sum.flat[7] = float("nan")
-        await compute.catch_up(0, 1)
-        state = await compute.export_state(0)
+    async def test(worker: DeviceWorker) -> None:
+        await one_microbatch(worker, 0)
+        worker.trainer.stage(0).sum.flat[7] = float("nan")
+        await worker.catch_up(0, 1)
+        state = await worker.export_state(0)
         assert (state.step, state.updates) == (1, 0)
         assert np.isfinite(state.weights).all()
 
@@ -296,14 +296,14 @@ def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it()
 
 
 def test_a_stage_whose_share_is_given_does_not_catch_up_before_it() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await one_microbatch(compute, 0)
-        share = await compute.take_gradient_share(0)
-        await compute.catch_up(0, 3)
-        assert compute.progress()[0].step == 0
-        await compute.step_with_gradient(0, 0, share.values, 32)
-        await compute.catch_up(0, 3)
-        assert compute.progress()[0].step == 3
+    async def test(worker: DeviceWorker) -> None:
+        await one_microbatch(worker, 0)
+        share = await worker.take_gradient_share(0)
+        await worker.catch_up(0, 3)
+        assert worker.progress()[0].step == 0
+        await worker.step_with_gradient(0, 0, share.values, 32)
+        await worker.catch_up(0, 3)
+        assert worker.progress()[0].step == 3
 
     with_stage_0(test)
 
@@ -324,13 +324,13 @@ def test_a_state_loaded_elsewhere_goes_on_bit_for_bit(name: str) -> None:
         async with pipeline_of(manifest, ["0", "1", "0-1"]) as (first, last, fresh):
             await train([first, last], manifest, range(6))
             await train([fresh], manifest, range(2))  # it has learnt something else meanwhile
-            for stage, compute in enumerate((first, last)):
-                await fresh.load_state(await compute.export_state(stage))
+            for stage, worker in enumerate((first, last)):
+                await fresh.load_state(await worker.export_state(stage))
             assert [p.step for p in fresh.progress()] == [6, 6]
             # one process holds both stages, so its forward and backward are the very same operations
             assert await train([first, last], manifest, range(6, 9)) == await train([fresh], manifest, range(6, 9))
-            for stage, compute in enumerate((first, last)):
-                mine, theirs = await fresh.export_state(stage), await compute.export_state(stage)
+            for stage, worker in enumerate((first, last)):
+                mine, theirs = await fresh.export_state(stage), await worker.export_state(stage)
                 assert (mine.step, mine.updates, mine.tokens_total) == (9, 9, 9 * 96)
                 assert same_state(mine, theirs)
 
@@ -338,18 +338,18 @@ def test_a_state_loaded_elsewhere_goes_on_bit_for_bit(name: str) -> None:
 
 
 def test_what_a_stage_has_agreed_on_travels_with_its_state() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        gradient = torch.ones(compute.layout(0).numel)
-        state = replace(await compute.export_state(0), step=9, agreed=7, history_hash=5)
-        await compute.load_state(state)
-        (progress,) = compute.progress()
+    async def test(worker: DeviceWorker) -> None:
+        gradient = torch.ones(worker.layout(0).numel)
+        state = replace(await worker.export_state(0), step=9, agreed=7, history_hash=5)
+        await worker.load_state(state)
+        (progress,) = worker.progress()
         assert (progress.step, progress.agreed, progress.lineage, progress.lineages) == (9, 7, 5, {7: 5})
-        given = await compute.export_state(0)
+        given = await worker.export_state(0)
         assert (given.step, given.agreed, given.history_hash) == (9, 7, 5)
-        await compute.load_state(replace(state, agreed=9))
-        await compute.step_with_gradient(0, 9, gradient, 64)
-        (progress,) = compute.progress()
-        given = await compute.export_state(0)
+        await worker.load_state(replace(state, agreed=9))
+        await worker.step_with_gradient(0, 9, gradient, 64)
+        (progress,) = worker.progress()
+        given = await worker.export_state(0)
         assert (given.step, given.agreed, given.history_hash) == (
             10,
             10,
@@ -364,19 +364,19 @@ def same_state(one: StageState, other: StageState) -> bool:
 
 
 def test_updates_and_steps_are_two_numbers_and_both_travel() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        await one_microbatch(compute, 0)
-        await compute.catch_up(0, 1)
-        await compute.catch_up(0, 7)
-        state = await compute.export_state(0)
+    async def test(worker: DeviceWorker) -> None:
+        await one_microbatch(worker, 0)
+        await worker.catch_up(0, 1)
+        await worker.catch_up(0, 7)
+        state = await worker.export_state(0)
         assert (state.stage, state.step, state.updates) == (0, 7, 1)
         async with pipeline_of(small_manifest(optimizer={"name": "nadam"}), ["0"]) as (other,):
             never_step(other)
             await other.load_state(state)
-            for one in (compute, other):
+            for one in (worker, other):
                 await one_microbatch(one, 1)
                 await one.catch_up(0, 8)
-            assert same_state(await compute.export_state(0), await other.export_state(0))
+            assert same_state(await worker.export_state(0), await other.export_state(0))
 
     with_stage_0(test, optimizer={"name": "nadam"})
 
@@ -400,24 +400,24 @@ def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
 
 
 def test_a_state_is_a_copy_and_its_names_are_the_models() -> None:
-    async def test(compute: DeviceWorker) -> None:
-        state, layout = await compute.export_state(0), compute.layout(0)
+    async def test(worker: DeviceWorker) -> None:
+        state, layout = await worker.export_state(0), worker.layout(0)
         named = layout.views(state.weights)
-        weights = await compute.copy_weights(0)
+        weights = await worker.copy_weights(0)
         assert named.keys() == weights.keys()
         assert all(np.array_equal(named[name], weights[name]) for name in named)
         assert layout.numel == state.weights.size and layout.numel % SLICE_BLOCK == 0
         assert np.array_equal(layout.flatten(named), state.weights)
         state.weights.fill(9.0)
-        assert not np.array_equal((await compute.export_state(0)).weights, state.weights)
+        assert not np.array_equal((await worker.export_state(0)).weights, state.weights)
 
     with_stage_0(test)
 
 
 @pytest.mark.parametrize("what", ["weights", "mean", "square", "average"])
 def test_a_state_that_is_not_this_stages_is_refused_whole(what: str) -> None:
-    async def test(compute: DeviceWorker) -> None:
-        good = await compute.export_state(0)
+    async def test(worker: DeviceWorker) -> None:
+        good = await worker.export_state(0)
         array = good.arrays[what]
         spoiled = array.copy()
         spoiled[5] = float("nan")
@@ -425,10 +425,10 @@ def test_a_state_that_is_not_this_stages_is_refused_whole(what: str) -> None:
         for values in bad:
             changed = good.arrays | {what: values}
             with pytest.raises(ProtocolError):
-                await compute.load_state(replace(good, weights=changed.pop("weights"), moments=changed))
-        assert same_state(good, await compute.export_state(0))
+                await worker.load_state(replace(good, weights=changed.pop("weights"), moments=changed))
+        assert same_state(good, await worker.export_state(0))
         with pytest.raises(NotMyStage):
-            await compute.load_state(replace(good, stage=1))
+            await worker.load_state(replace(good, stage=1))
 
     with_stage_0(test)
 
@@ -445,11 +445,11 @@ def test_nadams_product_is_recomputed_to_the_last_bit(beta1: float) -> None:
 
 
 def test_a_stage_that_is_not_held_is_refused() -> None:
-    async def test(compute: DeviceWorker) -> None:
+    async def test(worker: DeviceWorker) -> None:
         for refused in (
-            compute.take_gradient_share(1),
-            compute.catch_up(1, 3),
-            compute.outer_gradient(1, np.arange(2)),
+            worker.take_gradient_share(1),
+            worker.catch_up(1, 3),
+            worker.outer_gradient(1, np.arange(2)),
         ):
             with pytest.raises(NotMyStage):
                 await refused

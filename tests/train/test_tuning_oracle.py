@@ -69,12 +69,10 @@ def pair_batches(pairs: Sequence[Pair]) -> list[np.ndarray]:
 async def run_forwards(
     pipeline: Sequence[DeviceWorker], number: int, tokens: WireTensor, purpose: str
 ) -> list[WireTensor | None]:
-    """The boundaries that enter the stages' computes, of which the first is None."""
+    """The boundaries that enter the stages' workers, of which the first is None."""
     boundaries: list[WireTensor | None] = [None]
-    for compute in pipeline[:-1]:
-        sent = await compute.forward(
-            SpanWork(microbatch_id(number), compute.span.first, boundaries[-1], tokens, purpose)
-        )
+    for worker in pipeline[:-1]:
+        sent = await worker.forward(SpanWork(microbatch_id(number), worker.span.first, boundaries[-1], tokens, purpose))
         boundaries.append(sent)
     return boundaries
 
@@ -94,17 +92,17 @@ async def learn(pipeline: Sequence[DeviceWorker], number: int, batch: np.ndarray
         SpanWork(microbatch_id(2 * number), last.span.first, boundary, tokens, "train", references)
     )
     gradient = done.gradient
-    for compute in reversed(inner):
+    for worker in reversed(inner):
         assert gradient is not None
-        gradient = (await compute.backward(microbatch_id(2 * number), compute.span.first, gradient)).gradient
+        gradient = (await worker.backward(microbatch_id(2 * number), worker.span.first, gradient)).gradient
     return done
 
 
 async def adapter_of(pipeline: Sequence[DeviceWorker]) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
-    for compute in pipeline:
-        for stage in compute.span.stages:
-            found |= await compute.copy_weights(stage)
+    for worker in pipeline:
+        for stage in worker.span.stages:
+            found |= await worker.copy_weights(stage)
     return found
 
 
@@ -114,12 +112,12 @@ async def tune(
     """Trains `steps`, the microbatches of a step dealt out to the replicas; the adapter before, and the run."""
     kind, logs = manifest.objective.kind, []
     spans = [str(stage) for stage in range(manifest.stage_count)] * replicas
-    async with pipeline_of(manifest, spans, base_model=folder) as computes:
+    async with pipeline_of(manifest, spans, base_model=folder) as workers:
         count = manifest.stage_count
-        pipelines = [computes[i : i + count] for i in range(0, len(computes), count)]
+        pipelines = [workers[i : i + count] for i in range(0, len(workers), count)]
         first = await adapter_of(pipelines[0])
-        for compute in computes:
-            never_step(compute)
+        for worker in workers:
+            never_step(worker)
         for step, microbatches in enumerate(steps):
             done = [
                 await learn(pipelines[i % replicas], step * 100 + i, batch, kind)
@@ -141,11 +139,11 @@ async def step_together(pipelines: Sequence[Sequence[DeviceWorker]], step: int) 
     """Every stage takes the step along the mean gradient of its replicas, weighted by their tokens."""
     for replicas in zip(*pipelines, strict=True):
         stage = replicas[0].span.first
-        shares = [await compute.take_gradient_share(stage) for compute in replicas]
+        shares = [await worker.take_gradient_share(stage) for worker in replicas]
         tokens = sum(share.tokens for share in shares)
         mean = sum(share.values * (share.tokens / tokens) for share in shares)
-        for compute in replicas:
-            await compute.step_with_gradient(stage, step, mean, tokens)
+        for worker in replicas:
+            await worker.step_with_gradient(stage, step, mean, tokens)
 
 
 def check_equal(ours: TrlRun, theirs: TrlRun, tolerance: float, metrics: Sequence[str] = ()) -> None:

@@ -350,11 +350,11 @@ class ControlApi:
         Replaces files written earlier.
         """
         files: dict[str, str] = {}
-        compute = self._daemon.serving_span().compute
+        worker = self._daemon.serving_span().worker
         run = self._daemon.invite().run
         folder = self._daemon.startup.home.runs / run / "weights"
-        for progress in compute.progress():
-            tensors = await compute.copy_weights(progress.stage, average=average)
+        for progress in worker.progress():
+            tensors = await worker.copy_weights(progress.stage, average=average)
             stage = str(progress.stage)
             path = folder / f"stage-{stage}.safetensors"
             metadata = {"run": run, "stage": stage, "step": str(progress.step)}

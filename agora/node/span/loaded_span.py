@@ -76,16 +76,16 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
             confirm=lambda: _confirm_claim(local_peer),
             max_loads=MAX_LOADS if wanted is None else 1,
         )
-        compute, data = await closing.enter_async_context(loading)
+        worker, data = await closing.enter_async_context(loading)
         record = data.record if isinstance(data, Samples) else None
-        keeper = await _fill_stages(local_peer, compute, record, closing)
-        span = LoadedSpan(local_peer, compute, keeper, data)
+        keeper = await _fill_stages(local_peer, worker, record, closing)
+        span = LoadedSpan(local_peer, worker, keeper, data)
         closing.callback(span.collector.close)
         closing.push_async_callback(span.tasks.close)
         local_peer.ledger.start_accepting()  # a former span refused new work when it ended
         closing.enter_context(local_peer.requests.answering(WORK_REQUESTS, span.answer))
         span.tasks.start("step events", span.follow_steps())
-        span.tasks.start("device", compute.watch())
+        span.tasks.start("device", worker.watch())
         span.tasks.start("keeper", keeper.run())
         span.tasks.start("replicas", span.replicas.run())
         if span.epoch_gossip is not None:
@@ -164,7 +164,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     machine = measure_budget(settings.device, settings.memory_gib).for_stages(local_peer.capacity_probe.base_bytes)
     in_host = await run_in_thread(lambda: keeps_state_in_host(manifest, span, machine))
     with startup.phases.enter("model") as note:
-        compute = await DeviceWorker.create(
+        worker = await DeviceWorker.create(
             manifest,
             span,
             report=startup.report_event,
@@ -173,13 +173,13 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             base_model=base_model,
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
-        note.text = f"{count:,} parameters on {compute.device}, {torch.get_num_threads()} threads"
+        note.text = f"{count:,} parameters on {worker.device}, {torch.get_num_threads()} threads"
         if in_host:
             note.text += "; the optimizer's state is in host memory"
     try:
-        yield compute, data
+        yield worker, data
     finally:
-        await compute.close(1.0)
+        await worker.close(1.0)
 
 
 async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
@@ -271,10 +271,10 @@ def _cache_folder(local_peer: LocalPeer) -> Path:
 
 
 async def _fill_stages(
-    local_peer: LocalPeer, compute: DeviceWorker, record: EpochRecord | None, closing: AsyncExitStack
+    local_peer: LocalPeer, worker: DeviceWorker, record: EpochRecord | None, closing: AsyncExitStack
 ) -> StateKeeper:
     startup, membership = local_peer.startup, local_peer.membership
-    keeper = _make_keeper(local_peer, compute, record)
+    keeper = _make_keeper(local_peer, worker, record)
 
     async def answer(call: IncomingCall) -> Reply:
         await faults.reach("state.giving")
@@ -286,14 +286,14 @@ async def _fill_stages(
         closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
         if any(steps):
             await membership.publish_progress(
-                Progress(startup.me, compute.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
+                Progress(startup.me, worker.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
             )
         await membership.refresh()
         note.text = await keeper.fill_stages()
     return keeper
 
 
-def _make_keeper(local_peer: LocalPeer, compute: DeviceWorker, record: EpochRecord | None) -> StateKeeper:
+def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, record: EpochRecord | None) -> StateKeeper:
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
         startup.me,
@@ -310,7 +310,7 @@ def _make_keeper(local_peer: LocalPeer, compute: DeviceWorker, record: EpochReco
     return StateKeeper(
         manifest,
         startup.home.checkpoints(manifest.run_id),
-        stages=compute,
+        stages=worker,
         holders=holders,
         caller=local_peer.network,
         report=startup.report_event,
@@ -350,17 +350,17 @@ class LoadedSpan:
     """
 
     def __init__(
-        self, local_peer: LocalPeer, compute: DeviceWorker, keeper: StateKeeper, data: OriginData | None
+        self, local_peer: LocalPeer, worker: DeviceWorker, keeper: StateKeeper, data: OriginData | None
     ) -> None:
         """data: the data that the origin draws from; None without stage 0: then there is no origin."""
         startup, signed, manifest = local_peer.startup, local_peer.signed, local_peer.manifest
         self._local_peer = local_peer
-        self.compute = compute
+        self.worker = worker
         self.keeper = keeper
         self.replicas = ReplicaGroup(
             signed,
             startup.me,
-            stages=compute,
+            stages=worker,
             caller=local_peer.network,
             state=keeper,
             listing=local_peer,
@@ -368,11 +368,11 @@ class LoadedSpan:
             report_violation=local_peer.peer_score.report_violation,
         )
         self._is_synchronous = manifest.schedule.kind == "synchronous"
-        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(compute.span, self.replicas.is_awaiting_mean)
+        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(worker.span, self.replicas.is_awaiting_mean)
         if self._is_synchronous:
-            self._barrier = StepBarrier(compute.span, compute.step_of)
+            self._barrier = StepBarrier(worker.span, worker.step_of)
         self.hop = Hop(
-            compute,
+            worker,
             local_peer.router,
             local_peer.ledger,
             report=startup.report_event,
@@ -392,7 +392,7 @@ class LoadedSpan:
             manifest,
             startup.home.runs / signed.run_id / "collected",
             layouts=lambda: [stage_layout(manifest, stage) for stage in range(manifest.stage_count)],
-            stages=compute,
+            stages=worker,
             serving=local_peer.steps_of,
             caller=local_peer.network,
             report_violation=local_peer.peer_score.report_violation,
@@ -407,7 +407,7 @@ class LoadedSpan:
         batches = EpochBatches(samples.rows, manifest.seed, schedule.microbatch, me, session, self._other_origins)
         # The state recorded at this step of stage 0, or at the newest one before. Without one, or with a malformed one,
         # the first epoch begins.
-        if (state := samples.record.latest_up_to(self.compute.step_of(0))) is not None:
+        if (state := samples.record.latest_up_to(self.worker.step_of(0))) is not None:
             with suppress(ValueError):
                 batches.assigner.restore(state)
         return batches
@@ -455,11 +455,11 @@ class LoadedSpan:
             if (lacking_tokens := self.replicas.tokens_until_origins_wait(0)) is not None:
                 before_mean = math.ceil(lacking_tokens / tokens_each)
                 return SendInputs(ready, None, path_s, before_mean=before_mean)
-            allowed, predicts = manifest.schedule.staleness, self.compute.predicts_weights
+            allowed, predicts = manifest.schedule.staleness, self.worker.predicts_weights
             staleness = flow_control.staleness_ceiling(allowed, per_step, rank, count, predicts=predicts)
             return SendInputs(ready, None, path_s, staleness)
         lacking = math.ceil(self.replicas.missing_tokens(0) / tokens_each)
-        return SendInputs(ready, StepState(self.compute.step_of(0), per_step, lacking, rank, count), path_s)
+        return SendInputs(ready, StepState(self.worker.step_of(0), per_step, lacking, rank, count), path_s)
 
     def _tokens_per_microbatch(self) -> float:
         manifest = self._local_peer.manifest
@@ -469,7 +469,7 @@ class LoadedSpan:
 
     @property
     def span(self) -> Span:
-        return self.compute.span
+        return self.worker.span
 
     @property
     def in_progress(self) -> int:
@@ -479,12 +479,12 @@ class LoadedSpan:
         """Returns a snapshot of the span: steps, what each stage waits for, load, queue, and the origin's loss."""
         return SpanReport(
             span=self.span,
-            stages=self.compute.progress(),
+            stages=self.worker.progress(),
             waits_for={stage: self.replicas.reason(stage) for stage in self.span.stages},
             gradient_wires={stage: self.replicas.gradient_wire(stage) for stage in self.span.stages},
             agreement={stage: self.replicas.agreement(stage) for stage in self.span.stages},
             behind={stage: self._steps_behind(stage) for stage in self.span.stages},
-            busy_fraction=self.compute.busy_fraction(),
+            busy_fraction=self.worker.busy_fraction(),
             in_progress=self.in_progress,
             queue=self.hop.queue,
             path_s=self.hop.path_s(),
@@ -497,7 +497,7 @@ class LoadedSpan:
         )
 
     def _steps_behind(self, stage: int) -> int:
-        step = self.compute.step_of(stage)
+        step = self.worker.step_of(stage)
         gossip = self.replicas.gossip
         live = live_replicas(gossip.known_progress(stage), gossip.others_in_view(stage), loop_time())
         return max([0, *(last.direct.step - step for last in live.values())])
@@ -537,7 +537,7 @@ class LoadedSpan:
 
         At each step of stage 0 also records the epochs. Of a closed share of a step it notifies the replicas only.
         """
-        async for event in self.compute.step_events():
+        async for event in self.worker.step_events():
             if isinstance(event, ShareClosed):
                 self.replicas.on_share_closed(event.stage)
                 continue
@@ -566,7 +566,7 @@ class LoadedSpan:
             async with asyncio.timeout(within_s):
                 await self.replicas.leave(within_s / 2)
                 if 0 in self.span:
-                    self._record_epochs(self.compute.step_of(0))
+                    self._record_epochs(self.worker.step_of(0))
                 await self.keeper.write_checkpoints()
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"
