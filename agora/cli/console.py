@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import agora
 from agora.core.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -56,12 +57,14 @@ class Failure(Exception):
         self.code = code
 
 
-def new_app(summary: str) -> typer.Typer:
+def new_app(summary: str, name: str | None = None) -> typer.Typer:
     """Returns a typer application, still without commands, that prints plain text and leaves errors to `run`.
 
-    summary: its help text, which it also prints when it is called without arguments.
+    summary: the help text, also printed without arguments. name: that of a program with several commands, which then
+    has --version.
     """
-    return typer.Typer(
+    app = typer.Typer(
+        name=name,
         help=summary,
         no_args_is_help=True,
         add_completion=False,
@@ -69,6 +72,23 @@ def new_app(summary: str) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
+    if name is not None:
+        app.callback()(_take_options)
+    return app
+
+
+def _print_version(context: typer.Context, is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"{context.command.name} {agora.__version__}")
+        raise typer.Exit
+
+
+def _take_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    del version  # its callback has printed it
 
 
 def print_to_stderr(text: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from agora.cli import console
-from agora.cli.tuning_data import check_objective
+from agora.cli.new_run import check_objective
 from agora.tuning.chat.chat_template import split_supervised
 from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer

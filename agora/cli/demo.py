@@ -90,7 +90,7 @@ class DemoOptions:
         return base.with_values(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
 
     def _manifest_of_base_model(self, folder: Path) -> Manifest:
-        from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
+        from agora.cli.new_run import TuningChoice, manifest_of_base_model
 
         if self.preset is not None:
             raise Failure("--preset and --base-model exclude each other; give one of them", console.USAGE)
@@ -148,7 +148,7 @@ def run(options: DemoOptions, *, as_json: bool) -> int:
     after a signal during training. Raises what DemoOptions.manifest raises; Failure when training stalls, and, after it
     has printed, for a bad result; SwarmFailed when a daemon has died.
     """
-    from agora.cli.text_sample import begin_loading, lines_of_model, try_sample
+    from agora.cli.sample_command import begin_loading, lines_of_model, try_sample
 
     # Daemons of one machine that start from equal drafts are one run: two demos at a time would train together.
     manifest = options.manifest().with_values(name=f"demo-{os.urandom(3).hex()}")

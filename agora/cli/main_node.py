@@ -13,7 +13,9 @@ from agora.cli import console
 from agora.node import paths
 from agora.node.control import control_client
 
-app = console.new_app("Contribute this machine to a training run.\n\nExample: agora-node join agora://...")
+app = console.new_app(
+    "Contribute this machine to a training run.\n\nExample: agora-node join agora://...", "agora-node"
+)
 
 ANSWER_S = 12.0  # for a daemon's answer, and again for its end
 MOVE_S = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs

@@ -1,25 +1,84 @@
 """`swarm new`: writes a manifest, from a preset or for a base model of this machine or of the Hub.
 
-Loads torch and
-transformers only for a base model.
+Loads torch and transformers, which check the base model's files, only for a base model. How that is trained unless the
+flags say otherwise:
+
+| trained | objective | learning rate | why |
+|---|---|---|---|
+| all | lm, sft, dpo | 2e-5 | small steps keep what the model knows |
+| lora | lm, sft | 2e-4 | the usual one of QLoRA: its matrices start at zero and must change a lot |
+| lora | dpo | 2e-5 | the loss of a pair sums over all tokens of two answers; at higher rates both become less likely |
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any, Final
 
-from agora_protocol import manifest
+from agora_protocol.base_config import BaseSizes, parse_config, sizes_in
 from agora_protocol.errors import ManifestError
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest import preset as manifest_of_preset
+from agora_protocol.manifest_model import HfSection
+from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.cli.console import USAGE, Failure, print_json, print_to_stderr
-from agora.cli.tuning_manifest import TuningChoice, manifest_of_base_model
+from agora.cli.console import USAGE, Failure, ProgressDisplay, print_json, print_to_stderr
+from agora.data.text_sources import READERS
 from agora.data.tokenizer import BYTES
 from agora.tuning.base.hub import fetch_model, hub_id_of
+from agora.tuning.chat.data_survey import DataSurvey, survey
+from agora.tuning.chat.model_tokenizer import open_model_tokenizer
+from agora.tuning.chat.sample_file import OBJECTIVES, Objective, SampleFile, open_samples, parse_columns
+from agora.tuning.chat.supervision import tokenise
 
-NOTHING_CHOSEN = TuningChoice()
 BYTE_VALUES = 256
+TRAINED: Final = ("all", "lora")
+FROZEN_AS: Final = ("float32", "bf16", "nf4")
+USUAL_FROZEN_AS: Final = "bf16"
+CONTEXT: Final = 1024
+CONTEXT_BLOCK: Final = 64
+CODEC: Final = "int5h/int2"  # docs/use/tuning.md says what it costs
+MICROBATCH: Final = 2  # for dpo one pair
+STALENESS: Final = 0.5  # steps have few microbatches, and their rates are small: half a step in flight keeps peers busy
+TARGET_TOKENS: Final = 16_384
+ROWS_OF_A_STEP: Final = 32
+FEWER_ROWS_OF_A_STEP: Final = 16
+MANY_STEPS: Final = 100
+FULL_RATE, LORA_RATE, LORA_DPO_RATE = 2e-5, 2e-4, 2e-5
+WARMUP_SHARE: Final = 0.05
+MAX_WARMUP_STEPS: Final = 100
+HELDOUT_SAMPLES: Final = 64
+MIN_HELDOUT, MAX_HELDOUT = 0.01, 0.1
+TOKENIZER: Final = "tokenizer.json"
+ROWS_OF_A_PAIR: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TuningChoice:
+    """The flags of `swarm new` about training a base model; None for one that was not given.
+
+    data: the data file.
+    objective: "lm", "sft" or "dpo".
+    columns: such as "prompt=question,completion=answer".
+    trained: which parameters, one of TRAINED.
+    frozen_as: how LoRA keeps the base model's weights, one of FROZEN_AS.
+    epochs: how often the data is seen.
+    """
+
+    data: Path | None = None
+    objective: str | None = None
+    columns: str | None = None
+    trained: str | None = None
+    frozen_as: str | None = None
+    epochs: float | None = None
+
+
+NOTHING_CHOSEN: Final = TuningChoice()
 
 
 def run(
@@ -54,7 +113,7 @@ def run(
             made = tuning.manifest
             summary = tuning.summary_lines()
         else:
-            made = manifest.preset(preset or "tiny").with_values(name=name)
+            made = manifest_of_preset(preset or "tiny").with_values(name=name)
             summary = _tokenizer_lines(made)
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
@@ -69,7 +128,7 @@ def run(
     print_to_stderr(f"wrote {path}: edit it, then start the run with `{next_command}`")
 
 
-def _write_manifest(path: Path, made: manifest.Manifest) -> None:
+def _write_manifest(path: Path, made: Manifest) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(made.to_toml())
@@ -77,7 +136,7 @@ def _write_manifest(path: Path, made: manifest.Manifest) -> None:
         raise Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
 
 
-def _tokenizer_lines(made: manifest.Manifest) -> list[str]:
+def _tokenizer_lines(made: Manifest) -> list[str]:
     # Returns a line that says how to name a tokenizer if the manifest has the byte tokenizer; otherwise [].
     if made.data.tokenizer != BYTES or made.model.vocabulary == BYTE_VALUES:
         return []
@@ -97,3 +156,312 @@ def _find_base_model(named: Path) -> tuple[Path, Path]:
     found = fetch_model(hub_id)
     print_to_stderr(f"hub          {found.hub_id} is in {found.folder}")
     return found.folder, Path(str(found.hub_id))
+
+
+@dataclass(frozen=True, slots=True)
+class TuningManifest:
+    """A new manifest for a base model, and what it was made from.
+
+    data: the data file with its counts; None without one. epochs: how often the manifest's steps see the data.
+    """
+
+    manifest: Manifest
+    data: TrainingData | None
+    epochs: float
+
+    def summary_lines(self) -> list[str]:
+        """Returns lines for people: the counts of the data, the number of steps, the learning rate; [] without data."""
+        if self.data is None:
+            return []
+        optimizer = self.manifest.optimizer
+        times = "once" if self.epochs == 1 else f"{self.epochs:g} times"
+        held = f"{optimizer.target_tokens:,} {'supervised tokens' if self.data.objective == 'sft' else 'tokens'}"
+        return [
+            *self.data.summary_lines(self.manifest.model.context),
+            f"steps        {optimizer.total_steps:,} of {held}, which see the data {times}; "
+            f"learning rate {optimizer.learning_rate:g}",
+        ]
+
+
+def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> TuningManifest:
+    """Returns a new manifest, named `name`, of a run that trains the Hugging Face model in `folder` as chosen.
+
+    What was not chosen has default values, which depend on the model and the data, see the table above. Reads the
+    weights files once, for their hashes, and the data file, and shows the progress of both. Raises Failure without a
+    tokenizer in the folder and for choices that do not fit together, BaseModelError for missing or unreadable files,
+    ManifestError for a config that cannot be trained, TuningMissing without transformers; for the data file InputError
+    for malformed columns, DataError if it is wrong, DiskError if it cannot be read, Failure if nothing in it can be
+    learnt.
+    """
+    from agora.tuning.hf_family import HfFamily
+
+    folder = folder.expanduser().absolute()
+    chosen_objective = check_choice(choice)
+    config, sizes = _read_model_config(folder)
+    context = min(CONTEXT, sizes.positions)
+    data = None
+    if choice.data is not None:
+        data = read_training_data(choice.data, folder, choice.columns, chosen_objective, context)
+        context = fitting_context(data, context)
+    objective = data.objective if data is not None else "lm"
+    trained = choose_parameters(choice, objective)
+    epochs = choice.epochs or 1.0
+    values: dict[str, Any] = {
+        "name": name,
+        "model": {"family": "hf", "config": config, "context": context, **_hash_weights(folder)},
+        "stages": {"count": min(2, sizes.layers)},
+        "boundary": {"codec": CODEC},
+        "schedule": {"microbatch": MICROBATCH, "staleness": STALENESS},
+        "optimizer": optimizer_values(trained, objective, context),
+        "data": {"tokenizer": str(folder / TOKENIZER)},
+        "objective": {"kind": objective},
+    }
+    if trained == "lora":
+        values["model"] |= {"trained": trained, "frozen_as": choice.frozen_as or USUAL_FROZEN_AS}
+        values["averaging"] = {"exact_steps": ALL_STEPS, "gradient_wire": "float32"}
+    if data is not None:
+        values["data"] |= _data_values(data, folder)
+        values["optimizer"] |= step_values(data, context, epochs)
+    made = Manifest.from_values(values, str(folder))
+    if isinstance(made.model, HfSection):
+        HfFamily(made.model).check_folder(folder)
+    return TuningManifest(made, data, epochs)
+
+
+def check_choice(choice: TuningChoice) -> Objective | None:
+    """Checks the flags in `choice`, and returns the chosen objective; None if none was chosen.
+
+    Raises Failure for an unknown value of a flag, and for sft, dpo, --columns and --epochs without a data file.
+    choose_parameters checks the rest.
+    """
+    objective = check_objective(choice.objective)
+    for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
+        if value is not None and value not in known:
+            raise Failure(f"--{flag} is {', '.join(known[:-1])} or {known[-1]}", USAGE)
+    if choice.data is None:
+        if objective in ("sft", "dpo"):
+            raise Failure(f"--objective {objective} learns from samples; give them with --data FILE", USAGE)
+        for flag, given in (("columns", choice.columns), ("epochs", choice.epochs)):
+            if given is not None:
+                raise Failure(f"--{flag} is about a data file; give one with --data FILE", USAGE)
+    return objective
+
+
+def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
+    """Returns which parameters are trained, "all" or "lora": the chosen ones, or by default "all" for lm, else "lora".
+
+    Raises Failure for "all" with dpo or with --frozen-as.
+    """
+    trained = choice.trained or ("all" if objective == "lm" else "lora")
+    if trained == "all" and objective == "dpo":
+        raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", USAGE)
+    if trained == "all" and choice.frozen_as is not None:
+        raise Failure("--frozen-as is about what lora leaves as it is; add --train lora, or leave it out", USAGE)
+    return trained
+
+
+def fitting_context(data: TrainingData, context: int) -> int:
+    """Returns the context, in tokens, to train with: `context`, or for dpo the longest sample's length if that is less.
+
+    That length is rounded up to a multiple of CONTEXT_BLOCK. A row of dpo holds one answer, and its padding costs
+    computation; rows of other objectives are packed full.
+    """
+    if data.objective != "dpo":
+        return context
+    return min(context, math.ceil(int(data.found.lengths.max()) / CONTEXT_BLOCK) * CONTEXT_BLOCK)
+
+
+def optimizer_values(trained: str, objective: Objective, context: int) -> dict[str, Any]:
+    """Returns the manifest's fields of [optimizer], by name, that hold without counts of a data file.
+
+    These are weight_decay, learning_rate and target_tokens; and average_decay 0, no moving average, for LoRA, sft and
+    dpo: such runs learn for a few hundred steps, in which an average would lag behind.
+    """
+    rows = max(TARGET_TOKENS // (MICROBATCH * context), 1) * MICROBATCH if objective == "lm" else ROWS_OF_A_STEP
+    values = {"weight_decay": 0.0, "learning_rate": FULL_RATE, "target_tokens": rows * context}
+    if trained == "lora":
+        values["learning_rate"] = LORA_DPO_RATE if objective == "dpo" else LORA_RATE
+    if trained == "lora" or objective != "lm":
+        values["average_decay"] = 0.0
+    return values
+
+
+def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, Any]:
+    """Returns target_tokens, total_steps and warmup_steps of [optimizer], so that steps see the data `epochs` times.
+
+    Data that is held out is left out. A step has about ROWS_OF_A_STEP rows of samples, or FEWER_ROWS_OF_A_STEP if
+    otherwise there were fewer than MANY_STEPS steps; of plain text it has about TARGET_TOKENS tokens. A row counts as
+    `context` tokens, for sft as the mean number of its supervised tokens. The warm-up is WARMUP_SHARE of the steps, at
+    most MAX_WARMUP_STEPS and fewer than all.
+    """
+    trained_rows = data.rows * (1.0 - heldout_share(data)) * epochs
+    if data.objective == "lm":
+        rows = optimizer_values("all", "lm", context)["target_tokens"] // context
+    else:
+        rows = ROWS_OF_A_STEP if trained_rows >= MANY_STEPS * ROWS_OF_A_STEP else FEWER_ROWS_OF_A_STEP
+    tokens_of_a_row = data.found.supervised / data.rows if data.objective == "sft" else context
+    target = max(1, round(rows * tokens_of_a_row))
+    steps = max(1, math.ceil(trained_rows * tokens_of_a_row / target))
+    warmup = min(MAX_WARMUP_STEPS, math.ceil(WARMUP_SHARE * steps), steps - 1)
+    return {"target_tokens": target, "total_steps": steps, "warmup_steps": warmup}
+
+
+def heldout_share(data: TrainingData) -> float:
+    """Returns the fraction, from 0 to 1, of the data to hold out for evaluation: MIN_HELDOUT for lm.
+
+    Otherwise HELDOUT_SAMPLES / number of trainable samples, at least MIN_HELDOUT and at most MAX_HELDOUT, rounded to
+    three decimals.
+    """
+    if data.objective == "lm":
+        return MIN_HELDOUT
+    return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.trainable_samples)), 3)
+
+
+def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
+    from agora.tuning.base.model_files import read_config
+
+    text = read_config(folder)
+    try:
+        sizes = sizes_in(parse_config(text))
+    except ValueError as error:
+        raise ManifestError(f"{folder / 'config.json'} {error}; choose another model.") from None
+    if not (folder / TOKENIZER).is_file():
+        raise Failure(
+            f"{folder} has no {TOKENIZER}, the tokenizer that the run's text is read with; write it there with "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
+        )
+    return text, sizes
+
+
+def _hash_weights(folder: Path) -> dict[str, Any]:
+    from agora.tuning.base.model_files import file_hash, tensor_list_hash, weight_files
+
+    names = weight_files(folder)
+    size = sum((folder / file).stat().st_size for file in names)
+    print_to_stderr(f"reading {len(names)} weights files of {size / 1e6:,.1f} MB, for their hashes")
+    weights = tuple((file, file_hash(folder / file)) for file in names)
+    return {"weights": weights, "tensors_hash": tensor_list_hash(folder, names)}
+
+
+def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
+    # Otherwise "samples", the path, with "columns", "heldout" and the hashes of `_data_hashes`. folder: the base
+    # model's.
+    if data.objective == "lm":
+        return {"corpus": (str(data.path),)}
+    return {
+        "samples": str(data.path),
+        "columns": data.columns,
+        "heldout": heldout_share(data),
+        **_data_hashes(data.path, folder),
+    }
+
+
+def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
+    from agora.tuning.chat.model_tokenizer import open_training_tokenizer
+    from agora.tuning.chat.sample_file import hash_samples
+
+    tokenizer = open_training_tokenizer(str(base_model / TOKENIZER), 2**31)
+    return {"samples_hash": hash_samples(samples), "tokenizer_hash": tokenizer.fingerprint}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """A data file to train on, and the counts of its samples and tokens.
+
+    path: absolute.
+    format: the name of the recognised format.
+    columns: pairs of a column's name in the format and its name in the file, as --columns gives them.
+    found: the counts, for rows of context + 1 tokens, of which all but the first are targets.
+    """
+
+    path: Path
+    format: str
+    columns: tuple[tuple[str, str], ...]
+    found: DataSurvey
+
+    @property
+    def objective(self) -> Objective:
+        return self.found.objective
+
+    @property
+    def trainable_samples(self) -> int:
+        return self.found.samples - self.found.left_out
+
+    @property
+    def rows(self) -> int:
+        return ROWS_OF_A_PAIR * self.trainable_samples if self.found.rows is None else self.found.rows
+
+    def summary_lines(self, context: int) -> list[str]:
+        """Returns the counts as lines for people: format, rows, and what was truncated or left out, if anything was.
+
+        context: the number of tokens of a row.
+        """
+        found = self.found
+        supervised = 100 * found.supervised / found.tokens
+        packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
+        lines = [
+            f"data         {self.format}, {found.samples:,} samples, objective {self.objective}",
+            f"rows         {self.rows:,} of {context:,} tokens{packing}; "
+            f"{supervised:.1f} % of {found.tokens:,} tokens are supervised",
+        ]
+        if self.objective != "lm" and found.truncated_samples:
+            lines.append(f"truncated    {found.truncated_samples:,} samples, {found.truncated_tokens:,} tokens")
+        if found.left_out:
+            lines.append(f"left out     {found.left_out:,} samples without a supervised token within the context")
+        return lines
+
+
+def check_objective(text: str | None) -> Objective | None:
+    """Returns the objective that `text`, the value of --objective, names; None if it was not given.
+
+    Raises Failure for an unknown one.
+    """
+    if text is None:
+        return None
+    for objective in OBJECTIVES:
+        if text == objective:
+            return objective
+    raise Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", USAGE)
+
+
+def read_training_data(
+    path: Path, base_model: Path, columns: str | None, objective: Objective | None, context: int
+) -> TrainingData:
+    """Reads the whole data file once, and counts its samples and tokens by the tokenizer in the folder `base_model`.
+
+    columns: the value of --columns. objective: None for the format's usual one. context: number of targets of a row.
+    Shows the progress. Raises InputError for malformed columns, DataError if the file is wrong, DiskError if it cannot
+    be read, Failure if nothing in it can be learnt or, for lm, if a run cannot read it as a corpus.
+    """
+    mapped = parse_columns(columns) if columns else {}
+    file = open_samples(path.expanduser().absolute(), mapped, objective)
+    is_lm = file.objective == "lm"
+    if is_lm:
+        _require_readable_corpus(file)
+    tokenizer = open_model_tokenizer(base_model, datetime.now())
+    with ProgressDisplay(f"reading {path}") as display:
+        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, supervise_all=is_lm)
+        found = survey(
+            samples, file.objective, context, 0, lambda count: display.show(count, f"{count:,} samples read")
+        )
+    data = TrainingData(file.path, file.reader.format.name, tuple(mapped.items()), found)
+    if not found.supervised:
+        raise Failure(
+            f"{path} has nothing to learn: none of its {found.samples:,} samples has a supervised token among its "
+            f"first {context + 1:,}; look at it with `swarm data`"
+        )
+    return data
+
+
+def _require_readable_corpus(file: SampleFile) -> None:
+    if file.path.is_dir() or file.path.suffix not in READERS:
+        known = " or ".join(", ".join(READERS).rsplit(", ", 1))
+        raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", USAGE)
+    if file.used_columns != {"text": "text"}:
+        usual = file.reader.format.objectives[0]
+        remedy = f"use --objective {usual}" if usual != "lm" else "rename its column to text"
+        raise Failure(
+            f"{file.path} is of the format {file.reader.format.name}, and --objective lm learns plain text, of .txt "
+            f"files or of a column text; {remedy}",
+            USAGE,
+        )

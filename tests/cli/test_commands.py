@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agora import __version__
 from agora.cli import console, main_node, main_swarm, status_command
 from agora.cli.console import Failure, explain
 from agora.node import paths
@@ -46,6 +48,12 @@ def one_sentence(done: Completed, code: int, *expected: str) -> None:
     assert len(errors) == 1 and lines[-1] == errors[0] and "Traceback" not in done.stderr, done.stderr
     for text in expected:
         assert text in errors[0]
+
+
+@pytest.mark.parametrize(("name", "module"), [("agora-node", "main_node"), ("swarm", "main_swarm")])
+def test_each_command_says_its_name_and_version(name: str, module: str) -> None:
+    shown = CliRunner().invoke(importlib.import_module(f"agora.cli.{module}").app, ["--version"])
+    assert (shown.exit_code, shown.output) == (0, f"{name} {__version__}\n")
 
 
 def test_importing_the_commands_imports_nothing_heavy() -> None:

@@ -14,7 +14,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.cli import console, export
-from agora.cli.text_sample import LINE_CHARACTERS, LINES, lines_of_model, printable_lines, try_sample
+from agora.cli.sample_command import LINE_CHARACTERS, LINES, lines_of_model, printable_lines, try_sample
 from agora.model import family_of
 from agora.node import paths, runs
 from agora.state.checkpoint import write_checkpoint

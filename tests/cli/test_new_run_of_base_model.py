@@ -15,13 +15,14 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import new_run
 from agora.cli.console import USAGE, Failure
-from agora.cli.tuning_data import TrainingData, read_training_data
-from agora.cli.tuning_manifest import (
+from agora.cli.new_run import (
     FEWER_ROWS_OF_A_STEP,
     ROWS_OF_A_STEP,
+    TrainingData,
     TuningChoice,
     TuningManifest,
     manifest_of_base_model,
+    read_training_data,
     step_values,
 )
 from agora.data.tokenizer import byte_tokenizer_json
@@ -118,7 +119,7 @@ def test_dpo_has_pairs_in_rows_as_short_as_the_answers(base: Path, tmp_path: Pat
 
 
 def test_the_context_of_dpo_is_the_longest_answer_in_blocks(base: Path, tmp_path: Path) -> None:
-    from agora.cli.tuning_manifest import fitting_context
+    from agora.cli.new_run import fitting_context
 
     data = read_training_data(preferences(tmp_path / "pairs.jsonl", 10), base, None, None, 1000)
     assert fitting_context(data, 1000) == 64
