@@ -32,9 +32,9 @@ class Event:
         dataclass(frozen=True)(cls)
 
     def describe(self) -> str:
-        """Returns a sentence for a person: the filled template, without " " and ";" at its end.
+        """Returns a sentence for a person: the filled template; without one, the class's name and all fields.
 
-        Without a template, the class's name and all fields. Values are not escaped.
+        Values are not escaped.
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.template:

@@ -65,7 +65,7 @@ ReachFault = Callable[[str], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of AGORA_FAULTS: the fault `action` happens at the `nth` arrival at `point`."""
+    """One entry of AGORA_FAULTS: `action` happens at the `nth` arrival at `point`."""
 
     point: str
     action: str
@@ -77,10 +77,7 @@ class Fault:
 def parse(text: str) -> tuple[Fault, ...]:
     """Returns the faults of "point:action[=number][:nth[+]][,...]", the text of AGORA_FAULTS; skips empty entries.
 
-    number: for "sleep", "shift" and "say", and only for these. nth: the arrival at the point at which the fault
-    happens, counted from 1, by default the first; with "+" at all later ones, too. Raises InputError for an unknown
-    point or action, an action that the point does not have, and a number or nth that is malformed, missing or out of
-    place.
+    Raises InputError, also for an action that the point does not have.
     """
     return tuple(_parse_fault(entry) for part in text.split(",") if (entry := part.strip()))
 
@@ -118,9 +115,8 @@ class Faults:
     def act(self, point: str) -> float:
         """Counts an arrival at `point`, and logs and carries out the first planned fault that is due there.
 
-        "kill" and "stop" send a signal to this process, "shift" sets its wall clock, "fail" raises DeviceError and
-        "exit" SystemExit. Does not wait: returns the seconds that the caller must wait, for "hang" and "sleep", else
-        0.0. `point` must not be one of SAY_POINTS.
+        Does not wait: returns the seconds that the caller must wait. Raises DeviceError for "fail", SystemExit for
+        "exit".
         """
         fault = self._find_due(point)
         if fault is None:
@@ -137,10 +133,7 @@ class Faults:
         return HANG_S if fault.action == "hang" else fault.number
 
     def say(self, point: str, truth: float) -> float:
-        """Counts an arrival at `point`; logs the fault that is due there and returns its number; without one, `truth`.
-
-        point: one of SAY_POINTS.
-        """
+        """Counts an arrival at `point`; returns the number of the fault that is due there; without one, `truth`."""
         fault = self._find_due(point)
         return truth if fault is None else fault.number
 
@@ -160,13 +153,14 @@ class Faults:
 
 
 def _shift_wall_clock(seconds: float) -> None:
+    # Repeated shifts add up.
     unix, unix_ns = time.time, time.time_ns
     time.time = lambda: unix() + seconds
     time.time_ns = lambda: unix_ns() + int(seconds * 1e9)
 
 
 def from_environment() -> Faults | None:
-    """Returns the faults of AGORA_FAULTS, None if it is unset or empty. Raises LocalError if it is malformed."""
+    """Returns the faults of AGORA_FAULTS, None if it is unset. Raises LocalError if it is malformed."""
     text = os.environ.get("AGORA_FAULTS", "")
     try:
         return Faults(parse(text), os.environ.get("AGORA_FAULTS_LOG")) if text else None
@@ -178,27 +172,19 @@ _active: Faults | None = None
 
 
 def set_active_faults(faults: Faults | None) -> None:
-    """Sets the faults of `reach`, `reach_blocking` and `say` in this process; with None the points do nothing."""
+    """Sets the faults of this process; with None the points do nothing."""
     global _active
     _active = faults
 
 
 async def reach(point: str) -> None:
-    """Injects the fault that is due when a coroutine arrives at `point`, if any; counts the arrival.
-
-    It may sleep (this task only), raise DeviceError or SystemExit, freeze or kill the process, or shift its wall clock;
-    see Faults.act. Does nothing without active faults.
-    """
+    """Injects the fault that is due when a coroutine arrives at `point`, if any: only this task waits; see Faults."""
     if _active is not None and (wait_s := _active.act(point)):
         await asyncio.sleep(wait_s)
 
 
 def reach_blocking(point: str) -> None:
-    """Injects the fault that is due when a thread arrives at `point`, if any; counts the arrival.
-
-    It may sleep (the thread blocks), raise DeviceError or SystemExit, freeze or kill the process, or shift its wall
-    clock; see Faults.act. Does nothing without active faults.
-    """
+    """Injects the fault that is due when a thread arrives at `point`, if any: the thread blocks. See Faults.act."""
     if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)
 

@@ -1,7 +1,7 @@
 """Writes every event as one JSON line to DIR/events.jsonl, and reads the lines back.
 
-Each event is one
-write(2) to a file opened with O_APPEND, so that what was reported before a SIGKILL is in the file after it.
+Each event is one write(2) to a file opened with O_APPEND, so that what was reported before a SIGKILL is in the file
+after it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,20 @@ from agora.observe.events import EVENTS, Event
 
 FILE_NAME = "events.jsonl"
 MAX_FILE_BYTES = 64 * 2**20
-KEPT_FILES = 3
+KEPT_FILES = 3  # the current one included
 
 
 class Journal:
-    """A reporter's sink that appends events to DIR/events.jsonl, which it rotates before it exceeds `max_file_bytes`.
-
-    It keeps KEPT_FILES files, the current one included.
-    """
+    """A reporter's sink that appends events to DIR/events.jsonl, and rotates it before it exceeds `max_file_bytes`."""
 
     def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """Opens or creates the file in `directory`, which must exist. Raises OSError."""
+        """`directory` must exist. Raises OSError."""
         self.path = directory / FILE_NAME
         self._max_file_bytes = max_file_bytes
         self._open()
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Appends the event as a line; first rotates a file that is not empty if the line would exceed its limit.
-
-        Raises OSError, also if only a part of the line was written, and TypeError for an event that EVENTS lacks.
-        """
+        """Appends the event as a line. Raises OSError, also if only a part of the line was written."""
         line = encode(event, at_unix)
         if self._size and self._size + len(line) > self._max_file_bytes:
             self._rotate()
@@ -71,8 +65,8 @@ def rotated_path(path: Path, number: int) -> Path:
 def encode(event: Event, at_unix: float) -> bytes:
     """Returns the event's JSON line as bytes, with its newline: to_json's fields, and its time as "at_unix".
 
-    Numbers that are not finite become null, also in tuples, because JSON has none. Raises TypeError for an event that
-    EVENTS does not list.
+    Numbers that are not finite become null, because JSON has none. Raises TypeError for an event that EVENTS does not
+    list.
     """
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
     finite = {name: _finite_or_none(value) for name, value in fields.items()}
@@ -89,7 +83,7 @@ def _finite_or_none(value: Any) -> Any:
 class Follower:
     """Reads the journal that any process writes in `directory`: at first all its files, later only the new lines.
 
-    It follows the journal through rotations; only lines of files that were removed between two reads are missed.
+    Only lines of files that were removed between two reads are missed.
     """
 
     directory: Path
@@ -99,8 +93,7 @@ class Follower:
     def read_new(self) -> list[dict[str, Any]]:
         """Returns the JSON object of each complete line written since the last call; [] while there is no journal.
 
-        The first call reads all files that are kept, rotated ones too. Lines that are not JSON objects are skipped. A
-        line that is not complete yet is left to a later call.
+        Lines that are not JSON objects are skipped; one that is not complete yet is left to a later call.
         """
         values: list[Any] = []
         for file in self._unread():
@@ -117,6 +110,7 @@ class Follower:
         return [value for value in values if isinstance(value, dict)]
 
     def _unread(self) -> list[Path]:
+        # The file that was read last, under its present name, and every newer one; all if that one was removed.
         files: list[Path] = []
         for number in range(KEPT_FILES):
             candidate = rotated_path(self.directory / FILE_NAME, number)
@@ -129,10 +123,7 @@ class Follower:
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """Returns the event's fields by name, and its name as "event".
-
-    Raises TypeError for an event that EVENTS does not list.
-    """
+    """Returns the event's fields by name, and its name as "event". Raises TypeError for an event that EVENTS lacks."""
     name = type(event).__name__
     if EVENTS.get(name) is not type(event):
         raise TypeError(f"{name} is not in the closed list of agora.observe.events")
@@ -140,10 +131,9 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(fields: Mapping[str, Any]) -> Event | None:
-    """Returns the event with these fields, as `to_json` returned them or read back from JSON.
+    """Returns the event with these fields, as `to_json` returned them or read back from JSON; checks no values.
 
-    Ignores unknown fields, turns lists into tuples where the field is one, and checks no values. Returns None for an
-    unknown event, or if a field that has no default is missing.
+    Ignores unknown fields. None for an unknown event, or if a field that has no default is missing.
     """
     cls = EVENTS.get(str(fields.get("event")))
     if cls is None:

@@ -21,7 +21,7 @@ REPEAT_S = 10.0  # seconds for which a sentence that was written is not written 
 
 
 def is_journald_stream(stream: TextIO) -> bool:
-    """Returns whether systemd's journal reads the stream: whether JOURNAL_STREAM has the stream's device and inode."""
+    """Returns whether systemd's journal reads the stream: JOURNAL_STREAM has the stream's device and inode."""
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -33,8 +33,8 @@ class EventLog:
     """A reporter's sink that writes each event of `level` or above to a stream, standard error by default.
 
     People get `12:00:01 sentence`. A sentence that is repeated within REPEAT_S is left out, unless its level is info;
-    when it is next written, the line ends with how often it was reported. journald gets each event, repeated ones too,
-    as `<priority>{json}`.
+    when it is next written, the line ends with how often it was reported. journald gets each event, as
+    `<priority>{json}`.
     """
 
     def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
@@ -45,11 +45,6 @@ class EventLog:
         self._last: dict[str, tuple[float, int]] = {}  # by sentence: when it was written, how often left out since
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Writes the event, unless its level is too low, or it repeats a sentence of the last REPEAT_S and is not info.
-
-        Writes JSON with a priority for systemd's journal, which gets repeats too; else a line with the time, the level
-        of warnings and errors, and the sentence, with unprintable characters replaced. Raises OSError.
-        """
         if LEVELS.index(event.level) < self._floor:
             return
         if self._is_for_journald:

@@ -15,12 +15,11 @@ from agora.observe.events import Event
 
 
 class Sink(Protocol):
-    """Protocol: what a Reporter passes each event to, in the order of the reports, such as the journal or the log."""
+    """What a Reporter passes each event to, in the order of the reports: the journal, the log."""
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Takes one event, quickly, since a lock is held. at_unix: wall clock, in seconds, when it was reported.
-
-        Raises OSError if the event cannot be written; the reporter then drops this sink.
+        """Takes one event, quickly, since a lock is held. Raises OSError if it cannot; the reporter then drops this
+        sink.
         """
 
 
@@ -31,14 +30,14 @@ class Reporter:
     """
 
     def __init__(self, sinks: Sequence[Sink] = (), unix: Callable[[], float] = time.time) -> None:
-        """unix: returns the present time in unix seconds; it is called once for each event."""
+        """unix: the present time in unix seconds; called once for each event."""
         self._sinks = list(sinks)
         self._unix = unix
         self._lock = threading.Lock()
         self.counters = Counters()
 
     def report(self, event: Event) -> None:
-        """Counts the event and passes it, with the present time, to every sink in turn.
+        """Counts the event and passes it to every sink.
 
         Drops a sink that raises OSError for good, and then reports DiskTrouble to the remaining sinks.
         """
@@ -91,7 +90,6 @@ class Counters:
     samples: events.SamplesCounted | None = None  # the newest event of this kind
 
     def take(self, event: Event, at_unix: float) -> None:
-        """Adds one event to the totals that it concerns, and notes its time if it is one of SIGNS_OF_PROGRESS."""
         self.occurred[type(event).__name__] += 1
         if isinstance(event, SIGNS_OF_PROGRESS):
             self.last_sign_unix = at_unix
@@ -116,11 +114,10 @@ class Counters:
                 self.samples = event
 
     def summary(self) -> dict[str, Any]:
-        """Returns a part of the counters as a dict of JSON values: microbatches, tokens, steps, offences.
+        """Returns a part of the counters as JSON values: microbatches, tokens, steps, offences.
 
-        "microbatches" has the training microbatches by outcome, with "in_flight" as the rest; but its "rerouted",
-        "repeats" and "refused" count all purposes. "evaluated" has the evaluation microbatches. "counted" and "steps"
-        are by stage, with the stages' numbers as strings, as JSON requires of keys.
+        "microbatches" are those of training, by outcome; but "rerouted", "repeats" and "refused" count all purposes.
+        Stages' numbers are strings, as JSON requires of keys.
         """
         started, completed, dropped = (counts["train"] for counts in (self.started, self.completed, self.dropped))
         return {

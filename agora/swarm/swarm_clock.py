@@ -36,8 +36,8 @@ REMEDY: Final = "switch on time synchronisation: `timedatectl set-ntp true`"
 class ClockCorrection:
     """The seconds to add to this machine's clock to get swarm time, the time that the peers have in common.
 
-    is_settled: whether swarm time has been established, see the module's table. refused_s: the correction that the
-    clocks of other peers ask for, if it was not applied because it exceeds MAX_CORRECTION_S; otherwise None.
+    is_settled: see the module's table. refused_s: the correction that others' clocks ask for, if it exceeds
+    MAX_CORRECTION_S.
     """
 
     seconds: float = 0.0
@@ -46,12 +46,9 @@ class ClockCorrection:
 
 
 def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> ClockCorrection:
-    """Returns the settled correction that follows `current`: the median of `offsets_s`, see `_median_with_own`.
+    """Returns the settled correction that follows `current`, by the module's table.
 
-    The seconds stay as they are if `offsets_s` is empty, if it has one entry and `current` is settled, if the median
-    differs by less than STEADY_S from settled seconds, and if its absolute value exceeds MAX_CORRECTION_S. In the last
-    case the median is set as `refused_s`. offsets_s: for each other peer, by how many seconds its time is ahead of this
-    machine's uncorrected clock.
+    offsets_s: for each other peer, by how many seconds its time is ahead of this machine's uncorrected clock.
     """
     if current.is_settled and len(offsets_s) < 2:
         return current
@@ -65,16 +62,12 @@ def correct_clock(current: ClockCorrection, offsets_s: Collection[float]) -> Clo
 
 
 def _median_with_own(offsets_s: Sequence[float], own: float) -> float:
-    # Returns the median of `offsets_s` if their number is odd, otherwise the median of `offsets_s` and `own`. So the
-    # median is always one of the values, never a mean of two.
+    # `own` counts where the number is even, so that the median is always one of the values, never a mean of two.
     return statistics.median(offsets_s if len(offsets_s) % 2 else [*offsets_s, own])
 
 
 def clock_remark(correction: ClockCorrection) -> str:
-    """Returns a sentence, with the remedy, if this machine's clock is more than MAX_TOLERATED_S off; "" otherwise.
-
-    A correction that was refused counts as if it had been applied, and the sentence says that it was not.
-    """
+    """Returns a sentence, with the remedy, if this machine's clock is more than MAX_TOLERATED_S off; "" otherwise."""
     off_s = correction.seconds if correction.refused_s is None else correction.refused_s
     if abs(off_s) <= MAX_TOLERATED_S:
         return ""
@@ -84,14 +77,10 @@ def clock_remark(correction: ClockCorrection) -> str:
 
 
 class SwarmClock:
-    """The swarm's time in this process: this machine's clock plus `correction`, which `follow` changes.
-
-    The wall clock is read once; from then on elapsed time is added. Until `follow` is called the time is this machine's
-    own, and not settled.
-    """
+    """The swarm's time in this process: this machine's clock plus `correction`, which `follow` changes."""
 
     def __init__(self, wall_unix: float, boot_s: Callable[[], float]) -> None:
-        """wall_unix: the wall clock now. boot_s: returns the seconds since this machine was started."""
+        """wall_unix: the wall clock now. boot_s: the seconds since this machine was started."""
         self._boot_s = boot_s
         self._boot_unix = wall_unix - boot_s()
         self.correction = ClockCorrection()
@@ -101,15 +90,14 @@ class SwarmClock:
         return self._boot_unix + self._boot_s() + self.correction.seconds
 
     def time_for_others_unix(self) -> float:
-        """Returns the time that this peer sends others: swarm time in unix seconds, or 0.0 while it is not settled."""
+        """Returns the time that this peer sends others, in unix seconds; 0.0 while it is not settled."""
         return self.unix() if self.correction.is_settled else 0.0
 
     def follow(self, boot_unix: Collection[float]) -> bool:
-        """Sets `correction` by the times that other peers sent, see `correct_clock`; returns whether it has changed.
+        """Sets `correction` by the times that other peers sent; returns whether it has changed.
 
-        boot_unix: for each of these peers, the unix time on its clock when this machine's `boot_s` was 0. If empty, a
-        clock that is not settled yet is settled as it is, which counts as a change. A settled clock is not changed by
-        the time of a single peer.
+        boot_unix: for each of these peers, the unix time on its clock when this machine's `boot_s` was 0. Empty: an
+        unsettled clock is settled as it is.
         """
         former = self.correction
         self.correction = correct_clock(former, [peer_unix - self._boot_unix for peer_unix in boot_unix])

@@ -44,7 +44,7 @@ def _is_hash(text: str) -> bool:
 
 
 def _is_any_peer_id(text: str) -> bool:
-    # Returns whether `text` is 46 to 60 base58 characters: a peer id of any key, since relays may not have Ed25519.
+    # Of any key, since relays may not have Ed25519.
     return _RELAY_ID.match(text) is not None
 
 

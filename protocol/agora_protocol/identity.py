@@ -91,7 +91,7 @@ class Identity:
         return f"Identity({self.peer})"
 
     def __reduce__(self) -> str:
-        # Raises TypeError, so that the secret is never pickled or copied.
+        # The secret is never pickled or copied.
         raise TypeError("an identity is not pickled")
 
 
@@ -110,7 +110,7 @@ def public_key_of(peer: PeerId) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _verifier(public_key: bytes) -> Ed25519PublicKey:
-    # Returns the key object for a raw public key; cached, since building one costs more than a check.
+    # Cached, since building a key object costs more than a check.
     return Ed25519PublicKey.from_public_bytes(public_key)
 
 

@@ -110,7 +110,6 @@ class SubspaceSection(ModelSection):
         return {"subspace": self.width}
 
     def check_values(self) -> str | None:
-        # Returns an error sentence if heads, subspace or embedding do not fit the width, otherwise None.
         return self._check_heads() or self._check_subspace()
 
     @classmethod
