@@ -46,9 +46,8 @@ class ChangeNotifier:
 class StepBarrier:
     """In a synchronous run, holds a microbatch of step s back until this peer's stages have taken s steps.
 
-    `span` has this peer's stages; a microbatch waits for those from its entry stage on. So no gradient of one step is
-    counted into another, however far apart the replicas are. A microbatch that waits takes no slot of the ledger.
-    step_of(stage): returns how many steps a stage of `span` has taken here.
+    So no gradient of one step is counted into another, however far apart the replicas are. A microbatch that waits
+    takes no slot of the ledger. step_of: how many steps a stage of `span` has taken here.
     """
 
     def __init__(self, span: Span, step_of: Callable[[int], int]) -> None:
@@ -73,8 +72,8 @@ class StepBarrier:
     async def wait_for_step(self, entry_stage: int, step: int, deadline: float) -> None:
         """Waits until all stages from `entry_stage` to the span's last have taken at least `step` steps.
 
-        Raises Busy if any of them has not after MAX_WAIT_FRACTION of the time until the loop time `deadline`, so that
-        the caller can still ask another peer.
+        Raises Busy after MAX_WAIT_FRACTION of the time until the loop time `deadline`, so that the caller can still ask
+        another peer.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         while loop_time() < until and self._stages_behind(entry_stage, step):
@@ -93,8 +92,7 @@ class MeanBarrier:
     """In an asynchronous run, holds microbatches back while the replicas average a gradient and the mean is due soon.
 
     The held microbatches are then computed on weights that include the mean, and count for the step after it. They take
-    no slot of the ledger. awaits_mean(stage): returns whether such a mean is awaited for a stage of `span`. It is
-    polled every LOOK_S, and must become False after a while by itself.
+    no slot of the ledger. awaits_mean: whether such a mean is awaited for a stage; must become False by itself.
     """
 
     def __init__(self, span: Span, awaits_mean: Callable[[int], bool]) -> None:

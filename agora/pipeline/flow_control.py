@@ -12,40 +12,29 @@ from typing import Literal
 
 from agora.core.rates import MovingAverage
 
-SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight, x as in the module docstring
-# Minimum microbatches in flight for each stage, and the number at the start: one is computed while one travels.
-PER_STAGE = 2
-MAX_GAP_PERIODS = 10.0  # one gap between two completions counts as at most this number of mean periods
-# Where weights are predicted, so many times schedule.staleness may be in flight if the round trip needs it.
-PREDICTED_FACTOR = 2
-# Seconds that an origin of a synchronous run waits with nothing open before it opens what the step still lacks.
-GRACE_S = 3.0
+SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight
+PER_STAGE = 2  # at least so many in flight for each stage: one is computed while one travels
+MAX_GAP_PERIODS = 10.0  # a longer gap between two completions is a stall, not a pace
+PREDICTED_FACTOR = 2  # so many times schedule.staleness may be in flight where weights are predicted
+GRACE_S = 3.0  # after which an origin of a synchronous run with nothing open opens what the step still lacks
 
 
 @dataclass(frozen=True, slots=True)
 class SendWindow:
-    """How many microbatches an origin may have in flight at most (`limit`). reason: in words, why so many.
-
-    shortage: if schedule.staleness keeps the limit below what the round trip would use, a sentence about it for
-    users; "" otherwise.
-    correction: if the limit is above schedule.staleness, because gradients are corrected, a sentence; "" otherwise.
-    """
+    """How many microbatches an origin may have in flight, and why; the sentences are for users."""
 
     limit: int
     reason: str
-    shortage: str = ""
-    correction: str = ""
+    shortage: str = ""  # what to change, if schedule.staleness keeps the limit below what the round trip would use
+    correction: str = ""  # why the limit is above schedule.staleness, if it is: weights are predicted
 
 
 @dataclass(frozen=True, slots=True)
 class StalenessCeiling:
-    """How many microbatches schedule.staleness lets an origin have in flight.
-
-    usual: at any time. at_most: if the round trip needs them, since their gradients are taken at predicted weights.
-    """
+    """How many microbatches schedule.staleness lets an origin have in flight."""
 
     usual: int = 2**31
-    at_most: int = 2**31
+    at_most: int = 2**31  # if the round trip needs them, since their gradients are taken at predicted weights
 
 
 NO_CEILING = StalenessCeiling()
@@ -58,12 +47,11 @@ def measured_window(
     ceiling: int,
     staleness: StalenessCeiling = NO_CEILING,
 ) -> SendWindow:
-    """Returns a credit of x + SAFETY * sqrt(x) microbatches, rounded up; x = round_trip_s / period_s.
+    """Returns a window of x + SAFETY * sqrt(x) microbatches, rounded up; x = round_trip_s / period_s.
 
-    The limit is at least PER_STAGE for each stage. It is at most `ceiling`, and at most `staleness.usual`, or if x is
-    more, x and at most `staleness.at_most`; even if those are lower than PER_STAGE for each stage, but never below 1.
-    round_trip_s: seconds that a microbatch takes if it never waits. period_s: mean seconds between two completions.
-    While one of these two is None or not above 0, the limit is the lowest that is allowed.
+    The bounds, the strongest first: 1 at least; `ceiling` at most; `staleness.usual` at most, but x and up to
+    `staleness.at_most` if x is more; PER_STAGE for each stage at least. round_trip_s: seconds that a microbatch takes
+    if it never waits. period_s: mean seconds between two completions. Unmeasured ones give the lowest window.
     """
     is_stale_beyond = staleness.usual <= ceiling
     slots, ceiling = ceiling, max(1, min(ceiling, staleness.usual))
@@ -102,9 +90,8 @@ def staleness_ceiling(
 ) -> StalenessCeiling:
     """Returns how many microbatches the origin of number `rank` among `origins` may have in flight, at least 1.
 
-    All origins together may have staleness * microbatches, rounded; each has an equal part, see equal_quota. If weights
-    are predicted (`predicts`), PREDICTED_FACTOR times as many at most. microbatches: those of one step. staleness: the
-    manifest's schedule.staleness.
+    All origins together may have staleness * microbatches. microbatches: those of one step. staleness: the manifest's
+    schedule.staleness. predicts: whether weights are predicted.
     """
     usual, at_most = (
         max(1, equal_quota(max(1, round(share * microbatches)), rank, origins))
@@ -115,19 +102,13 @@ def staleness_ceiling(
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The mean time between two completed microbatches (`period_s`, a moving average), without stalls and pauses.
-
-    last_at: when the last completion was, in seconds; None at the start and after an interruption.
-    """
+    """The mean time between two completed microbatches, without stalls and pauses."""
 
     period_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
-    last_at: float | None = None
+    last_at: float | None = None  # when the last completion was; None at the start and after an interruption
 
     def after_completion(self, now: float) -> Pace:
-        """Returns the pace after a completion at `now`: the gap since the last one is added to the average.
-
-        One gap counts as at most MAX_GAP_PERIODS mean periods. If there is no last completion, only records `now`.
-        """
+        """Returns the pace after a completion at `now`."""
         if self.last_at is None:
             return replace(self, last_at=now)
         gap = now - self.last_at
@@ -137,82 +118,57 @@ class Pace:
         return Pace(self.period_s.with_sample(gap), now)
 
     def after_interruption(self) -> Pace:
-        """Returns the pace after a pause or a stall: the gap from the last to the next completion will not count."""
+        """Returns the pace after a pause or a stall: the gap to the next completion will not count."""
         return replace(self, last_at=None)
 
 
 def equal_quota(microbatches: int, rank: int, origins: int) -> int:
-    """Returns how many of `microbatches` the origin `rank` (counted from 0) of `origins` opens: an equal part.
-
-    The remainder of the division goes to the first origins, one each. With 0 origins, 0 is treated as 1.
-    """
+    """Returns the equal part of `microbatches` that the origin `rank` (from 0) opens; the first ones open the rest."""
     base, rest = divmod(microbatches, max(1, origins))
     return base + (1 if rank < rest else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """How far stage 0 is in its present `step` of a synchronous run, and which of the origins this one is.
-
-    microbatches: how many a step needs. lacking: how many of these are not counted yet. origins: how many origins open
-    them; this origin is number `rank` of those, counted from 0.
-    """
+    """How far stage 0 is in its present `step` of a synchronous run, and which of the origins this one is."""
 
     step: int
-    microbatches: int
-    lacking: int
-    rank: int = 0
+    microbatches: int  # that a step needs
+    lacking: int  # of these, how many are not counted yet
+    rank: int = 0  # of this origin, from 0
     origins: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SendInputs:
-    """What an origin sees around itself before it decides whether to open a microbatch; the inputs of next_send.
+    """What an origin sees around itself before it decides whether to open a microbatch."""
 
-    ready: whether enough replicas serve the run.
-    step: how far stage 0 is in its step; None in an asynchronous run.
-    path_s: seconds of the path to the last stage and back, see Hop.path_s.
-    staleness: how many may be in flight by schedule.staleness.
-    before_mean: how many microbatches may be open until the mean gradient, to which this peer gives its share of a
-    step, is applied; more would be computed on weights without that mean. None where origins do not wait for means.
-    """
-
-    ready: bool = True
-    step: StepState | None = None
-    path_s: float | None = None
+    ready: bool = True  # enough replicas serve the run
+    step: StepState | None = None  # None in an asynchronous run
+    path_s: float | None = None  # seconds to the last stage and back, see Hop.path_s
     staleness: StalenessCeiling = NO_CEILING
+    # How many may be open until the awaited mean gradient is applied: more would be computed on weights without it.
+    # None where origins do not wait for means.
     before_mean: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepQuota:
-    """How many microbatches of a synchronous run's `step` this origin still has to open (`left`).
-
-    idle_since: when this origin was first seen with none left and none open; None while it has some.
-    """
+    """How many microbatches of a synchronous run's `step` this origin still has to open (`left`)."""
 
     step: int = -1
     left: int = 0
-    idle_since: float | None = None
+    idle_since: float | None = None  # when this origin was first seen with none left and none open
 
     def next_quota(self, now: float, state: StepState) -> StepQuota:
-        """Returns the next quota; to be called when nothing is left of this one and no microbatch is open.
-
-        | stage 0                                      | `left` of the returned quota               |
-        |----------------------------------------------|--------------------------------------------|
-        | is at a new step                             | equal_quota of the step                    |
-        | is at the same step, for less than GRACE_S   | still 0                                    |
-        | is at the same step, for GRACE_S             | lacking / origins, rounded up              |
-
-        GRACE_S begins at the first call with the same step. The last rule completes steps whose quotas do not add up,
-        because origins come and go.
-        """
+        """Returns the next quota; to be called when nothing is left of this one and no microbatch is open."""
         if state.step != self.step:
             return StepQuota(state.step, equal_quota(state.microbatches, state.rank, state.origins))
         if self.idle_since is None:
             return replace(self, idle_since=now)
         if now - self.idle_since < GRACE_S:
             return self
+        # Quotas do not add up to a step when origins come and go: all of them open what is lacking, in parts.
         return StepQuota(self.step, math.ceil(state.lacking / state.origins))
 
 
@@ -235,12 +191,9 @@ def next_send(
     leaving: bool = False,
     paused: bool = False,
 ) -> SendDecision:
-    """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or (when leaving) stops.
+    """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or stops.
 
-    It waits, for the first of these reasons that holds: too few replicas serve the run; the origin is paused; its quota
-    of a synchronous step is opened; as many are open as may be before a mean; as many are open as its credit allows.
-    With nothing left and nothing open, the quota first becomes next_quota. "open" reduces what is left by one. The
-    decision has the new quota; `quota` itself is not changed.
+    The first rule that holds. The decision has the quota that follows.
     """
     if leaving:
         return SendDecision("stop", "this peer is leaving", quota)

@@ -130,7 +130,8 @@ class Hop:
         try:
             await self._fault("hop.accepted")
             if self._is_last:
-                running.committed = work.is_training  # one job: it cannot be cancelled between forward and counting
+                if work.is_training:
+                    running.commit()  # one job: it cannot be cancelled between forward and counting
                 answer = self._compose_answer(work, await self._await_job(self._device.run_last_stages(work)))
             else:
                 answer = await self._pass_on(call, work, running)
@@ -154,8 +155,7 @@ class Hop:
                 if not work.is_training:
                     return self._compose_answer(work, SpanResult(None, 0.0), downstream.message)
                 assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
-                # From here the gradient may be counted: a repeat must find the answer, even if all callers leave.
-                running.committed = True
+                running.commit()
                 started = loop_time()
                 try:
                     result = await self._await_job(self._device.backward(microbatch, entry_stage, downstream.gradient))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from agora_protocol.errors import AgoraError, Busy, OutOfMemory, PeerFailed
 from agora_protocol.ids import MicrobatchId, PeerId
@@ -20,20 +21,17 @@ from agora.core.rates import Client, MovingAverage, may_acquire
 from agora.observe import events
 from agora.pipeline.process_call import HopAnswer, ProcessCall
 
-# The fraction of the slots that any caller may take; the rest is for callers that hold less than their fair share.
+# Of the slots, what any caller may take; the rest is for callers that hold less than their fair share.
 FREE_SLOT_FRACTION = 0.875
-MAX_CACHE_BYTES = 256 << 20  # maximum number of bytes of all kept answers together
-MAX_CACHE_AGE_S = 900.0  # seconds after which a kept answer is dropped
-MAX_CACHE_ENTRIES = 65536  # maximum number of answers that are kept
-ENTRY_BYTES = 512  # approximate bytes of a kept answer on top of its tensors; answers to evaluations have no tensors
-# Milliseconds after which a caller that was refused because this peer takes no new work may retry.
-CLOSED_RETRY_MS = 2000
-# Minimum and maximum milliseconds after which a caller that found all slots taken may retry.
-MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000
-# Milliseconds after which a caller may retry a microbatch that entered here at another stage, or is still ending.
-OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000
-ANSWERS_PER_SLOT = 32  # number of answers without an out-of-memory error after which one slot is restored
-MAX_ENDING_S = 5.0  # seconds for which `WorkLedger.drain` waits for cancelled work to end
+MAX_CACHE_BYTES = 256 << 20
+MAX_CACHE_AGE_S = 900.0
+MAX_CACHE_ENTRIES = 65536
+ENTRY_BYTES = 512  # of a kept answer on top of its tensors, about; answers to evaluations have no tensors
+CLOSED_RETRY_MS = 2000  # for a caller that was refused because this peer takes no new work
+MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000  # bounds for a caller that found all slots taken
+OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000  # for a microbatch that entered here at another stage, or is still ending
+ANSWERS_PER_SLOT = 32  # after so many answers without an out-of-memory error one slot is restored
+MAX_ENDING_S = 5.0  # for which `WorkLedger.drain` waits for cancelled work to end
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,10 +43,9 @@ class WorkKey:
 
 
 class AnswerCache:
-    """Keeps the newest answers to finished work, to serve repeated requests.
+    """The newest answers to finished work, to serve repeated requests; bounded in bytes, entries and age.
 
-    Keeps at most about `max_bytes` and MAX_CACHE_ENTRIES answers, none older than `max_age_s` seconds. Has no clock:
-    `now` is passed in, in seconds. nbytes: approximate bytes of the kept answers.
+    nbytes: of the kept answers, about.
     """
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES, max_age_s: float = MAX_CACHE_AGE_S) -> None:
@@ -59,24 +56,18 @@ class AnswerCache:
         self.nbytes = 0
 
     def get(self, key: WorkKey, now: float) -> HopAnswer | None:
-        """Returns the kept answer to the work `key`, None if none is kept; first drops all that are too old."""
+        """Returns the kept answer to the work `key`."""
         self._drop_old(now)
         entry = self._entries.get(key)
         return entry[1] if entry else None
 
     def last_stages_of(self, microbatch: MicrobatchId, now: float) -> dict[int, int]:
-        """Returns entry stage -> last stage of each work of this microbatch whose answer is kept; {} if there is none.
-
-        First drops all answers that are too old.
-        """
+        """Returns entry stage -> last stage of each work of this microbatch whose answer is kept."""
         self._drop_old(now)
         return self._last_stages.get(microbatch, {})
 
     def put(self, key: WorkKey, last_stage: int, answer: HopAnswer, now: float) -> None:
-        """Keeps the answer, given at `now`, of work on stages `key.stage` to `last_stage`, in place of an earlier one.
-
-        Drops the oldest answers beyond the limits of bytes and entries, but never this one.
-        """
+        """Keeps the answer of work on stages `key.stage` to `last_stage`; drops the oldest ones beyond the limits."""
         self._drop(key)
         self._entries[key] = (now, answer)
         self._last_stages.setdefault(key.microbatch, {})[key.stage] = last_stage
@@ -99,33 +90,36 @@ class AnswerCache:
                 del self._last_stages[key.microbatch]
 
 
+# Does a microbatch's work here and returns its answer.
+Perform = Callable[["RunningWork"], Coroutine[Any, Any, HopAnswer]]
+
+
 class RunningWork:
-    """One microbatch's work that runs in `task`, and the callers that wait for it.
+    """One microbatch's work that runs in `task`, and the callers that wait for it."""
 
-    last_stage: the last stage that the work runs here.
-    callers: the on_progress functions, one for each waiting caller.
-    newest: stage -> its latest progress message.
-    committed: set by the function that performs the work, from the moment when the gradient may be counted; from then
-    on the work runs to its end even without callers, so that a repeated request finds the answer.
-    cancelled: whether `cancel` was called.
-    """
-
-    task: asyncio.Task[HopAnswer]
-
-    def __init__(self, key: WorkKey, last_stage: int, consumer: Client | None = None) -> None:
-        """consumer: the peer that asked for it first; None for this peer itself."""
+    def __init__(self, key: WorkKey, last_stage: int, consumer: Client | None, perform: Perform) -> None:
+        """Starts the task. consumer: the peer that asked for it first; None for this peer itself."""
         self.key = key
         self.last_stage = last_stage
         self.consumer = consumer
         self.committed = self.cancelled = False
-        self.callers: list[OnProgress] = []
-        self.newest: dict[int, CallProgress] = {}
+        self.callers: list[OnProgress] = []  # one for each waiting caller
+        self.newest: dict[int, CallProgress] = {}  # by stage, for callers that join
+        name = f"hop {key.microbatch.hex()} at stage {key.stage}"
+        self.task = asyncio.create_task(perform(self), name=name)
 
     def publish(self, call_progress: CallProgress) -> None:
-        """Passes a progress message to every waiting caller; keeps it as its stage's latest, for callers that join."""
+        """Passes a progress message to every waiting caller, and later to those that join."""
         self.newest[call_progress.stage] = call_progress
         for on_progress in list(self.callers):
             on_progress(call_progress)
+
+    def commit(self) -> None:
+        """Records that the gradient may be counted from now on.
+
+        The work then runs to its end even without callers, so that a repeated request finds the answer.
+        """
+        self.committed = True
 
     def uncommit(self) -> None:
         """Records that the gradient was not counted after all; cancels the work if no caller waits any more."""
@@ -139,16 +133,11 @@ class RunningWork:
         self.task.cancel()
 
 
-# Does a microbatch's work here and returns its answer.
-Perform = Callable[[RunningWork], Awaitable[HopAnswer]]
-
-
 class WorkLedger:
     """Runs this peer's work on microbatches, each once, on one of at most `max_slots` slots, and keeps the answers.
 
-    A slot is the place of one microbatch from the start of its work to the answer. A repeated request joins the running
-    work or gets the kept answer. When the last caller leaves, uncommitted work is cancelled. When work runs out of
-    memory, fewer slots are offered (reduce_slots); one is restored after every ANSWERS_PER_SLOT answers.
+    A slot is the place of one microbatch from the start of its work to the answer. When the last caller leaves,
+    uncommitted work is cancelled.
     """
 
     def __init__(self, me: PeerId, max_slots: int, report: events.Report) -> None:
@@ -168,10 +157,9 @@ class WorkLedger:
         return len(self._works)
 
     def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
-        """Returns the kept answer to a repeated request; None if none is kept.
+        """Returns the kept answer to a repeated request, and then reports progress "finished" too.
 
-        If one is kept, also reports RepeatServed and calls on_progress with "finished" and `queue`, the number of
-        microbatches at the device.
+        queue: number of microbatches at the device.
         """
         answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
         if answer is not None:
@@ -182,8 +170,7 @@ class WorkLedger:
     def refuse_overlap(self, key: WorkKey, last_stage: int) -> None:
         """Raises Busy if the microbatch of `key` entered this peer at another stage and went through a common stage.
 
-        Compares the stages `key.stage` to `last_stage` with those of the microbatch's running work and kept answers. In
-        a common stage it would be counted twice, and the gradient that this request asks for was never computed.
+        There it would be counted twice, and the gradient that this request asks for was never computed.
         """
         past = self._answers.last_stages_of(key.microbatch, loop_time()).items()
         present = [(w.key.stage, w.last_stage) for w in self._works.values() if w.key.microbatch == key.microbatch]
@@ -221,21 +208,18 @@ class WorkLedger:
                     raise
 
     def stop_accepting(self, reason: str) -> None:
-        """Refuses new work with Busy from now on; running work goes on, and repeated requests are still served.
-
-        reason: completes "this peer is ..." in the error.
-        """
+        """Refuses new work from now on, but no repeats. reason: completes "this peer is ..." in the error."""
         self._refusal = reason
 
     def start_accepting(self) -> None:
-        """Accepts new work again, after stop_accepting or finish; while `shortage` is set, work is still refused."""
+        """Accepts new work again, after stop_accepting or drain; while `shortage` is set, work is still refused."""
         self._refusal = ""
 
     async def drain(self, within_s: float, reason: str) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
-        The callers of cancelled work get PeerFailed. Waits up to MAX_ENDING_S for that work to end. Returns whether all
-        work ended without being cancelled here. reason: completes "this peer is ..." in the Busy of new requests.
+        The callers of cancelled work get PeerFailed. Returns whether all work ended by itself. reason: completes
+        "this peer is ..." in the Busy of new requests.
         """
         self.stop_accepting(reason)
         if self._works:
@@ -258,9 +242,8 @@ class WorkLedger:
             is_share = self.taken < self._slots
             taken = f"your share of the {self._slots} slots is" if is_share else f"all {self._slots} slots are"
             raise Busy(f"{taken} taken", retry_ms)
-        work = self._works[key] = RunningWork(key, last_stage, consumer)
 
-        async def perform_and_keep() -> HopAnswer:
+        async def perform_and_keep(work: RunningWork) -> HopAnswer:
             started = loop_time()
             try:
                 answer = await perform(work)
@@ -274,21 +257,17 @@ class WorkLedger:
             finally:
                 self._end(work)
 
-        work.task = asyncio.create_task(perform_and_keep(), name=f"hop {key.microbatch.hex()} at stage {key.stage}")
+        work = self._works[key] = RunningWork(key, last_stage, consumer, perform_and_keep)
         work.task.add_done_callback(lambda task: self._end(work))
         return work
 
     def reduce_slots(self, reason: str) -> None:
-        """Lowers the number of slots that are offered to min(offered, taken) - 1, at least 1; reports SlotsChanged.
-
-        Called when memory is short. Work that runs keeps its slot. reason: for the event.
-        """
+        """Offers one slot fewer than are taken now, at least 1, because memory is short; running work goes on."""
         self._slots = max(1, min(self._slots, self.taken) - 1)
         self._answers_since = 0
         self._report(events.SlotsChanged(self._slots, self._max_slots, reason))
 
     def _count_answer(self) -> None:
-        # Counts one answer; restores a missing slot after ANSWERS_PER_SLOT answers since the last change of slots.
         self._answers_since += 1
         if self._slots < self._max_slots and self._answers_since >= ANSWERS_PER_SLOT:
             self._slots += 1
@@ -311,7 +290,8 @@ class WorkLedger:
                 work.cancel()
 
     def _end(self, work: RunningWork) -> None:
-        # Called at the end of the task and again when it is done: a task that is cancelled before it began never runs.
+        # Called at the end of the task, so that the slot is free as soon as the answer is there, and again when it is
+        # done, because a task that is cancelled before it began never runs.
         if self._works.get(work.key) is work:
             del self._works[work.key]
         if work.task.done() and not work.task.cancelled():

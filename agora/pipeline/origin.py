@@ -64,43 +64,30 @@ class MicrobatchSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OriginConfig:
-    """How the origin of the peer `me` opens microbatches.
-
-    ceiling: maximum number of microbatches in flight that memory allows.
-    max_in_flight: the manifest's maximum number of microbatches in flight; 0 to use a measured credit.
-    first_timeout_s: seconds that an attempt may take before any was measured.
-    objective: the kind of the manifest's objective; with "dpo" the origin first asks the swarm for the rows'
-    log-probabilities under the reference model, unless it remembers them.
-    """
+    """How the origin of the peer `me` opens microbatches."""
 
     me: PeerId
     stage_count: int
-    ceiling: int
-    max_in_flight: int = 0
-    first_timeout_s: float = 120.0
-    objective: str = "lm"
+    ceiling: int  # most microbatches in flight that memory allows
+    max_in_flight: int = 0  # the manifest's; 0: as measured
+    first_timeout_s: float = 120.0  # of an attempt before any was measured
+    objective: str = "lm"  # the kind of the manifest's objective
 
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch of this origin.
-
-    tokens: its token ids.
-    started: loop time of its opening.
-    path: stage -> the peer last seen to hold the microbatch there, a hint for the next attempt.
-    purpose, step, references: see the message Process.
-    """
+    """One microbatch of this origin. purpose, step, references: see the message Process."""
 
     id: MicrobatchId
     tokens: WireTensor
     purpose: str
-    started: float
+    started: float  # loop time
     step: int = 0
     references: tuple[float, ...] = ()
-    path: dict[int, PeerId] = field(default_factory=dict)
+    path: dict[int, PeerId] = field(default_factory=dict)  # by stage, who held it last: a hint for the next attempt
 
     def record_progress(self, call_progress: CallProgress) -> None:
-        """Records in `path` which peer, by `call_progress`, holds the microbatch at which stage; ignores stage 0."""
+        """Records in `path` where the microbatch is."""
         if call_progress.stage > 0:
             self.path[call_progress.stage] = call_progress.peer
 
@@ -108,12 +95,10 @@ class Microbatch:
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    look: returns the inputs of the decision whether to open a microbatch; called before each decision.
-    session: the first 8 bytes of all ids of this origin's microbatches, by default random.
-    completed: number of microbatches trained on so far.
-    credit: the present limit of microbatches in flight, and why.
-    loss, microbatch_tokens, metrics: moving averages over completed training microbatches, of nats per token, of tokens
-    that count, and of each metric by name.
+    look: called before each decision whether to open a microbatch. session: the first 8 bytes of all ids of this
+    origin's microbatches, by default random. credit: the present limit of microbatches in flight, and why. loss,
+    microbatch_tokens, metrics: moving averages over completed training microbatches, of nats per token, of tokens that
+    count, and of each metric by name.
     """
 
     def __init__(
@@ -207,13 +192,13 @@ class Origin:
     async def evaluate(self, count: int, within_s: float) -> events.EvaluationDone:
         """Sends at most `count` held-out microbatches through the swarm; reports and returns their EvaluationDone.
 
-        That event has the mean loss per token, the number of tokens, the seconds, and the sums of the metrics. Keeps
-        half of the credit in flight, at least two. Raises Unavailable when the answers are not back within `within_s`
-        seconds (the rest is cancelled), or when there is no held-out text.
+        Raises Unavailable when the answers are not back within `within_s` seconds (the rest is cancelled), or when
+        there is no held-out text.
         """
         started = loop_time()
         loss_sum, token_count = 0.0, 0
         metrics: tuple[float, ...] = ()
+        # Half of what training has in flight: an evaluation slows training down, but does not stop it.
         in_flight = asyncio.Semaphore(max(2, self.credit.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
@@ -382,8 +367,7 @@ class ReferenceCache:
     def remember(self, tokens: WireTensor, log_probabilities: Sequence[float]) -> tuple[float, ...]:
         """Remembers a microbatch's log-probabilities, one for each of its b rows; returns the b values to use.
 
-        For a row that is known already, the first value is kept and returned, so that every epoch compares with the
-        same value. Once max_rows are known, a new row is not remembered, and its value is returned as it is.
+        For a row that is known already that is the first value, so that every epoch compares with the same one.
         """
         kept = []
         for key, value in zip(_row_keys(tokens), log_probabilities, strict=True):

@@ -13,6 +13,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
 from agora.pipeline.barrier import MeanBarrier, StepBarrier
+from agora.pipeline.hop import is_hopeless
 from agora.pipeline.process_call import ProcessCall
 from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S
 from tests.pipeline.world import (
@@ -505,3 +506,10 @@ def test_news_for_a_caller_that_joins_late_begins_with_the_latest() -> None:
         await two
 
     run(work())
+
+
+def test_a_deadline_is_hopeless_when_half_the_usual_work_does_not_fit() -> None:
+    assert is_hopeless(0.0, 0.0)
+    assert is_hopeless(0.9, 2.0)
+    assert not is_hopeless(1.1, 2.0)
+    assert not is_hopeless(0.1, 0.0)

@@ -13,7 +13,7 @@ from agora.net.shaping.link import LinkSpec
 from agora.pipeline.flow_control import SAFETY
 from agora.pipeline.load_balancer import ACCEPTANCE_WAITS, PeerStats
 from agora.pipeline.origin import Origin
-from tests.pipeline.test_decisions import A, sent, table_of
+from tests.pipeline.test_load_balancer import A, sent, table_of
 from tests.pipeline.world import World
 from tests.virtual_time import run
 

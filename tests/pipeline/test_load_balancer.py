@@ -1,4 +1,4 @@
-"""The pure decisions of the pipeline: routing, deadlines, credit."""
+"""Which peer is asked, when, and until when: the pure decisions of the load balancer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import math
 from collections import Counter
 from dataclasses import fields, replace
 
-import pytest
 from agora_protocol.ids import PeerId, Span, microbatch_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agora.pipeline.flow_control import Pace, StalenessCeiling, equal_quota, measured_window, staleness_ceiling
-from agora.pipeline.hop import is_hopeless
 from agora.pipeline.load_balancer import (
     MAX_BACKOFF_IF_ALL_FAIL_S,
     MAX_BACKOFF_S,
@@ -72,9 +69,6 @@ def spread(costs: dict, count: int, *, answered: bool = True) -> Counter:
             made.record_answered(now + 9.0, attempt, attempt.stats.service_s, 0, math.inf)
             attempt.stats.sent_since = 0
     return shares
-
-
-# --- routing
 
 
 def test_shares_follow_measured_speeds_at_light_load() -> None:
@@ -334,106 +328,3 @@ def test_deadlines_only_shrink_and_never_by_more_than_they_may(now, remaining, o
     told = deadline_to_send(now, attempt, expected)
     assert 1 <= told <= 600_000
     assert told <= max(1.0, 1000.0 * (attempt - now)) + 1
-
-
-def test_a_deadline_is_hopeless_when_half_the_usual_work_does_not_fit() -> None:
-    assert is_hopeless(0.0, 0.0)
-    assert is_hopeless(0.9, 2.0)
-    assert not is_hopeless(1.1, 2.0)
-    assert not is_hopeless(0.1, 0.0)
-
-
-# --- credit
-
-
-def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:
-    assert measured_window(None, None, 4, 64).limit == 8
-    short, long = measured_window(0.4, 0.1, 4, 1000), measured_window(10.0, 0.1, 4, 1000)
-    assert short.limit == 12
-    assert long.limit == 140
-    assert measured_window(10.0, 0.1, 4, 32).limit == 32
-    assert "bounded by 32" in measured_window(10.0, 0.1, 4, 32).reason
-    assert measured_window(None, None, 8, 3).limit == 3
-    assert measured_window(1.0, 0.0, 1, 8).limit == 2
-
-
-def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_settings_change_that() -> None:
-    free, bounded = measured_window(0.4, 0.1, 2, 64), measured_window(0.4, 0.1, 2, 64, StalenessCeiling(2, 2))
-    assert (free.limit, free.shortage) == (12, "")
-    assert bounded.limit == 2
-    assert bounded.reason.endswith("bounded by 2 by schedule.staleness")
-    assert "would use 12 in flight, schedule.staleness allows it 2" in bounded.shortage
-    assert "optimizer.target_tokens" in bounded.shortage
-    assert measured_window(0.4, 0.1, 2, 64, StalenessCeiling(12, 24)).shortage == "", "it has all that it would use"
-    assert measured_window(0.4, 0.1, 2, 8, StalenessCeiling(9, 9)).shortage == "", "memory bounds it before that"
-    unmeasured = measured_window(None, None, 2, 64, StalenessCeiling(1, 2))
-    assert unmeasured.reason == "1: 2 per stage until the round trip is measured, bounded by 1 by schedule.staleness"
-
-
-@pytest.mark.parametrize(
-    ("round_trip", "slots", "limit", "corrected"),
-    [
-        (0.1, 64, 4, False),  # it needs 1
-        (0.4, 64, 4, False),
-        (0.55, 64, 6, True),
-        (5.0, 64, 8, True),
-        (5.0, 6, 6, True),
-    ],
-)
-def test_where_weights_are_predicted_more_are_in_flight_if_the_round_trip_needs_them(
-    round_trip: float, slots: int, limit: int, corrected: bool
-) -> None:
-    credit = measured_window(round_trip, 0.1, 1, slots, StalenessCeiling(4, 8))
-    assert credit.limit == limit and bool(credit.correction) == corrected
-    if corrected:
-        needed = min(round(round_trip / 0.1 + 0.499), slots)
-        assert f"needs {needed} in flight; it has {limit}, more than schedule.staleness (4)" in credit.correction
-    assert measured_window(round_trip, 0.1, 1, slots, StalenessCeiling(4, 4)).limit == 4
-
-
-@given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 64), st.integers(1, 512))
-def test_credit_is_bounded_and_grows_with_the_round_trip(round_trip, period, stages, ceiling) -> None:
-    credit = measured_window(round_trip, period, stages, ceiling)
-    assert 1 <= credit.limit <= ceiling
-    assert measured_window(round_trip * 2, period, stages, ceiling).limit >= credit.limit
-
-
-def test_credit_finds_the_bottleneck_by_itself() -> None:
-    round_trip, bottleneck, limit = 2.0, 0.05, 4
-    for _ in range(20):
-        period = max(bottleneck, round_trip / limit)
-        limit = measured_window(round_trip, period, 2, 10_000).limit
-    assert 40 <= limit <= 70, "40 cover the round trip"
-
-
-@pytest.mark.parametrize("origins", [1, 2, 3, 8, 40])
-def test_all_origins_together_keep_at_most_the_allowed_share_of_a_step_in_flight(origins: int) -> None:
-    for staleness, microbatches in ((0.5, 16), (1.0, 16), (2.0, 100), (0.01, 16)):
-        ceilings = [
-            staleness_ceiling(staleness, microbatches, rank, origins, predicts=rank % 2 == 0) for rank in range(origins)
-        ]
-        limits = [ceiling.usual for ceiling in ceilings]
-        assert sum(limits) <= max(staleness * microbatches, origins), "but each has at least one"
-        assert min(limits) >= 1
-        assert max(limits) - min(limits) <= 1
-        assert all(
-            ceiling.at_most == ceiling.usual if rank % 2 else ceiling.usual <= ceiling.at_most <= 2 * ceiling.usual + 1
-            for rank, ceiling in enumerate(ceilings)
-        )
-
-
-def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
-    pace = Pace()
-    for i in range(200):
-        pace = pace.after_completion(100.0 + 0.5 * i)
-    assert math.isclose(pace.period_s.value, 0.5)
-    after = pace.after_completion(1000.0)
-    assert after.period_s.value < 0.7, "one long gap weighs little"
-    assert pace.after_interruption().after_completion(1000.0).period_s == pace.period_s
-
-
-@given(st.integers(1, 10_000), st.integers(1, 20))
-def test_origins_share_a_step_without_gaps(microbatches: int, origins: int) -> None:
-    quotas = [equal_quota(microbatches, rank, origins) for rank in range(origins)]
-    assert max(quotas) - min(quotas) <= 1
-    assert sum(quotas) == microbatches
