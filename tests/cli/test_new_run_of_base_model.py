@@ -15,14 +15,13 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import new_run
 from agora.cli.console import USAGE, Failure
+from agora.cli.data_command import TrainingData, read_training_data
 from agora.cli.new_run import (
     FEWER_ROWS_OF_A_STEP,
     ROWS_OF_A_STEP,
-    TrainingData,
     TuningChoice,
     TuningManifest,
     manifest_of_base_model,
-    read_training_data,
     step_values,
 )
 from agora.data.tokenizer import byte_tokenizer_json
