@@ -22,7 +22,7 @@ COLUMN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 
 
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
-    """Returns the dither key for the gradient of the boundary that enters `stage`. microbatch: its id's bytes."""
+    """Returns the dither key for the gradient of the boundary that enters `stage`."""
     return f"gradient {stage} {microbatch.hex()}"
 
 
@@ -120,11 +120,8 @@ class BoundaryCodec:
 
 
 def strongest_columns(tensor: Tensor, count: int) -> Tensor:
-    """Returns the indices, int64 [count], of the `count` columns of [b, s, k] with the largest sums of squares.
-
-    The indices ascend. count: at most k. A decoded boundary has zeros in every column that was not sent, so its
-    strongest columns are the ones that were sent.
-    """
+    """Returns the ascending indices, int64 [count], of the columns of [b, s, k] with the largest sums of squares."""
+    # A decoded boundary has zeros in every column that was not sent, so its strongest columns are those that were.
     energies = tensor.detach().to(torch.float32).flatten(0, 1).square().sum(dim=0)
     return energies.topk(count).indices.sort().values
 

@@ -49,9 +49,9 @@ def quantise(rows: Tensor, bits: int, dither: Tensor | None = None) -> Tensor:
 
 
 def dequantise(wire: Tensor, row_count: int, k: int, bits: int, dither: Tensor | None = None) -> Tensor:
-    """Decodes the bytes that `quantise` made of `row_count` rows of k values: returns float32 [row_count, k].
+    """Decodes the bytes that `quantise` made of `row_count` rows of k values, with its bits and dither.
 
-    bits, dither: those given to `quantise`. Does not check the scales: the values are finite if check_scales passes.
+    Returns float32 [row_count, k]; the values are finite if check_scales passes.
     """
     split = SCALE_BYTES * row_count * blocks_per_token(k)
     scales = _read_scales(wire, row_count, k)
@@ -67,10 +67,7 @@ def dequantise(wire: Tensor, row_count: int, k: int, bits: int, dither: Tensor |
 
 
 def check_scales(wire: Tensor, row_count: int, k: int) -> None:
-    """Raises ProtocolError "bad-tensor" if a scale is NaN, negative or above 2^100.
-
-    wire: the bytes that `quantise` made of `row_count` rows of k values.
-    """
+    """Raises ProtocolError "bad-tensor" if a scale is NaN, negative or above 2^100."""
     low, high = (bound.item() for bound in torch.aminmax(_read_scales(wire, row_count, k)))
     if not (low >= 0.0 and high <= MAX_SCALE):
         raise ProtocolError("bad-tensor", f"Scales range from {low:g} to {high:g}; they must be from 0 to 2^100.")

@@ -29,8 +29,7 @@ CPU = torch.device("cpu")
 def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
     """Converts a tensor of any dtype, layout and device to a wire tensor of `dtype`, a key of DTYPES.
 
-    The result shares the memory of a contiguous CPU tensor of the same dtype: do not change such a tensor before it is
-    sent.
+    May alias `tensor` (contiguous, of the same dtype, on the CPU): do not change it before the result is sent.
     """
     converted = tensor.detach().to(CPU, DTYPES[dtype]).contiguous()
     return WireTensor(dtype, tuple(converted.shape), converted.reshape(-1).view(torch.uint8).numpy().data)
@@ -39,7 +38,7 @@ def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
 def decode_uncompressed(
     wire: WireTensor, dtype: str, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Converts a wire tensor to float32 on `device`; on the CPU, the result may share the bytes of a float32 one.
+    """Converts a wire tensor to float32 on `device`. May alias `wire` (float32 on the CPU).
 
     Raises ProtocolError "bad-tensor" for another dtype than `dtype`, or another shape than `shape` (None: any). Values
     may be NaN or infinite: see is_all_finite.
@@ -50,7 +49,7 @@ def decode_uncompressed(
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
     """Converts token ids of any shape to a wire tensor of the narrowest dtype of TOKEN_DTYPES that holds all of them.
 
-    tokens: from -1 to 2^31 - 1, which is not checked; at least one. The result may share the memory of `tokens`.
+    tokens: from -1 to 2^31 - 1, which is not checked; at least one. The result may alias them.
     """
     ids = torch.as_tensor(tokens)
     low, high = (int(bound) for bound in torch.aminmax(ids))
@@ -64,8 +63,8 @@ def decode_tokens(
 ) -> Tensor:
     """Converts a wire tensor of token ids, -1 where not supervised, to int32 on `device`.
 
-    On the CPU, the result may share the bytes of an int32 one. Raises ProtocolError "bad-tensor" for another dtype
-    than TOKEN_DTYPES, another shape than `shape` (None: any), or an id that is not from -1 to vocabulary - 1.
+    May alias `wire` (int32 on the CPU). Raises ProtocolError "bad-tensor" for another dtype than TOKEN_DTYPES, another
+    shape than `shape` (None: any), or an id that is not from -1 to vocabulary - 1.
     """
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
@@ -81,12 +80,10 @@ def decode_tokens(
 
 
 def is_all_finite(tensor: Tensor) -> bool:
-    """Returns whether no value is NaN or infinite, True for an empty tensor.
-
-    It takes one pass without a temporary tensor, because aminmax propagates NaN and infinity.
-    """
+    """Returns whether no value is NaN or infinite."""
     if not tensor.numel():
         return True
+    # One pass without a temporary tensor: aminmax propagates NaN and infinity.
     low, high = torch.aminmax(tensor.detach())
     return math.isfinite(low.item()) and math.isfinite(high.item())
 

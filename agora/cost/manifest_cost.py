@@ -87,28 +87,21 @@ def run_cost(
 
 
 def min_memory(manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
-    """Returns the least memory with which `span` can be trained in float32.
+    """Returns the least memory with which `span` can be trained in float32, with one microbatch in flight.
 
-    That is with one microbatch in flight and, unless the manifest says that graphs are kept, the graph of one layer at
-    a time. state_in_host: optimizer state counts as host memory, otherwise as device memory.
-    Raises TypeError for a model family without a formula.
+    state_in_host: optimizer state counts as host memory, otherwise as device memory. Raises TypeError for a model
+    family without a formula.
     """
     return run_cost(manifest, in_flight=1).memory(span, in_host=state_in_host)
 
 
 def usual_in_flight(manifest: Manifest) -> int:
-    """Returns how many microbatches a peer is assumed to hold between forward and backward.
-
-    That is the largest of MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * number of stages, and the manifest's max_in_flight.
-    """
+    """Returns how many microbatches a peer is assumed to hold between forward and backward."""
     return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
 def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:
-    """Returns the StageCost of stage number `stage`: operations per microbatch, and bytes of memory.
-
-    sizes: of the manifest's model. in_bf16: products are in bf16, otherwise in float32.
-    """
+    """sizes: of the manifest's model. in_bf16: products are in bf16, otherwise in float32."""
     layers = manifest.layers_of(stage)
     batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
     elements = _pad_to_blocks(trained_parameters(sizes, layers))

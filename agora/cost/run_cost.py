@@ -80,7 +80,6 @@ class MemoryNeed:
     host: float = 0.0
 
     def fits(self, machine: Machine) -> bool:
-        """Returns whether the memory of `machine`, and its host memory, are each at least as large."""
         return self.device <= machine.memory and self.host <= machine.host_memory
 
 
@@ -155,11 +154,11 @@ class RunCost:
         return len(self.stages)
 
     def flops(self, span: Span, activations: Activations | None = None) -> float:
-        """Returns the floating-point operations of one microbatch in the stages of `span`, forward and backward.
+        """Returns the floating-point operations of one microbatch in `span`: forward, backward, recomputed forwards.
 
-        Recomputed forward passes count too; how often layers are recomputed is in the module's table, the head never
-        is. activations: None means the one with the fewest operations that peers may choose.
+        activations: None means the one with the fewest operations that peers may choose.
         """
+        # The head is never recomputed.
         repeats = FORWARDS[activations or self.activation_choices[0]][self._has_last_stage(span)] - 1
         return _sum_over(self._flops_once, span) + repeats * _sum_over(self._layer_flops, span)
 
@@ -171,17 +170,11 @@ class RunCost:
         return tuple(amount / mean for amount in flops)
 
     def upload_bytes(self, span: Span) -> float:
-        """Returns how many bytes a holder of `span` sends for each microbatch: a boundary on, a gradient back.
-
-        A span with the first stage sends no gradient, one with the last stage no boundary.
-        """
+        """Returns how many bytes a holder of `span` sends for each microbatch: a boundary on, a gradient back."""
         return self._boundary_bytes(span, self.forward_bytes, self.backward_bytes)
 
     def download_bytes(self, span: Span) -> float:
-        """Returns how many bytes a holder of `span` receives for each microbatch: a boundary, later a gradient.
-
-        A span with the first stage receives no boundary, one with the last stage no gradient.
-        """
+        """Returns how many bytes a holder of `span` receives for each microbatch: a boundary, later a gradient."""
         return self._boundary_bytes(span, self.backward_bytes, self.forward_bytes)
 
     def memory(self, span: Span, activations: Activations | None = None, *, in_host: bool = False) -> MemoryNeed:
@@ -201,12 +194,9 @@ class RunCost:
         return MemoryNeed(device, optimizer) if in_host else MemoryNeed(device + optimizer)
 
     def training_modes(self, span: Span) -> Iterator[TrainingMode]:
-        """Yields the ways to train `span` that peers may choose: fewest operations first, then state on the device.
-
-        Where peers choose for themselves, the need of "keep" and "recompute" counts the graphs twice, since daemons let
-        graphs fill only half of the free memory. With optimizer state in host memory only if the run can offload it.
-        """
+        """Yields the ways to train `span` that peers may choose: fewest operations first, then state on the device."""
         for activations in self.activation_choices:
+            # Daemons that choose for themselves let graphs fill only half of the free memory.
             counts_twice = self.activations is None and activations != "layers"
             reserve = self._autograd_graph_bytes(span, activations) if counts_twice else 0.0
             for in_host in self._offloads:
@@ -215,12 +205,8 @@ class RunCost:
                 yield TrainingMode(activations, in_host, self.flops(span, activations), need)
 
     def rate(self, machine: Machine, span: Span) -> SpanRate:
-        """Returns the rate of `machine` at `span`: 1 / max(compute, upload, download) in seconds per microbatch.
-
-        The longest of the three is the rate's limit. The training mode is the first of `training_modes` that fits the
-        machine; if none does, the rate is 0 and the limit "memory". Assumes that sending, receiving and computing
-        overlap, since many microbatches are in flight.
-        """
+        """Returns the rate of `machine` at `span`, in the first of `training_modes` that fits the machine."""
+        # Sending, receiving and computing overlap, since many microbatches are in flight: the longest of them counts.
         mode = next((mode for mode in self.training_modes(span) if mode.need.fits(machine)), None)
         if mode is None:
             return SpanRate(0.0, "memory")
@@ -243,6 +229,7 @@ class RunCost:
         return kept
 
     def _boundary_bytes(self, span: Span, at_end: float, at_start: float) -> float:
+        # Nobody is beyond the run's first and last stage.
         return (at_end if span.last < self.stage_count - 1 else 0.0) + (at_start if span.first > 0 else 0.0)
 
 

@@ -27,7 +27,7 @@ class GraphBudget:
     """
 
     def __init__(self, activations: str, device: torch.device, in_flight: int) -> None:
-        """activations: the manifest's. in_flight: microbatches that are usually between forward and backward."""
+        """in_flight: microbatches that are usually between forward and backward."""
         self._activations = activations
         self._device = device
         self._in_flight = in_flight
@@ -35,7 +35,7 @@ class GraphBudget:
         self.bytes_by_entry: dict[int, int] = {}
 
     def must_measure(self, entry_stage: int) -> bool:
-        """Returns whether the graph of microbatches that enter at `entry_stage` must be measured before a decision."""
+        """Returns whether the graph of microbatches that enter at `entry_stage` must be measured first."""
         return self._activations == "auto" and entry_stage not in self.bytes_by_entry
 
     def keeps_one(self, entry_stage: int) -> bool:
@@ -71,11 +71,10 @@ def graphs_fit(graph_bytes: int, graphs_to_come: int, version_bytes: int, availa
 
 
 def checkpoint(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Returns compute(hidden); keeps only `hidden` for the backward, which runs `compute` again. This is a RunLayer.
+    """A RunLayer: returns compute(hidden); keeps only `hidden` for the backward, which runs `compute` again.
 
-    With gradients disabled, nothing is kept. Gradients reach `hidden` and the layer's trained parameters, and nothing
-    else that `compute` uses. The second run has the same random numbers and the same autocast. Source: gradient
-    checkpointing, arXiv 1604.06174.
+    Gradients reach `hidden` and the layer's trained parameters, and nothing else that `compute` uses. The second run
+    has the same random numbers and the same autocast.
     """
     if not torch.is_grad_enabled():
         return compute(hidden)
@@ -123,6 +122,7 @@ class _CheckpointedLayer(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, recorded: _RecordedFunction, hidden: Tensor, *trained: Tensor) -> Tensor:
         context.recorded = recorded
+        # The parameters are saved, so that autograd raises if they change before the backward.
         context.save_for_backward(hidden, *trained)
         return recorded.compute(hidden)
 
@@ -150,10 +150,7 @@ class GraphMeasure:
         self.layer_bytes: list[int] = []
 
     def run_layer(self, layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Runs `compute` with its graph, appends the graph's bytes to layer_bytes, and returns the output without it.
-
-        The output still requires a gradient if it did before. This is a RunLayer.
-        """
+        """A RunLayer: runs `compute` with its graph, and returns the output without it."""
         output, size = measure_saved_bytes(lambda: compute(hidden), self._not_counted)
         self.layer_bytes.append(size)
         return output.detach().requires_grad_(output.requires_grad)

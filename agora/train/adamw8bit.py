@@ -45,7 +45,6 @@ class QuantisedMoment:
         self.levels = levels.to(self.codes.device)
 
     def decode(self) -> Tensor:
-        """Returns the values as a new tensor, float32 [n]."""
         decoded: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
             self.codes, self.scales, self.levels, BLOCK, torch.float32
         )

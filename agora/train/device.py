@@ -41,10 +41,7 @@ class Priority(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _DeviceJob:
-    """One job for the device thread: a call, and the future that gets its result or error. See DeviceQueue.run.
-
-    afterwards: called after `call`, unless that raised. queued_at: time.monotonic() when the job was queued.
-    """
+    """One job for the device thread; see DeviceQueue.run."""
 
     priority: Priority
     call: Callable[[], Any]
@@ -85,11 +82,11 @@ class DeviceQueue:
         fault: Callable[[str], None] = lambda point: None,
         on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """Starts the thread. The thread calls `fault` and `on_error`.
+        """Starts the thread, which also calls `fault` and `on_error`.
 
         limit: maximum number of waiting jobs of one priority.
         slowdown: factor on the time that each job takes, at least 1; the thread sleeps for the additional time.
-        work_clock: returns seconds, by which a job's time is measured for `slowdown`, see `work_clock_of`.
+        work_clock: returns seconds, by which a job's time is measured for `slowdown`.
         fault: called with "device.job" at the start of each job.
         on_error: called with the exception of an `afterwards`.
         """
@@ -150,14 +147,11 @@ class DeviceQueue:
         return future.result()
 
     def waiting(self) -> int:
-        """Returns the number of queued jobs, without the one that runs. From any thread."""
+        """Returns the number of queued jobs, without the one that runs."""
         return sum(map(len, self._queues.values()))
 
     def busy_fraction(self) -> float:
-        """Returns the fraction of the time since the start that the thread spent on jobs, 0 to 1. From any thread.
-
-        Includes the job that runs, and the sleeps of `slowdown`.
-        """
+        """Returns the fraction of the time since the start that the thread spent on jobs and sleeps of `slowdown`."""
         with self._condition:
             now = time.monotonic()
             running = now - self._job_started_at if self._job_started_at is not None else 0.0
@@ -176,10 +170,7 @@ class DeviceQueue:
                 raise DeviceError(f"the device has failed {self._failures} times in a row; start the daemon again")
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Fails all queued and later jobs with DeviceError, and waits at most `timeout_s` for the running one to end.
-
-        Returns whether the thread has ended.
-        """
+        """Fails all queued and later jobs with DeviceError, and lets the running one end; returns whether it has."""
         self._stop("the device queue is closed; this peer is leaving")
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
@@ -269,11 +260,9 @@ def device_errors() -> Iterator[None]:
 
 
 def work_clock_of(device: torch.device) -> Callable[[], float]:
-    """Returns the work_clock for a DeviceQueue of `device`: time.monotonic, or on a CPU with one thread, thread_time.
-
-    thread_time is the thread's own processor time. With it, time that a job waits for a core, which daemons share, is
-    not multiplied by `slowdown`.
-    """
+    """Returns the work_clock for a DeviceQueue of `device`."""
+    # With one thread its own processor time: the time that a job waits for a core, which daemons of one machine share,
+    # is then not multiplied by `slowdown`.
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.monotonic
 
 
@@ -297,7 +286,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Returns whether `device` is a CUDA device with bf16 in hardware; False for a CPU, even if it has bf16 too."""
+    """Returns whether `device` is a CUDA device with bf16 in hardware; False for every CPU."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):

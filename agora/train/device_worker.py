@@ -66,11 +66,18 @@ def _priority_of(work: SpanWork) -> Priority:
 class DeviceWorker:
     """Runs forward and backward passes, steps and copies of this peer's stages, each as a job of the one device thread.
 
-    It owns that thread, from `create` to `close`. After each job but a `forward`, the thread takes the steps,
-    and closes the shares, that are due in any stage. The methods raise ProtocolError ("bad-tensor") for a tensor whose
-    dtype, shape or values the run does not allow, NonFinite when this peer's own results are not finite, OutOfMemory or
-    DeviceError when the device fails, Busy when the queue is full, and NotMyStage for a stage that is not held here.
-    Nothing was then added to any gradient sum, unless the device failed while the result was encoded.
+    It owns that thread, from `create` to `close`. After each job but a `forward`, the thread takes the steps, and
+    closes the shares, that are due in any stage. The methods raise
+
+    | error                        | for                                                                    |
+    |------------------------------|------------------------------------------------------------------------|
+    | ProtocolError ("bad-tensor") | a tensor whose dtype, shape or values the run does not allow           |
+    | NonFinite                    | results of this peer's own that are not finite                         |
+    | OutOfMemory, DeviceError     | a device that fails                                                    |
+    | Busy                         | a full queue                                                           |
+    | NotMyStage                   | a stage that is not held here                                          |
+
+    and have then added nothing to any gradient sum, unless the device failed while the result was encoded.
     """
 
     def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
@@ -101,10 +108,9 @@ class DeviceWorker:
     ) -> DeviceWorker:
         """Starts the device thread, and builds the span's stages on it with their initial weights.
 
-        in_flight: how many microbatches are usually between forward and backward; at most LIMIT_FACTOR times as many
-        forwards are stashed, or jobs of one priority queued. base_model: folder of the run's base model, if it has one.
-        report: also gets TaskFailed when a step after a job fails. On a CPU, calls keep_freed_memory. Ends the thread
-        and raises DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is missing or another one.
+        in_flight: microbatches that are usually between forward and backward; at most LIMIT_FACTOR times as many
+        forwards are stashed, or jobs of one priority queued. base_model: its folder, if the run has one. Raises
+        DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is missing or another one.
         """
         chosen = choose_device(device.name)
         events = StepEvents()
@@ -136,10 +142,7 @@ class DeviceWorker:
         return worker
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Fails all queued and later jobs with DeviceError, lets the running job end, and ends the device thread.
-
-        Returns whether the thread has ended: False if its job still runs after `timeout_s`.
-        """
+        """Fails all queued and later jobs with DeviceError; returns whether the running one has ended."""
         return await self._queue.close(timeout_s)
 
     # --- for the pipeline
@@ -232,7 +235,7 @@ class DeviceWorker:
             raise ProtocolError("bad-tensor", why)
 
     def forget(self, microbatch: MicrobatchId, entry_stage: int) -> None:
-        """Drops the stashed forward of a microbatch that entered at `entry_stage`, if there is one. From any thread."""
+        """Drops the stashed forward of a microbatch, if there is one. From any thread."""
         self.trainer.stashed.forget(microbatch, entry_stage)
 
     # --- how far the stages are; from any thread
@@ -257,11 +260,11 @@ class DeviceWorker:
         return aiter(self._events)
 
     async def watch(self) -> None:
-        """Waits until cancelled; raises DeviceError when the thread ended or its jobs fail, see DeviceQueue.watch."""
+        """Waits until cancelled; raises DeviceError when the thread ended or its jobs fail."""
         await self._queue.watch()
 
     def busy_fraction(self) -> float:
-        """Returns the fraction of the time since `create` that the device thread spent on jobs, 0 to 1."""
+        """Returns the fraction of the time since `create` that the device thread spent on jobs."""
         return self._queue.busy_fraction()
 
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:

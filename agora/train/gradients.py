@@ -24,7 +24,7 @@ FIRST_LIMIT: Final = 1e4
 
 
 class GradientNormBound:
-    """The upper bound for the next gradient's root mean square, by the last WINDOW root mean squares above 0."""
+    """The upper bound for the root mean square of the next gradient that comes from downstream."""
 
     def __init__(self) -> None:
         self._sizes: deque[float] = deque(maxlen=WINDOW)
@@ -76,10 +76,7 @@ class SumTotals:
 
 
 class ClosedShare(NamedTuple):
-    """This replica's closed share of a step, held until the mean over all replicas arrives.
-
-    gradient: the mean of the replica's own gradients. totals: those of the sum from which it was computed.
-    """
+    """This replica's closed share of a step, held until the mean over all replicas arrives."""
 
     gradient: GradientShare
     totals: SumTotals
@@ -97,7 +94,7 @@ class GradientSum:
         self.totals = SumTotals()
 
     def mean(self) -> Tensor:
-        """Returns the mean gradient for each token, [numel], a new tensor; zeros without tokens."""
+        """Returns the mean gradient over the tokens [numel], a new tensor; zeros without tokens."""
         return self.flat / max(self.totals.tokens, 1)
 
     def clear(self) -> SumTotals:

@@ -83,11 +83,7 @@ def is_quick_to_measure(manifest: Manifest, budget_s: float) -> bool:
 
 
 def profile_key(manifest: Manifest, device: torch.device) -> str:
-    """Returns a hex digest of what a profile depends on: the machine, the run's model and the size of its microbatches.
-
-    The number of compute threads and the versions of torch and of the file's format count, too. A profile that was
-    written under another key must not be used.
-    """
+    """Returns a hex digest of what a profile depends on: machine, threads, torch, model, microbatch, file format."""
     on_gpu = device.type == "cuda"
     hardware = torch.cuda.get_device_name(device) if on_gpu else f"{platform.processor()} {os.cpu_count()}"
     parts = [hardware, platform.machine(), torch.__version__, torch.get_num_threads(), VERSION]
@@ -96,7 +92,7 @@ def profile_key(manifest: Manifest, device: torch.device) -> str:
 
 
 def read_profile(path: Path, key: str) -> Profile | None:
-    """Returns the profile in the file `path`; None if the file is missing, malformed, implausible or of another key."""
+    """Returns the profile in a file; None if the file is missing, malformed, implausible or of another key."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return None
@@ -112,7 +108,7 @@ def read_profile(path: Path, key: str) -> Profile | None:
 
 
 def write_profile(path: Path, key: str, profile: Profile) -> None:
-    """Writes the profile and its key to `path` as JSON, replacing an old one atomically. Raises OSError."""
+    """Replaces the file atomically. Raises OSError."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"key": key, **asdict(profile)}), encoding="utf-8")
     temporary.replace(path)

@@ -65,10 +65,9 @@ class MuonMatrices:
             self._batches += [slots[first : first + size] for first in range(0, len(slots), size)]
 
     def step(self, weights: Tensor, gradient: Tensor, rate: float, *, keeps_mean: bool = False) -> None:
-        """Changes the hidden matrices in `weights` [numel], and the mean, in place by one step at learning rate `rate`.
+        """Changes the hidden matrices in `weights` [numel], and unless keeps_mean the mean, in place by one step.
 
-        gradient: [numel]; overwritten in the elements of hidden matrices. Elements of other tensors do not change.
-        keeps_mean: whether the mean stays as it was before the step.
+        gradient: [numel]; overwritten in the elements of hidden matrices.
         """
         for elements in self._ranges:
             held = self._mean[elements].clone() if keeps_mean else self._mean[elements]
@@ -80,11 +79,7 @@ class MuonMatrices:
             wide_view(weights, slot).sub_(direction, alpha=rate * UPDATE_RMS * math.sqrt(direction.shape[1]))
 
     def directions(self, flat: Tensor) -> Iterator[tuple[TensorSlot, Tensor]]:
-        """Yields (slot, the orthogonalised matrix, transposed if it has more rows than columns) of each hidden matrix.
-
-        flat: [numel], the values to orthogonalise; not changed. Matrices of one shape, transposed or not, are
-        orthogonalised together, in batches of at most BATCH_ELEMENTS elements, a larger matrix alone.
-        """
+        """Yields each hidden matrix's slot and the matrix orthogonalised, with its longer side as columns."""
         for slots in self._batches:
             matrices = torch.stack([wide_view(flat, slot) for slot in slots])
             yield from zip(slots, orthogonalise(matrices, self._dtype), strict=True)
@@ -115,11 +110,11 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b [n, rows, rows] for matrices whose product is symmetric, which the caller guarantees.
 
-    For float32 with MIN_SPLIT_ROWS or more, one off-diagonal quarter is copied from the other, and the diagonal
-    quarters are computed in the same way: about 5/8 of the work. Otherwise, and in bf16, where a GPU prefers one large
-    product to several small ones, it is a plain product.
+    One off-diagonal quarter is copied from the other, and the diagonal quarters are computed in the same way: about 5/8
+    of the work.
     """
     rows = a.shape[1]
+    # In bf16 a plain product: a GPU prefers one large product to several small ones.
     if rows < MIN_SPLIT_ROWS or a.dtype != torch.float32:
         return a @ b
     half = rows // 2

@@ -1,7 +1,6 @@
 """The objectives: the loss of a microbatch, summed over it, and the microbatch's weight in its step.
 
-A step divides the summed gradients by
-the summed weights (Objective.loss_weight). Shapes: b rows, s positions, v token ids.
+A step divides the summed gradients by the summed weights. Shapes: b rows, s positions, v token ids.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class TokenBatch:
     def from_wire(cls, tokens: Tensor, *, has_marks: bool) -> TokenBatch:
         """Splits ids [b, s + 1], or with marks [2, b, s + 1] (see "Marks" in SPEC.md), into inputs and targets.
 
-        Without marks, all targets are supervised except negative ids, and each row is one segment. Marks show which
-        targets are supervised, and which ids begin a new segment; with marks, a negative id or an unknown mark raises
-        ProtocolError.
+        Without marks, all targets are supervised except negative ids, and each row is one segment. With marks, a
+        negative id or an unknown mark raises ProtocolError.
         """
         if not has_marks:
             return cls(tokens[:, :-1], tokens[:, 1:])
@@ -68,10 +66,10 @@ class MicrobatchLoss(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """Base class: what a run trains for. Computes the loss of a microbatch, and the microbatch's weight in a step."""
+    """Base class: what a run trains for."""
 
     def loss_weight(self, batch: TokenBatch) -> int:
-        """Returns the weight of a microbatch in its step: the number of its supervised tokens, unless overridden."""
+        """Returns the weight of a microbatch in its step: by default the number of its supervised tokens."""
         return batch.supervised_tokens
 
     @abc.abstractmethod
@@ -117,7 +115,7 @@ class DirectPreference(Objective):
         self._section = section
 
     def loss_weight(self, batch: TokenBatch) -> int:
-        return batch.inputs.numel()
+        return batch.inputs.numel()  # however many tokens are supervised: a step is a mean over pairs, not tokens
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
         rows = batch.inputs.shape[0]
@@ -128,6 +126,7 @@ class DirectPreference(Objective):
         losses = self._pair_losses(chosen, rejected, (batch.targets >= 0).sum(dim=1).clamp(min=1))
         beta = self._section.beta
         accurate = (chosen.detach() > rejected.detach()).sum()
+        # Rewards of the chosen and of the rejected answers, how many chosen ones have the larger one; then the pairs.
         sums = beta * chosen.detach().sum(), beta * rejected.detach().sum(), accurate
         metrics = (*(float(value) for value in sums), float(len(chosen)))
         return MicrobatchLoss(losses.sum() * (2 * batch.inputs.shape[1]), metrics)
@@ -153,7 +152,6 @@ def row_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def objective_of(section: ObjectiveSection) -> Objective:
-    """Returns the objective that the manifest's section [objective] names, with that section's settings."""
     match section.kind:
         case "lm":
             return LanguageModeling()

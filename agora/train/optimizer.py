@@ -44,17 +44,13 @@ def learning_rate(step: int, optimizer: OptimizerSection) -> float:
 
 
 def half_cosine(progress: float) -> float:
-    """Returns half a cosine wave at `progress`: 1 at 0, 0.5 at 0.5, 0 at 1."""
+    """1 at 0, 0.5 at 0.5, 0 at 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def average_decay(step: int, optimizer: OptimizerSection) -> float:
-    """Returns the decay d of the weights' moving average at optimizer step number `step` (0 is the first).
-
-    The step makes the average d * average + (1 - d) * weights. d = min(optimizer.average_decay, n / (n + 9)) for the n
-    steps since AVERAGE_FROM; until the limit is reached, the average covers about the last ninth of these steps.
-    Before, d = 0: the average equals the weights.
-    """
+    """Returns the d of average = d * average + (1 - d) * weights at optimizer step number `step` (0 is the first)."""
+    # 0 before AVERAGE_FROM. From then on, until the limit is reached, the average covers the last ninth of the steps.
     steps = max(step + 1 - AVERAGE_FROM, 0)
     return min(optimizer.average_decay, steps / (steps + 9))
 
@@ -141,9 +137,9 @@ class StageOptimizer:
     def step(self, weights: Tensor, gradient: Tensor, step: int, tokens: int = 1) -> StepResult | None:
         """Takes step `step` (counted from 0) along gradient / tokens, clipped. Returns its learning rate and norm.
 
-        Changes `weights` [numel] and the moments, the weights' average among them, in place, and overwrites `gradient`.
-        gradient: a sum over `tokens`, or with the default of 1 a mean. The norm is that of gradient / tokens before
-        clipping; when it is not finite, nothing changes and None is returned.
+        Changes `weights` [numel] and the moments in place, and overwrites `gradient`: a sum over `tokens`, or with the
+        default of 1 a mean. The norm is that of gradient / tokens before clipping; when it is not finite, nothing
+        changes and None is returned.
         """
         norm = float(torch.linalg.vector_norm(gradient)) / tokens
         if not math.isfinite(norm):
@@ -175,9 +171,9 @@ class StageOptimizer:
     def update(self, weights: Tensor, gradient: Tensor, step: int) -> float:
         """Takes step `step` along `gradient`, a mean that is already clipped and finite. Returns its learning rate.
 
-        Changes `weights` and the moments in place, may overwrite `gradient`, and adds 1 to `updates`. No control flow
-        depends on a value, so that weights and gradient may be on the meta device.
+        Changes `weights` and the moments in place, and may overwrite `gradient`.
         """
+        # No control flow depends on a value, so that weights and gradient may be on the meta device.
         rate = learning_rate(step, self.section)
         for part in self._parts:
             UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
@@ -229,20 +225,16 @@ def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
 
 
 def is_updated_by_muon(section: OptimizerSection, slot: TensorSlot) -> bool:
-    """Returns whether Muon updates this tensor: whether the optimizer is muon and the tensor a hidden matrix."""
     return section.name == "muon" and slot.is_hidden_matrix
 
 
 def eight_bit_ranges(section: OptimizerSection, layout: Layout) -> list[slice]:
-    """Returns the ranges of elements whose mean and square are held in 8 bits: all matrices with adamw8bit, or none."""
+    """Returns the ranges whose mean and square are held in 8 bits: all matrices with adamw8bit, or none."""
     return layout.ranges(lambda slot: len(slot.shape) > 1) if section.name == "adamw8bit" else []
 
 
 def float32_moments(section: OptimizerSection, layout: Layout) -> list[MomentSpec]:
-    """Returns the layout's moments, each reduced to the elements whose values the optimizer holds in float32.
-
-    With adamw8bit, mean and square are reduced to the vectors; all else is as in the layout.
-    """
+    """Returns the layout's moments; with adamw8bit, mean and square only of the vectors."""
     if section.name != "adamw8bit":
         return list(layout.moments)
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
@@ -278,10 +270,11 @@ def momentum_product(beta1: float, updates: int) -> float:
 class _WeightPart:
     """The optimizer's state for one part of the flat weights, with the arguments that torch's functions take.
 
-    `mean` and `square` are views of the moments; `step` counts updates, `momentum` is NAdam's running product. torch's
-    optimizers are used as functions: their classes import torch._dynamo, which nothing here needs and which doubles a
-    daemon's start time.
+    `mean` and `square` are views of the moments; `step` counts updates, `momentum` is NAdam's running product.
     """
+
+    # torch's optimizers are used as functions: their classes import torch._dynamo, which nothing here needs and which
+    # doubles a daemon's start time.
 
     elements: slice
     offload: OptimizerOffload

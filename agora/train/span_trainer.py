@@ -32,27 +32,20 @@ MAX_LOSS_SUM = 1e30  # A larger sum of losses counts as not finite: the message 
 
 
 class NonFinite(LocalError):
-    """Raised when this peer's own computation gives NaN or infinity from finite input; no gradient sum was changed."""
+    """This peer's own computation gave NaN or infinity from finite input; no gradient sum was changed."""
 
     code = "non-finite"
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedMicrobatch:
-    """The result of a microbatch that has passed the model's last stage.
+    """The result of a microbatch that has passed the model's last stage."""
 
-    loss_sum: the summed loss; 0 for the purpose "reference".
-    tokens: the microbatch's weight in a step.
-    gradient: of loss_sum with respect to the boundary that entered [b, s, k]; None at stage 0 and when not trained.
-    metrics: sums, see agora.core.metrics.
-    log_probabilities: the sum over each row's supervised tokens, for the purpose "reference" only.
-    """
-
-    loss_sum: float
-    tokens: int
-    gradient: Tensor | None = None
-    metrics: tuple[float, ...] = ()
-    log_probabilities: tuple[float, ...] = ()
+    loss_sum: float  # 0 for the purpose "reference"
+    tokens: int  # the microbatch's weight in a step
+    gradient: Tensor | None = None  # of loss_sum, for the boundary that entered [b, s, k]; None at stage 0 or untrained
+    metrics: tuple[float, ...] = ()  # sums, see agora.core.metrics
+    log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for "reference" only
 
 
 class SpanTrainer:
@@ -86,13 +79,11 @@ class SpanTrainer:
         base_model: Path | None = None,
         state_in_host: bool = False,
     ) -> None:
-        """Builds the span's stages with their initial weights. Matrix products are in bf16 if has_native_bf16(device).
+        """Builds the span's stages with their initial weights.
 
-        in_flight: maximum number of microbatches that are usually between forward and backward; a forward beyond
-        LIMIT_FACTOR times as many is refused. on_step: called with each step event, on the device thread. base_model:
-        the folder of the base model, if the run has one. state_in_host: the optimizer's state is in host memory.
-        Raises ManifestError for a model config that cannot be built, LocalError when this machine lacks a package or
-        cannot read the weights.
+        in_flight: microbatches that are usually between forward and backward; a forward beyond LIMIT_FACTOR times as
+        many is refused. on_step: called with each step event, on the device thread. Raises ManifestError for a model
+        config that cannot be built, LocalError when this machine lacks a package or cannot read the weights.
         """
         self.span = span
         self.device = device
@@ -121,7 +112,7 @@ class SpanTrainer:
         return self.stages[number]
 
     def take_due_steps(self) -> None:
-        """Takes the step, or closes the share, of every stage for which that is due, see Stage.step_if_due."""
+        """Calls Stage.step_if_due on every stage."""
         for stage in self.stages.values():
             stage.step_if_due()
 

@@ -155,13 +155,12 @@ class Stage:
     def record_microbatch(
         self, microbatch: str, tokens: int, loss: float, step_at_forward: int, *, is_predicted: bool = False
     ) -> None:
-        """Adds a microbatch to the totals of the sum and of the stage; the caller has added its gradient to the sum.
+        """Counts a microbatch whose gradient the caller has added to the sum.
 
-        microbatch: its name in events. loss: the sum over the microbatch's `tokens`. step_at_forward: the stage's step
-        count at the forward. The microbatch's staleness is max(0, open step - step_at_forward): steps whose shares are
-        closed count as taken. is_predicted: whether its gradient is at predicted weights. In a synchronous run, reports
-        GradientLate if a closed share waits: the microbatch then counts for a later step.
+        microbatch: its name in events. loss: the sum over its `tokens`. step_at_forward: the stage's step count then.
+        is_predicted: whether its gradient is at predicted weights.
         """
+        # Steps whose shares are closed count as taken.
         staleness = max(self._open_step - step_at_forward, 0)
         totals = self.sum.totals
         totals.tokens += tokens
@@ -173,7 +172,7 @@ class Stage:
         self._tokens_predicted += tokens if is_predicted else 0
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self._update_progress()
-        if self._closed_shares and self._synchronous:
+        if self._closed_shares and self._synchronous:  # it counts for a later step than it should
             self._report(GradientLate(self.number, self.step, microbatch, tokens))
 
     def record_refusal(self, microbatch: str, reason: str) -> None:
@@ -202,7 +201,7 @@ class Stage:
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
     def predict_weights(self) -> None:
-        """Makes `training_version` predict weights from now on; its copies take as much memory as the weights."""
+        """From now on `training_version` predicts weights, which takes as much memory as the weights."""
         self.prediction = WeightPrediction(self.weights, self.optimizer, self._stashed)
 
     def training_version(self, tokens_before: int = 0) -> WeightVersion:
@@ -225,20 +224,13 @@ class Stage:
         return ends_here and counted + tokens >= self.policy.tokens_needed(step)
 
     def writable_weights(self) -> Tensor:
-        """Returns the flat current weights [numel], which may be changed in place, see StageWeights.make_writable.
-
-        If a stashed graph needs them, first makes a copy of them the current weights.
-        """
+        """Returns the flat current weights [numel], which may be changed in place, see StageWeights.make_writable."""
         return self.weights.make_writable(self._stashed)
 
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, by `policy`.
-
-        Does neither until the sum has the tokens that the policy needs. Takes no step while a closed share waits for
-        its mean, and closes no share beyond MAX_CLOSED_SHARES.
-        """
+        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, by `policy`."""
         tokens = self.sum.totals.tokens
         open_step = self._open_step
         if tokens == 0 or tokens < self.policy.tokens_needed(open_step):
@@ -499,7 +491,7 @@ class Stage:
 
 
 def stage_layout(manifest: Manifest, stage: int) -> Layout:
-    """Returns the layout of a stage's tensors and moments, computed from the manifest without building the stage."""
+    """Returns the layout of a stage's tensors and moments, without building the stage."""
     family = family_of(manifest.model)
     layers = manifest.layers_of(stage)
     layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))

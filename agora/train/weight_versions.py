@@ -24,7 +24,6 @@ LIMIT_FACTOR = 4
 
 
 def tensor_in(flat: Tensor, slot: TensorSlot) -> Tensor:
-    """Returns a view of the tensor at `slot` inside `flat`."""
     return flat[slot.elements].view(slot.shape)
 
 
@@ -58,23 +57,22 @@ class VersionedWeights:
     def make_writable(self, stashed: StashedForwards) -> Tensor:
         """Returns the flat current weights [numel], which the caller may change in place: no live graph needs them.
 
-        If a stashed graph needs the current version, a copy of that version becomes current, in the memory of the
-        previous one. Graphs that need the previous version are dropped first; their backwards run the forward again.
+        If a stashed graph does, a copy becomes current, in the memory of the previous version.
         """
         if stashed.with_graph_on(self.current):
-            for forward in stashed.with_graph_on(self.previous):  # at most two versions are alive
+            # At most two versions are alive: these backwards will run the forward again.
+            for forward in stashed.with_graph_on(self.previous):
                 forward.output, forward.versions = None, ()
             self.begin_version()
         return self.current.flat
 
     def begin_version(self) -> None:
-        """Copies the current version and makes the copy current. Overwrites `previous`, which no graph may need."""
+        """Makes a copy of the current version current. Overwrites `previous`, which no graph may need."""
         fresh = self.previous or WeightVersion(torch.empty_like(self.current.flat), self.layout, self.current.module)
         fresh.flat.copy_(self.current.flat)
         self.current, self.previous = fresh, self.current
 
     def twin(self) -> VersionedWeights:
-        """Returns weights with the same current values, in memory of their own."""
         version = WeightVersion(self.current.flat.clone(), self.layout, self.current.module)
         return VersionedWeights(self.layout, version)
 
@@ -83,10 +81,7 @@ class StageWeights(VersionedWeights):
     """The trainable weights that a stage has learnt."""
 
     def __init__(self, module: StageModule, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
-        """Copies the trainable parameters of `module`, which moves to `device`, to the first version.
-
-        hidden_matrices: full names of the parameters to mark as such in the layout.
-        """
+        """Copies the trainable parameters of `module`, which moves to `device`, to the first version."""
         module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         layout = lay_out(((name, tuple(p.shape)) for name, p in trainable.items()), hidden_matrices)
@@ -96,7 +91,7 @@ class StageWeights(VersionedWeights):
         super().__init__(layout, WeightVersion(flat, layout, module))
 
     def copy_tensors(self, version: WeightVersion | None = None) -> dict[str, Tensor]:
-        """Returns copies of the trainable tensors by name, on the CPU: of `version`, or with None of `current`."""
+        """Returns copies of the trainable tensors by full name, on the CPU. version: by default `current`."""
         flat = (version or self.current).flat
         return {slot.name: tensor_in(flat, slot).detach().cpu().clone() for slot in self.layout.slots}
 
@@ -140,15 +135,14 @@ class StashedForward:
 
 
 class StashedForwards:
-    """Keeps the forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
+    """The forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
 
-    The maximum number of forwards is checked by `require_room` only. A microbatch may enter a span at two stages, if
-    its caller gave up and asked another peer. `forget` may be called from any thread, the other methods on the device
-    thread only.
+    `forget` may be called from any thread, the other methods on the device thread only.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        # By entry stage too: a microbatch may enter a span at two stages, if its caller gave up and asked another peer.
         self._forwards: dict[tuple[MicrobatchId, int], StashedForward] = {}
         self._lock = threading.Lock()
 
@@ -161,12 +155,12 @@ class StashedForwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
     def add(self, forward: StashedForward) -> None:
-        """Keeps a forward, in place of an earlier one of the same microbatch and entry stage; ignores the limit."""
+        """Keeps a forward, in place of an earlier one of the same microbatch and entry stage. Ignores the limit."""
         with self._lock:
             self._forwards[forward.work.microbatch, forward.work.entry_stage] = forward
 
     def take(self, microbatch: MicrobatchId, entry_stage: int) -> StashedForward:
-        """Removes and returns the forward of a microbatch that entered at `entry_stage`; LocalError without one."""
+        """Removes and returns the forward of a microbatch; raises LocalError without one."""
         with self._lock:
             forward = self._forwards.pop((microbatch, entry_stage), None)
         if forward is None:
@@ -174,22 +168,17 @@ class StashedForwards:
         return forward
 
     def forget(self, microbatch: MicrobatchId, entry_stage: int, only: StashedForward | None = None) -> None:
-        """Removes the forward of a microbatch that entered at `entry_stage`, if one is kept. From any thread.
-
-        only: if given, removes nothing but this very forward.
-        """
+        """Removes the forward of a microbatch, if one is kept. only: if given, nothing but this very forward."""
         with self._lock:
             if only is None or self._forwards.get((microbatch, entry_stage)) is only:
                 self._forwards.pop((microbatch, entry_stage), None)
 
     def tokens_in(self, stage: int) -> int:
-        """Returns the tokens of the stashed forwards that have passed stage number `stage` of the span."""
+        """Returns the tokens of the forwards that have passed `stage`."""
         return sum(forward.tokens for forward in list(self._forwards.values()) if forward.work.entry_stage <= stage)
 
     def count_graphs(self) -> int:
-        """Returns the number of stashed forwards whose graph is kept."""
         return sum(forward.output is not None for forward in list(self._forwards.values()))
 
     def with_graph_on(self, version: WeightVersion | None) -> list[StashedForward]:
-        """Returns the stashed forwards whose kept graph uses `version` of a stage's weights; [] for None."""
         return [forward for forward in list(self._forwards.values()) if version in forward.versions]
