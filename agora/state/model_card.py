@@ -20,6 +20,34 @@ from agora.core.terminal_text import one_line
 
 Kind = Literal["model", "adapter", "merged"]
 
+CARD: Final = """\
+---
+library_name: {library}
+pipeline_tag: text-generation
+tags:
+{tags}
+---
+
+# {name}
+
+{summary}
+
+{facts}
+
+## Load
+
+{loading}
+
+## Limits
+
+{limits}
+
+## The run
+
+All that its peers agreed on; `run.toml` is the same with its founder's signature, and `export.json` lists the SHA-256 \
+of every file here.
+
+{manifest}"""
 BYTES: Final = "bytes"
 # How the model was made, in words, by whether the run began with a trained model.
 BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
@@ -91,27 +119,16 @@ def model_card(
 
     steps: stage -> number of optimizer steps that it has taken.
     """
-    return "\n\n".join(
-        [
-            _front_matter(exported.kind),
-            f"# {manifest.name}",
-            _summary(manifest, model, exported),
-            _facts_table(manifest, model, steps, exported),
-            "## Load",
-            _loading_code(manifest, exported.kind),
-            "## Limits",
-            _limits_list(manifest, model, steps, exported.kind),
-            "## The run",
-            "All that its peers agreed on; `run.toml` is the same with its founder's signature, and `export.json` "
-            "lists the SHA-256 of every file here.",
-            "\n".join(f"    {line}".rstrip() for line in manifest.to_toml().splitlines()),
-        ]
+    return CARD.format(
+        library=LIBRARIES[exported.kind],
+        tags="- agora\n- lora" if exported.kind == "adapter" else "- agora",
+        name=manifest.name,
+        summary=_summary(manifest, model, exported),
+        facts=_facts_table(manifest, model, steps, exported),
+        loading=_loading_code(manifest, exported.kind),
+        limits=_limits_list(manifest, model, steps, exported.kind),
+        manifest="\n".join(f"    {line}".rstrip() for line in manifest.to_toml().splitlines()),
     )
-
-
-def _front_matter(kind: Kind) -> str:
-    tags = "- agora\n- lora" if kind == "adapter" else "- agora"
-    return f"---\nlibrary_name: {LIBRARIES[kind]}\npipeline_tag: text-generation\ntags:\n{tags}\n---"
 
 
 def _summary(manifest: Manifest, model: ModelDescription, exported: ExportDescription) -> str:
