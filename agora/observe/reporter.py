@@ -86,7 +86,7 @@ class Counters:
     steps: dict[int, int] = field(default_factory=dict)  # by stage: the newest optimizer step
     stage_loss: float | None = None  # the newest mean loss per token that the last stage reported
     last_sign_unix: float = 0.0  # when the last of SIGNS_OF_PROGRESS came
-    offences: Counter[str] = field(default_factory=Counter)  # offences of other peers, by kind
+    offences: Counter[str] = field(default_factory=Counter)  # violations by other peers, by kind
     samples: events.SamplesCounted | None = None  # the newest event of this kind
 
     def take(self, event: Event, at_unix: float) -> None:

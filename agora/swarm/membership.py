@@ -14,7 +14,6 @@ from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 
 from agora.core.clock import loop_time
-from agora.net.nat.reachability import Announcement
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
@@ -29,7 +28,7 @@ from agora.swarm.placement import (
 )
 from agora.swarm.redialling import LostPeers
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs
-from agora.swarm.view import PeerView, StageEstimate, View, merge
+from agora.swarm.view import Announcement, PeerView, StageEstimate, View, merge
 
 # Seconds for which a newcomer at most dials those whose claims it has read, before it chooses a span: it chooses by the
 # peers that answer.

@@ -4,7 +4,7 @@
     |-- InputError           what a person typed (an invite, a span) cannot be read
     |-- ManifestError        the run's description is malformed, or is not what its hash or signature says
     |-- DataError            a data file has no known format, or a record is not what its format says
-    |-- ProtocolError        a peer sent what the protocol forbids (an offence)
+    |-- ProtocolError        a peer sent what the protocol forbids (a violation)
     |-- Refused              a peer refused before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
     |-- Unavailable          no peer could serve a stage before the deadline; names the stage and the reasons
     |-- PeerFailed           a peer began and could not finish, for a reason of its own

@@ -127,6 +127,7 @@ def verify(peer: PeerId, message: bytes, signature: bytes) -> bool:
 
 
 def _write_new(path: Path, data: bytes) -> bool:
+    # Wholly or not at all: a draft is written, then linked to the path.
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -80,21 +80,16 @@ class Manifest(Section):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, values: Any) -> Any:
-        """Pydantic calls this first: returns the values with lists as tuples, which strict sections need.
-
-        Also with -0.0 as 0.0, so that equal manifests have equal canonical bytes.
-        """
+        # Strict sections need tuples for lists. -0.0 becomes 0.0, so that equal manifests have equal canonical bytes.
         return _normalise(values)
 
     @field_validator("model", mode="before")
     @classmethod
     def _read_model(cls, values: Any, info: ValidationInfo) -> Any:
-        """Returns the [model] table as the section of the family that it names. Raises ManifestError."""
         return read_model_section(values, _source_of(info))
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
-        """Pydantic calls this last: raises ManifestError for values that do not fit together."""
         for rule in RULES:
             if problem := rule(self):
                 raise ManifestError(f"{_source_of(info)}: {problem}")
@@ -160,10 +155,12 @@ class Manifest(Section):
 
     @property
     def quota_tokens(self) -> int:
+        # Steps are counted in multiples of this. Microbatches of sft differ in their number of supervised tokens.
         return 1 if self.objective.kind == "sft" else self.tokens_per_microbatch
 
     @property
     def has_marks(self) -> bool:
+        # Marks say of each token what is learnt, and where sequences begin.
         return self.objective.kind != "lm"
 
     def tokens_shape(self) -> tuple[int, ...]:

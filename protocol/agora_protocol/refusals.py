@@ -23,7 +23,7 @@ def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
 def refusal_to_wire(error: AgoraError) -> Refusal:
     """Returns the Refusal to send for an error.
 
-    A refusal, an offence or a peer's failure is sent with its code and text; any other error as "failed", with
+    A refusal, a violation or a peer's failure is sent with its code and text; any other error as "failed", with
     only its code in the text.
     """
     sentence = clip_text(str(error))

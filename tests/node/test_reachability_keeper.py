@@ -16,10 +16,9 @@ from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeti
 
 from agora.core.calls import ConnectionBroken, Reply
 from agora.net.nat.hole_punching import HolePuncher
-from agora.net.nat.reachability import Announcement
 from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.reachability_keeper import MAX_HELPED, ReachabilityKeeper
-from agora.swarm.view import PeerView, View
+from agora.swarm.view import Announcement, PeerView, View
 
 ME, CALLER, OTHER = (Identity.generate().peer for _ in range(3))
 OUTSIDE, INSIDE = "/ip4/44.77.0.9", "/ip4/192.168.1.2"

@@ -20,7 +20,7 @@ from typing import Final
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 
-from agora.swarm.view import PeerView, View
+from agora.swarm.view import Announcement, PeerView, View
 
 # Number of relays at which a peer that cannot be dialled has reservations, so that one is left if a relay dies.
 RELAYS_HELD: Final = 2
@@ -59,19 +59,6 @@ class Findings:
         return self.answered_at is None or now - self.answered_at > (
             SETTLED_S if self.reached and self.is_confirmed else RETRY_S
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """What a peer's claim contains on how to connect to the peer.
-
-    reachability: "public", "punched", "relayed", "unreachable" or "unknown", see the module's table. addresses: with
-    /p2p/PEER at the end. relays_for: the maximum number of peers for which the peer offers to relay; 0 for none.
-    """
-
-    reachability: str = "unknown"
-    addresses: tuple[str, ...] = ()
-    relays_for: int = 0
 
 
 @dataclass(slots=True)

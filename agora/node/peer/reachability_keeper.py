@@ -22,7 +22,6 @@ from agora.net.nat.hole_punching import PUNCH_S, HolePuncher
 from agora.net.nat.reachability import (
     ASKED,
     CONFIRMING,
-    Announcement,
     Findings,
     RelayRefusals,
     build_announcement,
@@ -34,7 +33,7 @@ from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
 from agora.swarm.membership import Membership
-from agora.swarm.view import View
+from agora.swarm.view import Announcement, View
 
 UPDATE_S: Final = 2.0  # seconds between two checks of what is due: asking neighbours, renewing reservations, announcing
 # Seconds between two checks in the first NEW_S, while no peer has reported yet whether this one can be dialled.
