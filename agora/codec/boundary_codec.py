@@ -87,7 +87,8 @@ class BoundaryCodec:
             return self._decode_values(codec, wire, shape, key, device)
         columns, data = unpack_columns(wire.data, self._spec.columns, shape[2])
         sent_shape = self._spec.sent_shape(shape)
-        sent = self._decode_values(codec, WireTensor(*codec.wire_format(sent_shape), data), sent_shape, key, device)
+        dtype, flat_shape = codec.wire_format(sent_shape)
+        sent = self._decode_values(codec, WireTensor(dtype, flat_shape, data), sent_shape, key, device)
         tensor = torch.zeros(shape, dtype=torch.float32, device=device)
         tensor[..., columns.to(device)] = sent
         return tensor

@@ -97,8 +97,9 @@ class EightBitPart:
         mean = self.mean
         square = self.square
         for part, scales in chunks(len(weights)):
-            state = (mean.codes[part], square.codes[part], mean.scales[scales], square.scales[scales])
-            with self._offload.on_device(*state) as (mean_codes, square_codes, mean_scales, square_scales):
+            with self._offload.on_device(
+                mean.codes[part], square.codes[part], mean.scales[scales], square.scales[scales]
+            ) as (mean_codes, square_codes, mean_scales, square_scales):
                 self._functional.optimizer_update_8bit_blockwise(
                     "adam",
                     gradient[part],

@@ -100,11 +100,12 @@ def read_profile(path: Path, key: str) -> Profile | None:
         if not isinstance(values, dict) or values.pop("key", None) != key:
             return None
         profile = Profile(**values)
-        numbers = [float(profile.flops), float(profile.fixed_s), float(profile.row_s)]
+        checked = Profile(float(profile.flops), float(profile.fixed_s), float(profile.row_s))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    is_sound = all(map(math.isfinite, numbers)) and 0 < numbers[0] <= MAX_FLOPS and min(numbers[1:]) >= 0
-    return Profile(*numbers) if is_sound else None
+    times = checked.fixed_s, checked.row_s
+    is_sound = math.isfinite(sum(times)) and min(times) >= 0 and 0 < checked.flops <= MAX_FLOPS
+    return checked if is_sound else None
 
 
 def write_profile(path: Path, key: str, profile: Profile) -> None:
