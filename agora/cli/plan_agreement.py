@@ -21,10 +21,16 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.core.sync_mode import EXACT, ChangeRule
+from agora.core.sync_mode import ALL_REDUCE, ChangeRule
 from agora.cost.run_cost import RunCost
 from agora.planning.plan import Plan
-from agora.replica.decide import GradientWire, MeasuredUplink, ReplicaUplink, choose_gradient_wire, wanted_slices
+from agora.replica.decide import (
+    GradientCompression,
+    MeasuredUplink,
+    ReplicaUplink,
+    choose_gradient_compression,
+    wanted_fragments,
+)
 
 GRADIENTS: Final = f"averaging.exact_steps = {ALL_STEPS}"
 
@@ -38,13 +44,13 @@ class PlannedAgreement:
     sentence: what will happen, and what to write into the manifest instead if that is better.
     """
 
-    wires: dict[int, GradientWire]
+    wires: dict[int, GradientCompression]
     step_s: float
     sentence: str
 
 
 def plan_agreement(manifest: Manifest, cost: RunCost, plan: Plan) -> PlannedAgreement:
-    """Returns how the machines of `plan` will agree; choose_gradient_wire decides for each, as in the daemon."""
+    """Returns how the machines of `plan` will agree; choose_gradient_compression decides for each, as in the daemon."""
     step_s = manifest.optimizer.target_tokens / (plan.rate * cost.tokens)
     if manifest.schedule.kind == "synchronous":
         return PlannedAgreement({}, step_s, "synchronous steps average gradients in float32.")
@@ -63,14 +69,14 @@ def _replicas(plan: Plan, span: Span) -> int:
 
 def _gradient_wire(
     manifest: Manifest, cost: RunCost, plan: Plan, span: Span, upload: float, step_s: float
-) -> GradientWire:
+) -> GradientCompression:
     values = round(sum(cost.stages[stage].trained_values for stage in span.stages))
     section = manifest.averaging
     replicas, uplink = _replicas(plan, span), MeasuredUplink(upload)
-    return choose_gradient_wire(section.gradient_wire, values, replicas, uplink, step_s, section.share_of_uplink)
+    return choose_gradient_compression(section.gradient_wire, values, replicas, uplink, step_s, section.share_of_uplink)
 
 
-def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire], step_s: float) -> str:
+def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, GradientCompression], step_s: float) -> str:
     if not wires:
         return "no stage has two machines; nothing is averaged."
     too_slow = [place for place, wire in wires.items() if not wire.fits]
@@ -94,7 +100,7 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
     return f"{sentence}; {name} {reason}."
 
 
-def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire]) -> str:
+def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientCompression]) -> str:
     rule = ChangeRule.from_manifest(manifest)
     if not rule.may_change:
         return "so that steps last longer: local steps (averaging.exact_steps = 0) need a twentieth"
@@ -105,8 +111,8 @@ def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientWire])
             for place, assignment in enumerate(plan.assignments)
             if assignment.span is not None and stage in assignment.span and place in wires
         ]
-        slices, _ = wanted_slices(EXACT, uplinks, rule.most_slices)
-        if slices != EXACT:
+        slices, _ = wanted_fragments(ALL_REDUCE, uplinks, rule.most_fragments)
+        if slices != ALL_REDUCE:
             local.append(f"stage {stage} in {slices} slices")
     if not local:
         return "so that their gradients come late and are lost in part"

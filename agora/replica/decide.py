@@ -1,6 +1,7 @@
-"""Decides what a stage does next together with its replicas, and in which format it sends gradients. Pure.
+"""Decides what a stage does next: its steps, whether they are all-reduces or inner steps, how gradients are compressed.
 
-docs/understand/averaging.md has the rules as a table."""
+Pure: no clock, no call. The daemon, the simulator and the tests call the same functions.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +14,23 @@ from typing import Final, Literal, NamedTuple
 from agora_protocol.codec_names import WIRE_NAMES, WireName
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import QUANTISER_BLOCK
+from agora_protocol.manifest import Manifest
 
-from agora.core.sync_mode import EXACT, MIN_SLICES, StepPolicy
+from agora.core.sync_mode import ALL_REDUCE, MIN_FRAGMENTS, StepPolicy
 from agora.replica.view import (
-    ActionConfig,
     KnownReplicas,
-    OtherReplicas,
-    OwnStage,
+    StageView,
     count_tokens,
-    counting_replicas,
     first_closed_at,
     live_replicas,
+    round_members,
     step_to_catch_up_to,
     tokens_to_go,
     unreachable_replicas,
 )
 
-# --- next_action
-
-# Decides what a stage does next together with its replicas. Pure.
-#
-# docs/understand/averaging.md has the rules as a table. ReplicaGroup carries out what is decided.
-
+# A replica of an asynchronous run that is more steps than this behind the others fetches their state.
+MAX_STEPS_BEHIND: Final = 20
 # Seconds that a synchronous stage stays behind the leading stage before it takes over that stage's step number.
 RESUME_AFTER_S: Final = 15.0
 # Fraction of a step's duration for which a replica still counts tokens after another one has closed its share.
@@ -42,143 +38,18 @@ CLOSE_AFTER_FRACTION: Final = 0.25
 # Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds while
 # the duration of a step is unknown.
 MAX_CLOSE_AFTER_S: Final = 2.0
-# Maximum number of steps that a replica with local steps may be behind the others; beyond it, it catches up.
+# Maximum number of steps that a replica with inner steps may be behind the others; beyond it, it catches up.
 MAX_LOCAL_LAG: Final = 8
 
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """What a stage does next; it has no effect until ReplicaGroup carries it out.
-
-    | kind | the stage |
-    |---|---|
-    | wait | does nothing now |
-    | slice round | starts slice round `number` in the background |
-    | replay | takes step `number`, which other replicas have taken, along the mean gradient that they keep of it |
-    | catch up | sets its step to `number`, as others have; may first step along its own gradient |
-    | step | takes its step, whose tokens are all counted, along this replica's own gradient |
-    | step together | takes step `number` along the mean gradient of all replicas; closes its share if that is open |
-    | fetch | fetches another replica's state of at least `at_least` steps; the others are at `number` |
-
-    sources: the replicas from which a state is fetched; empty: from all other live ones.
-    """
-
-    kind: Literal["wait", "slice round", "replay", "catch up", "step", "step together", "fetch"]
-    number: int = 0
-    at_least: int = 0
-    sources: tuple[PeerId, ...] = ()
-
-
-def next_action(now: float, own: OwnStage, others: OtherReplicas, config: ActionConfig) -> tuple[Action, str]:
-    """Returns what the stage does next, by the first rule that applies, and the reason in words.
-
-    The rules, in order: wait while leaving or busy; fetch if diverged; begin the slice round that is due; fetch, replay
-    or catch up if behind the others or the leading stage; wait while tokens are missing; take the step, alone or, once
-    others answer, together. docs/understand/averaging.md has them as a table. now: seconds on the clock of the times in
-    `own` and `others`.
-    """
-    if own.is_leaving:
-        return Action("wait"), "this peer is leaving"
-    if own.is_busy:
-        return Action("wait"), "a step or a fetch is running"
-    step, tokens = own.counts.step, own.counts.tokens
-    if own.diverged_from:
-        reason = f"it has applied other means than {', '.join(own.diverged_from)}"
-        return Action("fetch", step, step, own.diverged_from), reason
-    if own.slice_due is not None:
-        return Action("slice round", own.slice_due), f"slice round {own.slice_due} is due"
-    replicas, live = counting_replicas(now, others)
-    reachable = len(replicas - unreachable_replicas(others.known, replicas, now))
-    listed_live = live_replicas(others.known, others.listed, now)
-    reached = step_to_catch_up_to(listed_live, reachable, step, tokens, config.target_tokens)
-    if decision := _action_if_behind(now, own, reached, others.leading_step, config):
-        return decision
-    closed = own.counts.open_step > step
-    is_local = own.plan.is_local(step)
-    must_follow = reached > step and not is_local
-    incomplete = "" if closed or must_follow else _why_incomplete(now, own, live, config)
-    if incomplete:
-        return Action("wait"), incomplete
-    if not closed and (is_local or not replicas):
-        if tokens == 0:
-            return Action("wait"), "nothing was counted here; the others take the step"
-        return Action("step"), "all tokens are counted"
-    if replicas and reachable == 0:
-        return Action("wait"), f"{', '.join(sorted(replicas))} did not answer, and may still be alive"
-    return Action("step together", step), f"all tokens of step {step} are counted"
-
-
-def _action_if_behind(
-    now: float, own: OwnStage, reached: int, leading_step: int, config: ActionConfig
-) -> tuple[Action, str] | None:
-    step, behind = own.counts.step, reached - own.counts.step
-    if behind > config.max_steps_behind:
-        at_least = reached if config.synchronous else step + 1
-        return Action("fetch", reached, at_least), f"{behind} steps behind the others"
-    if own.counts.open_step > step:
-        return None
-    is_local = own.plan.is_local(step)
-    if behind > 0 and not config.synchronous and not is_local:
-        return Action("replay", step), f"the others have taken step {reached}"
-    if behind > MAX_LOCAL_LAG and is_local:
-        return Action("catch up", reached), f"the others have taken step {reached}"
-    if own.behind_since is not None and now - own.behind_since >= RESUME_AFTER_S:
-        return Action("catch up", leading_step), f"another stage of the run is at step {leading_step}"
-    return None
-
-
-def _why_incomplete(now: float, own: OwnStage, live: KnownReplicas, config: ActionConfig) -> str:
-    step, tokens = own.counts.step, own.counts.tokens
-    missing = config.target_tokens - tokens - count_tokens(live, step)
-    if missing <= 0:
-        return ""
-    if config.synchronous:
-        return f"{missing} tokens are missing"
-    closed_at = first_closed_at(live, step)
-    timeout_s = min(CLOSE_AFTER_FRACTION * own.step_s, MAX_CLOSE_AFTER_S) if own.step_s else MAX_CLOSE_AFTER_S
-    is_late = closed_at is not None and now - closed_at >= timeout_s
-    if is_late or (0 < own.quota <= tokens and not own.in_progress):
-        return ""
-    return f"{tokens} of the {own.quota} tokens of its share are counted"
-
-
-def step_policy(
-    step: int,
-    replicas: Collection[PeerId],
-    live: KnownReplicas,
-    quota: int,
-    config: ActionConfig,
-    *,
-    is_local: bool,
-    by_device: bool = True,
-) -> StepPolicy:
-    """Returns the device thread's policy for the open step, number `step`: when it takes the step or closes its share.
-
-    | the step is | own_tokens | closes_share |
-    |---|---|---|
-    | synchronous, or there are no `replicas` (`alone`) | the target less the tokens of `live`, at least 1 | no |
-    | local | quota, or the target if the quota is unknown | no |
-    | exact | quota | if by_device, and the quota is known |
-
-    replicas, live: as counting_replicas returns them. quota: tokens at which this replica's share is closed, 0 when
-    unknown. is_local: whether the open step is local. by_device: False where origins wait for means: there the
-    microbatches in progress still belong to the share, so that next_action closes it, and not the device thread.
-    """
-    target = config.target_tokens
-    alone = not replicas
-    if config.synchronous or alone:
-        return StepPolicy(target, True, step, tokens_to_go(live, step, target), alone)
-    if is_local:
-        return StepPolicy(target, True, step, quota or target)
-    return StepPolicy(target, True, step, quota, closes_share=quota > 0 and by_device)
-
-
-# --- gradient_wire
-
-# Chooses in how many bits a replica sends gradients, from what its uplink carries in a step. Pure.
-#
-# Each of n replicas sends (n - 1) / n of its gradient to owners, and its 1 / n of the mean to n - 1 members: in total
-# 2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
+NEEDED_BYTES: Final = 2 / 8 + 1 / 64  # bytes of a value in the fewest bits: normal2
+# Replicas with less than this share of all tokens per second may have slower uplinks than the mode needs.
+MAX_SLOW_SHARE: Final = 0.25
+# Uplinks are fast enough to return to all-reduces if they carry this many times the bytes of gradients.
+RETURN_FACTOR: Final = 1.5
+CHANGE_FACTOR: Final = 1.5  # the number of fragments changes if it should be this many times as large, or as small
+# Seconds for which a reducer must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
+# seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were.
+WISH_S: Final = 20.0
 
 SCALE_BYTES: Final = 1 / QUANTISER_BLOCK
 # Bytes of one value in each format; the smallest format first.
@@ -190,99 +61,253 @@ BYTES: Final[dict[WireName, float]] = {
     "bf16": 2.0,
     "float32": 4.0,
 }
-
 DOUBLING_STEPS: Final = 200  # an uplink counts as twice as fast after this many steps in which it was never full
 MAX_DOUBLINGS: Final = 20.0
 MENTIONED_GROWTH: Final = 1.05  # the least factor that the reason mentions
 
 
-class MeasuredUplink(NamedTuple):
-    """A peer's uplink. rate: measured while it was full, in bytes per second, None if it never was.
+# --- what a stage does next
 
-    steps: optimizer steps since the rate was last measured. Only a full uplink is measured; fewer bits fill it no more,
-    so that one that has become faster would never be noticed. So the rate that counts grows with these steps, until
-    more bits fill the uplink again.
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a stage does next; it has no effect until it is performed.
+
+    | kind | the stage |
+    |---|---|
+    | wait | does nothing now |
+    | fragment sync | starts fragment sync `number` in the background |
+    | replay | takes step `number`, which other replicas have taken, along the mean gradient that they keep of it |
+    | catch up | sets its step to `number`, as others have; may first step along its own gradient |
+    | step | takes its step, whose tokens are all counted, along this replica's own gradient |
+    | step together | takes step `number` along the mean gradient of all replicas; closes its share if that is open |
+    | fetch | fetches another replica's state of at least `at_least` steps; the others are at `number` |
+
+    sources: the replicas from which a state is fetched; empty: from all other live ones.
     """
 
-    rate: float | None = None
-    steps: int = 0
+    kind: Literal["wait", "fragment sync", "replay", "catch up", "step", "step together", "fetch"]
+    number: int = 0
+    at_least: int = 0
+    sources: tuple[PeerId, ...] = ()
 
-    def after_step(self, rate: float | None) -> MeasuredUplink:
-        """Returns the uplink after a further step. rate: as measured by now; the same as before if it was not full."""
-        return MeasuredUplink(rate, self.steps + 1 if rate == self.rate else 0)
+
+WAIT: Final = Action("wait")
+Decision = tuple[Action, str]  # what the stage does next, and the reason in words
+
+
+@dataclass(frozen=True, slots=True)
+class StepRule:
+    """The manifest's settings for steps."""
+
+    target_tokens: int  # tokens of a step, counted by all replicas together
+    synchronous: bool
+    max_steps_behind: int  # a replica that is more steps behind the others fetches their state
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest) -> StepRule:
+        synchronous = manifest.schedule.kind == "synchronous"
+        return cls(manifest.optimizer.target_tokens, synchronous, 1 if synchronous else MAX_STEPS_BEHIND)
+
+
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    """A view, and what follows from it at one moment; the rules share it, so that it is computed once.
+
+    members: the other replicas that belong to the step; `reachable` of them are not unreachable, `live` have reported.
+    reached: the step that the others have reached, or this replica's own when it is not behind.
+    """
+
+    view: StageView
+    now: float
+    rule: StepRule
+    members: Collection[PeerId]
+    live: KnownReplicas
+    reachable: int
+    reached: int
 
     @property
-    def growth(self) -> float:
-        return math.exp2(min(self.steps / DOUBLING_STEPS, MAX_DOUBLINGS))
-
-
-class GradientWire(NamedTuple):
-    """The format in which a replica sends gradients, and the reason in words.
-
-    is_limited: whether the uplink is too slow for the manifest's format. carried: bytes that it carries for each value
-    and step; infinite if that is not known, because nothing waits for it.
-    """
-
-    name: WireName
-    reason: str
-    is_limited: bool = False
-    carried: float = math.inf
+    def step(self) -> int:
+        return self.view.counts.step
 
     @property
-    def fits(self) -> bool:
-        return self.carried >= BYTES[self.name]
+    def is_inner_step(self) -> bool:
+        return self.view.plan.is_inner(self.step)
+
+    @property
+    def is_share_closed(self) -> bool:
+        return self.view.counts.open_step > self.step
 
 
-def choose_gradient_wire(
-    manifest_wire: WireName, numel: int, replicas: int, uplink: MeasuredUplink, step_s: float | None, fraction: float
-) -> GradientWire:
-    """Returns the largest format, up to `manifest_wire`, whose bytes can be sent in a step; if none can, the smallest.
+def decide(view: StageView, now: float, rule: StepRule) -> Decision:
+    """The first rule that has something to do, with its reason, which `status`, log and tests share.
 
-    A format fits if its bytes <= fraction * rate * growth * step_s, with the uplink's rate and growth; a replica sends
-    2 * (n - 1) / n * numel values in a step. With an unknown rate or step_s, or for one replica, returns
-    `manifest_wire`.
-
-    numel: elements of the stages held.
-    replicas: n, the number of replicas, this one included.
-    step_s: seconds in which all replicas count a step's tokens, None if unknown. Not the measured duration of steps: a
-    full uplink stretches it, and the longer steps would seem to leave room for more bytes.
-    fraction: part of the uplink that gradients may use.
+    now: seconds on the clock of the times in `view`. docs/understand/averaging.md has the rules as a table.
     """
-    if uplink.rate is None or step_s is None or replicas < 2:
-        return GradientWire(manifest_wire, f"{manifest_wire}: nothing waits for its uplink")
-    values = 2 * (replicas - 1) / replicas * numel
-    budget = fraction * uplink.rate * uplink.growth * step_s
-    allowed = [name for name in WIRE_NAMES if BYTES[name] <= BYTES[manifest_wire]]
-    fitting = [name for name in allowed if values * BYTES[name] <= budget]
-    chosen = fitting[-1] if fitting else allowed[0]
-    needed = values * BYTES[chosen]
-    reason = f"{chosen}: {needed / 1e6:.3g} MB in a step of {step_s:.2g} s; {fraction:.0%} of its uplink of "
-    reason += f"{uplink.rate * 8e-6:.3g} Mbit/s "
-    if uplink.growth >= MENTIONED_GROWTH:
-        reason += f"(taken as {uplink.growth:.2g} times that: it was never full for {uplink.steps} steps) "
-    reason += f"carries {budget / 1e6:.3g} MB"
-    if needed > budget:
-        reason += ", which is too little"
-    return GradientWire(chosen, reason, chosen != manifest_wire or needed > budget, budget / values)
+    if idle := wait_if_leaving(view) or wait_if_busy(view):
+        return idle
+    at = _look_at(view, now, rule)
+    return (
+        fetch_if_diverged(at)
+        or sync_fragment_if_due(at)
+        or fetch_if_far_behind(at)
+        or replay_if_behind(at)
+        or catch_up_with_replicas(at)
+        or catch_up_with_leading_stage(at)
+        or wait_for_tokens(at)
+        or step_alone(at)
+        or wait_for_answers(at)
+        or step_together(at)
+    )
 
 
-NEEDED_BYTES: Final = 2 / 8 + 1 / 64  # bytes of a value in the fewest bits: normal2
+def _look_at(view: StageView, now: float, rule: StepRule) -> _Situation:
+    members, live = counting_replicas(view, now)
+    reachable = len(members - unreachable_replicas(view.known, members, now))
+    listed_live = live_replicas(view.known, view.listed, now)
+    step, tokens = view.counts.step, view.counts.tokens
+    reached = step_to_catch_up_to(listed_live, reachable, step, tokens, rule.target_tokens)
+    return _Situation(view, now, rule, members, live, reachable, reached)
 
 
-# Replicas with less than this share of all tokens per second may have slower uplinks than the way to agree needs.
-MAX_SLOW_SHARE: Final = 0.25
+def counting_replicas(view: StageView, now: float) -> tuple[set[PeerId], KnownReplicas]:
+    """Returns the ids of the other replicas that belong to a step, and the progress of the live ones among them."""
+    members = round_members(view.known, view.listed, now)
+    return members, live_replicas(view.known, members, now)
 
 
-# Uplinks are fast enough to return to exact steps if they carry this many times the bytes of gradients.
-RETURN_FACTOR: Final = 1.5
+def wait_if_leaving(view: StageView) -> Decision | None:
+    return (WAIT, "this peer is leaving") if view.is_leaving else None
 
 
-CHANGE_FACTOR: Final = 1.5  # the number of slices changes if it should be this many times as large, or as small
+def wait_if_busy(view: StageView) -> Decision | None:
+    return (WAIT, "a step or a fetch is running") if view.is_busy else None
 
 
-# Seconds for which an owner must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
-# seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were.
-WISH_S: Final = 20.0
+def fetch_if_diverged(at: _Situation) -> Decision | None:
+    if not at.view.diverged_from:
+        return None
+    sources = at.view.diverged_from
+    return Action("fetch", at.step, at.step, sources), f"it has applied other means than {', '.join(sources)}"
+
+
+def sync_fragment_if_due(at: _Situation) -> Decision | None:
+    if (due := at.view.sync_due) is None:
+        return None
+    return Action("fragment sync", due), f"fragment sync {due} is due"
+
+
+def fetch_if_far_behind(at: _Situation) -> Decision | None:
+    behind = at.reached - at.step
+    if behind <= at.rule.max_steps_behind:
+        return None
+    at_least = at.reached if at.rule.synchronous else at.step + 1
+    return Action("fetch", at.reached, at_least), f"{behind} steps behind the others"
+
+
+def replay_if_behind(at: _Situation) -> Decision | None:
+    # While a share that was closed here awaits its mean, the stage only fetches: its reducers have the mean.
+    if at.is_share_closed or at.rule.synchronous or at.is_inner_step or at.reached <= at.step:
+        return None
+    return Action("replay", at.step), f"the others have taken step {at.reached}"
+
+
+def catch_up_with_replicas(at: _Situation) -> Decision | None:
+    if at.is_share_closed or not at.is_inner_step or at.reached - at.step <= MAX_LOCAL_LAG:
+        return None
+    return Action("catch up", at.reached), f"the others have taken step {at.reached}"
+
+
+def catch_up_with_leading_stage(at: _Situation) -> Decision | None:
+    behind_since = at.view.behind_since
+    if at.is_share_closed or behind_since is None or at.now - behind_since < RESUME_AFTER_S:
+        return None
+    return Action("catch up", at.view.leading_step), f"another stage of the run is at step {at.view.leading_step}"
+
+
+def wait_for_tokens(at: _Situation) -> Decision | None:
+    """Waits while this replica still counts tokens for its step.
+
+    | complete is | when |
+    |---|---|
+    | the step | this replica and the live others have together counted its tokens |
+    | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
+    | the share, asynchronous | another replica closed its own CLOSE_AFTER_FRACTION of a step ago |
+    """
+    view, tokens = at.view, at.view.counts.tokens
+    must_follow = at.reached > at.step and not at.is_inner_step
+    missing = at.rule.target_tokens - tokens - count_tokens(at.live, at.step)
+    if at.is_share_closed or must_follow or missing <= 0:
+        return None
+    if at.rule.synchronous:
+        return WAIT, f"{missing} tokens are missing"
+    closed_at = first_closed_at(at.live, at.step)
+    timeout_s = min(CLOSE_AFTER_FRACTION * view.step_s, MAX_CLOSE_AFTER_S) if view.step_s else MAX_CLOSE_AFTER_S
+    is_late = closed_at is not None and at.now - closed_at >= timeout_s
+    if is_late or (0 < view.quota <= tokens and not view.in_progress):
+        return None
+    return WAIT, f"{tokens} of the {view.quota} tokens of its share are counted"
+
+
+def step_alone(at: _Situation) -> Decision | None:
+    if at.is_share_closed or (at.members and not at.is_inner_step):
+        return None
+    if at.view.counts.tokens == 0:
+        return WAIT, "nothing was counted here; the others take the step"
+    return Action("step"), "all tokens are counted"
+
+
+def wait_for_answers(at: _Situation) -> Decision | None:
+    if not at.members or at.reachable:
+        return None
+    return WAIT, f"{', '.join(sorted(at.members))} did not answer, and may still be alive"
+
+
+def step_together(at: _Situation) -> Decision:
+    return Action("step together", at.step), f"all tokens of step {at.step} are counted"
+
+
+def step_policy(
+    step: int,
+    replicas: Collection[PeerId],
+    live: KnownReplicas,
+    quota: int,
+    rule: StepRule,
+    *,
+    is_inner: bool,
+    by_device: bool = True,
+) -> StepPolicy:
+    """Returns the device thread's policy for the open step, number `step`: when it takes the step or closes its share.
+
+    | the step is | own_tokens | closes_share |
+    |---|---|---|
+    | synchronous, or there are no `replicas` (`alone`) | the target less the tokens of `live`, at least 1 | no |
+    | an inner step | quota, or the target if the quota is unknown | no |
+    | an all-reduce | quota | if by_device, and the quota is known |
+
+    replicas, live: as counting_replicas returns them. quota: tokens at which this replica's share is closed, 0 when
+    unknown. by_device: False where origins wait for means: there the microbatches in progress still belong to the
+    share, so that `decide` closes it, and not the device thread.
+    """
+    target = rule.target_tokens
+    alone = not replicas
+    if rule.synchronous or alone:
+        return StepPolicy(target, True, step, tokens_to_go(live, step, target), alone)
+    if is_inner:
+        return StepPolicy(target, True, step, quota or target)
+    return StepPolicy(target, True, step, quota, closes_share=quota > 0 and by_device)
+
+
+# --- all-reduces, or inner steps and fragment syncs (DiLoCo)
+#
+# | the stage takes | a reducer wants, if most uplinks carry b bytes for each value and step |
+# |---|---|
+# | all-reduces | inner steps, if b < NEEDED_BYTES; in NEEDED_BYTES / b fragments, at least MIN_FRAGMENTS |
+# | inner steps | all-reduces, if b >= RETURN_FACTOR * NEEDED_BYTES |
+# | inner steps | NEEDED_BYTES / b fragments, if that is CHANGE_FACTOR times as many or as few as now |
+#
+# Most uplinks: those of replicas with all but MAX_SLOW_SHARE of the tokens that all replicas count per second. When a
+# change that all reducers of a round want takes effect says ChangeRule.
 
 
 class ReplicaUplink(NamedTuple):
@@ -312,41 +337,117 @@ def carried_by_most(uplinks: Sequence[ReplicaUplink]) -> float:
     return math.inf
 
 
-def wanted_slices(present: int, uplinks: Sequence[ReplicaUplink], most_slices: int) -> tuple[int, str]:
-    """Returns the number of slices that a stage should have, or EXACT, and the reason in words; see the module's table.
+def wanted_fragments(present: int, uplinks: Sequence[ReplicaUplink], most_fragments: int) -> tuple[int, str]:
+    """Returns the number of fragments that a stage should have, or ALL_REDUCE, and the reason in words; see the table.
 
-    present: the number that it has now, or EXACT. uplinks: of all live replicas. most_slices: the manifest's number.
+    present: the number that it has now, or ALL_REDUCE. uplinks: of all live replicas. most_fragments: the manifest's.
     """
     carried = carried_by_most(uplinks)
     if math.isinf(carried):
         reason = "most uplinks are never full"
     else:
         reason = f"most uplinks carry {carried:.2g} bytes for each value and step, gradients need {NEEDED_BYTES:.2g}"
-    if carried >= NEEDED_BYTES * (1.0 if present == EXACT else RETURN_FACTOR):
-        return EXACT if len(uplinks) > 1 else present, reason
-    wanted = most_slices if carried == 0 else min(math.ceil(NEEDED_BYTES / carried), most_slices)
-    wanted = max(wanted, MIN_SLICES)
-    is_near = present != EXACT and present / CHANGE_FACTOR < wanted < present * CHANGE_FACTOR
+    if carried >= NEEDED_BYTES * (1.0 if present == ALL_REDUCE else RETURN_FACTOR):
+        return ALL_REDUCE if len(uplinks) > 1 else present, reason
+    wanted = most_fragments if carried == 0 else min(math.ceil(NEEDED_BYTES / carried), most_fragments)
+    wanted = max(wanted, MIN_FRAGMENTS)
+    is_near = present != ALL_REDUCE and present / CHANGE_FACTOR < wanted < present * CHANGE_FACTOR
     return present if is_near else wanted, reason
 
 
 class Wish(NamedTuple):
-    """What kind of change an owner wants for a stage, and since when it has wanted that without a break.
+    """What kind of change a reducer wants for a stage, and since when it has wanted that without a break.
 
-    kind: "none", "exact steps", "more slices" (local steps instead of exact ones, too) or "fewer slices". since: in
-    seconds, on the clock of `now`.
+    kind: "none", "all-reduces", "more fragments" (inner steps instead of all-reduces, too) or "fewer fragments".
+    since: in seconds, on the clock of `now`.
     """
 
     kind: str = "none"
     since: float = 0.0
 
     def after(self, present: int, wanted: int, now: float) -> Wish:
-        """Returns the wish of an owner that wants `wanted` slices now, where the stage has `present`."""
-        kind = "more slices" if wanted > present else "fewer slices"
-        if wanted in (present, EXACT):
-            kind = "none" if wanted == present else "exact steps"
+        """Returns the wish of a reducer that wants `wanted` fragments now, where the stage has `present`."""
+        kind = "more fragments" if wanted > present else "fewer fragments"
+        if wanted in (present, ALL_REDUCE):
+            kind = "none" if wanted == present else "all-reduces"
         return self if kind == self.kind else Wish(kind, now)
 
     def is_held(self, now: float) -> bool:
-        """Returns whether it has been wanted for WISH_S seconds, so that the owner may ask for it."""
+        """Returns whether it has been wanted for WISH_S seconds, so that the reducer may ask for it."""
         return now - self.since >= WISH_S
+
+
+# --- gradient compression
+#
+# Each of n replicas sends (n - 1) / n of its gradient to reducers, and its 1 / n of the mean to n - 1 members: in total
+# 2 (n - 1) / n values for each element. Every sender chooses for itself, since a message names its format.
+
+
+class MeasuredUplink(NamedTuple):
+    """A peer's uplink. rate: measured while it was full, in bytes per second, None if it never was.
+
+    steps: optimizer steps since the rate was last measured. Only a full uplink is measured; fewer bits fill it no more,
+    so that one that has become faster would never be noticed. So the rate that counts grows with these steps, until
+    more bits fill the uplink again.
+    """
+
+    rate: float | None = None
+    steps: int = 0
+
+    def after_step(self, rate: float | None) -> MeasuredUplink:
+        """Returns the uplink after a further step. rate: as measured by now; the same as before if it was not full."""
+        return MeasuredUplink(rate, self.steps + 1 if rate == self.rate else 0)
+
+    @property
+    def growth(self) -> float:
+        return math.exp2(min(self.steps / DOUBLING_STEPS, MAX_DOUBLINGS))
+
+
+class GradientCompression(NamedTuple):
+    """The format in which a replica sends gradients, and the reason in words.
+
+    is_limited: whether the uplink is too slow for the manifest's format. carried: bytes that it carries for each value
+    and step; infinite if that is not known, because nothing waits for it.
+    """
+
+    name: WireName
+    reason: str
+    is_limited: bool = False
+    carried: float = math.inf
+
+    @property
+    def fits(self) -> bool:
+        return self.carried >= BYTES[self.name]
+
+
+def choose_gradient_compression(
+    largest: WireName, numel: int, replicas: int, uplink: MeasuredUplink, step_s: float | None, fraction: float
+) -> GradientCompression:
+    """Returns the largest format, up to the manifest's, whose bytes can be sent in a step; if none can, the smallest.
+
+    A format fits if its bytes <= fraction * rate * growth * step_s, with the uplink's rate and growth; a replica sends
+    2 * (n - 1) / n * numel values in a step. With an unknown rate or step_s, or for one replica, returns
+    the manifest's.
+
+    numel: elements of the stages held.
+    replicas: n, the number of replicas, this one included.
+    step_s: seconds in which all replicas count a step's tokens, None if unknown. Not the measured duration of steps: a
+    full uplink stretches it, and the longer steps would seem to leave room for more bytes.
+    largest: the manifest's format. fraction: part of the uplink that gradients may use.
+    """
+    if uplink.rate is None or step_s is None or replicas < 2:
+        return GradientCompression(largest, f"{largest}: nothing waits for its uplink")
+    values = 2 * (replicas - 1) / replicas * numel
+    budget = fraction * uplink.rate * uplink.growth * step_s
+    allowed = [name for name in WIRE_NAMES if BYTES[name] <= BYTES[largest]]
+    fitting = [name for name in allowed if values * BYTES[name] <= budget]
+    chosen = fitting[-1] if fitting else allowed[0]
+    needed = values * BYTES[chosen]
+    reason = f"{chosen}: {needed / 1e6:.3g} MB in a step of {step_s:.2g} s; {fraction:.0%} of its uplink of "
+    reason += f"{uplink.rate * 8e-6:.3g} Mbit/s "
+    if uplink.growth >= MENTIONED_GROWTH:
+        reason += f"(taken as {uplink.growth:.2g} times that: it was never full for {uplink.steps} steps) "
+    reason += f"carries {budget / 1e6:.3g} MB"
+    if needed > budget:
+        reason += ", which is too little"
+    return GradientCompression(chosen, reason, chosen != largest or needed > budget, budget / values)

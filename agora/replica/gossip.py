@@ -1,4 +1,4 @@
-"""Step gossip: exchanges with the other replicas of each stage how many steps and tokens every replica has."""
+"""Step gossip: who is told what of how many steps and tokens every replica of a stage has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from agora_protocol.errors import AgoraError, NotMyStage
 from agora_protocol.ids import PeerId, Span
@@ -35,6 +35,24 @@ HEARTBEAT_S: Final = 1.5
 CALL_S: Final = 3.0  # seconds after which a call that was not answered has failed
 
 
+@dataclass(frozen=True, slots=True)
+class SwarmView:
+    """What this peer sees of the run, as questions that are answered immediately.
+
+    replicas_in_view: a stage's serving replicas, this peer included if it serves, with the bandwidths in bytes per
+    second by which reducers are chosen, see reducing_bandwidths.
+    has_connections: whether this peer has a connection to any other peer of the run now; without one, failed calls do
+    not show that others are down.
+    uplink_bytes_per_s: of this peer, measured while data waits for it; None otherwise.
+    steps_of_run: for each stage of the run, the steps that each of its replicas has taken.
+    """
+
+    replicas_in_view: Callable[[int], Mapping[PeerId, float]]
+    has_connections: Callable[[], bool]
+    uplink_bytes_per_s: Callable[[], float | None]
+    steps_of_run: Callable[[], Collection[Collection[int]]]
+
+
 @dataclass(slots=True)
 class _StageGossip:
     """What gossip keeps for one stage of the span. known: the last known progress of the stage's other replicas.
@@ -49,43 +67,11 @@ class _StageGossip:
     implausible: dict[PeerId, float] = field(default_factory=dict)
 
 
-class GossipListing(Protocol):
-    """Protocol: which replicas this peer sees; part of ReplicaListing."""
-
-    def replicas_in_view(self, stage: int) -> Collection[PeerId]:
-        """Returns the ids of the stage's serving replicas in the view, this peer included if it serves."""
-
-    def has_connections(self) -> bool:
-        """Returns whether this peer has any connection; without one, failed calls do not show that others are down."""
-
-
-class PlausibleSteps(Protocol):
-    """Protocol: decides which steps of other replicas are plausible; implemented by step_bounds.StepBounds."""
-
-    def is_plausible(self, stage: int, step: int) -> bool:
-        """Returns whether another replica of a stage can have taken `step` steps by now."""
-
-    def report(self, stage: int, peer: PeerId, step: int) -> None:
-        """Reports as an offence that `peer` claims to have taken `step` steps of a stage, which is not plausible."""
-
-
-class AllStepsPlausible:
-    """A PlausibleSteps that accepts every step; the default until `StepGossip.bounds` is set."""
-
-    def is_plausible(self, stage: int, step: int) -> bool:
-        """Returns True."""
-        return True
-
-    def report(self, stage: int, peer: PeerId, step: int) -> None:
-        """Does nothing: no step is implausible."""
-
-
 class StepGossip:
     """Exchanges progress (steps and tokens) with the other replicas of each stage of the span.
 
     `run` sends changes and heartbeats until cancelled; `answer` serves the calls of other replicas; `known_progress`
-    returns what was received. When a call to a replica fails, that replica is suspected, see replica_progress. bounds:
-    decides which steps of other replicas are plausible, by default all.
+    returns what was received. When a call to a replica fails, that replica is suspected.
     """
 
     def __init__(
@@ -93,23 +79,28 @@ class StepGossip:
         me: PeerId,
         span: Span,
         caller: Caller,
-        listing: GossipListing,
+        swarm: SwarmView,
         counts: Callable[[], Mapping[int, ReplicaCounts]],
         on_change: Callable[[int], None],
         *,
+        highest_plausible: Callable[[int], float],
+        report_implausible: Callable[[int, PeerId, int], None],
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
         """counts: returns for each stage how far this peer is; never blocks.
         on_change: called on the loop with the stage, at every tick and after every merge.
+        highest_plausible: returns the highest step that another replica of a stage can have taken by now.
+        report_implausible: called with stage, peer and step of each report that a peer makes of itself beyond that.
         """
         self._me = me
         self._span = span
         self._caller = caller
-        self._listing = listing
+        self._swarm = swarm
         self._counts = counts
         self._on_change = on_change
-        self.bounds: PlausibleSteps = AllStepsPlausible()
+        self._highest_plausible = highest_plausible
+        self._report_implausible = report_implausible
         self._interval_s = interval_s
         self._rng = rng or random.Random()
         self._stages = {stage: _StageGossip() for stage in span.stages}
@@ -133,7 +124,7 @@ class StepGossip:
         """
         since = loop_time() - FORGIVE_S
         implausible_peers = {peer for peer, at in self._stages[stage].implausible.items() if at > since}
-        return set(self._listing.replicas_in_view(stage)) - {self._me} - implausible_peers
+        return set(self._swarm.replicas_in_view(stage)) - {self._me} - implausible_peers
 
     def known_progress(self, stage: int) -> KnownReplicas:
         """Returns the last known progress of a stage's other replicas, by id; silent ones may be among them.
@@ -141,10 +132,6 @@ class StepGossip:
         A replica that no gossip has reported is among them only if a call to it failed; its counts are 0 then.
         """
         return self._stages[stage].known
-
-    def own_counts(self, stage: int) -> ReplicaCounts:
-        """Returns how far this peer is with a stage."""
-        return self._counts()[stage]
 
     def furthest_step(self, stage: int) -> int:
         """Returns the most steps that another replica of a stage has reported of itself.
@@ -166,11 +153,12 @@ class StepGossip:
         counts = self._counts()
         for stage, gossip in self._stages.items():
             gossip.implausible = {peer: at for peer, at in gossip.implausible.items() if at > now - FORGIVE_S}
-            gossip.known = record_view(gossip.known, self.others_in_view(stage), now)
-            targets = suspected_replicas(gossip.known, self.others_in_view(stage), now)
+            listed = self.others_in_view(stage)
+            gossip.known = record_view(gossip.known, listed, now)
+            targets = suspected_replicas(gossip.known, listed, now)
             has_news = gossip.sent != counts[stage] or now - gossip.sent_at > HEARTBEAT_S
             if has_news:
-                targets.update(choose_targets(self.others_in_view(stage), self._me, self._rng))
+                targets.update(choose_targets(listed, self._me, self._rng))
             free = [peer for peer in sorted(targets) if (stage, peer) not in self._calls]
             if free:
                 request = GossipSteps(stage, self._compose(stage, counts[stage]))
@@ -183,8 +171,8 @@ class StepGossip:
     def answer(self, peer: PeerId, message: GossipSteps) -> GossipedSteps:
         """Merges the gossip of `peer`, calls `on_change` with its stage, and returns what this peer knows of the stage.
 
-        Implausible steps of `peer` itself raise nothing: they are reported, see _select_plausible. Raises NotMyStage
-        for a stage outside the span.
+        Implausible steps of `peer` itself raise nothing: they are reported. Raises NotMyStage for a stage outside the
+        span.
         """
         if message.stage not in self._span:
             raise NotMyStage(f"this peer holds stages {self._span}, not {message.stage}; read the directory again")
@@ -197,22 +185,20 @@ class StepGossip:
         return compose_gossip(self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time())
 
     async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:
-        # If the call fails, records the failure, so that the peer is suspected. A connection that broke is recorded as
-        # broken only while this peer has a connection to any peer: otherwise its own network may be down.
         gossip = self._stages[stage]
         try:
             reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             if isinstance(reply.message, GossipedSteps):
                 self._merge(stage, reply.message.replicas, peer)
         except AgoraError as error:
-            broken = error.code == ConnectionBroken.code and self._listing.has_connections()
+            # Without any connection this peer's own network may be down, and says nothing of the other's process.
+            broken = error.code == ConnectionBroken.code and self._swarm.has_connections()
             gossip.known = record_failure(gossip.known, peer, loop_time(), broken=broken)
         finally:
             del self._calls[stage, peer]
 
     def _merge(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> None:
-        gossip = self._stages[stage]
-        now = loop_time()
+        gossip, now = self._stages[stage], loop_time()
         entries = self._select_plausible(stage, entries, sender)
         listed = self.others_in_view(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
@@ -221,13 +207,12 @@ class StepGossip:
         self._on_change(stage)
 
     def _select_plausible(self, stage: int, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
-        gossip = self._stages[stage]
-        bounds = self.bounds
+        gossip, highest = self._stages[stage], self._highest_plausible(stage)
         step = max((max(step, open_step) for peer, step, open_step, *_ in entries if peer == sender), default=0)
-        if bounds.is_plausible(stage, step):
+        if step <= highest:
             gossip.implausible.pop(sender, None)
-            return [entry for entry in entries if bounds.is_plausible(stage, max(entry[1:3]))]
+            return [entry for entry in entries if max(entry[1:3]) <= highest]
         gossip.implausible[sender] = loop_time()
         gossip.known = {peer: progress for peer, progress in gossip.known.items() if peer != sender}
-        bounds.report(stage, sender, step)
+        self._report_implausible(stage, sender, step)
         return []

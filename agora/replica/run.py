@@ -1,62 +1,168 @@
-"""Keeps this peer's stages in step with their replicas at other peers: carries out what `decide` decides.
+"""Keeps this peer's stages in step with their replicas at other peers: event, view, decision, performance.
 
-docs/understand/averaging.md has what the rounds are for, and what follows when one fails."""
+Every event of a stage leads to StageReplicas.consider, which looks, decides and performs; that is the one place where
+steps, fetches and fragment syncs start. docs/understand/averaging.md has what follows when one fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
-from agora_protocol.errors import AgoraError, ProtocolError, Unavailable
-from agora_protocol.ids import PeerId
+from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.parts import slice_count
 from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.core.calls import Caller
-from agora.core.clock import loop_time
-from agora.core.sync_mode import EXACT, StepPlan, StepPolicy
+from agora.core.clock import loop_time, slept_s
+from agora.core.sync_mode import ALL_REDUCE, ChangeRule, StepPlan, StepPolicy
 from agora.observe import events
-from agora.replica.all_reduce import (
-    MAX_RUNNING_SLICE_ROUNDS,
-    RoundGroup,
-    RoundResult,
-    StageRounds,
-    recall_failed_parts,
-    recall_repeatedly,
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, Fragments, Members, RoundResult, RoundView
+from agora.replica.decide import (
+    Action,
+    GradientCompression,
+    MeasuredUplink,
+    ReplicaUplink,
+    StepRule,
+    Wish,
+    choose_gradient_compression,
+    counting_replicas,
+    decide,
+    step_policy,
+    wanted_fragments,
 )
-from agora.replica.decide import Action, GradientWire, MeasuredUplink, choose_gradient_wire, next_action, step_policy
-from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
-from agora.replica.replicated_stages import ReplicaListing, ReplicatedStages, StateFetcher
-from agora.replica.shard_codec import Part, cut_into_parts
-from agora.replica.trust import StepBounds, replicas_to_fetch_from
+from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmView
+from agora.replica.shard_codec import RoundConfig, Shard, cut_into_shards
+from agora.replica.trust import JOIN_S, LEAD, LOCAL_LEAD, OwnPace, replicas_to_fetch_from
 from agora.replica.view import (
-    ActionConfig,
-    OtherReplicas,
-    OwnStage,
+    NEWCOMER_STEPS,
+    KnownReplicas,
     ReplicaCounts,
+    StageView,
     StepMeter,
     StepTokenPlan,
     count_tokens,
-    counting_replicas,
+    lagging_or_unheard_replicas,
+    lagging_replicas,
     leading_step,
+    live_replicas,
+    newcomers,
+    round_members,
+    unreachable_replicas,
 )
+from agora.state.layout import Layout
 from agora.swarm.peer_score import ReportViolation, Violation
+from agora.train.gradients import GradientShare
+from agora.train.stage import StageProgress
 
-# --- background_tasks
+# Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
+MAX_CARRIED: Final = 1_000_000
+# Seconds between two measurements, in a synchronous run, of how far the other stages are.
+LEADING_STEP_INTERVAL_S: Final = 5.0
 
-# Starts background work of averaging whose errors are reported as events, because nothing waits for its result.
+# A reducer refuses a shard more than this many gradient rounds, or passes over all fragments, away from its own round.
+MAX_ROUNDS_APART: Final = 2
+# Steps by which a replica's last report may lag behind the step of a fragment sync in which it takes part.
+MAX_REPORT_LAG: Final = 2
+# A round of an asynchronous run may take max(MIN_ROUND_S, ROUND_STEPS * the average duration of a step).
+ROUND_STEPS: Final = 2.0
+MIN_ROUND_S: Final = 4.0
+
+# In a fragment sync that begins this many rounds late or more, a replica first asks for the means, then takes part.
+RECALL_FIRST: Final = 2
+
+FETCH_AGAIN_S: Final = 1.0  # seconds of pause after a failed fetch of a state
+# Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it.
+FETCH_TRIES: Final = 3
+
+
+class Stages(Protocol):
+    """Protocol: this peer's stages, on the device or as arithmetic in tests. Raises NotMyStage for one not held."""
+
+    @property
+    def span(self) -> Span:
+        """The held stages."""
+
+    def layout(self, stage: int) -> Layout:
+        """Returns which tensors the stage's flat weights hold; `numel` counts their elements."""
+
+    def progress(self) -> Sequence[StageProgress]:
+        """Returns for each held stage: steps taken, tokens counted, history hashes."""
+
+    def step_of(self, stage: int) -> int:
+        """Returns how many optimizer steps the stage has taken."""
+
+    def step_plan(self, stage: int) -> StepPlan:
+        """Returns which steps of the stage are inner steps; a change of it is part of what the stage has learnt."""
+
+    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
+        """Replaces the policy by which the device thread closes the stage's shares and takes its steps by itself."""
+
+    async def outer_gradient(self, stage: int, blocks: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
+        """Returns outer parameters - weights in the numbered `blocks`, and a copy of these weights, float32 [n] each.
+
+        None if the stage takes all-reduces now, for which there are no outer parameters.
+        """
+
+    async def outer_step(
+        self,
+        stage: int,
+        step: int,
+        blocks: NDArray[np.int64],
+        snapshot: Tensor,
+        averaged: tuple[Tensor, tuple[bool, ...]] | None,
+        wanted_slices: int,
+    ) -> None:
+        """Moves outer parameters and weights in `blocks` by a round's mean difference, unless already done for `step`.
+
+        step: the step after which the round was due. averaged: the mean difference, and for each shard whether it was
+        averaged. None means that there is no other replica: then the weights become the outer parameters. snapshot: the
+        weights that the round began with. wanted_slices: in how many fragments all means of the round want to agree.
+        """
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """Raises the stage's step count to `step`, that of the other replicas, without their means or states.
+
+        A stage that is one step behind, or takes inner steps, first steps along its own gradient sum; then the steps
+        still missing are skipped, and the sum is dropped. Does nothing if the stage is not behind or has a closed
+        share.
+        """
+
+    async def take_gradient_share(self, stage: int) -> GradientShare:
+        """Returns this replica's gradient and tokens of the next step, to be averaged.
+
+        First closes the share if it is still open; later gradients then go to the share of the step after it.
+        """
+
+    async def step_with_gradient(
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int
+    ) -> None:
+        """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
+
+        Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
+        are. wanted_slices: in how many fragments all means of the step want to agree later. Takes no step and raises
+        LocalError if another step is next, ProtocolError for an unusable gradient.
+        """
+
+
+# Fetches a stage's state of at least some steps from sources and replaces the stage's state with it; returns a
+# description. Raises Unavailable when no source has such a state.
+FetchState = Callable[[int, Sequence[PeerId], int], Awaitable[object]]
 
 
 def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
-    """Starts `work` as a task and returns the task; if the task ends with an error, reports TaskFailed of "averaging".
+    """Starts work whose result nobody awaits; if it ends with an error, reports TaskFailed of "averaging".
 
     The event's text is NAME: CODE: MESSAGE, with the type's name as the code of an error that is not an AgoraError;
     without a `name`, the code comes first. A cancelled task is not reported.
@@ -72,233 +178,76 @@ def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name:
     return task
 
 
-# --- exact_steps
+class FragmentSyncs:
+    """The fragment syncs of one stage with inner steps (DiLoCo): replicas average differences to the outer parameters.
 
-# Takes exact steps, along the mean gradient of all replicas: by a round, by a replay, or by fetching a state.
-
-FETCH_AGAIN_S: Final = 1.0  # seconds of pause after a failed fetch of a state
-# Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it.
-FETCH_TRIES: Final = 3
-
-
-class ExactStepGroup(Protocol):
-    """Protocol: what an exact step changes besides the stage's weights; implemented by ReplicaGroup."""
-
-    def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Records that the stage took a step along a mean gradient of which no part failed.
-
-        tokens: number of tokens, of all replicas, behind the mean; they decide how many tokens the next steps have.
-        """
-
-    async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Replaces the stage's state by a source's of at least `at_least` steps; the result has no meaning here.
-
-        Raises Unavailable if no source has such a state.
-        """
-
-
-class ExactSteps:
-    """Takes exact steps of the stages of a span: steps along the mean gradient of all replicas.
-
-    Every public method returns when the step is taken or given up. ReplicaGroup calls each when next_action decides so,
-    and again after a step that was given up.
+    Sync r begins after step r * every, over fragment r mod the number of fragments. Up to MAX_RUNNING_SYNCS run while
+    training goes on; their means are applied in the order of their numbers. A failed shard whose mean no replica keeps
+    changes nothing: the fragment's next sync averages that difference.
     """
-
-    def __init__(
-        self,
-        me: PeerId,
-        synchronous: bool,
-        stages: ReplicatedStages,
-        rounds: RoundGroup,
-        group: ExactStepGroup,
-        report: events.Report,
-    ) -> None:
-        self._me = me
-        self._synchronous = synchronous
-        self._stages = stages
-        self._rounds = rounds
-        self._group = group
-        self._report = report
-
-    async def step_together(self, stage: int, step: int) -> None:
-        """Averages the gradient of step `step` with the other replicas in one round, and takes the step along the mean.
-
-        First closes this replica's share (its own gradient for the step) if it is open.
-
-        | a part failed here, and | asynchronous run | synchronous run |
-        |---|---|---|
-        | another replica keeps its mean | step along it | fetch the state of one that has taken the step |
-        | there is no other replica | step along this peer's gradient | the same |
-        | no other replica keeps it | step along 0, see _fill_failed_parts | see _fetch_until_taken |
-
-        If the closed share belongs to another step than `step`, returns without a round. A mean that is 0 everywhere or
-        cannot be used only counts the step and leaves the weights as they are; in a synchronous run one that cannot be
-        used raises ProtocolError. A step without failed parts is passed to record_exact_step.
-        """
-        share = await self._stages.take_gradient_share(stage)
-        if share.step != step:
-            return
-        result = await self._rounds.run_round(stage, "gradient", step, share.values, float(share.tokens))
-        nonzero_fraction = 1.0
-        if result.failed_parts and not self._synchronous:
-            first_part = Part(stage, "gradient", step, 0)
-            nonzero_fraction = await self._fill_failed_parts(first_part, share.values, share.tokens, result)
-        elif result.failed_parts and await self._fetch_until_taken(stage, step + 1):
-            return
-        tokens = round(nonzero_fraction * max(share.tokens, result.weight))
-        try:
-            await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_slices)
-        except ProtocolError:
-            if self._synchronous:
-                raise
-            # The step counts, but changes nothing.
-            await self._stages.step_with_gradient(stage, step, share.values, tokens=0, wanted_slices=EXACT)
-        else:
-            if not result.failed_parts:
-                self._group.record_exact_step(stage, result.weight)
-
-    async def _fill_failed_parts(self, first_part: Part, values: Tensor, tokens: int, result: RoundResult) -> float:
-        failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
-        await recall_repeatedly(self._rounds, first_part, result)
-        if len(self._rounds.members(first_part.stage)) == 1:
-            return 1.0
-        cuts = cut_into_parts(len(result.mean))
-        zeros = 0
-        for index in failed:
-            part, cut = first_part._replace(position=index), cuts[index]
-            if not result.averaged[index]:
-                zero_mean = self._rounds.reducer.averager.encode_zero_mean(part, len(values[cut]))
-                self._rounds.reducer.keep_mean(part, zero_mean)
-                result.mean[cut] = zero_mean.values
-            if not result.mean[cut].any():
-                zeros += 1
-                self._rounds.reducer.averager.contributions.carry_over(part, values[cut], float(tokens))
-        return 1 - zeros / len(cuts)
-
-    async def replay(self, stage: int, step: int) -> None:
-        """Asks other replicas for the mean gradient of the past step `step`, takes the step, calls record_exact_step.
-
-        If a part of the mean is not found, replaces the state instead, by fetch_or_catch_up. The tokens in this
-        replica's open share stay there, for a later step.
-        """
-        result = RoundResult.of_failed_parts(torch.zeros(self._stages.layout(stage).numel), EXACT)
-        await recall_failed_parts(self._rounds, Part(stage, "gradient", step, 0), result)
-        if result.failed_parts:
-            await self.fetch_or_catch_up(stage, step + 1, step + 1)
-            return
-        tokens = max(1, round(result.weight)) if result.mean.any() else 0
-        await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_slices)
-        self._group.record_exact_step(stage, result.weight)
-
-    async def fetch_or_catch_up(
-        self, stage: int, at_least: int, reached: int, sources: Collection[PeerId] = ()
-    ) -> None:
-        """Replaces the stage's state by one of at least `at_least` steps from `sources`, by default any live replica.
-
-        If no source gives one, reports TaskFailed and waits FETCH_AGAIN_S; in an asynchronous run it then sets the
-        stage's step count to `reached` without a state, see ReplicatedStages.catch_up.
-        """
-        try:
-            await self._group.fetch_state(stage, sorted(sources or self._rounds.live_others(stage)), at_least)
-        except Unavailable as error:
-            self._report(events.TaskFailed("fetch state", str(error)))
-            await asyncio.sleep(FETCH_AGAIN_S)
-            if not self._synchronous:
-                await self._stages.catch_up(stage, reached)
-
-    async def _fetch_until_taken(self, stage: int, at_least: int) -> bool:
-        tries = 0
-        while others := sorted(self._rounds.members(stage).keys() - {self._me}):
-            tries += 1
-            try:
-                await self._group.fetch_state(stage, others, at_least)
-                return True
-            except Unavailable as error:
-                self._report(events.TaskFailed("fetch state", str(error)))
-            if tries >= FETCH_TRIES and self._me < others[0]:
-                return False
-            await asyncio.sleep(FETCH_AGAIN_S)
-        return False
-
-
-# --- slice_rounds
-
-# Runs the slice rounds of runs with local steps: replicas average their slice's difference to the common anchor.
-#
-# Round r begins after local step r * every, over slice r mod the number of slices. Its mean difference moves anchor and
-# weights (train.outer_step). Up to MAX_RUNNING_SLICE_ROUNDS rounds run while training goes on; their means are
-# applied in
-# the order of their numbers. A failed part whose mean no replica keeps changes nothing: the slice's next round averages
-# that difference.
-
-# In a round that begins this many rounds late or more, a replica first asks for the means, and then takes part.
-RECALL_FIRST: Final = 2
-
-
-class SliceRounds:
-    """Runs the slice rounds of one stage, several concurrently, as background tasks; used on the event loop only."""
 
     def __init__(
         self,
         stage: int,
         every: int,
-        most_slices: int,
-        stages: ReplicatedStages,
-        rounds: RoundGroup,
+        most_fragments: int,
+        stages: Stages,
+        all_reduce: AllReduce,
+        fragments_of: Callable[[int], Fragments],
         report: events.Report,
     ) -> None:
-        """every: optimizer steps from one round to the next. most_slices: how many the stage may have."""
+        """every: optimizer steps from one sync to the next. most_fragments: how many the stage may have.
+
+        fragments_of: returns the fragments of the stage, of which sync number r averages one.
+        """
         self._stage = stage
         self._every = every
         self._stages = stages
-        self._rounds = rounds
+        self._all_reduce = all_reduce
+        self._fragments_of = fragments_of
         self._report = report
-        self._step_tokens: deque[int] = deque(maxlen=most_slices * every)
+        self._step_tokens: deque[int] = deque(maxlen=most_fragments * every)
         self._last_begun = -1
         self._last_contributed = -1
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    def record_local_step(self, tokens: int) -> None:
-        """Records the tokens of a local step; a round's weight is the sum over the last slices * every steps."""
+    def record_inner_step(self, tokens: int) -> None:
+        """Records the tokens of an inner step; a sync's weight is the sum over the last fragments * every steps."""
         self._step_tokens.append(tokens)
 
     def forget_tokens(self) -> None:
-        """Forgets the recorded steps, because exact ones came after them: what they learnt is in no difference."""
+        """Forgets the recorded steps, because all-reduces came after them: what they learnt is in no difference."""
         self._step_tokens.clear()
 
     def next_due(self, step: int, agreed: int) -> int | None:
-        """Returns the number of the round to begin now, after `step` steps; None if none is due or no more may run.
+        """Returns the number of the sync to begin now, after `step` steps; None if none is due or no more may run.
 
-        agreed: the step of the last round whose mean was applied. At most MAX_RUNNING_SLICE_ROUNDS run at the same
-        time, and never two over the same weights: neither two of one slice, nor two of other numbers of slices.
+        agreed: the step of the last sync whose mean was applied. At most MAX_RUNNING_SYNCS run at the same time, and
+        never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
         """
         number = max(self._last_begun, agreed // self._every) + 1
         if number > step // self._every:
             return None
-        count = self._count_at(number)
-        is_of_running = all(self._count_at(running) == count for running in self._running)
-        return number if is_of_running and len(self._running) < min(MAX_RUNNING_SLICE_ROUNDS, count) else None
-
-    def _count_at(self, number: int) -> int:
-        return self._rounds.slices(self._stage, number).count
+        count = self._fragments_of(number).count
+        is_of_running = all(self._fragments_of(running).count == count for running in self._running)
+        return number if is_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
 
     def begin(self, number: int, step: int) -> None:
-        """Starts round `number` as a background task, and reports an error in it as TaskFailed.
+        """Starts sync `number` as a background task, and reports an error in it as TaskFailed.
 
-        step: steps taken here by now, which show how late the round begins.
+        step: steps taken here by now, which show how late the sync begins.
         """
         self._last_begun = number
         previous = self._running.get(number - 1)
-        rounds_late = step // self._every - number
-        work = self._run(number, previous, rounds_late)
-        task = self._running[number] = start_reported(work, self._report, f"slice round {number}")
+        work = self._sync(number, previous, rounds_late=step // self._every - number)
+        task = self._running[number] = start_reported(work, self._report, f"fragment sync {number}")
         task.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def stop(self) -> None:
-        """Cancels the running rounds and waits for their end, because the state is replaced or the peer leaves.
+        """Cancels the running syncs and waits for their end, because the state is replaced or the peer leaves.
 
-        Rounds whose means were not applied become due again. A cancelled round that begins again only asks other
-        replicas for its means, because this peer may have contributed some parts.
+        Syncs whose means were not applied become due again. A cancelled one that begins again only asks other replicas
+        for its means, because this peer may have contributed some shards.
         """
         tasks = list(self._running.values())
         for task in tasks:
@@ -307,389 +256,681 @@ class SliceRounds:
         self._last_contributed = max(self._last_contributed, self._last_begun)
         self._last_begun = -1
 
-    async def _run(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
-        # First waits for the end of the `previous` round, so that means are applied in order.
-        slices = self._rounds.slices(self._stage, number)
-        blocks = slices.blocks(number)
+    async def _sync(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
+        fragments = self._fragments_of(number)
+        blocks = fragments.blocks(number)
         found = await self._stages.outer_gradient(self._stage, blocks)
         if found is None:
             return
         difference, snapshot = found
         result = None
-        if len(self._rounds.members(self._stage)) > 1:
-            result = await self._average(number, slices.count, difference, rounds_late)
-        if previous is not None:
+        first = Shard(self._stage, "slice", number, 0, fragments.count)
+        if len(self._all_reduce.look(first).members) > 1:
+            result = await self._average(first, difference, rounds_late)
+        if previous is not None:  # means are applied in order
             await asyncio.wait([previous])
         averaged = None if result is None else (result.mean, tuple(result.averaged))
-        wanted = slices.count if result is None else result.wanted_slices
+        wanted = fragments.count if result is None else result.wanted_fragments
         await self._stages.outer_step(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
 
-    async def _average(self, number: int, slices: int, difference: Tensor, rounds_late: int) -> RoundResult:
-        # Averages `difference` with those of the other members in slice round `number`; failed parts have the mean 0.
-        # slices: how many the stage has. | rounds_late | the means come from | |---|---| | below RECALL_FIRST | the
-        # round; for failed parts, replicas that keep their means | | RECALL_FIRST or more | replicas that keep them; if
-        # a part is missing then, as above | | `slices` or more, and contributions wait here | as for RECALL_FIRST or
-        # more | | `slices` or more otherwise | replicas that keep them, which are asked once | The waiting
-        # contributions show which rounds the others are in: without that, replicas that are all late might take part in
-        # different rounds forever.
-        first_part = Part(self._stage, "slice", number, 0, slices)
-        cuts = cut_into_parts(len(difference))
-        result = RoundResult.of_failed_parts(difference.clone(), slices)
-        is_superseded = rounds_late >= slices and not self._rounds.reducer.has_waiting_contributions(first_part)
-        if rounds_late >= min(RECALL_FIRST, slices):
-            await recall_failed_parts(self._rounds, first_part, result)
-        if result.failed_parts and number > self._last_contributed and not is_superseded:
-            weight = float(sum(list(self._step_tokens)[-slices * self._every :]))
+    async def _average(self, first: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
+        # | rounds_late | the means come from |
+        # |---|---|
+        # | below RECALL_FIRST | the round; for failed shards, replicas that keep their means |
+        # | RECALL_FIRST or more | replicas that keep them; if a shard is missing then, as above |
+        # | `fragments` or more, contributions wait here | as for RECALL_FIRST or more |
+        # | `fragments` or more otherwise | replicas that keep them, which are asked once |
+        #
+        # The waiting contributions show which rounds the others are in: without that, replicas that are all late might
+        # take part in different rounds forever. Failed shards get the mean 0.
+        number, fragments = first.round, first.fragments
+        cuts = cut_into_shards(len(difference))
+        result = RoundResult.of_failed_shards(difference.clone(), fragments)
+        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first)
+        if rounds_late >= min(RECALL_FIRST, fragments):
+            await self._all_reduce.recall_failed_shards(first, result)
+        if result.failed_shards and number > self._last_contributed and not is_superseded:
+            weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
             recalled = result
-            result = await self._rounds.run_round(self._stage, "slice", number, difference, weight, slices)
+            result = await self._all_reduce.run(self._stage, "slice", number, difference, weight, fragments)
             for index, cut in enumerate(cuts):
                 if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
                     result.mean[cut] = recalled.mean[cut]
                     result.averaged[index], result.wanted[index] = True, recalled.wanted[index]
-        is_slice_due = self._stages.step_of(self._stage) // self._every - number >= slices
-        if result.failed_parts and not is_slice_due:
-            await recall_repeatedly(self._rounds, first_part, result)
+        # When the fragment is due again, a failed sync must end at once: else this replica comes late to all later
+        # ones.
+        is_due_again = self._stages.step_of(self._stage) // self._every - number >= fragments
+        if result.failed_shards and not is_due_again:
+            await self._all_reduce.recall_repeatedly(first, result)
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:
                 result.mean[cut] = 0.0
         return result
 
 
-# --- group
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the loops of all stages of a span share. replicated_numel: elements of the stages that have replicas."""
 
-# Keeps this peer's stages in step with their replicas at other peers: carries out what `next_action` decides.
-#
-# docs/understand/averaging.md has what the rounds are for, and what follows when one fails.
+    signed: SignedManifest
+    me: PeerId
+    stages: Stages
+    gossip: StepGossip
+    all_reduce: AllReduce
+    swarm: SwarmView
+    fetch_state: FetchState
+    replicated_numel: Callable[[], int]
+    report: events.Report
+    report_violation: ReportViolation
 
-# Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
-MAX_CARRIED: Final = 1_000_000
-# Seconds between two measurements, in a synchronous run, of how far the other stages are.
-LEADING_STEP_INTERVAL_S: Final = 5.0
 
+class StageReplicas:
+    """One stage among its replicas: looks, decides, performs, at every event of the stage. On the event loop only.
 
-@dataclass(slots=True)
-class _GroupStage:
-    """What the group keeps for one stage. task: the latest step, fetch or catch-up. reason: of the latest decision.
-
-    plan: the step plan when it was last looked at; slices: of the step that was the next one then. wire: how gradients
-    are sent, and what the uplink carries. uplink: the peer's, as it counts after the stage's latest step.
-    behind_at: if the stage is behind the run's leading stage, its step and the loop time when that was noticed.
+    reason: of the latest decision, "" before the first. compression: how this peer sends the stage's gradients.
     """
 
-    slice_rounds: SliceRounds
-    meter: StepMeter
-    plan: StepPlan
-    slices: int
-    wire: GradientWire
-    uplink: MeasuredUplink = field(default_factory=MeasuredUplink)
-    behind_at: tuple[int, float] | None = None
-    task: asyncio.Task[None] | None = None
-    reason: str = ""
+    def __init__(self, stage: int, shared: _Shared) -> None:
+        manifest = shared.signed.manifest
+        self._stage = stage
+        self._me = shared.me
+        self._stages = shared.stages
+        self._gossip = shared.gossip
+        self._all_reduce = shared.all_reduce
+        self._swarm = shared.swarm
+        self._fetch = shared.fetch_state
+        self._replicated_numel = shared.replicated_numel
+        self._report = shared.report
+        self._report_violation = shared.report_violation
+        self._seed = manifest.seed
+        self._averaging = manifest.averaging
+        self._rule = StepRule.from_manifest(manifest)
+        self._change_rule = ChangeRule.from_manifest(manifest)
+        self._start_step = step = self._stages.step_of(stage)
+        self._plan = self._stages.step_plan(stage)
+        self._present_fragments = self._plan.fragments_at(step)
+        self._fragments: dict[int, Fragments] = {}
+        self._wish = Wish(since=loop_time())
+        self._pace = OwnPace(step, _time_with_suspend() - JOIN_S, step)
+        self._uplink = MeasuredUplink()
+        self._leading_step = 0
+        self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
+        self._in_progress = 0
+        self._is_leaving = False
+        self._task: asyncio.Task[None] | None = None  # the latest step, fetch or catch-up
+        self.reason = ""
+        self.compression = GradientCompression(self._all_reduce.config.gradient_wire, "")
+        self.meter = StepMeter(manifest.quota_tokens, StepTokenPlan(self._rule.target_tokens))
+        self._syncs = FragmentSyncs(
+            stage,
+            self._averaging.every,
+            slice_count(self._averaging.fraction),
+            self._stages,
+            self._all_reduce,
+            self._fragments_of,
+            self._report,
+        )
+        self._stages.set_step_policy(stage, StepPolicy(self._rule.target_tokens, averages=True))
+
+    # --- events
+
+    def on_share_closed(self) -> None:
+        """Called when the device thread closed a share: notes the time, gossips immediately, starts what is due."""
+        self.meter.on_share_closed(loop_time())
+        self._gossip.tick()
+
+    def on_microbatch_left(self, in_progress: int) -> None:
+        """Called when a training microbatch has left. in_progress: how many are still in progress at this peer.
+
+        If origins wait for means and the stage's open share has its quota, starts what is due in the stage.
+        """
+        self._in_progress = in_progress
+        if self._origins_wait() and self.counts().tokens >= self.meter.quota_now:
+            self.consider()
+
+    def on_stepped(self, step: int, tokens: int) -> None:
+        """Called after each optimizer step: measures it, chooses the format of gradients, gossips, starts what is due.
+
+        step: steps taken so far. tokens: of this replica in that step; as an inner step's they weigh its next syncs.
+        """
+        now = loop_time()
+        self.meter.on_stepped(now)
+        if self.counts().open_step > step:
+            self.meter.on_share_closed(now)
+        self._choose_compression()
+        self._notice_change(step)
+        self._update_wish(self._plan.fragments_at(step))
+        if self._plan.is_inner(step - 1):
+            self.meter.record_inner_step(tokens)
+            self._syncs.record_inner_step(tokens)
+        self._gossip.tick()
+
+    def on_leading_step(self, leading: int) -> None:
+        """Called in synchronous runs with the step of the run's furthest stage; notes since when this one is behind."""
+        self._leading_step = leading
+        step = self._stages.step_of(self._stage)
+        if step >= leading:
+            self._behind_at = None
+        elif self._behind_at is None or self._behind_at[0] != step:
+            self._behind_at = (step, loop_time())
+
+    # --- event, view, decision, performance
+
+    def consider(self) -> None:
+        """Looks, decides, and performs what is decided; also tells the device thread when it may step by itself."""
+        now = loop_time()
+        view = self._look(now)
+        members, live = counting_replicas(view, now)
+        step = view.counts.open_step
+        is_inner, by_device = view.plan.is_inner(step), not self._origins_wait()
+        policy = step_policy(step, members, live, view.quota, self._rule, is_inner=is_inner, by_device=by_device)
+        self._stages.set_step_policy(self._stage, policy)
+        action, self.reason = decide(view, now, self._rule)
+        self._perform(action, view.counts.step)
+
+    def counts(self) -> ReplicaCounts:
+        """Returns how far this replica is, as it is gossiped."""
+        progress, carried = self._progress(), self.compression.carried
+        return ReplicaCounts(
+            step=progress.step,
+            open_step=progress.open_step,
+            tokens=progress.tokens_in_share,
+            tokens_counted=progress.tokens_counted,
+            agreed=progress.agreed,
+            lineage=progress.lineage,
+            start_step=self._start_step,
+            carried=0 if math.isinf(carried) else 1 + min(int(1000 * carried), MAX_CARRIED),
+        )
+
+    def _progress(self) -> StageProgress:
+        return next(progress for progress in self._stages.progress() if progress.stage == self._stage)
+
+    def _others(self) -> tuple[KnownReplicas, set[PeerId]]:
+        return self._gossip.known_progress(self._stage), self._gossip.others_in_view(self._stage)
+
+    def _look(self, now: float) -> StageView:
+        own, plan = self.counts(), self._stages.step_plan(self._stage)
+        known, listed = self._others()
+        live = live_replicas(known, round_members(known, listed, now), now)
+        self.meter.measure(now, own.tokens_counted)
+        quota = self.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
+        takes_inner_steps = plan.is_inner(own.step - 1) and plan.is_inner(own.step)
+        is_behind = self._behind_at is not None and self._behind_at[0] == own.step < self._leading_step
+        return StageView(
+            own,
+            known,
+            listed,
+            self._leading_step,
+            plan,
+            quota,
+            step_s=self.meter.expected_s,
+            is_leaving=self._is_leaving,
+            is_busy=self._task is not None and not self._task.done(),
+            sync_due=self._syncs.next_due(own.step, own.agreed) if takes_inner_steps else None,
+            behind_since=self._behind_at[1] if self._behind_at and is_behind else None,
+            diverged_from=replicas_to_fetch_from(self._progress().lineages, self._me, live),
+            in_progress=self._in_progress if self._origins_wait() else 0,
+        )
+
+    def _perform(self, action: Action, step: int) -> None:
+        stage = self._stage
+        match action.kind:
+            case "wait":
+                return
+            case "fragment sync":
+                self._syncs.begin(action.number, step)
+                self.consider()  # more may be due beside it
+                return
+            case "catch up":
+                work = self._stages.catch_up(stage, action.number)
+            case "step":
+                work = self._stages.catch_up(stage, step + 1)
+            case "replay":
+                work = self._replay(action.number)
+            case "step together":
+                work = self._step_together(action.number)
+            case "fetch":
+                if action.sources:
+                    self._report(events.StageDiverged(stage, step, ", ".join(action.sources)))
+                else:
+                    self._report(events.StageFellBehind(stage, step, action.number))
+                work = self._fetch_or_catch_up(action.at_least, action.number, action.sources)
+        self._task = start_reported(work, self._report)
+
+    # --- all-reduces
+
+    async def _step_together(self, step: int) -> None:
+        # | a shard failed here, and | asynchronous run | synchronous run |
+        # |---|---|---|
+        # | another replica keeps its mean | step along it | fetch the state of one that has taken the step |
+        # | there is no other replica | step along this peer's gradient | the same |
+        # | no other replica keeps it | step along 0, see _fill_failed_shards | see _fetch_until_taken |
+        stage, synchronous = self._stage, self._rule.synchronous
+        share = await self._stages.take_gradient_share(stage)
+        if share.step != step:
+            return
+        result = await self._all_reduce.run(stage, "gradient", step, share.values, float(share.tokens))
+        nonzero_fraction = 1.0
+        if result.failed_shards and not synchronous:
+            nonzero_fraction = await self._fill_failed_shards(share, result)
+        elif result.failed_shards and await self._fetch_until_taken(step + 1):
+            return
+        tokens = round(nonzero_fraction * max(share.tokens, result.weight))
+        try:
+            await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
+        except ProtocolError:
+            if synchronous:
+                raise
+            # The step counts, but changes nothing.
+            await self._stages.step_with_gradient(stage, step, share.values, 0, ALL_REDUCE)
+        else:
+            if not result.failed_shards:
+                self.meter.token_plan = self.meter.token_plan.after_step(result.weight)
+
+    async def _fill_failed_shards(self, share: GradientShare, result: RoundResult) -> float:
+        # Returns the fraction of all shards whose mean is not 0.
+        #
+        # | another replica | the mean |
+        # |---|---|
+        # | keeps the shard's mean | that one |
+        # | exists, but none keeps it | 0, which is kept here for others that ask |
+        # | does not exist | this replica's own values |
+        failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
+        first, codec = Shard(self._stage, "gradient", share.step, 0), self._all_reduce.codec
+        await self._all_reduce.recall_repeatedly(first, result)
+        if len(self.members()) == 1:
+            return 1.0
+        cuts = cut_into_shards(len(result.mean))
+        zeros = 0
+        for index in failed:
+            shard, cut = first._replace(position=index), cuts[index]
+            if not result.averaged[index]:
+                zero_mean = codec.zero_mean(shard, len(share.values[cut]))
+                self._all_reduce.keep_mean(shard, zero_mean)
+                result.mean[cut] = zero_mean.values
+            if not result.mean[cut].any():
+                zeros += 1
+                codec.carry_over(shard, share.values[cut], float(share.tokens))
+        return 1 - zeros / len(cuts)
+
+    async def _replay(self, step: int) -> None:
+        # The tokens in this replica's open share stay there, for a later step.
+        stage = self._stage
+        result = RoundResult.of_failed_shards(torch.zeros(self._stages.layout(stage).numel), ALL_REDUCE)
+        await self._all_reduce.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
+        if result.failed_shards:
+            await self._fetch_or_catch_up(step + 1, step + 1)
+            return
+        tokens = max(1, round(result.weight)) if result.mean.any() else 0
+        await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
+        self.meter.token_plan = self.meter.token_plan.after_step(result.weight)
+
+    # --- states of others
+
+    async def _fetch_or_catch_up(self, at_least: int, reached: int, sources: Collection[PeerId] = ()) -> None:
+        # sources: empty: any live replica. In an asynchronous run, if no source has a state, only counts up to
+        # `reached`.
+        if not sources:
+            known, listed = self._others()
+            sources = live_replicas(known, listed, loop_time()).keys()
+        try:
+            await self.fetch_state(sorted(sources), at_least)
+        except Unavailable as error:
+            self._report(events.TaskFailed("fetch state", str(error)))
+            await asyncio.sleep(FETCH_AGAIN_S)
+            if not self._rule.synchronous:
+                await self._stages.catch_up(self._stage, reached)
+
+    async def _fetch_until_taken(self, at_least: int) -> bool:
+        # Tries until a member gives a state; False when no other member is left, or when FETCH_TRIES have failed and
+        # this peer has the least id of all: then it takes the step itself, and the other members fetch its state.
+        tries = 0
+        while others := sorted(self.members().keys() - {self._me}):
+            tries += 1
+            try:
+                await self.fetch_state(others, at_least)
+                return True
+            except Unavailable as error:
+                self._report(events.TaskFailed("fetch state", str(error)))
+            if tries >= FETCH_TRIES and self._me < others[0]:
+                return False
+            await asyncio.sleep(FETCH_AGAIN_S)
+        return False
+
+    async def fetch_state(self, sources: Sequence[PeerId], at_least: int) -> None:
+        """Stops the syncs and replaces the state by a source's; raises Unavailable if none has `at_least` steps."""
+        await self._syncs.stop()
+        await self._fetch(self._stage, sources, at_least)
+        self._all_reduce.codec.drop_stage(self._stage)
+
+    # --- what rounds ask
+
+    def members(self) -> Members:
+        """Returns the members of the stage's next round, with this peer, by id, and their bandwidths, see `Members`.
+
+        Newcomers reduce no shard. In asynchronous runs lagging replicas are no members of all-reduces: they replay
+        them.
+        """
+        known, listed = self._others()
+        step = self._stages.step_of(self._stage)
+        others = round_members(known, listed, loop_time())
+        if not self._stages.step_plan(self._stage).is_inner(step) and not self._rule.synchronous:
+            others -= lagging_replicas(known, others, step)
+        new = newcomers(known, others, step)
+        if self._start_step > step - NEWCOMER_STEPS >= 0:
+            new.add(self._me)
+        bandwidths = self._swarm.replicas_in_view(self._stage)
+        return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._me}}
+
+    def round_s(self) -> float:
+        """Returns the seconds that a round may take: the manifest's `averaging.round_s`.
+
+        In an asynchronous run at most max(MIN_ROUND_S, ROUND_STEPS * a recent step's seconds), once these are known.
+        """
+        step_s = self.meter.step_s.value
+        if self._rule.synchronous or step_s is None:
+            return self._averaging.round_s
+        return min(self._averaging.round_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
+
+    def look_at_round(self, shard: Shard) -> RoundView:
+        """Returns what is known of the shard's round; numel is 0 where it is not averaged here now, with the refusal.
+
+        Not awaited are unreachable members. In asynchronous runs also others that have not reported yet (after step 0),
+        or whose last report was more than 1 step (for fragments MAX_REPORT_LAG + 1) behind the shard's step.
+        """
+        now, (known, listed), members = loop_time(), self._others(), self.members()
+        not_awaited = unreachable_replicas(known, members, now)
+        if not self._rule.synchronous:
+            is_gradient = shard.kind == "gradient"
+            step = shard.round if is_gradient else shard.round * self._averaging.every - MAX_REPORT_LAG
+            not_awaited |= lagging_or_unheard_replicas(known, members.keys() - {self._me}, step)
+        numel, refusal = self._check(shard)
+        live = frozenset(live_replicas(known, listed, now))
+        return RoundView(members, live, frozenset(not_awaited), self.round_s(), numel, refusal)
+
+    def _check(self, shard: Shard) -> tuple[int, AgoraError | None]:
+        stage, is_gradient = self._stage, shard.kind == "gradient"
+        every, fragments = self._averaging.every, shard.fragments
+        if is_gradient != (fragments == ALL_REDUCE):
+            return 0, ProtocolError("bad-message", f"no {shard.kind} of {fragments} slices is averaged in {stage}")
+        averaged_step = shard.round if is_gradient else shard.round * every - 1
+        if self._stages.step_plan(stage).fragments_at(averaged_step) != fragments:
+            problem = f"stage {stage} averages no {shard.kind} {shard.round} here"
+            # Where plans change, an honest member may not know of the change yet.
+            return 0, Refused(problem) if self._change_rule.may_change else ProtocolError("bad-message", problem)
+        numel = self._stages.layout(stage).numel
+        if not is_gradient:
+            numel = self._fragments_of(shard.round).numel_of(shard.round)
+        cuts = cut_into_shards(numel)
+        if shard.position >= len(cuts):
+            problem = f"round {shard.round} has {len(cuts)} parts, not {shard.position + 1}"
+            return 0, ProtocolError("bad-message", problem)
+        step = self._stages.step_of(stage)
+        own_number = step if is_gradient else step // every
+        if abs(shard.round - own_number) > MAX_ROUNDS_APART * max(fragments, 1):
+            return 0, Refused(f"round {shard.round} is too far from this peer's round {own_number}")
+        return len(range(numel)[cuts[shard.position]]), None
+
+    def _fragments_of(self, number: int) -> Fragments:
+        count = self._stages.step_plan(self._stage).fragments_at(number * self._averaging.every - 1)
+        if count not in self._fragments:
+            self._fragments[count] = Fragments(self._stages.layout(self._stage).numel, count, self._seed)
+        return self._fragments[count]
+
+    # --- what gossip asks
+
+    def highest_plausible_step(self) -> int:
+        """Returns the highest step that another replica can have taken by now; see OwnPace, which it also updates."""
+        now, step = _time_with_suspend(), self._stages.step_of(self._stage)
+        furthest = self._gossip.furthest_step(self._stage)
+        self._pace = self._pace.with_step(step, now, self.meter.step_s.value, furthest)
+        lead = LOCAL_LEAD if self._stages.step_plan(self._stage).is_inner(step) else LEAD
+        return self._pace.highest_plausible_step(now, self._rule.target_tokens, lead)
+
+    def report_implausible(self, peer: PeerId, step: int) -> None:
+        """Reports as a violation that `peer` claims to have taken `step` steps; it counts once a minute."""
+        highest = self.highest_plausible_step()
+        text = f"says that it is at step {step} of stage {self._stage}; {highest} is the most that time allows"
+        dedup_key = f"stage {self._stage}, minute {loop_time() // 60:.0f}"
+        self._report_violation(peer, Violation.IMPLAUSIBLE_STEP, text, dedup_key)
+
+    # --- gradient compression; all-reduces or inner steps
+
+    def _choose_compression(self) -> None:
+        if self._rule.synchronous:
+            return
+        self._uplink = self._uplink.after_step(self._swarm.uplink_bytes_per_s())
+        replicas, step_s = len(self.members()), self.meter.expected_s or None
+        if step_s is None and self._uplink.rate is not None and replicas > 1:
+            return  # the rate of a replica is unknown, as after a join: the last choice stays
+        section = self._averaging
+        chosen = choose_gradient_compression(
+            section.gradient_wire,
+            self._replicated_numel(),
+            replicas,
+            self._uplink,
+            step_s,
+            section.share_of_uplink,
+        )
+        # During inner steps no gradient is sent; the choice still says what the uplink carries.
+        if chosen.name != self.compression.name and not self._takes_inner_step_now():
+            self._report(events.GradientWireChosen(self._stage, chosen.name, chosen.reason))
+        self.compression = chosen
+        self._all_reduce.codec.send_gradients_as(self._stage, chosen.name)
+
+    def _takes_inner_step_now(self) -> bool:
+        return self._stages.step_plan(self._stage).is_inner(self._stages.step_of(self._stage))
+
+    def _notice_change(self, step: int) -> None:
+        plan = self._stages.step_plan(self._stage)
+        if plan != self._plan:
+            _, reason = self._explain_fragments(plan.fragments)
+            change = events.StepPlanChanged(self._stage, plan.change_at, plan.fragments, plan.later_fragments, reason)
+            self._report(change)
+        before, fragments = self._present_fragments, plan.fragments_at(step)
+        if fragments != before:
+            self._all_reduce.codec.drop_stage(self._stage)
+        if before == ALL_REDUCE != fragments:
+            self._syncs.forget_tokens()
+        elif before != ALL_REDUCE == fragments:
+            start_reported(self._syncs.stop(), self._report, "end of fragment syncs")
+        self._plan, self._present_fragments = plan, fragments
+
+    def wanted_fragments(self, shard: Shard) -> int:
+        """Returns in how many fragments the shard's stage should agree later, or ALL_REDUCE.
+
+        That is the shard's own number, which asks for no change, until the wish for a change is held.
+        """
+        wanted = self._update_wish(shard.fragments)
+        return wanted if self._wish.is_held(loop_time()) else shard.fragments
+
+    def _update_wish(self, present: int) -> int:
+        # Called at least after every step: a wish is held only if nothing else was wanted in between.
+        if not self._change_rule.may_change:
+            return present
+        wanted, _ = self._explain_fragments(present)
+        self._wish = self._wish.after(present, wanted, loop_time())
+        return wanted
+
+    def _explain_fragments(self, present: int) -> tuple[int, str]:
+        known, listed = self._others()
+        live = live_replicas(known, listed, loop_time())
+        uplinks = [ReplicaUplink(each.direct.rate.per_second, each.counts.bytes_carried) for each in live.values()]
+        uplinks.append(ReplicaUplink(self.meter.rate.per_second, self.counts().bytes_carried))
+        return wanted_fragments(present, uplinks, self._change_rule.most_fragments)
+
+    # --- what origins and the status ask
+
+    def missing_tokens(self) -> int:
+        """Returns how many tokens this replica and the other live ones must together still count for the open step.
+
+        Returns 0 if they have enough, and while a share that was closed here awaits its mean.
+        """
+        own = self.counts()
+        if own.open_step > own.step:
+            return 0
+        known, listed = self._others()
+        now = loop_time()
+        live = live_replicas(known, round_members(known, listed, now), now)
+        return max(0, self._rule.target_tokens - own.tokens - count_tokens(live, own.open_step))
+
+    def is_awaiting_mean(self) -> bool:
+        """Returns whether origins wait now because a share closed here lacks its mean; see StepMeter."""
+        own = self.counts()
+        return own.open_step > own.step and self._origins_wait()
+
+    def tokens_until_origins_wait(self) -> int | None:
+        """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit.
+
+        The number is quota - tokens of this replica's open share; it is -tokens while a closed share awaits its mean.
+        """
+        own = self.counts()
+        if not self._origins_wait():
+            return None
+        return -own.tokens if own.open_step > own.step else self.meter.quota_now - own.tokens
+
+    def _origins_wait(self) -> bool:
+        if self._rule.synchronous or self._takes_inner_step_now():
+            return False
+        return self.meter.quota_now > 0 and self.meter.should_origins_wait(loop_time())
+
+    def agreement(self) -> str:
+        """Returns in words how the stage agrees with its replicas now: by gradients or by fragments, and why."""
+        fragments = self._stages.step_plan(self._stage).fragments_at(self._stages.step_of(self._stage))
+        if fragments == ALL_REDUCE:
+            return f"mean gradients, sent as {self.compression.reason or self.compression.name}"
+        text = f"local steps, all weights in {fragments * self._averaging.every} as {self._averaging.slice_wire}"
+        return f"{text}: {self._explain_fragments(fragments)[1]}"
+
+    # --- the end
+
+    def leave(self) -> asyncio.Task[None] | None:
+        """Starts no more steps or syncs from now on; returns the running step or fetch, if there is one."""
+        self._is_leaving = True
+        return self._task
+
+    async def stop(self) -> None:
+        """Cancels the running step or fetch and all syncs, and awaits them."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._syncs.stop()
 
 
 class ReplicaGroup:
-    """This peer's stages among their replicas: gossips, and starts the steps, slice rounds and fetches that are due.
+    """This peer's stages among their replicas. `loops`: each stage's own, by number.
 
-    The daemon runs `run` until it cancels it, and calls the `on_...` methods; everything happens on the event loop.
+    The daemon runs `run` until it cancels it, and calls the loops' `on_...` methods; everything happens on the event
+    loop.
     """
 
     def __init__(
         self,
         signed: SignedManifest,
         me: PeerId,
-        stages: ReplicatedStages,
+        *,
+        stages: Stages,
         caller: Caller,
-        state: StateFetcher,
-        listing: ReplicaListing,
+        swarm: SwarmView,
+        fetch_state: FetchState,
         report: events.Report,
         report_violation: ReportViolation,
     ) -> None:
-        """Gives each stage its first StepPolicy. report_violation: is called for replicas that break the protocol."""
-        self._averaging = averaging = signed.manifest.averaging
-        self._config = config = ActionConfig.from_manifest(signed.manifest)
-        self._me = me
+        """report_violation: is called for replicas that break the protocol."""
         self._stages = stages
-        self._state = state
-        self._listing = listing
-        self._leading_step = 0
-        self._in_progress = 0
+        self._swarm = swarm
         self._report = report
         self._report_violation = report_violation
-        self._leaving = False
-        interval_s = SYNCHRONOUS_INTERVAL_S if config.synchronous else INTERVAL_S
-        self.gossip = gossip = StepGossip(
-            me, stages.span, caller, listing, self._counts, self._decide_and_start, interval_s=interval_s
+        self._synchronous = signed.manifest.schedule.kind == "synchronous"
+        self.gossip = StepGossip(
+            me,
+            stages.span,
+            caller,
+            swarm,
+            lambda: {stage: loop.counts() for stage, loop in self.loops.items()},
+            lambda stage: self.loops[stage].consider(),
+            highest_plausible=lambda stage: self.loops[stage].highest_plausible_step(),
+            report_implausible=lambda stage, peer, step: self.loops[stage].report_implausible(peer, step),
+            interval_s=SYNCHRONOUS_INTERVAL_S if self._synchronous else INTERVAL_S,
         )
-        self._bounds = StepBounds(stages, self._recent_step_s, gossip.furthest_step, config, report_violation)
-        gossip.bounds = self._bounds
-        self._start_steps = {stage: stages.step_of(stage) for stage in stages.span.stages}
-        microbatch_tokens, target = signed.manifest.quota_tokens, config.target_tokens
-        meters = {stage: StepMeter(microbatch_tokens, StepTokenPlan(target)) for stage in stages.span.stages}
-        self.rounds = rounds = StageRounds(signed, me, stages, gossip, listing, meters, caller, report)
-        self.reducer = rounds.reducer
-        self._exact = ExactSteps(me, config.synchronous, stages, rounds, self, report)
-        self._stage_states: dict[int, _GroupStage] = {}
-        most_slices = slice_count(averaging.fraction)
-        for stage, meter in meters.items():
-            slice_rounds = SliceRounds(stage, averaging.every, most_slices, stages, rounds, report)
-            wire = GradientWire(self.reducer.config.gradient_wire, "")
-            plan, step = stages.step_plan(stage), stages.step_of(stage)
-            self._stage_states[stage] = _GroupStage(slice_rounds, meter, plan, plan.slices_at(step), wire)
-            stages.set_step_policy(stage, StepPolicy(config.target_tokens, averages=True))
+        self.all_reduce = AllReduce(
+            RoundConfig.from_manifest(signed, me),
+            caller,
+            self._look_at_round,
+            lambda shard: self.loops[shard.stage].wanted_fragments(shard),
+            report,
+        )
+        shared = _Shared(
+            signed,
+            me,
+            stages,
+            self.gossip,
+            self.all_reduce,
+            swarm,
+            fetch_state,
+            self._replicated_numel,
+            report,
+            report_violation,
+        )
+        self.loops: Mapping[int, StageReplicas] = {stage: StageReplicas(stage, shared) for stage in stages.span.stages}
 
     async def run(self) -> None:
-        """Gossips, steps and averages until cancelled; then cancels all running work, awaits it, closes the reducer."""
+        """Gossips, steps and averages until cancelled; then cancels all running work, and awaits it."""
         watching = start_reported(self._watch_other_stages(), self._report, "steps of other stages")
         try:
             await self.gossip.run()
         finally:
-            tasks = [watching, *(state.task for state in self._stage_states.values() if state.task is not None)]
-            for task in tasks:
-                task.cancel()
-            stops = [state.slice_rounds.stop() for state in self._stage_states.values()]
-            await asyncio.gather(*tasks, *stops, return_exceptions=True)
-            await self.reducer.close()
+            watching.cancel()
+            stops = [loop.stop() for loop in self.loops.values()]
+            await asyncio.gather(watching, *stops, return_exceptions=True)
+            await self.all_reduce.close()
 
     async def leave(self, within_s: float) -> None:
         """Starts no more steps or rounds; waits up to `within_s` seconds for steps and fetches, then cancels them.
 
-        Running slice rounds go on: a state that is exported afterwards may lack their means.
+        Running fragment syncs go on: a state that is exported afterwards may lack their means.
         """
-        self._leaving = True
-        running = [state.task for state in self._stage_states.values() if state.task is not None]
-        if running:
+        if running := [task for loop in self.loops.values() if (task := loop.leave()) is not None]:
             _, unfinished = await asyncio.wait(running, timeout=within_s)
             for task in unfinished:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
 
-    # --- what other replicas and other packages ask
-
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
     ) -> tuple[Averaged, list[WireTensor]]:
-        """Answers Contribute with the mean, see PartReducer.answer_contribution; reports ProtocolErrors as offences."""
+        """Answers Contribute with the mean, see AllReduce.contribute; reports ProtocolErrors as violations."""
         try:
-            return await self.reducer.answer_contribution(peer, message, tensors, deadline)
+            return await self.all_reduce.answer_contribution(peer, message, tensors, deadline)
         except ProtocolError as error:
-            # Counted once for a round, however many parts are wrong: a peer that has restarted sends all of them again.
+            # Counted once for a round, however many shards are wrong: a peer that has restarted sends all of them
+            # again.
             dedup_key = f"stage {message.stage}, {message.what}, round {message.round}"
             self._report_violation(peer, Violation.BAD_AVERAGE, f"{error.code}: {error}", dedup_key)
             raise
 
-    def missing_tokens(self, stage: int) -> int:
-        """Returns how many tokens this replica and the other live ones must together still count for the open step.
+    def _look_at_round(self, shard: Shard) -> RoundView:
+        if loop := self.loops.get(shard.stage):
+            return loop.look_at_round(shard)
+        problem = f"no {shard.kind} of {shard.fragments} slices is averaged in {shard.stage}"
+        return RoundView({}, frozenset(), frozenset(), 0.0, refusal=ProtocolError("bad-message", problem))
 
-        Returns 0 if they have enough, and while a share that was closed here awaits its mean.
-        """
-        own = self._counts()[stage]
-        if own.open_step > own.step:
-            return 0
-        others = OtherReplicas(self.gossip.known_progress(stage), self.gossip.others_in_view(stage))
-        _, live = counting_replicas(loop_time(), others)
-        return max(0, self._config.target_tokens - own.tokens - count_tokens(live, own.open_step))
-
-    def reason(self, stage: int) -> str:
-        """Returns the sentence with next_action's latest reason for what the stage does; "" before the first."""
-        return self._stage_states[stage].reason
-
-    def gradient_wire(self, stage: int) -> GradientWire:
-        """Returns how this peer sends the stage's gradients, as chosen after its latest step."""
-        return self._stage_states[stage].wire
-
-    def agreement(self, stage: int) -> str:
-        """Returns in words how the stage agrees with its replicas now: by gradients or by slices, and why."""
-        slices = self._stages.step_plan(stage).slices_at(self._stages.step_of(stage))
-        if slices == EXACT:
-            wire = self.gradient_wire(stage)
-            return f"mean gradients, sent as {wire.reason or wire.name}"
-        text = f"local steps, all weights in {slices * self._averaging.every} as {self._averaging.slice_wire}"
-        return f"{text}: {self.rounds.explain_slices(stage, slices)[1]}"
-
-    # --- what exact steps ask, see ExactStepGroup
-
-    def record_exact_step(self, stage: int, tokens: float) -> None:
-        """Corrects the stage's StepTokenPlan (tokens of the next steps) after an exact step over `tokens` tokens."""
-        meter = self._stage_states[stage].meter
-        meter.token_plan = meter.token_plan.after_step(tokens)
-
-    async def fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        """Stops the stage's slice rounds, replaces its state by StateFetcher.fetch, then calls PartAverager.drop_stage.
-
-        Returns fetch's result. Raises Unavailable, with the rounds stopped, when no source has such a state.
-        """
-        await self._stage_states[stage].slice_rounds.stop()
-        fetched = await self._state.fetch(stage, sources, at_least)
-        self.reducer.averager.drop_stage(stage)
-        return fetched
-
-    # --- deciding
-
-    def on_share_closed(self, stage: int) -> None:
-        """Called when the device thread closed a share: notes the time, gossips immediately, starts what is due."""
-        self._stage_states[stage].meter.on_share_closed(loop_time())
-        self.gossip.tick()
-
-    def on_microbatch_left(self, stage: int, in_progress: int) -> None:
-        """Called for each stage when a training microbatch has left. in_progress: how many are still in progress here.
-
-        If origins wait for means and the stage's open share has its quota, starts what is due in the stage.
-        """
-        self._in_progress = in_progress
-        if self._origins_wait(stage) and self._counts()[stage].tokens >= self._stage_states[stage].meter.quota_now:
-            self._decide_and_start(stage)
-
-    def is_awaiting_mean(self, stage: int) -> bool:
-        """Returns whether origins wait now because a share closed here lacks its mean; see StepMeter."""
-        own = self._counts()[stage]
-        return own.open_step > own.step and self._origins_wait(stage)
-
-    def tokens_until_origins_wait(self, stage: int) -> int | None:
-        """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit.
-
-        The number is quota - tokens of this replica's open share; it is -tokens while a closed share awaits its mean.
-        """
-        own = self._counts()[stage]
-        if not self._origins_wait(stage):
-            return None
-        return -own.tokens if own.open_step > own.step else self._stage_states[stage].meter.quota_now - own.tokens
-
-    def on_stepped(self, stage: int, step: int, tokens: int) -> None:
-        """Called after each optimizer step: measures it, chooses the format of gradients, gossips, starts what is due.
-
-        step: steps taken so far. tokens: of this replica in that step; in local steps they weigh its next slices.
-        """
-        state = self._stage_states[stage]
-        state.meter.on_stepped(loop_time())
-        if self._counts()[stage].open_step > step:
-            state.meter.on_share_closed(loop_time())
-        self._choose_gradient_wire(stage)
-        self._notice_change(stage, step)
-        self.rounds.update_wish(stage, state.plan.slices_at(step))
-        if state.plan.is_local(step - 1):
-            state.meter.record_local_step(tokens)
-            state.slice_rounds.record_local_step(tokens)
-        self.gossip.tick()
-
-    def _origins_wait(self, stage: int) -> bool:
-        meter = self._stage_states[stage].meter
-        if self._config.synchronous or self._is_local_now(stage):
-            return False
-        return meter.quota_now > 0 and meter.should_origins_wait(loop_time())
-
-    def _recent_step_s(self, stage: int) -> float | None:
-        return self._stage_states[stage].meter.step_s.value
-
-    def _is_local_now(self, stage: int) -> bool:
-        return self._stages.step_plan(stage).is_local(self._stages.step_of(stage))
-
-    def _choose_gradient_wire(self, stage: int) -> None:
-        if self._config.synchronous:
-            return
-        state = self._stage_states[stage]
-        state.uplink = uplink = state.uplink.after_step(self._listing.uplink_bytes_per_s())
-        members = {own: len(self.rounds.members(own)) for own in self._stage_states}
-        numel = sum(self._stages.layout(own).numel for own, count in members.items() if count > 1)
-        if not state.meter.expected_s and uplink.rate is not None and members[stage] > 1:
-            return
-        section, step_s = self._averaging, state.meter.expected_s or None
-        most, share = section.gradient_wire, section.share_of_uplink
-        chosen = choose_gradient_wire(most, numel, members[stage], uplink, step_s, share)
-        if chosen.name != state.wire.name and not self._is_local_now(stage):
-            self._report(events.GradientWireChosen(stage, chosen.name, chosen.reason))
-        state.wire = chosen
-        self.reducer.averager.gradient_wires[stage] = chosen.name
-
-    def _notice_change(self, stage: int, step: int) -> None:
-        state, plan = self._stage_states[stage], self._stages.step_plan(stage)
-        if plan != state.plan:
-            _, reason = self.rounds.explain_slices(stage, plan.slices)
-            self._report(events.StepPlanChanged(stage, plan.change_at, plan.slices, plan.later_slices, reason))
-        before, slices = state.slices, plan.slices_at(step)
-        if slices != before:
-            self.reducer.averager.drop_stage(stage)
-        if before == EXACT != slices:
-            state.slice_rounds.forget_tokens()
-        elif before != EXACT == slices:
-            start_reported(state.slice_rounds.stop(), self._report, "end of slice rounds")
-        state.plan, state.slices = plan, slices
-
-    def _decide_and_start(self, stage: int) -> None:
-        now, state, own = loop_time(), self._stage_states[stage], self._counts()[stage]
-        others = OtherReplicas(self.gossip.known_progress(stage), self.gossip.others_in_view(stage), self._leading_step)
-        replicas, live = counting_replicas(now, others)
-        state.meter.measure(now, own.tokens_counted)
-        quota = state.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
-        waits = self._origins_wait(stage)
-        plan = self._stages.step_plan(stage)
-        is_local = plan.is_local(own.open_step)
-        policy = step_policy(own.open_step, replicas, live, quota, self._config, is_local=is_local, by_device=not waits)
-        self._stages.set_step_policy(stage, policy)
-        behind_at, is_running = state.behind_at, state.task is not None and not state.task.done()
-        takes_slices = plan.is_local(own.step - 1) and plan.is_local(own.step)
-        own_stage = OwnStage(
-            own,
-            plan,
-            quota,
-            step_s=state.meter.expected_s,
-            is_leaving=self._leaving,
-            is_busy=is_running,
-            slice_due=state.slice_rounds.next_due(own.step, own.agreed) if takes_slices else None,
-            behind_since=behind_at[1] if behind_at and behind_at[0] == own.step < self._leading_step else None,
-            diverged_from=replicas_to_fetch_from(self._lineages(stage), self._me, live),
-            in_progress=self._in_progress if waits else 0,
-        )
-        action, state.reason = next_action(now, own_stage, others, self._config)
-        self._start(stage, action, own.step)
-
-    def _start(self, stage: int, action: Action, step: int) -> None:
-        state = self._stage_states[stage]
-        match action.kind:
-            case "slice round":
-                state.slice_rounds.begin(action.number, step)
-                self._decide_and_start(stage)
-            case "catch up":
-                state.task = start_reported(self._stages.catch_up(stage, action.number), self._report)
-            case "step":
-                state.task = start_reported(self._stages.catch_up(stage, step + 1), self._report)
-            case "replay":
-                state.task = start_reported(self._exact.replay(stage, action.number), self._report)
-            case "step together":
-                state.task = start_reported(self._exact.step_together(stage, action.number), self._report)
-            case "fetch":
-                if action.sources:
-                    self._report(events.StageDiverged(stage, step, ", ".join(action.sources)))
-                else:
-                    self._report(events.StageFellBehind(stage, step, action.number))
-                fetch = self._exact.fetch_or_catch_up(stage, action.at_least, action.number, action.sources)
-                state.task = start_reported(fetch, self._report)
+    def _replicated_numel(self) -> int:
+        return sum(self._stages.layout(stage).numel for stage, loop in self.loops.items() if len(loop.members()) > 1)
 
     async def _watch_other_stages(self) -> None:
         # Without this, stages that begin from checkpoints of different steps would wait for one another forever.
-        while self._config.synchronous:
+        while self._synchronous:
             await asyncio.sleep(LEADING_STEP_INTERVAL_S)
-            of_run = self._bounds.plausible_of_run(self._listing.steps_of_run())
-            self._leading_step = leading_step(of_run)
-            for stage, state in self._stage_states.items():
-                step = self._stages.step_of(stage)
-                if step >= self._leading_step:
-                    state.behind_at = None
-                elif state.behind_at is None or state.behind_at[0] != step:
-                    state.behind_at = (step, loop_time())
-
-    def _counts(self) -> Mapping[int, ReplicaCounts]:
-        starts, carried = self._start_steps, self._reported_carried
-        return {
-            p.stage: ReplicaCounts(
-                *(p.step, p.open_step, p.tokens_in_share, p.tokens_counted, p.agreed, p.lineage),
-                *(starts[p.stage], carried(p.stage)),
+            # All stages step together, so the bound is the highest step that is plausible in any stage here.
+            highest = max(loop.highest_plausible_step() for loop in self.loops.values())
+            leading = leading_step(
+                [[step for step in steps if step <= highest] for steps in self._swarm.steps_of_run()]
             )
-            for p in self._stages.progress()
-        }
+            for loop in self.loops.values():
+                loop.on_leading_step(leading)
 
-    def _reported_carried(self, stage: int) -> int:
-        carried = self._stage_states[stage].wire.carried
-        return 0 if math.isinf(carried) else 1 + min(int(1000 * carried), MAX_CARRIED)
 
-    def _lineages(self, stage: int) -> Mapping[int, int]:
-        return next(progress.lineages for progress in self._stages.progress() if progress.stage == stage)
+def _time_with_suspend() -> float:
+    # The others go on while this machine sleeps.
+    return loop_time() + slept_s()

@@ -1,4 +1,15 @@
-"""What is known of one stage: its own counts, what the other replicas report, the rates. Deterministic."""
+"""All that is known of one stage: its own counts, what the other replicas report, rates and quotas. Pure.
+
+| a replica is | when | what follows |
+|---|---|---|
+| listed | the directory's view names it as a replica of the stage | it is gossiped to |
+| silent | its last report is older than SILENT_S, or connections broke for GONE_S since | it is in no step or round |
+| suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
+| unreachable | it is silent or suspected | no shard of a round waits for it |
+| live | it is not unreachable | its tokens count, and others catch up with it |
+
+A new report ends each of these states.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +22,23 @@ from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
-from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GossipEntry
 
 from agora.core.rates import MovingAverage
-from agora.core.sync_mode import ALL_EXACT, StepPlan
+from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
 
-# --- quota
-
-# Divides an optimizer step among the replicas of a stage: how many tokens each counts for its share. Deterministic.
-#
-# A step has m = target / microbatch_tokens microbatches. With the replicas in the order of their ids, and R_i the sum
-# of
-# the first i rates over the sum of all, replica i counts microbatches round(m * R_(i-1)) to round(m * R_i). So the
-# quotas
-# of replicas that know the same rates add up to the target.
-
+SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
+# Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent:
+# its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs.
+GONE_S: Final = 1.0
+# Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random.
+MAX_DIRECT_TARGETS: Final = 8
+GOSSIP_FANOUT: Final = 4  # number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS
+# Steps by which another replica's open step may lead this one's; a larger lead is implausible.
+MAX_PLAUSIBLE_LEAD: Final = 10
+# Number of steps in which a new replica reduces no shard: others learn of it one by one, but must agree on the
+# reducers.
+NEWCOMER_STEPS: Final = 3
 RATE_DECAY_S: Final = 10.0  # seconds after which a counted token weighs 1/e of one counted now
 # Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second.
 MIN_MEASURED_S: Final = 0.9
@@ -38,6 +50,9 @@ ASSUMED_STEP_S: Final = 2.0
 MAX_SKIPPED_WAITS: Final = 32
 # Fraction of the target by which a step may be made smaller or larger to correct earlier ones.
 MAX_CORRECTION: Final = 0.5
+
+
+# --- rates and quotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,10 @@ class TokenRate:
 
 def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, microbatch_tokens: int) -> int:
     """Returns how many tokens of a step replica `me`, which is in `rates`, counts before it closes its share.
+
+    A step has m = target / microbatch_tokens microbatches. With the replicas in the order of their ids, and R_i the sum
+    of the first i rates over the sum of all, replica i counts microbatches round(m * R_(i-1)) to round(m * R_i). So the
+    quotas of replicas that know the same rates add up to the target.
 
     rates: tokens per second of the replicas that take part; None, unknown, counts as the median of the known rates.
     When all are 0, the quotas are equal. target: tokens of the step. microbatch_tokens: tokens of one microbatch. A
@@ -154,8 +173,8 @@ class StepMeter:
         self.quota_now = quota if others else 0
         return quota
 
-    def record_local_step(self, tokens: int) -> None:
-        """Corrects `token_plan` by the tokens that a local step had beyond the target, or lacked.
+    def record_inner_step(self, tokens: int) -> None:
+        """Corrects `token_plan` by the tokens that an inner step had beyond the target, or lacked.
 
         tokens: counted by this replica in the step. The tokens of all replicas are estimated as target * tokens
         / the quota that this replica has of an uncorrected step. Changes nothing before the first update_quota.
@@ -201,34 +220,7 @@ class StepMeter:
         self._stepped_at = now
 
 
-# --- replica_progress
-
-# Keeps what a replica knows of its stage's other replicas: their progress, which are alive, which belong to a step.
-#
-# Deterministic.
-#
-# | a replica is | when | what follows |
-# |---|---|---|
-# | listed | the directory's view names it as a replica of the stage | it is gossiped to |
-# | silent | its last report is older than SILENT_S, or connections broke for GONE_S since | it is in no step or round |
-# | suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
-# | unreachable | it is silent or suspected | no part of a round waits for it |
-# | live | it is not unreachable | its tokens count, and others catch up with it |
-#
-# A new report ends each of these states.
-
-SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
-# Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent.
-#
-# Then its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs.
-GONE_S: Final = 1.0
-# Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random.
-MAX_DIRECT_TARGETS: Final = 8
-# Steps by which another replica's open step may lead this one's; a larger lead is implausible.
-MAX_PLAUSIBLE_LEAD: Final = 10
-GOSSIP_FANOUT: Final = 4  # number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS
-# Number of steps in which a new replica owns no part: others learn of it one by one, but must agree on the owners.
-NEWCOMER_STEPS: Final = 3
+# --- what replicas report
 
 
 class ReplicaCounts(NamedTuple):
@@ -239,7 +231,7 @@ class ReplicaCounts(NamedTuple):
     open_step: int = 0
     tokens: int = 0  # tokens counted for `open_step`
     tokens_counted: int = 0  # all tokens counted since the replica started
-    agreed: int = 0  # steps it had taken at the last mean, of gradients or of a slice, that it has applied
+    agreed: int = 0  # steps it had taken at the last mean, of gradients or of a fragment, that it has applied
     lineage: int = 0  # a digest of all means up to `agreed`, 0 when unknown
     start_step: int = 0  # steps of the state that it started with
     carried: int = 0  # 1 + thousandths of a byte that its uplink carries for each value and step; 0: it is never full
@@ -276,8 +268,17 @@ class DirectReport:
         rate = TokenRate()
         if self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
             rate = self.rate.after(counts.tokens_counted - self.tokens_counted, now - self.at)
-        agreement = counts.agreed, counts.lineage, counts.start_step
-        return DirectReport(counts.step, counts.open_step, counts.tokens_counted, now, open_since, rate, *agreement)
+        return DirectReport(
+            counts.step,
+            counts.open_step,
+            counts.tokens_counted,
+            at=now,
+            open_since=open_since,
+            rate=rate,
+            agreed=counts.agreed,
+            lineage=counts.lineage,
+            start_step=counts.start_step,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +336,30 @@ class ReplicaProgress:
 KnownReplicas = Mapping[PeerId, ReplicaProgress]  # what is known of the other replicas of one stage, by id
 
 
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """What this peer knows of one of its stages at one moment; all that `decide` sees."""
+
+    counts: ReplicaCounts  # how far this replica is
+    known: KnownReplicas = field(default_factory=dict)  # the progress that the other replicas reported
+    listed: Collection[PeerId] = ()  # the other replicas that this peer's view of the run names
+    leading_step: int = 0  # steps taken by the stage of the run that has taken the most
+    plan: StepPlan = ONLY_ALL_REDUCE  # which of the stage's steps are inner steps; all others are all-reduces
+    quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
+    step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
+    is_leaving: bool = False  # whether this peer is leaving the run
+    is_busy: bool = False  # whether a step, a fetch or a catch-up is running
+    sync_due: int | None = None  # the fragment sync to begin, None if none is due
+    # When the stage fell behind the run's leading stage, on the loop's clock; None if it is not behind.
+    behind_since: float | None = None
+    # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
+    diverged_from: tuple[PeerId, ...] = ()
+    in_progress: int = 0  # number of microbatches in progress here that belong to the open share
+
+
+# --- changes of what is known
+
+
 def merge_gossip(
     known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
 ) -> dict[PeerId, ReplicaProgress]:
@@ -390,6 +415,9 @@ def record_view(known: KnownReplicas, listed: Collection[PeerId], now: float) ->
     }
 
 
+# --- who takes part
+
+
 def unreachable_replicas(known: KnownReplicas, peers: Collection[PeerId], now: float) -> set[PeerId]:
     """Returns those of `peers` that are silent or suspected. A peer that is not in `known` is not among them."""
     return {peer for peer in peers if peer in known and not known[peer].is_live(now)}
@@ -404,7 +432,8 @@ def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int)
 
 
 def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
-    """Returns those of `peers` that must own no part of step `step`, because other replicas may not know of them yet.
+    """Returns those of `peers` that must reduce no shard of step `step`, because other replicas may not know of them
+    yet.
 
     Newcomers are peers whose start step is later than `step` - NEWCOMER_STEPS, or unknown. For a `step` below
     NEWCOMER_STEPS there are none.
@@ -442,6 +471,9 @@ def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
     silent = {peer for peer in listed if peer in known and known[peer].is_silent(now)}
     heard = {peer for peer, progress in known.items() if progress.direct.step >= 0 and progress.is_live(now)}
     return (set(listed) | {peer for peer in heard if not known[peer].listed}) - silent
+
+
+# --- how far they are
 
 
 def count_tokens(others: KnownReplicas, step: int) -> int:
@@ -497,6 +529,18 @@ def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_to
     return step + 1 if ahead and ahead >= math.ceil(reachable / 4) and 4 * tokens >= target else step
 
 
+def leading_step(steps: Collection[Collection[int]]) -> int:
+    """Returns the step of the run's furthest stage: the largest of the stages' lower medians.
+
+    steps: for each stage, the steps that its replicas have taken. Ignores stages without replicas; returns 0 if there
+    is no other stage.
+    """
+    return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)
+
+
+# --- what to tell whom
+
+
 def choose_targets(listed: Collection[PeerId], me: PeerId, rng: random.Random) -> list[PeerId]:
     """Returns the replicas to gossip to now: all `listed` ones without `me`, sorted by id.
 
@@ -516,72 +560,3 @@ def compose_gossip(
     others = sorted(live_replicas(known, listed, now).items(), key=lambda item: -item[1].reported_at)
     entries = ((peer, *progress.counts, round(1000 * (now - progress.reported_at))) for peer, progress in others)
     return ((me, *own, 0), *entries)[:MAX_GOSSIPED_REPLICAS]
-
-
-def leading_step(steps: Collection[Collection[int]]) -> int:
-    """Returns the step of the run's furthest stage: the largest of the stages' lower medians.
-
-    steps: for each stage, the steps that its replicas have taken. Ignores stages without replicas; returns 0 if there
-    is no other stage.
-    """
-    return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)
-
-
-# A replica of an asynchronous run that is more steps than this behind the others fetches their state.
-MAX_STEPS_BEHIND: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class ActionConfig:
-    """The manifest's settings for steps."""
-
-    target_tokens: int  # tokens of a step, counted by all replicas together
-    synchronous: bool
-    max_steps_behind: int  # a replica that is more steps behind the others fetches their state
-
-    @classmethod
-    def from_manifest(cls, manifest: Manifest) -> ActionConfig:
-        """Returns the manifest's step configuration; max_steps_behind: 1 if synchronous, else MAX_STEPS_BEHIND."""
-        synchronous = manifest.schedule.kind == "synchronous"
-        max_steps_behind = 1 if synchronous else MAX_STEPS_BEHIND
-        return cls(manifest.optimizer.target_tokens, synchronous, max_steps_behind)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnStage:
-    """This replica of a stage: how far it is, and what it is doing."""
-
-    counts: ReplicaCounts
-    # Which of the stage's steps are local; all others are exact, along the mean gradient of all replicas.
-    plan: StepPlan = ALL_EXACT
-    quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
-    step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
-    is_leaving: bool = False  # whether this peer is leaving the run
-    is_busy: bool = False  # whether a step, a fetch or a catch-up is running
-    slice_due: int | None = None  # the slice round to begin, None if none is due
-    # When the stage fell behind the run's leading stage, on the loop's clock; None if it is not behind.
-    behind_since: float | None = None
-    # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
-    diverged_from: tuple[PeerId, ...] = ()
-    in_progress: int = 0  # number of microbatches in progress here that belong to the open share
-
-
-@dataclass(frozen=True, slots=True)
-class OtherReplicas:
-    """The other replicas of a stage. known: the progress they reported. listed: the ids that this peer's view names.
-
-    leading_step: steps taken by the stage of the run that has taken the most.
-    """
-
-    known: KnownReplicas
-    listed: Collection[PeerId]
-    leading_step: int = 0
-
-
-def counting_replicas(now: float, others: OtherReplicas) -> tuple[set[PeerId], KnownReplicas]:
-    """Returns the ids of the other replicas that belong to a step, and the progress of the live ones among them by id.
-
-    now: seconds on the clock of the times in `others`. See round_members.
-    """
-    members = round_members(others.known, others.listed, now)
-    return members, live_replicas(others.known, members, now)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from agora.core.sync_mode import ALL_EXACT, EXACT, StepPlan
+from agora.core.sync_mode import ALL_REDUCE, ONLY_ALL_REDUCE, StepPlan
 from agora.state.files import FileDigest, fresh_path, put_in_place, write_file, write_tensors
 from agora.state.layout import Layout, StageState
 
@@ -61,9 +61,9 @@ class _CheckpointIndex(BaseModel):
     tokens_total: int = Field(ge=0)
     agreed: int = Field(ge=0)
     lineage: int = Field(ge=0, lt=2**32)
-    slices: int = Field(default=EXACT, ge=0)
+    slices: int = Field(default=ALL_REDUCE, ge=0)
     change_at: int = Field(default=ALL_STEPS, ge=0)
-    later_slices: int = Field(default=EXACT, ge=0)
+    later_slices: int = Field(default=ALL_REDUCE, ge=0)
     files: dict[str, FileDigest]
 
 
@@ -81,7 +81,7 @@ class Checkpoint:
     tokens_total: int
     agreed: int
     history_hash: int
-    plan: StepPlan = ALL_EXACT
+    plan: StepPlan = ONLY_ALL_REDUCE
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
@@ -222,9 +222,9 @@ def _write_files(parent: Path, run: str, state: StageState) -> Path:
         tokens_total=state.tokens_total,
         agreed=state.agreed,
         lineage=state.history_hash,
-        slices=state.plan.slices,
+        slices=state.plan.fragments,
         change_at=state.plan.change_at,
-        later_slices=state.plan.later_slices,
+        later_slices=state.plan.later_fragments,
         files={
             WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.views(state.weights), metadata),
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),

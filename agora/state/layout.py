@@ -18,7 +18,7 @@ import numpy as np
 from agora_protocol.limits import SLICE_BLOCK, STATE_CHUNK_BYTES
 from numpy.typing import NDArray
 
-from agora.core.sync_mode import ALL_EXACT, StepPlan
+from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
 
 # float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has.
 Flat = NDArray[np.float32]
@@ -59,7 +59,7 @@ class StageState:
     moments: Mapping[str, Flat]
     agreed: int = 0
     history_hash: int = 0
-    plan: StepPlan = ALL_EXACT
+    plan: StepPlan = ONLY_ALL_REDUCE
 
     @property
     def averaged_weights(self) -> Flat:
@@ -158,7 +158,7 @@ class Layout:
 
         self: the stage's layout during exact steps.
         """
-        if not plan.is_local(step):
+        if not plan.is_inner(step):
             return self
         everything = [slice(0, self.numel)]
         outer = (MomentSpec(name, everything) for name in (OUTER_PARAMETERS, VELOCITY))

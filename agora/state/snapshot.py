@@ -15,7 +15,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.core.sync_mode import ALL_EXACT
+from agora.core.sync_mode import ONLY_ALL_REDUCE
 from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
 
 # The answer while there is no state to give.
@@ -25,9 +25,9 @@ NOTHING_TO_GIVE: Final = StateIndex(
     updates=0,
     agreed=0,
     lineage=0,
-    slices=ALL_EXACT.slices,
-    change_at=ALL_EXACT.change_at,
-    later_slices=ALL_EXACT.later_slices,
+    slices=ONLY_ALL_REDUCE.fragments,
+    change_at=ONLY_ALL_REDUCE.change_at,
+    later_slices=ONLY_ALL_REDUCE.later_fragments,
     size=0,
 )
 RETRY_MS: Final = 1000
@@ -91,9 +91,9 @@ class SnapshotServer:
             updates=state.updates,
             agreed=state.agreed,
             lineage=state.history_hash,
-            slices=state.plan.slices,
+            slices=state.plan.fragments,
             change_at=state.plan.change_at,
-            later_slices=state.plan.later_slices,
+            later_slices=state.plan.later_fragments,
             size=state.layout.nbytes,
         )
         return Reply(index, [hashes])

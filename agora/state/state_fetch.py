@@ -31,7 +31,7 @@ from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
 
 from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
-from agora.core.sync_mode import EXACT, ChangeRule, StepPlan
+from agora.core.sync_mode import ALL_REDUCE, ChangeRule, StepPlan
 from agora.state.chunk_fetch import (
     CHUNK_S,
     FAILURES,
@@ -397,7 +397,7 @@ def check_offer(reply: Reply, exact_layout: Layout, change_rule: ChangeRule) -> 
     plan = plan_of(index)
     if not change_rule.is_possible(plan, index.step):
         raise CorruptStateError("bad-message", f"No stage of this run has the plan {tuple(plan)} at step {index.step}.")
-    if plan.slices == EXACT and plan.is_local(index.step) and index.agreed < plan.change_at:
+    if plan.fragments == ALL_REDUCE and plan.is_inner(index.step) and index.agreed < plan.change_at:
         raise Refused("has a snapshot without the weights at which its local steps began")
     layout = exact_layout.at_step(index.step, plan)
     if index.size != layout.nbytes:

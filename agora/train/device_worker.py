@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_all_finite
 from agora.core.span_work import SpanResult, SpanWork
-from agora.core.sync_mode import EXACT, StepEvent, StepPlan, StepPolicy
+from agora.core.sync_mode import ALL_REDUCE, StepEvent, StepPlan, StepPolicy
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, device_errors, work_clock_of
@@ -288,7 +288,7 @@ class DeviceWorker:
         blocks: Blocks,
         snapshot: Tensor,
         averaged: AveragedSlice | None,
-        wanted_slices: int = EXACT,
+        wanted_slices: int = ALL_REDUCE,
     ) -> None:
         """See Stage.outer_step."""
         function = self.trainer.stage(stage).outer_step
@@ -303,7 +303,7 @@ class DeviceWorker:
         return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
     async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = EXACT
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = ALL_REDUCE
     ) -> None:
         """See Stage.step_with_gradient."""
         function = self.trainer.stage(stage).step_with_gradient

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agora.core.sync_mode import (
-    EXACT,
+    ALL_REDUCE,
     ChangeRule,
     ShareClosed,
     StageStepped,
@@ -110,7 +110,7 @@ class Stage:
         self._change_rule = ChangeRule.from_manifest(manifest)
         self.plan = first_step_plan(manifest)
         # During local steps, the anchor and what moves it; None during exact ones.
-        self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_local(0) else None
+        self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_inner(0) else None
         # An average in host memory is copied to the device when it is read: see `evaluated`.
         average = None if offload.in_host else self.optimizer.average
         self._average = None if average is None else WeightVersion(average, layout, module)
@@ -249,7 +249,7 @@ class Stage:
         """
         if step <= self.step or self._closed_shares:
             return
-        uses_sum = step == self.step + 1 or self.plan.is_local(self.step)
+        uses_sum = step == self.step + 1 or self.plan.is_inner(self.step)
         if uses_sum and self.sum.totals.tokens > 0:
             self._step_with_sum()
         skipped = step - self.step
@@ -286,7 +286,9 @@ class Stage:
         self._update_progress()
         self._on_step(ShareClosed(self.number, step, totals.tokens))
 
-    def step_with_gradient(self, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = EXACT) -> None:
+    def step_with_gradient(
+        self, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = ALL_REDUCE
+    ) -> None:
         """Takes step `step` along the mean gradient [numel] over all replicas' `tokens`, and reports StepTaken.
 
         Drops this replica's closed share of the step; an open share stays, for the step after. With 0 tokens the step
@@ -309,13 +311,13 @@ class Stage:
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
-        self.plan = self._change_rule.after_exact_step(self.plan, step, wanted_slices)
+        self.plan = self._change_rule.after_all_reduce(self.plan, step, wanted_slices)
         self._count_step(totals, result, tokens or None, checksum)
 
     def record_slice(self, step: int, checksum: int, wanted_slices: int) -> None:
         """Adds step `step` to the history: the mean of its slice, whose CRC is `checksum`, was applied."""
         self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
-        self.plan = self._change_rule.after_slice_round(self.plan, step, wanted_slices)
+        self.plan = self._change_rule.after_fragment_sync(self.plan, step, wanted_slices)
         self._update_progress()
 
     def _new_outer(self) -> OuterOptimizer:
@@ -361,12 +363,12 @@ class Stage:
     ) -> None:
         now = time.monotonic()
         staleness = totals.staleness(self.step)
-        if not self.plan.is_local(self.step):
+        if not self.plan.is_inner(self.step):
             self._lineages = with_step(self._lineages, self.step + 1, checksum)
         self.step += 1
-        if self.plan.is_local(self.step) and self.outer is None:
+        if self.plan.is_inner(self.step) and self.outer is None:
             self.outer = self._new_outer()
-        elif self.outer is not None and not self.plan.is_local(self.step):
+        elif self.outer is not None and not self.plan.is_inner(self.step):
             # Local steps have made the replicas differ. With an own history each, all but one fetch that one's state.
             self.outer = None
             self._leave_lineage()
@@ -408,7 +410,7 @@ class Stage:
         blocks: Blocks,
         snapshot: Tensor,
         averaged: AveragedSlice | None,
-        wanted_slices: int = EXACT,
+        wanted_slices: int = ALL_REDUCE,
     ) -> None:
         """Applies the mean of step `step`'s round over `blocks` to outer parameters and weights, and to the history.
 
@@ -425,7 +427,7 @@ class Stage:
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             mean, has_mean = averaged
-            pass_steps = self._averaging.every * self.plan.slices_at(step - 1)
+            pass_steps = self._averaging.every * self.plan.fragments_at(step - 1)
             change = self.outer.step(rows, snapshot, mean, has_mean, pass_steps).to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
             flat = self.writable_weights()
@@ -471,7 +473,7 @@ class Stage:
         self.writable_weights().copy_(weights)
         self.optimizer.load(state.updates, moments)
         self.outer = None
-        if state.plan.is_local(state.step):
+        if state.plan.is_inner(state.step):
             self.outer = self._new_outer()
             for name, values in self.outer.moments.items():
                 values.copy_(moments[name])

@@ -22,12 +22,12 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.core.sync_mode import EXACT, StepPolicy
+from agora.core.sync_mode import ALL_REDUCE, StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.replica.all_reduce import ROUNDS_PER_OWNER, Slices
-from agora.replica.shard_codec import Part, PartAverager, RoundConfig, cut_into_parts
+from agora.replica.all_reduce import ROUNDS_PER_REDUCER, Fragments
+from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, cut_into_shards
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Blocks
@@ -161,7 +161,7 @@ class RoundMember:
     """A member's side of all rounds, as a daemon has it: the run's configuration, and what it exchanges."""
 
     def __init__(self, config: RoundConfig) -> None:
-        self.config, self.averager = config, PartAverager(config)
+        self.config, self.averager = config, ShardCodec(config)
 
 
 def members_of(count: int, gradient_wire: WireName = "float32", slice_wire: WireName = "float32") -> list[RoundMember]:
@@ -178,31 +178,31 @@ def exchange(
     number: int,
     what: What,
     in_time: Sequence[bool],
-    slices: int = EXACT,
+    slices: int = ALL_REDUCE,
 ) -> tuple[list[Tensor], int]:
     """Runs a round; returns what each member gets as the answer, float32 [n], and the bytes that each member sends.
 
-    One member owns all parts, for ROUNDS_PER_OWNER rounds of the same elements; then the next member does.
+    One member owns all parts, for ROUNDS_PER_REDUCER rounds of the same elements; then the next member does.
 
-    in_time: for each member, whether its values count. slices: of the stage, EXACT in a round of gradients.
+    in_time: for each member, whether its values count. slices: of the stage, ALL_REDUCE in a round of gradients.
     """
     answers = [torch.empty_like(value) for value in values]
-    terms, sent = members[0].config, 0
-    turn = number // max(slices, 1) // ROUNDS_PER_OWNER
+    decoder, sent = members[0].averager, 0
+    turn = number // max(slices, 1) // ROUNDS_PER_REDUCER
     owner = members[turn % len(members)].averager
-    for index, cut in enumerate(cut_into_parts(len(values[0]))):
-        part = Part(0, what, number, index, slices)
+    for index, cut in enumerate(cut_into_shards(len(values[0]))):
+        part = Shard(0, what, number, index, slices)
         made = [
-            member.averager.build_contribution(part, value[cut], weight)
+            member.averager.contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
-        came = [terms.decode_part(part, contribution.encoded, len(contribution.values)) for contribution in made]
+        came = [decoder.decode(part, contribution.encoded, len(contribution.values)) for contribution in made]
         present = [place for place, is_in_time in enumerate(in_time) if is_in_time]
-        found = owner.average(part, [came[place] for place in present], [made[place].weight for place in present], None)
+        found = owner.mean(part, [came[place] for place in present], [made[place].weight for place in present], None)
         assert found is not None
         for place, member in enumerate(members):
             answers[place][cut] = found.values
-            member.averager.contributions.record_outcome(part, made[place], in_time[place])
+            member.averager.record_outcome(part, made[place], in_time[place])
         sent += made[0].encoded.nbytes
     return answers, sent
 
@@ -224,7 +224,7 @@ class Anchored:
     def __init__(self, setting: Setting, replicas: Sequence[Replica], seed: int) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._setting, self._replicas = setting, replicas
-        self._slices = Slices(len(replicas[0].flat), setting.slices, seed)
+        self._slices = Fragments(len(replicas[0].flat), setting.slices, seed)
         self._in_time = InTime(setting.missing, seed, len(replicas))
         self._members = members_of(len(replicas), slice_wire=setting.wire)
         self._flights: list[Flight] = []
@@ -257,7 +257,7 @@ class Anchored:
     def _land(self, step: int) -> None:
         while self._flights and self._flights[0].lands <= step:
             flight = self._flights.pop(0)
-            done = (True,) * len(cut_into_parts(len(flight.mean)))
+            done = (True,) * len(cut_into_shards(len(flight.mean)))
             for replica, snapshot in zip(self._replicas, flight.snapshots, strict=True):
                 replica.stage.outer_step(flight.step, flight.blocks, snapshot, (flight.mean, done))
 

@@ -10,7 +10,7 @@ from agora_protocol.codec_names import WireName
 from agora_protocol.manifest import Manifest, preset
 from agora_protocol.manifest_sections import ALL_STEPS, AveragingSection
 
-from agora.core.sync_mode import EXACT
+from agora.core.sync_mode import ALL_REDUCE
 
 DEFAULTS: Final = AveragingSection()
 DEFAULT_OPTIMIZER: Final = preset("tiny").optimizer.name
@@ -42,7 +42,7 @@ class Setting:
 
     scheme: Literal["none", "synchronous", "gradients", "slices"]
     wire: WireName = "float32"
-    slices: int = EXACT
+    slices: int = ALL_REDUCE
     every: int = 1
     delay: int = 1
     stale: float = DELAY

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +21,8 @@ from agora_protocol.messages import Contribute, Message, Recall
 from agora.core.calls import Reply
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
-from agora.replica.all_reduce import PartReducer, Round
-from agora.replica.shard_codec import INT8_ROUNDS, Part, RoundConfig, cut_into_parts
+from agora.replica.all_reduce import AllReduce, Round, RoundView
+from agora.replica.shard_codec import INT8_ROUNDS, RoundConfig, Shard, cut_into_shards
 from agora.train.memory import keep_freed_memory
 from benchmarks.averaging_values import Holding
 from benchmarks.streams import join
@@ -39,12 +39,12 @@ class Member:
     def __init__(self, spec: dict[str, Any]) -> None:
         """spec: numel, offset, true_mean, wire (None: the manifest's default), folder, index."""
         self._spec = spec
-        self._sizes: list[int] = [cut.stop - cut.start for cut in cut_into_parts(int(spec["numel"]))]
+        self._sizes: list[int] = [cut.stop - cut.start for cut in cut_into_shards(int(spec["numel"]))]
         self._holding = Holding(int(spec["numel"]), spec["offset"], spec["true_mean"])
         self._values = torch.empty(int(spec["numel"]))
         self._holding.put(self._values)
         self._members: dict[PeerId, float] = {}
-        self._reducer: PartReducer | None = None
+        self._reducer: AllReduce | None = None
 
     async def serve(self, channel: Channel) -> None:
         """{"meet": [[peer, addresses], ...]} connects the members, {"round": r} takes part in round r."""
@@ -62,34 +62,18 @@ class Member:
         await network.close()
         await host.close()
 
-    def _make_reducer(self, me: PeerId, network: Network) -> PartReducer:
+    def _make_reducer(self, me: PeerId, network: Network) -> AllReduce:
         defaults = AveragingSection()
         wire = self._spec["wire"] or defaults.gradient_wire
         config = RoundConfig(me, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
         self._round_s = defaults.round_s
-        return PartReducer(config, network, self)
+        return AllReduce(config, network, self._look, lambda shard: shard.fragments, report=lambda event: None)
 
-    def members(self, stage: int) -> dict[PeerId, float]:
-        """Returns the members of a stage's rounds, this peer included, with bandwidths."""
-        return self._members
-
-    def round_s(self, stage: int) -> float:
-        """Returns the seconds that a round of a stage may take."""
-        return self._round_s
-
-    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
-        """Returns no peer: the owner of a part waits for each contribution."""
-        return set()
-
-    def check_part(self, part: Part) -> int:
-        """Returns the number of elements of `part`. Raises ProtocolError if there is no such part."""
-        if part.position >= len(self._sizes):
-            raise ProtocolError("bad-message", "no such part")
-        return self._sizes[part.position]
-
-    def wanted_slices(self, part: Part) -> int:
-        """Returns the present number of slices: nothing changes here."""
-        return part.slices
+    def _look(self, shard: Shard) -> RoundView:
+        view = RoundView(self._members, frozenset(self._members), frozenset(), self._round_s)
+        if shard.position >= len(self._sizes):
+            return replace(view, refusal=ProtocolError("bad-message", "no such part"))
+        return replace(view, numel=self._sizes[shard.position])
 
     async def _answer(self, call: IncomingCall) -> Reply:
         assert self._reducer is not None
@@ -117,11 +101,11 @@ class Member:
                 nothing = Recall(stage=0, what="gradient", round=0, part=0, slices=0)
                 await network.call(peer, nothing, deadline=deadline)
 
-    async def _round(self, reducer: PartReducer, number: int) -> dict[str, Any]:
+    async def _round(self, reducer: AllReduce, number: int) -> dict[str, Any]:
         begin = time.monotonic()
         deadline = asyncio.get_running_loop().time() + self._round_s
         number += INT8_ROUNDS  # a run's first rounds travel in more bits
-        round_ = Round(reducer, lambda event: None, 0, "gradient", number, WEIGHT, self._members, deadline)
+        round_ = Round(reducer, 0, "gradient", number, WEIGHT, self._members, deadline)
         held = (await round_.run(self._values)).mean
         end = time.monotonic()
         found = self._holding.found(held)

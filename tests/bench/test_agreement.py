@@ -33,8 +33,8 @@ from agora.core.sync_mode import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids
-from agora.replica.all_reduce import Slices
-from agora.replica.shard_codec import PartCodec
+from agora.replica.all_reduce import Fragments
+from agora.replica.shard_codec import NumberFormat
 from agora.train.objectives import TokenBatch
 
 TINY = Effort((0,), 6, 32, 1, 16, 8, heldout_batches=2)
@@ -104,9 +104,9 @@ def test_a_round_puts_in_the_bytes_of_its_slice(manifest: Manifest, sampler: Sam
     setting = Setting("slices", wire, 4, every=2)  # type: ignore[arg-type]
     found = trained(manifest, sampler, setting, 6)
     flat = replicas_of(manifest, sampler)[0].flat
-    slices = Slices(len(flat), 4, manifest.seed)
+    slices = Fragments(len(flat), 4, manifest.seed)
     taken = [torch.zeros(slices.numel_of(number)) for number in (1, 2, 3)]
-    sent = sum(tensor.nbytes for values in taken for tensor in PartCodec(setting.wire).encode(values))
+    sent = sum(tensor.nbytes for values in taken for tensor in NumberFormat(setting.wire).encode(values))
     assert found["rounds"] == 3 and found["bytes"] == pytest.approx(sent / len(flat) / 6)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.core.sync_mode import ALL_EXACT, StageStepped, StepPlan, StepPolicy
+from agora.core.sync_mode import ONLY_ALL_REDUCE, StageStepped, StepPlan, StepPolicy
 from agora.train.device_worker import MAX_EVENTS, StepEvents
 
 KNOWN = StepPolicy(target_tokens=1000, averages=True, step=7, own_tokens=400, alone=True)
@@ -40,11 +40,11 @@ def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
 
 def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_where_the_mean_is_awaited() -> None:
     closing = replace(KNOWN, alone=False, closes_share=True)
-    assert [closing.must_close(step, ALL_EXACT) for step in (6, 7, 8)] == [False, True, False]
-    assert not replace(closing, closes_share=False).must_close(7, ALL_EXACT)
+    assert [closing.must_close(step, ONLY_ALL_REDUCE) for step in (6, 7, 8)] == [False, True, False]
+    assert not replace(closing, closes_share=False).must_close(7, ONLY_ALL_REDUCE)
     assert not closing.must_close(7, StepPlan(0, 7, 20)) and closing.must_close(7, StepPlan(20, 7, 0))
-    assert not replace(closing, alone=True).must_close(7, ALL_EXACT)
-    assert not replace(closing, averages=False).must_close(7, ALL_EXACT)
+    assert not replace(closing, alone=True).must_close(7, ONLY_ALL_REDUCE)
+    assert not replace(closing, averages=False).must_close(7, ONLY_ALL_REDUCE)
 
 
 def test_a_policy_that_knows_nothing_of_others_asks_for_the_whole_target_and_waits_where_steps_are_exact() -> None:

@@ -10,7 +10,7 @@ from agora_protocol.ids import Span, peer_name
 from agora_protocol.records import Claim, StageAccount
 
 from agora.cli import status_command
-from agora.core.sync_mode import ALL_EXACT, StepPlan
+from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
 from agora.node.control.node_report import (
     NodeReport,
     SpanReport,
@@ -24,7 +24,7 @@ from agora.node.control.node_report import (
 from agora.node.process.watchdog import Notifier, Watchdog
 from agora.observe import events
 from agora.observe.reporter import Counters
-from agora.replica.decide import GradientWire
+from agora.replica.decide import GradientCompression
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge
@@ -34,12 +34,17 @@ ME = Identity(bytes([1]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
     (
-        StageProgress(0, 7, 7, 0, 0, 0, (3, 1), 64, 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), ALL_EXACT, {}),
-        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 0, 1, StageAccount(), ALL_EXACT, {}),
+        StageProgress(
+            0, 7, 7, 0, 0, 0, (3, 1), 64, 0, StageAccount(640, 64, 544, 0, 0, 4, 1000, 0.25), ONLY_ALL_REDUCE, {}
+        ),
+        StageProgress(1, 8, 8, 0, 0, 0, (0, 2), 0, 1, StageAccount(), ONLY_ALL_REDUCE, {}),
     ),
     {0: "96 tokens are missing", 1: ""},
     {0: 0, 1: 1},
-    gradient_wires={0: GradientWire("normal4", "normal4: nothing waits for its uplink"), 1: GradientWire("int8", "")},
+    gradient_wires={
+        0: GradientCompression("normal4", "normal4: nothing waits for its uplink"),
+        1: GradientCompression("int8", ""),
+    },
     agreement={0: "mean gradients, sent as normal4", 1: "local steps since step 3"},
     busy_fraction=0.51239,
     in_progress=2,
@@ -131,7 +136,7 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
         "its device works 51% of the time: schedule.staleness allows it 1",
     ]
     assert notes_of(report(span=dataclasses.replace(span, behind={}, busy_fraction=0.95))) == []
-    slow = GradientWire("normal2", "normal2: too slow", True)
+    slow = GradientCompression("normal2", "normal2: too slow", True)
     short = dataclasses.replace(SPAN, behind={}, gradient_wires={0: slow, 1: slow})
     assert notes_of(report(span=short)) == [f"stage {stage} sends gradients as normal2: too slow" for stage in (0, 1)]
     first, second = SPAN.stages

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from agora_protocol.manifest import Manifest
 
-from agora.core.sync_mode import EXACT, MIN_STEPS_BETWEEN
+from agora.core.sync_mode import ALL_REDUCE, MIN_STEPS_BETWEEN
 from tests.process.harness import Daemon, checkpoint_at, last_step, newest_common, nothing_lost, oracle_manifest, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -38,7 +38,7 @@ def changes_of(daemon: Daemon) -> list[tuple[int, int, int]]:
 
 def returns_of(daemon: Daemon) -> list[int]:
     """From which steps on the stage's steps are exact again."""
-    return [change_at for change_at, _, later in changes_of(daemon) if later == EXACT]
+    return [change_at for change_at, _, later in changes_of(daemon) if later == ALL_REDUCE]
 
 
 def are_past(daemons: list[Daemon], step: int) -> bool:
@@ -55,7 +55,7 @@ def test_links_that_get_slow_bring_local_steps_and_links_that_get_fast_exact_one
         set_links(peers, SLOW)
         made.until(lambda: all(map(changes_of, peers)), "a decision for local steps")
         (change_at, before, slices) = changes_of(peers[0])[0]
-        assert before == EXACT and slices > EXACT
+        assert before == ALL_REDUCE and slices > ALL_REDUCE
         made.until(partial(are_past, peers, change_at + 5), "local steps of three")
         assert all("local steps" in " ".join(peer.ask("report")["notes"]) for peer in peers)
         made.until(partial(are_past, peers, change_at + MIN_STEPS_BETWEEN), "many local steps")
@@ -67,7 +67,7 @@ def test_links_that_get_slow_bring_local_steps_and_links_that_get_fast_exact_one
         first, *others = (checkpoint_at(peer, 0, common) for peer in peers)
         assert all(np.array_equal(first[name], other[name]) for other in others for name in first)
         for peer in peers:
-            assert changes_of(peer)[0] == (change_at, EXACT, slices) and returns_of(peer)[0] == back
+            assert changes_of(peer)[0] == (change_at, ALL_REDUCE, slices) and returns_of(peer)[0] == back
             assert {event["task"] for event in peer.events("TaskFailed")} <= {"fetch state"}, "it is tried again"
             assert not peer.events("PeerSuspended")
             kinds = {event["what"] for event in peer.events("RoundDone") if change_at + 2 < event["round"] < back}

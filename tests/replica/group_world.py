@@ -6,8 +6,6 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,15 +15,18 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
+from agora_protocol.records import StageAccount
 
 from agora.core.calls import Reply
 from agora.core.sync_mode import ChangeRule, StepPlan, StepPolicy, first_step_plan
 from agora.observe.events import Event
+from agora.replica.gossip import SwarmView
 from agora.replica.run import ReplicaGroup
-from agora.state.layout import lay_out
+from agora.state.layout import Layout, lay_out
 from agora.swarm.peer_score import Violation
 from agora.train.diloco import OuterOptimizer
-from agora.train.stage import INITIAL_LINEAGE, lineage_of_weights, with_step
+from agora.train.gradients import GradientShare
+from agora.train.stage import INITIAL_LINEAGE, StageProgress, lineage_of_weights, with_step
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from tests.replica.world import identities
 from tests.train.support import small_manifest
@@ -33,15 +34,6 @@ from tests.train.support import small_manifest
 NUMEL = 4 * SLICE_BLOCK
 LAYOUT = lay_out([("weights", (4, SLICE_BLOCK))])
 TICK_S = 0.05
-
-
-@dataclass(frozen=True)
-class Share:
-    """As train.GradientShare."""
-
-    step: int
-    tokens: int
-    values: torch.Tensor
 
 
 class FakeStage:
@@ -59,21 +51,32 @@ class FakeStage:
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
         self.lineages = {0: INITIAL_LINEAGE}
-        self.share: Share | None = None
+        self.share: GradientShare | None = None
         self.policy = StepPolicy(10**9)
         self.alone_at: list[int] = []
         self.closed: list[int] = []
         """The tokens of each part that was closed."""
         self.group: ReplicaGroup | None = None
 
-    def layout(self, stage: int) -> Any:
-        return SimpleNamespace(numel=NUMEL)
+    def layout(self, stage: int) -> Layout:
+        return LAYOUT
 
-    def progress(self) -> list[Any]:
-        open_step = self.step + (self.share is not None)
-        counts = {"tokens_in_share": self.tokens, "tokens_counted": self.counted}
-        counts |= {"lineages": self.lineages, "agreed": self.agreed, "lineage": self.lineages[self.agreed]}
-        return [SimpleNamespace(stage=0, step=self.step, open_step=open_step, plan=self.plan, **counts)]
+    def progress(self) -> list[StageProgress]:
+        progress = StageProgress(
+            stage=0,
+            step=self.step,
+            open_step=self.step + (self.share is not None),
+            tokens_in_share=self.tokens,
+            tokens_counted=self.counted,
+            tokens_total=self.counted,
+            staleness=(),
+            tokens_predicted=0,
+            refused_nonfinite=0,
+            account=StageAccount(),
+            plan=self.plan,
+            lineages=self.lineages,
+        )
+        return [progress]
 
     @property
     def agreed(self) -> int:
@@ -95,7 +98,7 @@ class FakeStage:
             self.counted += int(self.rate * TICK_S)
             self._take_due_step()
             if self.group is not None:
-                self.group.on_microbatch_left(0, in_progress=0)
+                self.group.loops[0].on_microbatch_left(in_progress=0)
 
     def _take_due_step(self) -> None:
         """As train.Stage.step_if_due."""
@@ -113,29 +116,29 @@ class FakeStage:
         self._step(self.gradient, tokens)
 
     def _close(self) -> None:
-        self.share = Share(self.step, self.tokens, self.gradient)
+        self.share = GradientShare(self.step, self.tokens, self.gradient)
         self.closed.append(self.tokens)
         self.tokens = 0
         assert self.group is not None
-        asyncio.get_running_loop().call_soon(self.group.on_share_closed, 0)
+        asyncio.get_running_loop().call_soon(self.group.loops[0].on_share_closed)
 
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
-        was_local = self.plan.is_local(self.step)
+        was_local = self.plan.is_inner(self.step)
         self.step, self.share = self.step + 1, None
         if not was_local:
             self.lineages = with_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
             self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
-        elif not self.plan.is_local(self.step):
+        elif not self.plan.is_inner(self.step):
             self.lineages = {self.step: lineage_of_weights(self.weights.numpy().data)}
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
         assert self.group is not None
-        asyncio.get_running_loop().call_soon(self.group.on_stepped, 0, self.step, own)
+        asyncio.get_running_loop().call_soon(self.group.loops[0].on_stepped, self.step, own)
 
     async def outer_gradient(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self.plan.is_local(self.step):
+        if not self.plan.is_inner(self.step):
             return None
         snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
         return self.outer.outer_gradient(torch.from_numpy(blocks), snapshot), snapshot
@@ -143,7 +146,7 @@ class FakeStage:
     async def outer_step(
         self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, wanted_slices: int
     ) -> None:
-        if step <= self.agreed or not self.plan.is_local(self.step):
+        if step <= self.agreed or not self.plan.is_inner(self.step):
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
@@ -151,27 +154,27 @@ class FakeStage:
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
             moved = self.outer.step(
-                rows, snapshot, *averaged, self.manifest.averaging.every * self.plan.slices_at(step - 1)
+                rows, snapshot, *averaged, self.manifest.averaging.every * self.plan.fragments_at(step - 1)
             )
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
             checksum = zlib.crc32(bytes([*averaged[1], wanted_slices]), zlib.crc32(averaged[0].numpy().data))
         self.lineages = with_step(self.lineages, step, checksum, last=self.agreed)
-        self.plan = self.change_rule.after_slice_round(self.plan, step, wanted_slices)
+        self.plan = self.change_rule.after_fragment_sync(self.plan, step, wanted_slices)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.Stage."""
         if step > self.step and self.share is None:
-            if self.tokens and (step == self.step + 1 or self.plan.is_local(self.step)):
+            if self.tokens and (step == self.step + 1 or self.plan.is_inner(self.step)):
                 self._step_alone()
             if step > self.step:
-                if not self.plan.is_local(step - 1):
+                if not self.plan.is_inner(step - 1):
                     self.lineages = with_step({step - 1: self.lineages[self.agreed]}, step, 0)
                 self.step, self.tokens = step, 0
                 self._tell(0)
         self._take_due_step()
 
-    async def take_gradient_share(self, stage: int) -> Share:
+    async def take_gradient_share(self, stage: int) -> GradientShare:
         if self.share is None:
             self._close()
         assert self.share is not None
@@ -181,7 +184,7 @@ class FakeStage:
         self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, wanted_slices: int
     ) -> None:
         assert self.step == step
-        self.plan = self.change_rule.after_exact_step(self.plan, step, wanted_slices)
+        self.plan = self.change_rule.after_all_reduce(self.plan, step, wanted_slices)
         self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 
@@ -199,12 +202,16 @@ class GroupPeer:
         self.group = ReplicaGroup(
             world.signed,
             peer,
-            self.stage,
-            world.network.join(peer, self._answer),
-            self,
-            self,
-            self.events.append,
-            lambda peer, violation, text, dedup_key="": self.offences.append((peer, violation, dedup_key)),
+            stages=self.stage,
+            caller=world.network.join(peer, self._answer),
+            swarm=SwarmView(
+                self.replicas_in_view, self.has_connections, self.uplink_bytes_per_s, lambda: self.world.run_steps
+            ),
+            fetch_state=self.fetch,
+            report=self.events.append,
+            report_violation=lambda peer, violation, text, dedup_key="": self.offences.append(
+                (peer, violation, dedup_key)
+            ),
         )
         self.stage.group = self.group
         self.tasks: list[asyncio.Task[None]] = []
@@ -232,9 +239,6 @@ class GroupPeer:
     def has_connections(self) -> bool:
         return self.world.has_connections
 
-    def steps_of_run(self) -> list[list[int]]:
-        return self.world.run_steps
-
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
         """As the state room's keeper: from the first source that is reachable and far enough."""
         self.fetches.append(at_least)
@@ -259,7 +263,7 @@ class GroupPeer:
             case GossipSteps() as request:
                 return Reply(self.group.gossip.answer(call.peer, request), [])
             case Recall() as request:
-                return Reply(*self.group.reducer.answer_recall(request))
+                return Reply(*self.group.all_reduce.answer_recall(request))
             case Contribute() as request:
                 return Reply(*await self.group.answer_contribution(call.peer, request, call.tensors, call.deadline))
         raise AssertionError(call.message)

@@ -12,16 +12,15 @@ from agora_protocol.messages import Recall
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import RoundDone
-from agora.replica.all_reduce import owners_of
+from agora.replica.all_reduce import reducers_of
 from agora.replica.shard_codec import (
     INT8_ROUNDS,
     NORMAL_BITS,
-    ContributionBuilder,
-    EncodedPart,
-    Part,
-    PartAverager,
-    PartCodec,
+    EncodedShard,
+    NumberFormat,
     RoundConfig,
+    Shard,
+    ShardCodec,
 )
 from tests.replica.world import RUN, Member, World, identities
 from tests.virtual_time import run
@@ -35,13 +34,13 @@ def config(wire: str = "normal2") -> RoundConfig:
     return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, slice_wire=wire)  # type: ignore[arg-type]
 
 
-def part(number: int, stage: int = 0) -> Part:
-    return Part(stage, "gradient", number, 0)
+def part(number: int, stage: int = 0) -> Shard:
+    return Shard(stage, "gradient", number, 0)
 
 
-def slice_part(number: int) -> Part:
+def slice_part(number: int) -> Shard:
     """Of three slices."""
-    return Part(0, "slice", number, 0, slices=3)
+    return Shard(0, "slice", number, 0, fragments=3)
 
 
 def gradient(number: int, scale: float = 1e-4) -> torch.Tensor:
@@ -54,14 +53,14 @@ def gradient(number: int, scale: float = 1e-4) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "lost"), [("normal2", 0.1175), ("normal3", 0.0345), ("normal4", 0.0095)])
 def test_a_normal_distribution_loses_what_lloyd_and_max_computed(name: str, lost: float) -> None:
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1)) * 3e-7
-    back = PartCodec(name).decode(PartCodec(name).encode(values), len(values))  # type: ignore[arg-type]
+    back = NumberFormat(name).decode(NumberFormat(name).encode(values), len(values))  # type: ignore[arg-type]
     share = float((back - values).square().mean() / values.square().mean())
     assert share == pytest.approx(lost, rel=0.06), "and the scales' rounding adds little"
 
 
 @pytest.mark.parametrize("name", list(NORMAL_BITS))
 def test_every_length_and_size_travels_in_its_bits(name: str) -> None:
-    codec = PartCodec(name)  # type: ignore[arg-type]
+    codec = NumberFormat(name)  # type: ignore[arg-type]
     for numel in (1, 7, 63, 64, 65, 1000, 4096):
         for scale in (0.0, 1e-44, 1e-15, 1.0, 1e30, 3e38):
             values = torch.full((numel,), scale)
@@ -81,7 +80,7 @@ def test_every_length_and_size_travels_in_its_bits(name: str) -> None:
 def test_blocks_of_very_different_sizes_keep_theirs() -> None:
     sizes = 2.0 ** -torch.arange(0, 40, 2.0).repeat_interleave(QUANTISER_BLOCK)
     values = torch.randn(len(sizes), generator=torch.Generator().manual_seed(3)) * sizes
-    back = PartCodec("normal4").decode(PartCodec("normal4").encode(values), len(values))
+    back = NumberFormat("normal4").decode(NumberFormat("normal4").encode(values), len(values))
     for block, (was, now) in enumerate(zip(values.split(QUANTISER_BLOCK), back.split(QUANTISER_BLOCK), strict=True)):
         error = float((was - now).norm() / was.norm())
         assert error < 0.2 if block < 16 else error <= 1.0, "2^32 times smaller than the largest, and it is zero"
@@ -98,7 +97,7 @@ def test_blocks_of_very_different_sizes_keep_theirs() -> None:
     ],
 )
 def test_another_form_is_refused(change: object) -> None:
-    codec = PartCodec("normal2")
+    codec = NumberFormat("normal2")
     with pytest.raises(ProtocolError, match=r"part|exponent"):
         codec.decode(change(*codec.encode(gradient(1))), SIZE)  # type: ignore[operator]
 
@@ -110,106 +109,104 @@ def test_another_form_is_refused(change: object) -> None:
 def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> None:
     """The sum of all that was sent stays within one contribution's error of the sum of all gradients."""
     terms, rounds = config(name), 200
-    contributions = ContributionBuilder(terms)
+    contributions = ShardCodec(terms)
     sent, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
-        made = contributions.build(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
-        sent += terms.decode_part(part(number), made.encoded, SIZE)
+        made = contributions.contribution(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
+        sent += contributions.decode(part(number), made.encoded, SIZE)
         wanted += gradient(number)
         assert contributions.record_outcome(part(number), made, counted=True) == 0.0
     assert float((sent - wanted).norm()) < 1.5 * float(gradient(0).norm()), "which does not grow with the rounds"
     contributions.drop_stage(0)
-    assert torch.equal(contributions.build(part(FIRST), gradient(1), 1.0, "normal2").values, gradient(1))
+    assert torch.equal(contributions.contribution(part(FIRST), gradient(1), 1.0, "normal2").values, gradient(1))
 
 
 def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
-    exchange = PartAverager(config())
-    assert [exchange.wire_of(part(number)) for number in (0, FIRST - 1, FIRST)] == ["int8", "int8", "normal2"]
-    made = exchange.build_contribution(part(FIRST - 1), gradient(1), 100.0)
+    exchange = ShardCodec(config())
+    assert [exchange.format_of(part(number)) for number in (0, FIRST - 1, FIRST)] == ["int8", "int8", "normal2"]
+    made = exchange.contribution(part(FIRST - 1), gradient(1), 100.0)
     assert made.encoded.wire == "int8"
-    exchange.contributions.record_outcome(part(FIRST - 1), made, counted=True)
-    assert torch.equal(exchange.build_contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
+    exchange.record_outcome(part(FIRST - 1), made, counted=True)
+    assert torch.equal(exchange.contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
 
 
 def test_slices_travel_in_few_bits_from_the_first_one_on() -> None:
-    assert PartAverager(config()).wire_of(slice_part(0)) == "normal2"
+    assert ShardCodec(config()).format_of(slice_part(0)) == "normal2"
 
 
 def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_tokens() -> None:
-    exchange = PartAverager(config("float32"))
-    late = exchange.build_contribution(part(5), gradient(1), 300.0)
-    assert exchange.contributions.record_outcome(part(5), late, counted=False) == 0.0
-    both = exchange.build_contribution(part(6), gradient(2), 100.0)
+    exchange = ShardCodec(config("float32"))
+    late = exchange.contribution(part(5), gradient(1), 300.0)
+    assert exchange.record_outcome(part(5), late, counted=False) == 0.0
+    both = exchange.contribution(part(6), gradient(2), 100.0)
     torch.testing.assert_close(both.values, (300 * gradient(1) + 100 * gradient(2)) / 400)
     assert (both.weight, both.late_tokens) == (400.0, 300.0)
-    assert exchange.contributions.record_outcome(part(6), both, counted=False) == 300.0, (
-        "late twice: the first of the two is lost"
-    )
-    again = exchange.build_contribution(part(7), gradient(3), 0.0)
+    assert exchange.record_outcome(part(6), both, counted=False) == 300.0, "late twice: the first of the two is lost"
+    again = exchange.contribution(part(7), gradient(3), 0.0)
     torch.testing.assert_close(again.values, gradient(2))
     assert again.weight == 100.0
-    exchange.contributions.record_outcome(part(7), again, counted=None)
-    alone = exchange.build_contribution(part(8), gradient(3), 50.0)
+    exchange.record_outcome(part(7), again, counted=None)
+    alone = exchange.contribution(part(8), gradient(3), 50.0)
     assert alone.weight == 50.0, "what may have counted is not sent again"
 
 
 def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
-    exchange = PartAverager(config("float32"))
-    late = exchange.build_contribution(part(5), gradient(1), 300.0)
-    exchange.contributions.record_outcome(part(5), late, counted=False)
-    assert exchange.build_contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
-    assert exchange.build_contribution(Part(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
-    assert exchange.build_contribution(part(6), gradient(2), 1.0).weight == 301.0
+    exchange = ShardCodec(config("float32"))
+    late = exchange.contribution(part(5), gradient(1), 300.0)
+    exchange.record_outcome(part(5), late, counted=False)
+    assert exchange.contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
+    assert exchange.contribution(Shard(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
+    assert exchange.contribution(part(6), gradient(2), 1.0).weight == 301.0
 
 
 def test_two_slices_do_not_mix_what_they_have_lost() -> None:
     """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
-    exchange = PartAverager(config())
-    made = exchange.build_contribution(slice_part(6), gradient(1), 100.0)
-    exchange.contributions.record_outcome(slice_part(6), made, counted=True)
+    exchange = ShardCodec(config())
+    made = exchange.contribution(slice_part(6), gradient(1), 100.0)
+    exchange.record_outcome(slice_part(6), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     assert bool(lost.any())
     for number in (7, 8):
-        assert torch.equal(exchange.build_contribution(slice_part(number), gradient(2), 100.0).values, gradient(2))
-    assert torch.equal(exchange.build_contribution(slice_part(9), gradient(2), 100.0).values, gradient(2) + lost)
-    gradient_of_the_same_number = exchange.build_contribution(Part(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
+        assert torch.equal(exchange.contribution(slice_part(number), gradient(2), 100.0).values, gradient(2))
+    assert torch.equal(exchange.contribution(slice_part(9), gradient(2), 100.0).values, gradient(2) + lost)
+    gradient_of_the_same_number = exchange.contribution(Shard(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
     assert torch.equal(gradient_of_the_same_number.values, gradient(2)), "nor a gradient's"
 
 
 def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_anyway() -> None:
-    exchange = PartAverager(config())
+    exchange = ShardCodec(config())
     for counted in (False, None):
-        made = exchange.build_contribution(slice_part(6), gradient(1), 300.0)
-        assert exchange.contributions.record_outcome(slice_part(6), made, counted) == 0.0
-        again = exchange.build_contribution(slice_part(9), gradient(2), 100.0)
+        made = exchange.contribution(slice_part(6), gradient(1), 300.0)
+        assert exchange.record_outcome(slice_part(6), made, counted) == 0.0
+        again = exchange.contribution(slice_part(9), gradient(2), 100.0)
         assert torch.equal(again.values, gradient(2)) and (again.weight, again.late_tokens) == (100.0, 0.0)
 
 
 def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
-    exchange = PartAverager(config())
-    made = exchange.build_contribution(slice_part(0), gradient(1), 1.0)
-    exchange.contributions.record_outcome(slice_part(0), made, counted=True)
+    exchange = ShardCodec(config())
+    made = exchange.contribution(slice_part(0), gradient(1), 1.0)
+    exchange.record_outcome(slice_part(0), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     for number, counted in ((3, False), (6, None)):
-        made = exchange.build_contribution(slice_part(number), gradient(2), 1.0)
+        made = exchange.contribution(slice_part(number), gradient(2), 1.0)
         assert torch.equal(made.values, gradient(2) + lost)
-        exchange.contributions.record_outcome(slice_part(number), made, counted)
-    assert torch.equal(exchange.build_contribution(slice_part(9), gradient(3), 1.0).values, gradient(3) + lost)
+        exchange.record_outcome(slice_part(number), made, counted)
+    assert torch.equal(exchange.contribution(slice_part(9), gradient(3), 1.0).values, gradient(3) + lost)
 
 
-def decoded(sent: EncodedPart) -> torch.Tensor:
-    return PartCodec(sent.wire).decode(sent.tensors, SIZE)
+def decoded(sent: EncodedShard) -> torch.Tensor:
+    return NumberFormat(sent.wire).decode(sent.tensors, SIZE)
 
 
 # --- an owner
 
 
 def test_an_owner_feeds_back_what_its_answer_loses() -> None:
-    owner, rounds = PartAverager(config()), 100
+    owner, rounds = ShardCodec(config()), 100
     answered, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         values = [gradient(number), gradient(-number)]
-        found = owner.average(part(number), values, [1.0, 3.0], None)
+        found = owner.mean(part(number), values, [1.0, 3.0], None)
         assert found is not None
         answered += found.values
         wanted += (values[0] + 3 * values[1]) / 4
@@ -219,13 +216,13 @@ def test_an_owner_feeds_back_what_its_answer_loses() -> None:
 
 
 def test_a_mean_of_one_contribution_changes_nothing_for_the_next() -> None:
-    owner, other = PartAverager(config()), PartAverager(config())
-    owner.average(part(FIRST), [gradient(1)], [1.0], None)
+    owner, other = ShardCodec(config()), ShardCodec(config())
+    owner.mean(part(FIRST), [gradient(1)], [1.0], None)
     assert torch.equal(mean(owner, part(FIRST + 1), 2), mean(other, part(FIRST + 1), 2))
 
 
 def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
-    owner, other, last = PartAverager(config()), PartAverager(config()), PartAverager(config())
+    owner, other, last = ShardCodec(config()), ShardCodec(config()), ShardCodec(config())
     mean(owner, slice_part(6), 1)
     assert torch.equal(mean(owner, slice_part(7), 3), mean(other, slice_part(7), 3))
     assert not torch.equal(mean(owner, slice_part(9), 3), mean(last, slice_part(9), 3)), "its own next one has it"
@@ -234,9 +231,9 @@ def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
     assert torch.equal(mean(owner, slice_part(12), 5), mean(last, slice_part(12), 5))
 
 
-def mean(exchange: PartAverager, of: Part, seed: int) -> torch.Tensor:
+def mean(exchange: ShardCodec, of: Shard, seed: int) -> torch.Tensor:
     """An owner's mean of two contributions."""
-    found = exchange.average(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
+    found = exchange.mean(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
     assert found is not None
     return found.values
 
@@ -279,8 +276,8 @@ def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothi
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
         slices = world.slices_of(what)
-        owner, _ = owners_of(members[0].reducer.config, Part(0, what, number, 0, slices), members[0].view)
-        kept = {member.reducer.answer_recall(Recall(0, what, number, 0, slices))[0].wire for member in members}
+        owner, _ = reducers_of(members[0].all_reduce.config.run, Shard(0, what, number, 0, slices), members[0].view)
+        kept = {member.all_reduce.answer_recall(Recall(0, what, number, 0, slices))[0].wire for member in members}
         assert kept == {sends[owner]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
 
@@ -299,8 +296,8 @@ def test_a_dead_owner_loses_what_its_last_answer_lost_and_nothing_grows(at: str,
         world = World(SIZE, gradient_wire="normal2")
         members = world.add(*identities(3))
         total, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
-        config, view = members[0].reducer.config, members[0].view
-        victim, _ = (world.members[peer] for peer in owners_of(config, part(FIRST + 5), view))
+        config, view = members[0].all_reduce.config, members[0].view
+        victim, _ = (world.members[peer] for peer in reducers_of(config.run, part(FIRST + 5), view))
         for number in range(FIRST, FIRST + 200):
             if number == FIRST + 5:
                 victim.dies_at = (at, victim.at.get(at, 0) + nth)
@@ -349,7 +346,7 @@ async def take_part(
 ) -> torch.Tensor:
     deadline = asyncio.get_running_loop().time() + world.round_s
     result = await member.take_part(0, what, number, values, weight, member.view, deadline)
-    assert result.failed_parts == 0
+    assert result.failed_shards == 0
     return result.mean
 
 

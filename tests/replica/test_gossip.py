@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -16,16 +17,14 @@ from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 
 from agora.core.calls import Reply
 from agora.core.sync_mode import StepPlan
-from agora.replica.decide import Action, next_action
-from agora.replica.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip
+from agora.replica.decide import Action, StepRule, decide
+from agora.replica.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmView
 from agora.replica.view import (
     GOSSIP_FANOUT,
     MAX_DIRECT_TARGETS,
     SILENT_S,
-    ActionConfig,
-    OtherReplicas,
-    OwnStage,
     ReplicaCounts,
+    StageView,
     live_replicas,
     tokens_to_go,
     unreachable_replicas,
@@ -42,7 +41,7 @@ def now() -> float:
 
 
 class Replica:
-    """Counts tokens at its own rate, and steps as next_action decides."""
+    """Counts tokens at its own rate, and steps as `decide` says."""
 
     def __init__(self, world: World, peer: PeerId, rate: float) -> None:
         self.world, self.peer, self.rate = world, peer, rate
@@ -54,16 +53,18 @@ class Replica:
             peer,
             Span(STAGE, STAGE),
             self,
-            self,
+            SwarmView(self.replicas_in_view, self.has_connections, lambda: None, lambda: [[]]),
             lambda: {STAGE: self.counts},
             self.decide,
+            highest_plausible=lambda stage: math.inf,
+            report_implausible=lambda *report: None,
             interval_s=SYNCHRONOUS_INTERVAL_S if world.soon else INTERVAL_S,
             rng=random.Random(len(world.replicas)),
         )
         self.tasks: list[asyncio.Task[None]] = []
 
-    def replicas_in_view(self, stage: int) -> list[PeerId]:
-        return self.sees if self.sees is not None else list(self.world.replicas)
+    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
+        return dict.fromkeys(self.sees if self.sees is not None else self.world.replicas, 0.0)
 
     def has_connections(self) -> bool:
         return self.world.has_connections
@@ -82,8 +83,9 @@ class Replica:
         return ReplicaCounts(self.step, self.step, self.tokens, self.counted + self.tokens)
 
     @property
-    def others(self) -> OtherReplicas:
-        return OtherReplicas(self.gossip.known_progress(STAGE), self.gossip.others_in_view(STAGE))
+    def others(self) -> StageView:
+        known, listed = self.gossip.known_progress(STAGE), self.gossip.others_in_view(STAGE)
+        return StageView(self.counts, known, listed, plan=StepPlan(20))
 
     @property
     def heard(self) -> set[PeerId]:
@@ -99,8 +101,8 @@ class Replica:
         return tokens_to_go(live, self.step, self.world.target)
 
     def decide(self, stage: int) -> None:
-        config = ActionConfig(self.world.target, False, max_steps_behind=10**30)
-        action, _ = next_action(now(), OwnStage(self.counts, StepPlan(20)), self.others, config)
+        config = StepRule(self.world.target, False, max_steps_behind=10**30)
+        action, _ = decide(self.others, now(), config)
         self.actions.append(action)
         if self.tasks:
             self.carry_out(action)

@@ -12,7 +12,7 @@ from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, Task
 from agora.replica import all_reduce
 from agora.replica.decide import RESUME_AFTER_S
 from agora.replica.run import FETCH_TRIES, LEADING_STEP_INTERVAL_S
-from agora.replica.shard_codec import INT8_ROUNDS, Part
+from agora.replica.shard_codec import INT8_ROUNDS, Shard
 from agora.replica.view import GONE_S, SILENT_S
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
@@ -241,7 +241,7 @@ def test_the_last_replica_steps_alone_once_the_others_are_silent(sections: dict)
             step = first.stage.step
             await asyncio.sleep(0.8 * SILENT_S)
             assert first.stage.step <= step + 1 and not first.stage.alone_at
-            assert "may still be alive" in first.group.reason(0)
+            assert "may still be alive" in first.group.loops[0].reason
             await asyncio.sleep(SILENT_S + 6.0)
             assert first.stage.step >= step + 2 and first.stage.alone_at
 
@@ -288,12 +288,16 @@ def test_what_encoding_had_lost_is_dropped_with_the_state_that_a_fetch_replaces(
     async def main() -> None:
         world = GroupWorld([0.0, 0.0], averaging={"gradient_wire": "normal2"})
         peer, other = world.all
-        averager, part, gradient = peer.group.reducer.averager, Part(0, "gradient", INT8_ROUNDS, 0), peer.stage.gradient
-        made = averager.build_contribution(part, gradient, 1.0)
-        averager.contributions.record_outcome(part, made, counted=True)
-        assert not torch.equal(averager.build_contribution(part, gradient, 1.0).values, gradient)
-        await peer.group.fetch_state(0, [other.peer], 0)
-        assert torch.equal(averager.build_contribution(part, gradient, 1.0).values, gradient)
+        averager, part, gradient = (
+            peer.group.all_reduce.codec,
+            Shard(0, "gradient", INT8_ROUNDS, 0),
+            peer.stage.gradient,
+        )
+        made = averager.contribution(part, gradient, 1.0)
+        averager.record_outcome(part, made, counted=True)
+        assert not torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
+        await peer.group.loops[0].fetch_state([other.peer], 0)
+        assert torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
 
     run(main())
 
@@ -332,7 +336,7 @@ def test_a_leaving_replica_follows_no_step() -> None:
             leaving.stage.rate, step = 0.0, leaving.stage.step
             await asyncio.sleep(10.0)
             assert leaving.stage.step <= step + 1 and other.stage.step > step + 1
-            assert leaving.group.reason(0) == "this peer is leaving"
+            assert leaving.group.loops[0].reason == "this peer is leaving"
 
     run(main())
 
@@ -365,13 +369,13 @@ def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_sa
             slow.uplink_rate = 5_000.0
             await asyncio.sleep(20.0)
             chosen = [[event.wire for event in peer.of(GradientWireChosen)] for peer in world.all]
-            assert chosen == [[], ["normal2"], []] and slow.group.gradient_wire(0).is_limited
+            assert chosen == [[], ["normal2"], []] and slow.group.loops[0].compression.is_limited
             sent = [gradient_rounds(peer)[-1].bytes_out for peer in world.all]
             assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it owns the part"
             slow.uplink_rate = 10**9
             await asyncio.sleep(20.0)
             await at_one_step(*world.all)
-            assert slow.group.gradient_wire(0).name == "int8"
+            assert slow.group.loops[0].compression.name == "int8"
             assert_equal_bits(*world.all)
 
     run(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,8 +28,9 @@ from agora_protocol.tensors import WireTensor
 from agora.core.clock import loop_time
 from agora.core.span_work import SpanWork
 from agora.observe.events import PartFailed, RoundDone, StepTaken
+from agora.replica.gossip import SwarmView
 from agora.replica.run import ReplicaGroup
-from agora.replica.shard_codec import Part
+from agora.replica.shard_codec import Shard
 from agora.swarm.peer_score import PeerScore, ReportViolation
 from agora.train.device_worker import DeviceWorker
 from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
@@ -60,27 +60,8 @@ class Liar:
         return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
-class NoStates:
-    """Of a state room that fetches nothing."""
-
-    async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
-        raise Unavailable(stage, ["nobody gives any"])
-
-
-@dataclass
-class Listing:
-    """A view of one stage."""
-
-    replicas: dict[PeerId, float]
-
-    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
-        return self.replicas
-
-    def has_connections(self) -> bool:
-        return True
-
-    def steps_of_run(self) -> list[list[int]]:
-        return [[0]]
+async def nobody_gives(stage: int, sources: Sequence[PeerId], at_least: int) -> object:
+    raise Unavailable(stage, ["nobody gives any"])
 
 
 @asynccontextmanager
@@ -97,12 +78,12 @@ async def beside(
             ReplicaGroup(
                 signed,
                 ME,
-                worker,
-                cast(Any, liar),
-                NoStates(),
-                Listing(listed),
-                events,
-                report_violation,
+                stages=worker,
+                caller=cast(Any, liar),
+                swarm=SwarmView(lambda stage: listed, lambda: True, lambda: None, lambda: [[0]]),
+                fetch_state=nobody_gives,
+                report=events,
+                report_violation=report_violation,
             ),
             events,
             listed,
@@ -174,9 +155,9 @@ def test_slices_are_averaged_of_local_steps_only_and_gradients_of_exact_ones(exa
     async def whole() -> None:
         async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
             for what, number, slices in (("slice", first - 1, 20), ("gradient", exact_steps, 0)):
-                with pytest.raises(ProtocolError, match=f"averages no {what} {number} here"):
-                    group.rounds.check_part(Part(0, what, number, 0, slices))
-            assert group.rounds.check_part(Part(0, "slice", first, 0, 20)) > 0
+                refused = group.loops[0].look_at_round(Shard(0, what, number, 0, slices)).refusal
+                assert isinstance(refused, ProtocolError) and f"averages no {what} {number} here" in str(refused)
+            assert group.loops[0].look_at_round(Shard(0, "slice", first, 0, 20)).numel > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -188,7 +169,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
 
         offences = PeerScore(recorded.append, loop_time)
         async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
-            size = group.rounds.check_part(Part(0, "slice", 1, 0, 2))
+            size = group.loops[0].look_at_round(Shard(0, "slice", 1, 0, 2)).numel
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
                 message = Contribute(0, "slice", round_, 0, 2, weight, False, "float32", 1000)

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from agora_protocol.ids import PeerId
 
-from agora.core.sync_mode import ALL_EXACT, StepPlan, StepPolicy
+from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan, StepPolicy
 from agora.replica import decide as rules
-from agora.replica.decide import CLOSE_AFTER_FRACTION, MAX_CLOSE_AFTER_S, RESUME_AFTER_S, Action
+from agora.replica.decide import CLOSE_AFTER_FRACTION, MAX_CLOSE_AFTER_S, RESUME_AFTER_S, Action, StepRule
 from agora.replica.view import (
     SILENT_S,
-    ActionConfig,
     DirectReport,
-    OtherReplicas,
-    OwnStage,
+    KnownReplicas,
     ReplicaCounts,
     ReplicaProgress,
+    StageView,
     merge_gossip,
     record_failure,
 )
@@ -31,31 +31,39 @@ NOW = 100.0
 class Run:
     """A run's settings for steps, and which of a stage's steps are local."""
 
-    config: ActionConfig
-    plan: StepPlan = ALL_EXACT
+    config: StepRule
+    plan: StepPlan = ONLY_ALL_REDUCE
 
 
-EXACT = Run(ActionConfig(target_tokens=1000, synchronous=False, max_steps_behind=20))
+EXACT = Run(StepRule(target_tokens=1000, synchronous=False, max_steps_behind=20))
 LOCAL = replace(EXACT, plan=StepPlan(0, 0, 20))
-SYNCHRONOUS = Run(ActionConfig(target_tokens=1000, synchronous=True, max_steps_behind=1))
+SYNCHRONOUS = Run(StepRule(target_tokens=1000, synchronous=True, max_steps_behind=1))
 RUNS = pytest.mark.parametrize("run", [EXACT, LOCAL, SYNCHRONOUS], ids=["exact", "local", "synchronous"])
 
 
-def next_action(now: float, own: OwnStage, others: OtherReplicas, run: Run) -> tuple[Action, str]:
-    return rules.next_action(now, replace(own, plan=run.plan), others, run.config)
+@dataclass(frozen=True)
+class Others:
+    """The other replicas: what is known of them, the ids that the view names, and the leading stage's step."""
+
+    known: KnownReplicas
+    listed: tuple[PeerId, ...]
+    leading_step: int = 0
+
+
+def next_action(now: float, own: StageView, others: Others, run: Run) -> tuple[Action, str]:
+    view = replace(own, known=others.known, listed=others.listed, leading_step=others.leading_step, plan=run.plan)
+    return rules.decide(view, now, run.config)
 
 
 def step_policy(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepPolicy:
-    return rules.step_policy(step, replicas, live, quota, run.config, is_local=run.plan.is_local(step), **by_device)
+    return rules.step_policy(step, replicas, live, quota, run.config, is_inner=run.plan.is_inner(step), **by_device)
 
 
 def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
     return ReplicaCounts(step, step if share is None else share, tokens, tokens)
 
 
-def others(
-    *progress: tuple[str, int, int], reported_at: float = NOW, listed: tuple[str, ...] | None = None
-) -> OtherReplicas:
+def others(*progress: tuple[str, int, int], reported_at: float = NOW, listed: tuple[str, ...] | None = None) -> Others:
     """Replicas as each reported itself: its id, step and tokens."""
     known = {
         peer: ReplicaProgress(
@@ -66,22 +74,22 @@ def others(
         )
         for peer, step, tokens in progress
     }
-    return OtherReplicas(known, tuple(known) if listed is None else listed)  # type: ignore[arg-type]
+    return Others(known, tuple(known) if listed is None else listed)  # type: ignore[arg-type]
 
 
 @RUNS
 def test_a_leaving_peer_does_nothing(run: Run) -> None:
-    own = OwnStage(at(5, 1000), is_leaving=True, slice_due=1)
+    own = StageView(at(5, 1000), is_leaving=True, sync_due=1)
     assert next_action(NOW, own, others((A, 9, 0)), run) == (Action("wait"), "this peer is leaving")
 
 
 @RUNS
-def test_a_slice_round_that_is_due_begins_unless_the_stage_is_busy_or_not_what_the_others_are(
+def test_a_fragment_sync_that_is_due_begins_unless_the_stage_is_busy_or_not_what_the_others_are(
     run: Run,
 ) -> None:
-    own = OwnStage(at(5, 0), slice_due=1)
+    own = StageView(at(5, 0), sync_due=1)
     for heard in (others((A, 5, 0)), others()):
-        assert next_action(NOW, own, heard, run) == (Action("slice round", 1), "slice round 1 is due")
+        assert next_action(NOW, own, heard, run) == (Action("fragment sync", 1), "fragment sync 1 is due")
     assert next_action(NOW, replace(own, is_busy=True), others((A, 5, 0)), run)[0] == Action("wait")
     diverged = replace(own, diverged_from=(A,))
     assert next_action(NOW, diverged, others((A, 5, 0)), run)[0] == Action("fetch", 5, 5, (A,))
@@ -89,27 +97,29 @@ def test_a_slice_round_that_is_due_begins_unless_the_stage_is_busy_or_not_what_t
 
 @RUNS
 def test_a_busy_stage_waits(run: Run) -> None:
-    assert next_action(NOW, OwnStage(at(5, 1000), is_busy=True), others((A, 99, 0)), run)[0] == Action("wait")
+    assert next_action(NOW, StageView(at(5, 1000), is_busy=True), others((A, 99, 0)), run)[0] == Action("wait")
 
 
 def test_a_stage_too_far_behind_fetches_a_state() -> None:
-    action, reason = next_action(NOW, OwnStage(at(5, 10)), others((A, 26, 0)), LOCAL)
+    action, reason = next_action(NOW, StageView(at(5, 10)), others((A, 26, 0)), LOCAL)
     assert action == Action("fetch", 26, at_least=6) and reason == "21 steps behind the others"
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("fetch", 7, at_least=7)
+    assert next_action(NOW, StageView(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("fetch", 7, at_least=7)
 
 
 def test_a_stage_that_is_behind_follows() -> None:
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 14, 0)), LOCAL)[0] == Action("catch up", 14)
-    assert next_action(NOW, OwnStage(at(5, 10)), others((A, 25, 0)), LOCAL)[0] == Action("catch up", 25)
+    assert next_action(NOW, StageView(at(5, 10)), others((A, 14, 0)), LOCAL)[0] == Action("catch up", 14)
+    assert next_action(NOW, StageView(at(5, 10)), others((A, 25, 0)), LOCAL)[0] == Action("catch up", 25)
     one = others((A, 6, 0))
-    assert next_action(NOW, OwnStage(at(5, 10), quota=400, step_s=4.0), one, LOCAL)[0] == Action("wait"), "it counts on"
+    assert next_action(NOW, StageView(at(5, 10), quota=400, step_s=4.0), one, LOCAL)[0] == Action("wait"), (
+        "it counts on"
+    )
 
 
 @pytest.mark.parametrize("tokens", [0, 10, 1000])
 def test_a_stage_that_is_behind_at_an_exact_step_of_an_asynchronous_run_replays_it(tokens: int) -> None:
     for step in (6, 7, 25):
-        assert next_action(NOW, OwnStage(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
-    closed = OwnStage(at(5, tokens, share=6))
+        assert next_action(NOW, StageView(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
+    closed = StageView(at(5, tokens, share=6))
     assert next_action(NOW, closed, others((A, 6, 0)), EXACT)[0] == Action("step together", 5), (
         "its owners have the mean"
     )
@@ -118,12 +128,12 @@ def test_a_stage_that_is_behind_at_an_exact_step_of_an_asynchronous_run_replays_
 @pytest.mark.parametrize("tokens", [0, 10])
 def test_a_stage_one_synchronous_step_behind_comes_to_that_step(tokens: int) -> None:
     """Others may have got their average before: their owner still has it."""
-    assert next_action(NOW, OwnStage(at(5, tokens)), others((A, 6, 0)), SYNCHRONOUS)[0] == Action("step together", 5)
+    assert next_action(NOW, StageView(at(5, tokens)), others((A, 6, 0)), SYNCHRONOUS)[0] == Action("step together", 5)
 
 
 def test_a_synchronous_stage_that_waits_behind_another_stage_takes_its_step_number_in_the_end() -> None:
     far = replace(others((A, 5, 0)), leading_step=40)
-    own = OwnStage(at(5, 0), behind_since=NOW - RESUME_AFTER_S)
+    own = StageView(at(5, 0), behind_since=NOW - RESUME_AFTER_S)
     assert next_action(NOW, own, far, SYNCHRONOUS)[0] == Action("catch up", 40)
     assert next_action(NOW, replace(own, behind_since=NOW - RESUME_AFTER_S + 0.1), far, SYNCHRONOUS)[0] == Action(
         "wait"
@@ -132,23 +142,23 @@ def test_a_synchronous_stage_that_waits_behind_another_stage_takes_its_step_numb
 
 
 def test_an_incomplete_synchronous_step_waits_for_tokens() -> None:
-    action, reason = next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 600)), SYNCHRONOUS)
+    action, reason = next_action(NOW, StageView(at(5, 300)), others((A, 5, 600)), SYNCHRONOUS)
     assert action == Action("wait") and reason == "100 tokens are missing"
 
 
 def test_a_share_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
-    own = OwnStage(at(5, 300), quota=400)
+    own = StageView(at(5, 300), quota=400)
     action, reason = next_action(NOW, own, others((A, 5, 300)), EXACT)
     assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
-    full = OwnStage(at(5, 400), quota=400)
+    full = StageView(at(5, 400), quota=400)
     assert next_action(NOW, full, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
     assert next_action(NOW, full, others((A, 5, 300)), SYNCHRONOUS)[0] == Action("wait"), "all must have come"
-    closed = OwnStage(at(5, 10, share=6), quota=400)
+    closed = StageView(at(5, 10, share=6), quota=400)
     assert next_action(NOW, closed, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
 
 
 def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_in_work() -> None:
-    own = OwnStage(at(5, 400), quota=400, in_progress=1)
+    own = StageView(at(5, 400), quota=400, in_progress=1)
     assert next_action(NOW, own, others((A, 5, 300)), EXACT)[0] == Action("wait")
     assert next_action(NOW, replace(own, in_progress=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
     assert next_action(NOW, own, others((A, 5, 600)), EXACT)[0] == Action("step together", 5), "all tokens are counted"
@@ -158,11 +168,11 @@ def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_
 def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
     """It contributes what it has, so that the mean is not made without it."""
     closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0)], A, ME, NOW)
-    heard = OtherReplicas(closed, (A,))
-    own = OwnStage(at(5, 300), quota=400, step_s=4.0)
+    heard = Others(closed, (A,))
+    own = StageView(at(5, 300), quota=400, step_s=4.0)
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, heard, EXACT)[0] == Action("wait")
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, heard, EXACT)[0] == Action("step together", 5)
-    stepped = OtherReplicas(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0)], A, ME, NOW), (A,))
+    stepped = Others(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0)], A, ME, NOW), (A,))
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, LOCAL)[0] == Action("wait")
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, LOCAL)[0] == Action("step"), (
         "along its own gradient"
@@ -174,7 +184,7 @@ def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
 
 @RUNS
 def test_a_share_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_reached(run: Run) -> None:
-    own = OwnStage(at(5, 0, share=6))
+    own = StageView(at(5, 0, share=6))
     one = others((A, 5, 10))
     assert next_action(NOW, own, one, run)[0] == Action("step together", 5)
     if run is not LOCAL:
@@ -194,32 +204,32 @@ def test_the_device_closes_a_share_only_where_its_quota_is_known() -> None:
 
 
 def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> None:
-    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), LOCAL)[0] == Action("step")
-    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), LOCAL)[0] == Action("wait"), "the others take it"
+    assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), LOCAL)[0] == Action("step")
+    assert next_action(NOW, StageView(at(5, 0)), others((A, 5, 1000)), LOCAL)[0] == Action("wait"), "the others take it"
 
 
 @pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
 def test_a_complete_exact_step_is_taken_together(run: Run) -> None:
-    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), run)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(at(5, 0)), others((A, 5, 1000)), run)[0] == Action("step together", 5)
+    assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), run)[0] == Action("step together", 5)
+    assert next_action(NOW, StageView(at(5, 0)), others((A, 5, 1000)), run)[0] == Action("step together", 5)
     last = replace(EXACT, plan=StepPlan(0, 6, 20))
-    assert next_action(NOW, OwnStage(at(5, 300)), others((A, 5, 700)), last)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(at(6, 300)), others((A, 6, 700)), last)[0] == Action("step")
+    assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), last)[0] == Action("step together", 5)
+    assert next_action(NOW, StageView(at(6, 300)), others((A, 6, 700)), last)[0] == Action("step")
     past = replace(EXACT, plan=StepPlan(20, 8, 0))
-    assert next_action(NOW, OwnStage(at(8, 300)), others((A, 8, 700)), past)[0] == Action("step together", 8)
+    assert next_action(NOW, StageView(at(8, 300)), others((A, 8, 700)), past)[0] == Action("step together", 8)
 
 
 @RUNS
 def test_a_replica_without_others_steps_alone(run: Run) -> None:
     for alone in (others(), others((A, 5, 700), reported_at=NOW - SILENT_S - 0.1, listed=())):
-        assert next_action(NOW, OwnStage(at(5, 1000)), alone, run)[0] == Action("step")
+        assert next_action(NOW, StageView(at(5, 1000)), alone, run)[0] == Action("step")
 
 
 @pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
 def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(run: Run) -> None:
     heard = others((A, 5, 700), (B, 5, 100))
     failed = replace(heard, known=record_failure(record_failure(heard.known, A, NOW), B, NOW))
-    own = OwnStage(at(5, 1000))
+    own = StageView(at(5, 1000))
     action, reason = next_action(NOW + SILENT_S, own, failed, run)
     assert action == Action("wait") and reason.endswith("did not answer, and may still be alive") and A in reason
     assert next_action(NOW + SILENT_S + 0.1, own, failed, run)[0] == Action("step"), "they are gone"
@@ -230,5 +240,5 @@ def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_sil
 @pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
 def test_an_exact_step_counts_a_replica_that_the_view_does_not_list_yet(run: Run) -> None:
     late = others((A, 5, 700), listed=())
-    assert next_action(NOW, OwnStage(at(5, 300)), late, run)[0] == Action("step together", 5)
-    assert next_action(NOW, OwnStage(at(5, 200), quota=400), late, run)[0] == Action("wait")
+    assert next_action(NOW, StageView(at(5, 300)), late, run)[0] == Action("step together", 5)
+    assert next_action(NOW, StageView(at(5, 200), quota=400), late, run)[0] == Action("wait")

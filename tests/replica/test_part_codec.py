@@ -17,10 +17,10 @@ from agora_protocol.tensors import WireTensor
 from agora.replica.shard_codec import (
     MAX_EXPONENT,
     MIN_EXPONENT,
-    Part,
-    PartAverager,
-    PartCodec,
+    NumberFormat,
     RoundConfig,
+    Shard,
+    ShardCodec,
     dither_fractions,
 )
 
@@ -32,7 +32,7 @@ DITHER = "a part"
 
 
 def there_and_back(values: torch.Tensor, name: str, dither: str | None = None) -> torch.Tensor:
-    codec = PartCodec(name)
+    codec = NumberFormat(name)
     return codec.decode(codec.encode(values, dither), len(values), dither)
 
 
@@ -62,7 +62,7 @@ def test_every_length_comes_back_within_the_quantisers_bound(name: str, dither: 
     for numel in EDGES:
         scales = np.repeat(10.0 ** rng.uniform(-30, 30, -(-numel // QUANTISER_BLOCK)), QUANTISER_BLOCK)[:numel]
         values = torch.from_numpy((rng.standard_normal(numel) * scales).astype(np.float32))
-        sent = PartCodec(name).encode(values, dither)
+        sent = NumberFormat(name).encode(values, dither)
         assert sent[0].shape == (numel,)
         assert_near(values, name, dither)
 
@@ -153,7 +153,7 @@ def exponents(*values: int) -> WireTensor:
     return wire("int8", np.array(values, np.int8))
 
 
-F32, BF16 = (PartCodec(name).encode(torch.ones(70)) for name in ("float32", "bf16"))
+F32, BF16 = (NumberFormat(name).encode(torch.ones(70)) for name in ("float32", "bf16"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ F32, BF16 = (PartCodec(name).encode(torch.ones(70)) for name in ("float32", "bf1
 def test_other_tensors_than_the_part_has_are_refused(name: str, tensors: list[WireTensor]) -> None:
     for dither in (None, DITHER):
         with pytest.raises(ProtocolError) as caught:
-            PartCodec(name).decode(tensors, 70, dither)
+            NumberFormat(name).decode(tensors, 70, dither)
         assert caught.value.code == "bad-tensor"
 
 
@@ -207,7 +207,7 @@ def test_values_that_are_not_finite_are_refused_wherever_they_stand(name: str, b
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_bytes_are_refused_or_decode_to_finite_values(name: str) -> None:
     rng = np.random.default_rng(3)
-    codec, refused = PartCodec(name), 0
+    codec, refused = NumberFormat(name), 0
     sent = codec.encode(torch.from_numpy(rng.standard_normal(130).astype(np.float32) * 1e-2), DITHER)
     for _ in range(1000):
         mutated = []
@@ -229,7 +229,7 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
     for level in (-128, 127):
         for exponent in (MIN_EXPONENT, MAX_EXPONENT):
             sent = [wire("int8", np.full(64, level, np.int8)), exponents(exponent)]
-            assert bool(PartCodec("int8").decode(sent, 64, DITHER).isfinite().all())
+            assert bool(NumberFormat("int8").decode(sent, 64, DITHER).isfinite().all())
 
 
 # --- who gives a mean, and when
@@ -239,10 +239,10 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
 @pytest.mark.parametrize("name", WIRE_NAMES)
 def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, what: str) -> None:
     """The receiver of a mean sends in another format itself: what the bytes are is said beside them."""
-    owner, member = (PartAverager(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
-    part = Part(0, what, 30, 0, int(what == "slice"))
+    owner, member = (ShardCodec(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
+    part = Shard(0, what, 30, 0, int(what == "slice"))
     first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
-    average = owner.average(part, [first, second], [1.0, 3.0], None)
+    average = owner.mean(part, [first, second], [1.0, 3.0], None)
     assert average is not None and average.encoded is not None and average.message.wire == name
     told = member.decode_mean(part, average.encoded.tensors, 1000, average.message)
     assert torch.equal(told.values, average.values), "the owner too uses what the bytes decode to"

@@ -18,15 +18,14 @@ from agora_protocol.tensors import WireTensor
 from agora.observe.events import PartFailed, RoundDone
 from agora.replica import all_reduce
 from agora.replica.all_reduce import (
-    MAX_RUNNING_SLICE_ROUNDS,
+    MAX_RUNNING_SYNCS,
     MIN_KEPT_ROUNDS,
     RECALL_FRACTION,
-    ROUNDS_PER_OWNER,
+    ROUNDS_PER_REDUCER,
     RoundResult,
-    owners_of,
-    recall_failed_parts,
+    reducers_of,
 )
-from agora.replica.shard_codec import EncodedPart, Part, PartCodec, PartMean, cut_into_parts
+from agora.replica.shard_codec import EncodedShard, NumberFormat, Shard, ShardMean, cut_into_shards
 from tests.replica.world import Member, World, identities
 from tests.virtual_time import run
 
@@ -62,9 +61,9 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
 
 
 def owners_in(world: World, part: int, number: int = 0, what: str = "slice") -> tuple[PeerId, PeerId]:
-    config = next(iter(world.members.values())).reducer.config
-    first, second = owners_of(
-        config, Part(0, what, number, part, world.slices_of(what)), dict.fromkeys(world.members, 0.0)
+    config = next(iter(world.members.values())).all_reduce.config
+    first, second = reducers_of(
+        config.run, Shard(0, what, number, part, world.slices_of(what)), dict.fromkeys(world.members, 0.0)
     )
     assert second is not None
     return first, second
@@ -85,7 +84,7 @@ def test_everyone_gets_the_same_bits_near_the_weighted_mean(wire: str, tolerance
         results = await one_round(world, members, weights, what=what)
         true = mean_of([0, 1, 2, 3], weights)
         for result in results:
-            assert result.failed_parts == 0 and result.contributors == 4 and result.weight == 400.0
+            assert result.failed_shards == 0 and result.contributors == 4 and result.weight == 400.0
             assert torch.equal(result.mean, results[0].mean), "also of the parts that it owns itself"
         wrong = results[0].mean - true
         assert float(wrong.abs().max()) < tolerance, "two steps of the lattice at values near 1"
@@ -100,9 +99,9 @@ def test_int8_rounds_once_where_members_agree() -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS, "int8")
         members = world.add(*identities(3))
-        same, part = values_of(1)[:PART_ELEMENTS], Part(0, "slice", 0, 0, 1)
-        config = members[0].reducer.config
-        sent = config.decode_part(part, config.encode_part(part, same, "int8"), PART_ELEMENTS)
+        same, part = values_of(1)[:PART_ELEMENTS], Shard(0, "slice", 0, 0, 1)
+        codec = members[0].all_reduce.codec
+        sent = codec.decode(part, codec.encode(part, same, "int8"), PART_ELEMENTS)
         for result in await one_round(world, members, [1.0] * 3, values=[same] * 3):
             moved = float((result.mean != sent).double().mean())
             assert moved < 0.01, "only blocks whose exponent is another by then are rounded again"
@@ -133,7 +132,7 @@ def test_when_all_weigh_nothing_there_is_no_mean(what: str) -> None:
         members = world.add(*identities(3))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         for own, result in zip(chosen, await one_round(world, members, [0.0] * 3, 0, what, chosen), strict=True):
-            assert result.failed_parts == 1 and torch.equal(result.mean, own), "each has its own values"
+            assert result.failed_shards == 1 and torch.equal(result.mean, own), "each has its own values"
         await world.close()
 
     run(main())
@@ -160,7 +159,7 @@ def test_an_owner_keeps_its_part_for_sixteen_rounds_of_a_place_and_then_it_is_an
         world.add(*identities(4))
         every, firsts = 5 if what == "slice" else 1, set()
         for turn in range(20):
-            numbers = range(turn * ROUNDS_PER_OWNER, (turn + 1) * ROUNDS_PER_OWNER)
+            numbers = range(turn * ROUNDS_PER_REDUCER, (turn + 1) * ROUNDS_PER_REDUCER)
             ((first, _),) = {owners_in(world, 2, every * number, what) for number in numbers}
             firsts.add(first)
         assert firsts == set(world.members), "everybody in its turn"
@@ -179,9 +178,9 @@ def test_an_owner_that_is_dead_costs_its_parts_a_second_owner() -> None:
         living = [i for i, m in enumerate(members) if m is not victim]
         results = await one_round(world, members, weights)
         for index in living:
-            assert results[index].failed_parts == 0
+            assert results[index].failed_shards == 0
             assert torch.allclose(results[index].mean, mean_of(living, weights), atol=1e-6)
-        assert results[members.index(victim)].failed_parts == 4
+        assert results[members.index(victim)].failed_shards == 4
         await world.close()
 
     run(main())
@@ -196,14 +195,14 @@ def test_a_second_owner_whose_recall_has_ended_waits_no_longer_than_for_the_last
         first, second = owner_of(world, 0)
         (last,) = (member for member in members if member not in (first, second))
         world.network.dead.add(first.peer)
-        part, loop, values = Part(0, "slice", 0, 0, 1), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
+        part, loop, values = Shard(0, "slice", 0, 0, 1), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
         began = loop.time()
-        sent = PartCodec("float32").encode(values)
-        own = second.reducer.contribute_own(asking(0, second=True), sent, began + world.round_s)
+        sent = NumberFormat("float32").encode(values)
+        own = second.all_reduce.contribute(second.peer, asking(0, second=True), sent, began + world.round_s)
         waiting = asyncio.create_task(own)
         await asyncio.sleep(RECALL_FRACTION * world.round_s)
         assert not waiting.done(), "the last member is waited for"
-        second.reducer.mark_unresponsive(last.peer, part)
+        second.all_reduce.mark_unresponsive(last.peer, part)
         mean = await waiting
         assert loop.time() - began < 1.5 * RECALL_FRACTION * world.round_s
         assert torch.equal(mean.values, values)
@@ -226,7 +225,7 @@ def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: i
         assert asyncio.get_running_loop().time() <= deadline
         living = [i for i, m in enumerate(members) if m is not victim]
         ends = [results[i].mean for i in living]
-        assert all(results[i].failed_parts == 0 for i in living)
+        assert all(results[i].failed_shards == 0 for i in living)
         assert all(torch.allclose(end, ends[0], atol=1e-6) for end in ends), "survivors hold one average"
         everyone, survivors = sum(chosen) / 4, sum(chosen[i] for i in living) / 3
         assert torch.allclose(ends[0], everyone, atol=1e-6) or torch.allclose(ends[0], survivors, atol=1e-6)
@@ -247,7 +246,7 @@ def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() 
         results = await asyncio.gather(*works)
         assert asyncio.get_running_loop().time() <= deadline
         for index, result in zip(living, results, strict=True):
-            assert result.failed_parts == 0 and result.contributors == 3
+            assert result.failed_shards == 0 and result.contributors == 3
             assert torch.allclose(result.mean, mean_of(living, [1.0] * 4), atol=1e-6)
         await world.close()
 
@@ -262,7 +261,7 @@ def test_a_sender_that_dies_between_its_parts_is_in_those_it_sent() -> None:
         victim.dies_at = ("averaging.sending", 3)
         results = await one_round(world, members, [1.0] * 4)
         for index in (0, 1, 3):
-            assert results[index].failed_parts == 0
+            assert results[index].failed_shards == 0
             for part, cut in enumerate(torch.arange(SIZE).split(PART_ELEMENTS)):
                 end = results[index].mean[cut]
                 true = [mean_of(who, [1.0] * 4)[cut] for who in ([0, 1, 2, 3], [0, 1, 3])]
@@ -291,7 +290,7 @@ def test_one_that_is_gone_is_waited_for_once_and_not_at_every_part(hangs: bool) 
         took = asyncio.get_running_loop().time() - began
         assert took < (0.95 if hangs else 0.5) * world.round_s
         for result in results:
-            assert result.failed_parts == 0 and result.contributors == 3
+            assert result.failed_shards == 0 and result.contributors == 3
             torch.testing.assert_close(result.mean, torch.full((world.size,), 6.0))
 
     run(main())
@@ -306,7 +305,7 @@ def test_members_with_different_views_get_smaller_averages_and_never_wait_beyond
         members[2].sees = {b: 0.0, c: 0.0, d: 0.0}
         results = await one_round(world, members, [1.0] * 4)
         for index, result in enumerate(results):
-            assert math.isfinite(float(result.mean.abs().max())) and result.failed_parts == 0
+            assert math.isfinite(float(result.mean.abs().max())) and result.failed_shards == 0
             assert float((result.mean - torch.linspace(-1, 1, SIZE)).abs().max()) < 0.06
         await world.close()
 
@@ -327,14 +326,14 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
         first, _ = owner_of(world, 0)
         liar = next(m for m in members if m is not first)
         false = torch.full((PART_ELEMENTS,), 3.0)
-        encoded = EncodedPart("float32", PartCodec("float32").encode(false))
-        liar.reducer.keep_mean(
-            Part(0, "slice", 0, 0, 1), PartMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded)
+        encoded = EncodedShard("float32", NumberFormat("float32").encode(false))
+        liar.all_reduce.keep_mean(
+            Shard(0, "slice", 0, 0, 1), ShardMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded)
         )
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
         honest = [i for i, m in enumerate(members) if m is not liar]
         deadline = asyncio.get_running_loop().time() + world.round_s
-        sent = PartCodec("float32").encode(chosen[members.index(liar)])
+        sent = NumberFormat("float32").encode(chosen[members.index(liar)])
 
         async def lies() -> None:
             await asyncio.sleep(0.0 if liar_begins else 0.015)
@@ -346,7 +345,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
 
         results, _ = await asyncio.gather(others(), lies())
         for index, result in zip(honest, results, strict=True):
-            assert result.failed_parts == 0 and result.contributors == 4
+            assert result.failed_shards == 0 and result.contributors == 4
             assert torch.allclose(result.mean, sum(chosen) / 4, atol=1e-6)
         await world.close()
 
@@ -359,7 +358,7 @@ def test_a_member_that_comes_long_before_the_others_leaves_them_their_average() 
         members = world.add(*identities(4))
         first, _ = owner_of(world, 0)
         early = next(m for m in members if m is not first)
-        sent = PartCodec("float32").encode(values_of(9)[:PART_ELEMENTS])
+        sent = NumberFormat("float32").encode(values_of(9)[:PART_ELEMENTS])
         loop = asyncio.get_running_loop()
         reply = await early.port.call(first.peer, asking(0), sent, deadline=loop.time() + 15.0)
         assert isinstance(reply.message, Averaged) and reply.message.contributors == 1
@@ -368,7 +367,7 @@ def test_a_member_that_comes_long_before_the_others_leaves_them_their_average() 
         results = await one_round(world, on_time, [1.0] * 3, values=chosen)
         assert loop.time() < began + 1.0, "nobody waits for it"
         for result in results:
-            assert result.failed_parts == 0 and result.contributors == 3
+            assert result.failed_shards == 0 and result.contributors == 3
             assert torch.allclose(result.mean, sum(chosen) / 3, atol=1e-6)
         await world.close()
 
@@ -382,17 +381,17 @@ def test_a_peer_that_is_no_member_may_have_an_average_and_is_in_none() -> None:
         inside, stranger = members[:3], members[3]
         for member in inside:
             member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
-        first, _ = owners_of(stranger.reducer.config, Part(0, "slice", 0, 0, 1), inside[0].view)
-        sent = PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
+        first, _ = reducers_of(stranger.all_reduce.config.run, Shard(0, "slice", 0, 0, 1), inside[0].view)
+        sent = NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         asked = asyncio.create_task(stranger.port.call(first, asking(0), sent, deadline=deadline))
         results = await one_round(world, inside, [1.0] * 3, values=chosen)
         for result in results:
-            assert result.failed_parts == 0 and result.contributors == 3
+            assert result.failed_shards == 0 and result.contributors == 3
             assert torch.allclose(result.mean, sum(chosen) / 3, atol=1e-6)
         reply = await asked
-        told = PartCodec("float32").decode(reply.tensors, PART_ELEMENTS)
+        told = NumberFormat("float32").decode(reply.tensors, PART_ELEMENTS)
         assert isinstance(reply.message, Averaged) and not reply.message.counted
         assert torch.equal(told, results[0].mean), "the same bytes as everybody's"
         await world.close()
@@ -407,7 +406,7 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
         honest, hostile = members[0], members[2]
         part = owner_of(world, 0)[0]
         bad_nan = torch.full((PART_ELEMENTS,), float("nan"))
-        codec = PartCodec("float32")
+        codec = NumberFormat("float32")
         good = codec.encode(values_of(0)[:PART_ELEMENTS])
         loop = asyncio.get_running_loop()
 
@@ -417,9 +416,9 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
         for request, tensors in (
             (ask(), codec.encode(bad_nan)),
             (ask(), codec.encode(values_of(0)[:100])),
-            (ask(), PartCodec("bf16").encode(values_of(0)[:PART_ELEMENTS])),
+            (ask(), NumberFormat("bf16").encode(values_of(0)[:PART_ELEMENTS])),
             (ask(wire="bf16"), good),
-            (ask(wire="normal2"), PartCodec("normal3").encode(values_of(0)[:PART_ELEMENTS])),
+            (ask(wire="normal2"), NumberFormat("normal3").encode(values_of(0)[:PART_ELEMENTS])),
             (ask(), good + good),
             (ask(1e12), good),
             (ask(1.0, 99), good),
@@ -453,7 +452,7 @@ def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, what: 
                 chosen[1][where] += 50.0
             results = await one_round(world, members, [1.0] * 2, number, what, chosen)
             done = [event for event in members[0].events if isinstance(event, RoundDone)]
-            assert done[-1].failed_parts == number == results[0].failed_parts
+            assert done[-1].failed_parts == number == results[0].failed_shards
         assert torch.equal(results[0].mean, chosen[0])
         assert "the mean has" in [e for e in members[0].events if isinstance(e, PartFailed)][0].reason
         await world.close()
@@ -462,31 +461,31 @@ def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, what: 
 
 
 def test_a_part_that_this_peer_itself_has_no_mean_of_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def contribute_own(*_: object) -> PartMean:
+    async def contribute(*_: object) -> ShardMean:
         raise TimeoutError
 
     async def main() -> None:
         world = World(PART_ELEMENTS)
         (alone,) = world.add(*identities(1))
-        monkeypatch.setattr(alone.reducer, "contribute_own", contribute_own)
+        monkeypatch.setattr(alone.all_reduce, "contribute", contribute)
         (result,) = await one_round(world, [alone], [1.0], values=[values_of(0)[:PART_ELEMENTS]])
         (failed,) = [event for event in alone.events if isinstance(event, PartFailed)]
-        assert result.failed_parts == 1 and failed.reason == f"{alone.peer}: no answer in time"
+        assert result.failed_shards == 1 and failed.reason == f"{alone.peer}: no answer in time"
         await world.close()
 
     run(main())
 
 
-def keep_means(keeper: Member, first: Part, weight: float) -> None:
+def keep_means(keeper: Member, first: Shard, weight: float) -> None:
     """The member keeps a mean for each part of a round, said to be over `weight` tokens; of the last one, 0."""
-    cuts = cut_into_parts(SIZE)
+    cuts = cut_into_shards(SIZE)
     for index, cut in enumerate(cuts):
         part, values = first._replace(position=index), values_of(0)[cut]
-        mean = keeper.reducer.averager.average(part, [values, values], [300.0, 200.0], None)
+        mean = keeper.all_reduce.codec.mean(part, [values, values], [300.0, 200.0], None)
         assert mean is not None
         mean = replace(mean, message=replace(mean.message, weight=weight))
         is_last = index == len(cuts) - 1
-        keeper.reducer.keep_mean(part, keeper.reducer.averager.encode_zero_mean(part, len(values)) if is_last else mean)
+        keeper.all_reduce.keep_mean(part, keeper.all_reduce.codec.zero_mean(part, len(values)) if is_last else mean)
 
 
 @pytest.mark.parametrize(("said", "counts_as"), [(500.0, 500.0), (1e21, 1e9)])
@@ -498,23 +497,14 @@ def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_a
     async def main() -> None:
         world = World(SIZE)
         keeper, asker = world.add(*identities(2))
-        first = Part(0, "gradient", 5, 0)
+        first = Shard(0, "gradient", 5, 0)
         keep_means(keeper, first, said)
 
-        class OtherRounds:
-            reducer = asker.reducer
-
-            def live_others(self, stage: int) -> list[PeerId]:
-                return [keeper.peer]
-
-            def round_s(self, stage: int) -> float:
-                return world.round_s
-
-        cuts = cut_into_parts(SIZE)
-        result = RoundResult.of_failed_parts(torch.zeros(SIZE), 0)
-        await recall_failed_parts(OtherRounds(), first, result)  # type: ignore[arg-type]
-        assert not result.failed_parts and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
-        assert result.weight == counts_as == min(said, asker.reducer.config.max_weight)
+        cuts = cut_into_shards(SIZE)
+        result = RoundResult.of_failed_shards(torch.zeros(SIZE), 0)
+        await asker.all_reduce.recall_failed_shards(first, result)
+        assert not result.failed_shards and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
+        assert result.weight == counts_as == min(said, asker.all_reduce.config.max_weight)
         await world.close()
 
     run(main())
@@ -527,16 +517,16 @@ def test_an_owner_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest.
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
         owner, _ = owner_of(world, 0)
-        average = owner.reducer.averager.average
+        average = owner.all_reduce.codec.mean
 
-        def lie(*arguments: Any) -> PartMean | None:
+        def lie(*arguments: Any) -> ShardMean | None:
             mean = average(*arguments)
             return mean and replace(mean, message=replace(mean.message, weight=1e21))
 
-        monkeypatch.setattr(owner.reducer.averager, "average", lie)
+        monkeypatch.setattr(owner.all_reduce.codec, "mean", lie)
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         for result in await one_round(world, members, [1.0] * 2, values=chosen):
-            assert result.weight == owner.reducer.config.max_weight and not result.failed_parts
+            assert result.weight == owner.all_reduce.config.max_weight and not result.failed_shards
         await world.close()
 
     run(main())
@@ -551,7 +541,7 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
         liar, lies = members[2], 0
         for member in members:
             member.sees = {peer.peer: 1e15 if peer is liar else 1.0 for peer in members}
-        contribute = liar.reducer.answer_contribution
+        contribute = liar.all_reduce.answer_contribution
 
         async def lying(peer: PeerId, message: Contribute, *rest: Any) -> tuple[Averaged, list[WireTensor]]:
             nonlocal lies
@@ -559,9 +549,9 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             if peer == liar.peer or message.round == 0:
                 return answer, values
             lies += 1
-            return answer, PartCodec("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
+            return answer, NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
 
-        liar.reducer.answer_contribution = lying  # type: ignore[method-assign]
+        liar.all_reduce.answer_contribution = lying  # type: ignore[method-assign]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         for number in range(6):
             results = await one_round(world, members, [1.0] * 3, number, values=chosen)
@@ -577,7 +567,7 @@ def kept_rounds(member: Member, what: str) -> list[int]:
     return [
         number
         for number in range(12)
-        if member.reducer.answer_recall(Recall(0, what, number, 0, int(what == "slice")))[1]
+        if member.all_reduce.answer_recall(Recall(0, what, number, 0, int(what == "slice")))[1]
     ]
 
 
@@ -627,7 +617,7 @@ def test_an_owner_waits_for_unreachable_members_when_they_are_all_the_others(ali
         taking_part = members if alive else [owner_of(world, 0)[0]]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(len(taking_part))]
         for result in await one_round(world, taking_part, [1.0] * len(taking_part), values=chosen):
-            assert (result.failed_parts, result.contributors) == ((0, 2.0) if alive else (1, 0.0))
+            assert (result.failed_shards, result.contributors) == ((0, 2.0) if alive else (1, 0.0))
         await world.close()
 
     run(main())
@@ -644,7 +634,7 @@ def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> Non
         began = asyncio.get_running_loop().time()
         results = await one_round(world, living, [1.0] * 2, values=[values_of(i)[:PART_ELEMENTS] for i in range(2)])
         assert asyncio.get_running_loop().time() < began + 1.0
-        assert all(result.failed_parts == 0 and result.contributors == 2 for result in results)
+        assert all(result.failed_shards == 0 and result.contributors == 2 for result in results)
         await world.close()
 
     run(main())
@@ -652,12 +642,12 @@ def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> Non
 
 @pytest.mark.parametrize(
     ("what", "further", "is_awaited"),
-    [("gradient", 1, False), ("slice", MAX_RUNNING_SLICE_ROUNDS - 1, True), ("slice", MAX_RUNNING_SLICE_ROUNDS, False)],
+    [("gradient", 1, False), ("slice", MAX_RUNNING_SYNCS - 1, True), ("slice", MAX_RUNNING_SYNCS, False)],
 )
 def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
     what: str, further: int, is_awaited: bool
 ) -> None:
-    """A replica may have begun MAX_RUNNING_SLICE_ROUNDS rounds of slices and not ended them; of gradients, one."""
+    """A replica may have begun MAX_RUNNING_SYNCS rounds of slices and not ended them; of gradients, one."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS, slices=9)
@@ -665,13 +655,13 @@ def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
         first, second = owners_in(world, 0, 0, what)
         ahead = next(member for member in members if member.peer not in (first, second))
         on_time, loop = [member for member in members if member is not ahead], asyncio.get_running_loop()
-        began, sent = loop.time(), PartCodec("float32").encode(values_of(0)[:PART_ELEMENTS])
+        began, sent = loop.time(), NumberFormat("float32").encode(values_of(0)[:PART_ELEMENTS])
         request = Contribute(0, what, further, 0, world.slices_of(what), 1.0, False, "float32", 15_000)
         asked = asyncio.create_task(ahead.port.call(first, request, sent, deadline=began + 15.0))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         results = await one_round(world, on_time, [1.0] * 2, 0, what, chosen)
-        assert all(result.failed_parts == 0 and result.contributors == 2 for result in results)
-        assert (loop.time() - began > all_reduce.FIRST_OWNER_WINDOW * world.round_s) == is_awaited
+        assert all(result.failed_shards == 0 and result.contributors == 2 for result in results)
+        assert (loop.time() - began > all_reduce.FIRST_REDUCER_WINDOW * world.round_s) == is_awaited
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await world.close()

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from agora_protocol.errors import ProtocolError
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.messages import Averaged
 
-from agora.observe.events import PartFailed, RoundDone, StageDiverged, StageFellBehind, StepsSkipped, TaskFailed
-from agora.replica.all_reduce import MAX_RECALLS, MAX_RUNNING_SLICE_ROUNDS, RECALL_PAUSE, RoundResult, Slices
-from agora.replica.run import RECALL_FIRST, SliceRounds
-from agora.replica.shard_codec import Part, PartMean
+from agora.core.calls import Caller
+from agora.observe.events import PartFailed, Report, RoundDone, StageDiverged, StageFellBehind, StepsSkipped, TaskFailed
+from agora.replica.all_reduce import (
+    MAX_RECALLS,
+    MAX_RUNNING_SYNCS,
+    RECALL_PAUSE,
+    AllReduce,
+    Fragments,
+    RoundResult,
+    RoundView,
+)
+from agora.replica.run import RECALL_FIRST, FragmentSyncs
+from agora.replica.shard_codec import RoundConfig, Shard, ShardMean
 from agora.replica.view import SILENT_S
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from tests.replica.group_world import NUMEL, GroupPeer, GroupWorld
@@ -27,7 +37,7 @@ EXACT_STEPS = 5
 
 
 def world_of(*rates: float, **averaging: Any) -> GroupWorld:
-    """Slices of a quarter: every element has its turn in 4 steps."""
+    """Fragments of a quarter: every element has its turn in 4 steps."""
     settings = {"exact_steps": EXACT_STEPS, "fraction": 0.25, "round_s": 3.0, **averaging}
     return GroupWorld(rates, target=TARGET, averaging=settings)
 
@@ -243,58 +253,54 @@ class Stages:
         self.applied.append((step, averaged))
 
 
-class SlowRounds:
-    """Rounds of two replicas; each takes as many seconds as `seconds` says of its number."""
+class SlowRounds(AllReduce):
+    """Rounds of two replicas; each takes as many seconds as `seconds` says of its number.
+
+    waiting: numbers of the rounds in which contributions wait here. of: the fragments of the stage.
+    """
 
     def __init__(
-        self, seconds: dict[int, float], reducer: EmptyReducer | None = None, of: Slices = Slices(NUMEL, 4, 0)
+        self, seconds: dict[int, float], waiting: Collection[int] = (), of: Fragments = Fragments(NUMEL, 4, 0)
     ) -> None:
+        me, other = PeerId("me"), PeerId("other")
+        view = RoundView({me: 0.0, other: 0.0}, frozenset(self.live_others), frozenset(), 20.0)
+        config = RoundConfig(me, RunId("0" * 64), "mean", 20.0, 1e9)
+        super().__init__(config, cast(Caller, None), lambda shard: view, lambda shard: 4, lambda event: None)
         self.seconds = seconds
+        self.waiting = waiting
         self.of = of
-        self.reducer = reducer or EmptyReducer()
         self.weights: dict[int, float] = {}
 
-    def members(self, stage: int) -> dict[str, float]:
-        return {"me": 0.0, "other": 0.0}
+    live_others: tuple[PeerId, ...] = ()
 
-    def live_others(self, stage: int) -> list[str]:
-        return []
+    def has_waiting_contributions(self, first: Shard) -> bool:
+        return first.round in self.waiting
 
-    def slices(self, stage: int, number: int) -> Slices:
+    def fragments_of(self, number: int) -> Fragments:
         return self.of
 
-    def round_s(self, stage: int) -> float:
-        return 20.0
-
-    async def run_round(
-        self, stage: int, what: str, number: int, values: torch.Tensor, weight: float, slices: int
+    async def run(
+        self, stage: int, kind: str, number: int, values: torch.Tensor, weight: float, fragments: int = 0
     ) -> RoundResult:
-        assert (what, slices) == ("slice", self.of.count)
+        assert (kind, fragments) == ("slice", self.of.count)
         self.weights[number] = weight
         await asyncio.sleep(self.seconds.get(number, 0.0))
         return RoundResult(values * number, [True], 4, [4])
 
 
-class EmptyReducer:
-    """A reducer at which no contributions wait, but those of the rounds in `waiting`."""
-
-    def __init__(self, waiting: Collection[int] = ()) -> None:
-        self.waiting = waiting
-
-    def has_waiting_contributions(self, first_part: Part) -> bool:
-        return first_part.round in self.waiting
+def syncs_of(stages: Stages, rounds: SlowRounds, every: int = 1, report: Report = lambda event: None) -> FragmentSyncs:
+    return FragmentSyncs(0, every, 4, cast(Any, stages), rounds, rounds.fragments_of, report)
 
 
-def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[SliceRounds, Stages, SlowRounds]:
+def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[FragmentSyncs, Stages, SlowRounds]:
     stages, group = Stages(), SlowRounds(seconds)
-    rounds = SliceRounds(0, every, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
-    return rounds, stages, group
+    return syncs_of(stages, group, every), stages, group
 
 
 def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by_their_numbers() -> None:
     async def main() -> None:
         rounds, stages, _ = slow_world({1: 3.0, 2: 1.0})
-        for step in range(1, MAX_RUNNING_SLICE_ROUNDS + 1):
+        for step in range(1, MAX_RUNNING_SYNCS + 1):
             assert rounds.next_due(step, agreed=0) == step
             rounds.begin(step, step)
             assert rounds.next_due(step, agreed=0) is None, "once"
@@ -308,34 +314,23 @@ def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by
     run(main())
 
 
-class PartKept(EmptyReducer):
-    """A reducer whose only other replica keeps the mean of part 0: threes, where this replica has ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.averager = self.config = self
-        self.max_weight = 1e9
-
-    def check_magnitude(self, part: Part, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Everything is plausible."""
-
-    async def recall_from(self, peer: str, part: Part, numel: int, deadline: float) -> PartMean | None:
-        mean = PartMean(torch.full((numel,), 3.0), Averaged(2, 2, 2.0, counted=True, wire="float32"))
-        return mean if part.position == 0 else None
-
-
 def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was_given() -> None:
-    """Part 0 is kept by the other replica; the round fails in part 0, and averages part 1."""
+    """Shard 0 is kept by the other replica; the round fails in part 0, and averages part 1."""
 
     async def main() -> None:
         size, sent = PART_ELEMENTS + SLICE_BLOCK, list[torch.Tensor]()
 
         class Group(SlowRounds):
-            def live_others(self, stage: int) -> list[str]:
-                return ["other"]
+            """The other replica keeps the mean of shard 0: threes, where this replica has ones."""
 
-            async def run_round(
-                self, stage: int, what: str, number: int, values: Any, weight: float, slices: int
+            live_others = (PeerId("other"),)
+
+            async def recall_from(self, peer: PeerId, shard: Shard, numel: int, deadline: float) -> ShardMean | None:
+                mean = ShardMean(torch.full((numel,), 3.0), Averaged(2, 2, 2.0, counted=True, wire="float32"))
+                return mean if shard.position == 0 else None
+
+            async def run(
+                self, stage: int, kind: str, number: int, values: Any, weight: float, fragments: int = 0
             ) -> RoundResult:
                 sent.append(values.clone())
                 return RoundResult(values * 2, [False, True], 4, [4, 4])
@@ -345,8 +340,8 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
                 return torch.ones(size), torch.zeros(size)
 
         stages = LargeStages()
-        group = Group({}, PartKept(), Slices(4 * size, 4, 0))
-        rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
+        group = Group({}, of=Fragments(4 * size, 4, 0))
+        rounds = syncs_of(stages, group)
         rounds.begin(1, 1 + RECALL_FIRST)
         await asyncio.sleep(1.0)
         assert torch.equal(sent[0], torch.ones(size)), "its own values, not the mean that it was given"
@@ -375,8 +370,8 @@ def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_en
 
 def test_a_round_whose_slice_is_due_again_is_taken_part_in_if_others_wait_in_it() -> None:
     async def main() -> None:
-        stages, group = Stages(), SlowRounds({}, EmptyReducer({7}))
-        rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
+        stages, group = Stages(), SlowRounds({}, {7})
+        rounds = syncs_of(stages, group)
         stages.step = 20
         for number in range(5, 9):
             rounds.begin(number, 20)
@@ -394,15 +389,15 @@ def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
 
     async def main() -> None:
         class Failing(SlowRounds):
-            async def run_round(
-                self, stage: int, what: str, number: int, values: Any, weight: float, slices: int
+            async def run(
+                self, stage: int, kind: str, number: int, values: Any, weight: float, fragments: int = 0
             ) -> RoundResult:
-                await super().run_round(stage, what, number, values, weight, slices)
+                await super().run(stage, kind, number, values, weight, fragments)
                 return RoundResult(values, [False], 4, [4])
 
         for step, seconds in ((4, RECALL_PAUSE * (MAX_RECALLS - 1) * 20.0), (5, 0.0)):
             stages, group = Stages(), Failing({})
-            rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
+            rounds = syncs_of(stages, group)
             stages.step = step
             rounds.begin(1, 1)
             began = asyncio.get_running_loop().time()
@@ -415,8 +410,8 @@ def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
 
 def test_no_two_rounds_of_one_slice_run_at_once() -> None:
     async def main() -> None:
-        stages, group = Stages(), SlowRounds({1: 3.0}, of=Slices(NUMEL, 2, 0))
-        rounds = SliceRounds(0, 1, 2, stages, group, lambda event: None)  # type: ignore[arg-type]
+        stages, group = Stages(), SlowRounds({1: 3.0}, of=Fragments(NUMEL, 2, 0))
+        rounds = syncs_of(stages, group)
         rounds.begin(1, 1)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
@@ -428,8 +423,8 @@ def test_no_two_rounds_of_one_slice_run_at_once() -> None:
 class FewerSlicesLater(SlowRounds):
     """From round 7 on of two slices, not of four."""
 
-    def slices(self, stage: int, number: int) -> Slices:
-        return self.of if number < 7 else Slices(NUMEL, 2, 0)
+    def fragments_of(self, number: int) -> Fragments:
+        return self.of if number < 7 else Fragments(NUMEL, 2, 0)
 
 
 def test_the_first_round_of_another_number_of_slices_waits_for_the_rounds_before_it() -> None:
@@ -437,7 +432,7 @@ def test_the_first_round_of_another_number_of_slices_waits_for_the_rounds_before
 
     async def main() -> None:
         stages, group = Stages(), FewerSlicesLater({5: 3.0, 6: 5.0})
-        rounds = SliceRounds(0, 1, 4, stages, group, lambda event: None)  # type: ignore[arg-type]
+        rounds = syncs_of(stages, group)
         rounds.begin(5, 5)
         assert rounds.next_due(6, agreed=4) == 6, "of the same number"
         rounds.begin(6, 6)
@@ -454,13 +449,13 @@ def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on(error:
         stages, group, told = Stages(), SlowRounds({}), []
         stages.refused.add(1)
         stages.error = error
-        rounds = SliceRounds(0, 1, 4, stages, group, told.append)  # type: ignore[arg-type]
+        rounds = syncs_of(stages, group, report=told.append)
         rounds.begin(1, 2)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
         code = error.code if isinstance(error, ProtocolError) else "IndexError"
         assert [step for step, _ in stages.applied] == [2]
-        assert told == [TaskFailed("averaging", f"slice round 1: {code}: it is wrong")]
+        assert told == [TaskFailed("averaging", f"fragment sync 1: {code}: it is wrong")]
 
     run(main())
 
@@ -469,7 +464,7 @@ def test_a_slice_weighs_the_tokens_since_its_last_round() -> None:
     async def main() -> None:
         rounds, _, group = slow_world({}, every=2)
         for step in range(1, 21):
-            rounds.record_local_step(step)
+            rounds.record_inner_step(step)
             if (number := rounds.next_due(step, agreed=step - 2)) is not None:
                 rounds.begin(number, step)
                 await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Slices cover everything exactly once; owners win parts in proportion to their bandwidth, and keep them for a turn."""
+"""Fragments cover everything exactly once; reducers win shards in proportion to their bandwidth, for a turn."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from agora_protocol.limits import MAX_PART_ELEMENTS, PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.parts import slice_count
 
-from agora.replica.all_reduce import ROUNDS_PER_OWNER, Slices, choose_owners, ownership_epoch, owning_bandwidths
-from agora.replica.shard_codec import cut_into_parts
+from agora.replica.all_reduce import ROUNDS_PER_REDUCER, Fragments, reducers_of, reducing_bandwidths, reducing_epoch
+from agora.replica.shard_codec import Shard, cut_into_shards
 from tests.replica.world import RUN, identities
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 47, 1000])
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 1.0])
 def test_every_block_is_in_exactly_one_of_the_slices(blocks: int, fraction: float) -> None:
-    slices = Slices(blocks * SLICE_BLOCK, slice_count(fraction), seed=7)
+    slices = Fragments(blocks * SLICE_BLOCK, slice_count(fraction), seed=7)
     found = [slices.blocks(number) for number in range(slices.count)]
     assert sorted(np.concatenate(found)) == list(range(blocks))
     assert [len(it) * SLICE_BLOCK for it in found] == [slices.numel_of(number) for number in range(slices.count)]
@@ -29,32 +29,32 @@ def test_a_newcomer_owns_no_part_unless_all_are_newcomers() -> None:
     *others, newcomer = identities(4)
     members = dict.fromkeys(others, 0.0) | {newcomer: None}
     for part in range(200):
-        assert newcomer not in choose_owners(RUN, 0, "gradient", "0", part, members)
-    assert choose_owners(RUN, 0, "gradient", "0", 0, {others[0]: 0.0, newcomer: None}) == (others[0], None)
-    assert set(choose_owners(RUN, 0, "gradient", "0", 0, {others[0]: None, newcomer: None})) == {others[0], newcomer}
+        assert newcomer not in reducers_of(RUN, Shard(0, "gradient", 0, part), members)
+    assert reducers_of(RUN, Shard(0, "gradient", 0, 0), {others[0]: 0.0, newcomer: None}) == (others[0], None)
+    assert set(reducers_of(RUN, Shard(0, "gradient", 0, 0), {others[0]: None, newcomer: None})) == {others[0], newcomer}
 
 
 def test_a_twentieth_makes_twenty_slices_and_the_blocks_are_pinned() -> None:
-    slices = Slices(100 * SLICE_BLOCK, slice_count(0.05), seed=7)
+    slices = Fragments(100 * SLICE_BLOCK, slice_count(0.05), seed=7)
     assert slices.count == slice_count(0.05) == 20
-    assert slices.blocks(3).tolist() == Slices(100 * SLICE_BLOCK, slice_count(0.05), seed=7).blocks(3).tolist()
-    assert slices.blocks(3).tolist() != Slices(100 * SLICE_BLOCK, slice_count(0.05), seed=8).blocks(3).tolist()
+    assert slices.blocks(3).tolist() == Fragments(100 * SLICE_BLOCK, slice_count(0.05), seed=7).blocks(3).tolist()
+    assert slices.blocks(3).tolist() != Fragments(100 * SLICE_BLOCK, slice_count(0.05), seed=8).blocks(3).tolist()
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(1.0, 1), (0.9, 2), (0.5, 2), (0.3, 4), (1 / 3, 3), (0.01, 100)])
 def test_how_many_slices_there_are_does_not_depend_on_the_stage(fraction: float, count: int) -> None:
-    assert {Slices(blocks * SLICE_BLOCK, slice_count(fraction), seed=7).count for blocks in (1, 3, 1000)} == {count}
+    assert {Fragments(blocks * SLICE_BLOCK, slice_count(fraction), seed=7).count for blocks in (1, 3, 1000)} == {count}
 
 
 def test_slices_beyond_the_number_of_blocks_are_empty() -> None:
-    slices = Slices(3 * SLICE_BLOCK, slice_count(0.1), seed=7)
+    slices = Fragments(3 * SLICE_BLOCK, slice_count(0.1), seed=7)
     assert [len(slices.blocks(number)) for number in range(10)] == [1, 1, 1] + [0] * 7
     assert [slices.numel_of(number) for number in range(2, 5)] == [SLICE_BLOCK, 0, 0]
-    assert cut_into_parts(0) == [], "and have no parts"
+    assert cut_into_shards(0) == [], "and have no parts"
 
 
 def test_parts_are_of_one_size_but_the_last() -> None:
-    cuts = cut_into_parts(2 * PART_ELEMENTS + 5)
+    cuts = cut_into_shards(2 * PART_ELEMENTS + 5)
     assert [cut.stop - cut.start for cut in cuts] == [PART_ELEMENTS, PART_ELEMENTS, 5]
 
 
@@ -68,7 +68,7 @@ def test_parts_are_of_one_size_but_the_last() -> None:
     ],
 )
 def test_a_large_vector_has_larger_parts_up_to_a_limit(elements: int, of_part: int, parts: int) -> None:
-    cuts = cut_into_parts(elements)
+    cuts = cut_into_shards(elements)
     assert len(cuts) == parts and cuts[-1].stop == elements
     assert {cut.stop - cut.start for cut in cuts[:-1]} == {of_part}
     assert all(before.stop == after.start for before, after in pairwise(cuts))
@@ -77,14 +77,14 @@ def test_a_large_vector_has_larger_parts_up_to_a_limit(elements: int, of_part: i
 def test_a_peer_wins_parts_as_its_bandwidth_is() -> None:
     peers = identities(4)
     members = dict(zip(peers, (10.0, 20.0, 0.0, 30.0), strict=True))  # unknown: the median, 20
-    wins = Counter(choose_owners(RUN, 0, "slice", "1.0", part, members)[0] for part in range(4000))
+    wins = Counter(reducers_of(RUN, Shard(0, "slice", 1, part, 20), members)[0] for part in range(4000))
     for peer, share in zip(peers, (1, 2, 2, 3), strict=True):
         assert wins[peer] == pytest.approx(4000 * share / 8, rel=0.1)
 
 
 def test_a_replica_behind_a_relay_owns_a_quarter_of_the_parts_that_it_would_own() -> None:
     direct, relayed, unknown, unreachable = identities(4)
-    weights = owning_bandwidths(
+    weights = reducing_bandwidths(
         {
             direct: (20.0, "public"),
             relayed: (40.0, "relayed"),
@@ -93,8 +93,8 @@ def test_a_replica_behind_a_relay_owns_a_quarter_of_the_parts_that_it_would_own(
         }
     )
     assert weights == {direct: 20.0, relayed: 10.0, unknown: 30.0, unreachable: 30.0 / 4}
-    members = owning_bandwidths({direct: (0.0, "public"), relayed: (0.0, "relayed")})
-    wins = Counter(choose_owners(RUN, 0, "slice", "1.0", part, members)[0] for part in range(4000))
+    members = reducing_bandwidths({direct: (0.0, "public"), relayed: (0.0, "relayed")})
+    wins = Counter(reducers_of(RUN, Shard(0, "slice", 1, part, 20), members)[0] for part in range(4000))
     assert wins[relayed] == pytest.approx(4000 / 5, rel=0.1)
 
 
@@ -103,27 +103,27 @@ def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:
     before = dict.fromkeys(peers, 0.0)
     after = dict.fromkeys(peers[:-1], 0.0)
     for part in range(200):
-        first, second = choose_owners(RUN, 0, "slice", "1.0", part, before)
+        first, second = reducers_of(RUN, Shard(0, "slice", 1, part, 20), before)
         gone = peers[-1]
-        assert choose_owners(RUN, 0, "slice", "1.0", part, after)[0] == (second if first == gone else first)
+        assert reducers_of(RUN, Shard(0, "slice", 1, part, 20), after)[0] == (second if first == gone else first)
 
 
 def test_a_gradient_has_its_owners_for_sixteen_rounds() -> None:
-    turns = [ownership_epoch(number, slices=0) for number in range(3 * ROUNDS_PER_OWNER)]
+    turns = [reducing_epoch(number, fragments=0) for number in range(3 * ROUNDS_PER_REDUCER)]
     assert turns == ["0"] * 16 + ["1"] * 16 + ["2"] * 16
 
 
 @pytest.mark.parametrize("slices", [1, 4, 20])
 def test_a_slice_has_its_owners_for_sixteen_of_its_own_rounds_and_no_other_slice_has_them(slices: int) -> None:
-    turns = [ownership_epoch(number, slices) for number in range(2 * ROUNDS_PER_OWNER * slices)]
+    turns = [reducing_epoch(number, slices) for number in range(2 * ROUNDS_PER_REDUCER * slices)]
     for number in range(slices):
-        assert turns[number::slices] == [f"{number}.0"] * ROUNDS_PER_OWNER + [f"{number}.1"] * ROUNDS_PER_OWNER
+        assert turns[number::slices] == [f"{number}.0"] * ROUNDS_PER_REDUCER + [f"{number}.1"] * ROUNDS_PER_REDUCER
     assert len(set(turns)) == 2 * slices
 
 
 def test_over_turns_and_slices_everybody_owns_as_much() -> None:
     members = dict.fromkeys(identities(4), 0.0)
-    turns = {ownership_epoch(number, 20) for number in range(50 * 20 * ROUNDS_PER_OWNER)}
-    wins = Counter(choose_owners(RUN, 0, "slice", turn, 0, members)[0] for turn in turns)
+    turns = {reducing_epoch(number, 20): number for number in range(50 * 20 * ROUNDS_PER_REDUCER)}
+    wins = Counter(reducers_of(RUN, Shard(0, "slice", number, 0, 20), members)[0] for number in turns.values())
     assert len(turns) == 1000 and sorted(wins) == sorted(members)
     assert all(count == pytest.approx(250, rel=0.2) for count in wins.values())

@@ -10,8 +10,8 @@ from agora_protocol.parts import slice_count
 from agora_protocol.presets import PRESETS
 
 from agora.core.rates import MovingAverage
-from agora.replica.all_reduce import MIN_ROUND_S, ROUND_STEPS
-from agora.replica.shard_codec import Part
+from agora.replica.run import MIN_ROUND_S, ROUND_STEPS
+from agora.replica.shard_codec import Shard
 from agora.replica.view import NEWCOMER_STEPS
 from tests.replica.group_world import GroupWorld
 from tests.virtual_time import run
@@ -29,10 +29,9 @@ def test_nobody_waits_for_a_replica_that_is_listed_and_has_never_reported() -> N
         await asyncio.sleep(2.0)
         step = first.stage.step
         assert step > NEWCOMER_STEPS
-        members = first.group.rounds.members(0)
-        assert members == {first.peer: 0.0, second.peer: 0.0, silent.peer: None}
-        part = Part(0, "gradient", step, 0)
-        assert first.group.rounds.peers_not_awaited(part, {*members}) == {silent.peer}
+        view = first.group.loops[0].look_at_round(Shard(0, "gradient", step, 0))
+        assert view.members == {first.peer: 0.0, second.peer: 0.0, silent.peer: None}
+        assert view.not_awaited == {silent.peer}
         await first.stop()
         await second.stop()
 
@@ -44,11 +43,12 @@ def test_a_replica_that_fetches_a_state_is_no_member_of_the_steps_meanwhile_and_
         async with GroupWorld([500.0, 500.0]) as world:
             first, behind = world.all
             await asyncio.sleep(10.0)
-            rounds, part = first.group.rounds, Part(0, "gradient", first.stage.step, 0)
-            assert {*rounds.members(0)} == {first.peer, behind.peer} and not rounds.peers_not_awaited(part, world.peers)
+            loop, shard = first.group.loops[0], Shard(0, "gradient", first.stage.step, 0)
+            view = loop.look_at_round(shard)
+            assert {*view.members} == {first.peer, behind.peer} and not view.not_awaited
             first.stage.step += 3
-            assert {*rounds.members(0)} == {first.peer}
-            assert rounds.peers_not_awaited(part._replace(round=first.stage.step), world.peers) == {behind.peer}
+            later = loop.look_at_round(shard._replace(round=first.stage.step))
+            assert {*later.members} - later.not_awaited == {first.peer} == {*loop.members()}
 
     run(main())
 
@@ -59,11 +59,11 @@ def test_a_round_may_take_as_long_as_some_steps_last(kind: str, expected: float)
 
     async def main() -> None:
         (peer,) = GroupWorld([0.0], schedule={"kind": kind}).all
-        rounds, meter = peer.group.rounds, peer.group.rounds._meters[0]
-        assert rounds.round_s(0) == 20.0, "nothing is measured yet"
+        rounds, meter = peer.group.loops[0], peer.group.loops[0].meter
+        assert rounds.round_s() == 20.0, "nothing is measured yet"
         for step_s, round_s in ((7.0, expected), (0.1, min(expected, MIN_ROUND_S)), (1000.0, 20.0)):
             meter.step_s = MovingAverage(0.2).with_sample(step_s)
-            assert rounds.round_s(0) == (round_s if kind == "asynchronous" else 20.0)
+            assert rounds.round_s() == (round_s if kind == "asynchronous" else 20.0)
         assert ROUND_STEPS == 2.0
 
     run(main())

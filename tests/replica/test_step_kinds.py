@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
-from typing import Any
 
 import pytest
 from agora_protocol.errors import Refused
@@ -13,26 +13,27 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.core.sync_mode import (
-    ALL_EXACT,
-    EXACT,
+    ALL_REDUCE,
     MIN_STEPS_BETWEEN,
     NOTICE_PASSES,
     NOTICE_STEPS,
+    ONLY_ALL_REDUCE,
     ChangeRule,
     StepPlan,
     first_step_plan,
 )
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanChanged, StepsSkipped
-from agora.replica.decide import RETURN_FACTOR, WISH_S, ReplicaUplink, Wish, carried_by_most, wanted_slices
-from agora.replica.shard_codec import Part
+from agora.replica.decide import RETURN_FACTOR, WISH_S, ReplicaUplink, Wish, carried_by_most, wanted_fragments
+from agora.replica.shard_codec import Shard
 from agora.replica.view import TokenRate
+from agora.train.stage import StageProgress
 from tests.replica.group_world import FakeStage, GroupPeer, GroupWorld
 from tests.train.support import small_manifest
 from tests.virtual_time import run
 
 TARGET = 4096
 SLICES = 4
-RULE = ChangeRule(may_change=True, every=1, most_slices=20)
+RULE = ChangeRule(may_change=True, every=1, most_fragments=20)
 SLOW, FAST = 2_000.0, 1e9
 """Uplinks in bytes per second: of 4,096 values in a step of a third of a second, 2 bits are 1.1 kB."""
 
@@ -41,22 +42,22 @@ SLOW, FAST = 2_000.0, 1e9
 
 
 def test_a_plan_says_of_each_step_in_how_many_slices_it_is_taken() -> None:
-    plan = StepPlan(EXACT, 3, 20)
-    assert [plan.slices_at(step) for step in (2, 3, 4)] == [EXACT, 20, 20]
-    assert [plan.is_local(step) for step in (2, 3)] == [False, True]
-    assert not ALL_EXACT.is_local(0) and not ALL_EXACT.is_local(ALL_STEPS - 1)
+    plan = StepPlan(ALL_REDUCE, 3, 20)
+    assert [plan.fragments_at(step) for step in (2, 3, 4)] == [ALL_REDUCE, 20, 20]
+    assert [plan.is_inner(step) for step in (2, 3)] == [False, True]
+    assert not ONLY_ALL_REDUCE.is_inner(0) and not ONLY_ALL_REDUCE.is_inner(ALL_STEPS - 1)
 
 
 @pytest.mark.parametrize(
     ("sections", "plan", "may_change"),
     [
-        ({}, ALL_EXACT, True),
-        ({"averaging": {"local_steps": "never"}}, ALL_EXACT, False),
-        ({"averaging": {"fraction": 1.0}}, ALL_EXACT, False),
-        ({"averaging": {"exact_steps": 5}}, StepPlan(EXACT, 5, 20), False),
-        ({"averaging": {"exact_steps": 0, "fraction": 0.5}}, StepPlan(EXACT, 0, 2), False),
-        ({"schedule": {"kind": "synchronous"}}, ALL_EXACT, False),
-        ({"schedule": {"kind": "synchronous"}, "averaging": {"exact_steps": 5}}, ALL_EXACT, False),
+        ({}, ONLY_ALL_REDUCE, True),
+        ({"averaging": {"local_steps": "never"}}, ONLY_ALL_REDUCE, False),
+        ({"averaging": {"fraction": 1.0}}, ONLY_ALL_REDUCE, False),
+        ({"averaging": {"exact_steps": 5}}, StepPlan(ALL_REDUCE, 5, 20), False),
+        ({"averaging": {"exact_steps": 0, "fraction": 0.5}}, StepPlan(ALL_REDUCE, 0, 2), False),
+        ({"schedule": {"kind": "synchronous"}}, ONLY_ALL_REDUCE, False),
+        ({"schedule": {"kind": "synchronous"}, "averaging": {"exact_steps": 5}}, ONLY_ALL_REDUCE, False),
     ],
 )
 def test_stages_change_only_where_the_manifest_leaves_it_to_the_links(
@@ -85,81 +86,84 @@ def test_slower_uplinks_count_once_their_replicas_do_a_quarter_of_the_work() -> 
 @pytest.mark.parametrize(
     ("present", "carried", "wanted"),
     [
-        (EXACT, 0.3, EXACT),
-        (EXACT, 0.266, EXACT),
-        (EXACT, 0.265, 2),
-        (EXACT, 0.1, 3),
-        (EXACT, 0.05, 6),
-        (EXACT, 0.0133, 20),
-        (EXACT, 0.001, 20),
-        (EXACT, 0.0, 20),
+        (ALL_REDUCE, 0.3, ALL_REDUCE),
+        (ALL_REDUCE, 0.266, ALL_REDUCE),
+        (ALL_REDUCE, 0.265, 2),
+        (ALL_REDUCE, 0.1, 3),
+        (ALL_REDUCE, 0.05, 6),
+        (ALL_REDUCE, 0.0133, 20),
+        (ALL_REDUCE, 0.001, 20),
+        (ALL_REDUCE, 0.0, 20),
         (6, 0.05, 6),
         (6, 0.04, 6),
         (6, 0.025, 11),
         (6, 0.09, 3),
         (6, 0.39, 2),
-        (6, 0.4, EXACT),
-        (20, math.inf, EXACT),
+        (6, 0.4, ALL_REDUCE),
+        (20, math.inf, ALL_REDUCE),
     ],
 )
 def test_the_number_of_slices_is_what_the_uplinks_carry(present: int, carried: float, wanted: int) -> None:
-    found, reason = wanted_slices(present, uplinks_of(4, carried), 20)
+    found, reason = wanted_fragments(present, uplinks_of(4, carried), 20)
     assert found == wanted
     assert ("never full" in reason) == math.isinf(carried) and (math.isinf(carried) or f"{carried:.2g}" in reason)
 
 
 def test_a_replica_without_others_keeps_its_local_steps() -> None:
-    assert wanted_slices(20, uplinks_of(1), 20)[0] == 20
+    assert wanted_fragments(20, uplinks_of(1), 20)[0] == 20
 
 
 def test_the_first_local_step_comes_after_the_shares_that_may_be_closed_already() -> None:
-    decided = RULE.after_exact_step(ALL_EXACT, 40, 6)
-    assert decided == StepPlan(EXACT, 40 + NOTICE_STEPS, 6)
-    assert RULE.after_exact_step(ALL_EXACT, 40, EXACT) == ALL_EXACT
-    assert RULE.after_exact_step(decided, 41, 12) == decided, "it is decided once"
+    decided = RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, 6)
+    assert decided == StepPlan(ALL_REDUCE, 40 + NOTICE_STEPS, 6)
+    assert RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, ALL_REDUCE) == ONLY_ALL_REDUCE
+    assert RULE.after_all_reduce(decided, 41, 12) == decided, "it is decided once"
 
 
 def test_local_steps_change_after_every_slice_had_its_turn_twice() -> None:
-    plan = StepPlan(EXACT, 10, 6)
+    plan = StepPlan(ALL_REDUCE, 10, 6)
     step = 10 + MIN_STEPS_BETWEEN
-    for wanted in (EXACT, 12):
-        decided = RULE.after_slice_round(plan, step, wanted)
+    for wanted in (ALL_REDUCE, 12):
+        decided = RULE.after_fragment_sync(plan, step, wanted)
         assert decided == StepPlan(6, step + 6 * NOTICE_PASSES, wanted)
-        assert RULE.after_slice_round(decided, step + 1, 2) == decided, "it is decided once"
-    assert RULE.after_slice_round(plan, step, 6) == plan
+        assert RULE.after_fragment_sync(decided, step + 1, 2) == decided, "it is decided once"
+    assert RULE.after_fragment_sync(plan, step, 6) == plan
 
 
 def test_a_stage_that_may_not_change_does_not() -> None:
-    fixed = ChangeRule(may_change=False, every=1, most_slices=20)
-    assert fixed.after_exact_step(ALL_EXACT, 40, 6) == ALL_EXACT
-    plan = StepPlan(EXACT, 10, 6)
-    assert fixed.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, EXACT) == plan
+    fixed = ChangeRule(may_change=False, every=1, most_fragments=20)
+    assert fixed.after_all_reduce(ONLY_ALL_REDUCE, 40, 6) == ONLY_ALL_REDUCE
+    plan = StepPlan(ALL_REDUCE, 10, 6)
+    assert fixed.after_fragment_sync(plan, 10 + MIN_STEPS_BETWEEN, ALL_REDUCE) == plan
 
 
 def test_a_stage_can_have_only_the_first_plan_and_those_that_the_rule_makes() -> None:
-    plan = RULE.after_slice_round(RULE.after_exact_step(ALL_EXACT, 40, 6), 60, 12)
+    plan = RULE.after_fragment_sync(RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, 6), 60, 12)
     for step in (60, 10**6):
-        assert RULE.is_possible(ALL_EXACT, step) and RULE.is_possible(plan, step)
+        assert RULE.is_possible(ONLY_ALL_REDUCE, step) and RULE.is_possible(plan, step)
     assert not RULE.is_possible(plan, plan.change_at - 6 * NOTICE_PASSES - 1), "it is decided no earlier"
-    fixed = ChangeRule(may_change=False, every=1, most_slices=20, first=StepPlan(EXACT, 5, 20))
-    assert fixed.is_possible(StepPlan(EXACT, 5, 20), 0) and not fixed.is_possible(ALL_EXACT, 0)
-    assert not fixed.is_possible(StepPlan(EXACT, 5, 4), 6) and not fixed.is_possible(plan, 60)
+    fixed = ChangeRule(may_change=False, every=1, most_fragments=20, first=StepPlan(ALL_REDUCE, 5, 20))
+    assert fixed.is_possible(StepPlan(ALL_REDUCE, 5, 20), 0) and not fixed.is_possible(ONLY_ALL_REDUCE, 0)
+    assert not fixed.is_possible(StepPlan(ALL_REDUCE, 5, 4), 6) and not fixed.is_possible(plan, 60)
 
 
 @pytest.mark.parametrize("wanted", [1, 21, 1000])
 def test_no_owner_can_ask_for_more_slices_than_the_manifest_has(wanted: int) -> None:
-    assert RULE.after_exact_step(ALL_EXACT, 40, wanted) == ALL_EXACT
-    plan = StepPlan(EXACT, 10, 6)
-    assert RULE.after_slice_round(plan, 10 + MIN_STEPS_BETWEEN, wanted) == plan
+    assert RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, wanted) == ONLY_ALL_REDUCE
+    plan = StepPlan(ALL_REDUCE, 10, 6)
+    assert RULE.after_fragment_sync(plan, 10 + MIN_STEPS_BETWEEN, wanted) == plan
 
 
 def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
     wish = Wish().after(6, 12, 100.0)
-    assert wish.kind == "more slices" and not wish.is_held(100.0 + WISH_S - 0.1)
+    assert wish.kind == "more fragments" and not wish.is_held(100.0 + WISH_S - 0.1)
     assert wish.after(6, 9, 110.0) == wish and wish.is_held(100.0 + WISH_S), "how many more does not matter"
-    for other, kind in ((6, "none"), (EXACT, "exact steps"), (3, "fewer slices")):
+    for other, kind in ((6, "none"), (ALL_REDUCE, "all-reduces"), (3, "fewer fragments")):
         assert wish.after(6, other, 110.0) == Wish(kind, 110.0)
-    assert Wish().after(EXACT, 2, 5.0) == Wish("more slices", 5.0) and Wish().after(EXACT, EXACT, 5.0) == Wish()
+    assert (
+        Wish().after(ALL_REDUCE, 2, 5.0) == Wish("more fragments", 5.0)
+        and Wish().after(ALL_REDUCE, ALL_REDUCE, 5.0) == Wish()
+    )
 
 
 def test_no_stall_keeps_rates_wrong_for_as_long_as_a_wish_must_be_held() -> None:
@@ -173,13 +177,13 @@ def test_no_stall_keeps_rates_wrong_for_as_long_as_a_wish_must_be_held() -> None
 
 
 def test_changes_lie_apart() -> None:
-    plan = StepPlan(EXACT, 10, 6)
-    assert RULE.after_slice_round(plan, 9 + MIN_STEPS_BETWEEN, EXACT) == plan
-    assert RULE.after_slice_round(plan, 9 + 6 * NOTICE_PASSES, 12) == plan
-    assert RULE.after_slice_round(plan, 10 + 6 * NOTICE_PASSES, 12).later_slices == 12, "no state need be fetched"
-    past = StepPlan(6, 200, EXACT)
-    assert RULE.after_exact_step(past, 199 + MIN_STEPS_BETWEEN, 6) == past
-    assert RULE.after_exact_step(past, 200 + MIN_STEPS_BETWEEN, 6).change_at == 200 + MIN_STEPS_BETWEEN + NOTICE_STEPS
+    plan = StepPlan(ALL_REDUCE, 10, 6)
+    assert RULE.after_fragment_sync(plan, 9 + MIN_STEPS_BETWEEN, ALL_REDUCE) == plan
+    assert RULE.after_fragment_sync(plan, 9 + 6 * NOTICE_PASSES, 12) == plan
+    assert RULE.after_fragment_sync(plan, 10 + 6 * NOTICE_PASSES, 12).later_fragments == 12, "no state need be fetched"
+    past = StepPlan(6, 200, ALL_REDUCE)
+    assert RULE.after_all_reduce(past, 199 + MIN_STEPS_BETWEEN, 6) == past
+    assert RULE.after_all_reduce(past, 200 + MIN_STEPS_BETWEEN, 6).change_at == 200 + MIN_STEPS_BETWEEN + NOTICE_STEPS
 
 
 # --- replicas
@@ -246,7 +250,7 @@ def test_one_slow_uplink_of_many_does_not_make_all_take_local_steps() -> None:
             set_uplinks(world, SLOW, FAST, FAST, FAST, FAST)
             await asyncio.sleep(60.0)
             assert not any(changes_of(peer) for peer in world.all)
-            assert [peer.group.gradient_wire(0).fits for peer in world.all] == [False, *[True] * 4]
+            assert [peer.group.loops[0].compression.fits for peer in world.all] == [False, *[True] * 4]
 
     run(main())
 
@@ -293,7 +297,7 @@ def test_a_replica_that_joins_during_local_steps_takes_them_over_with_the_state(
             last = [done for done in late.of(RoundDone) if done.what == "slice"][-1]
             assert last.contributors == 3
             await until(lambda: are_of_one_lineage(late, first), 5.0)
-            assert all(change.later_slices != EXACT for change in changes_of(first)[1:])
+            assert all(change.later_fragments != ALL_REDUCE for change in changes_of(first)[1:])
 
     run(main())
 
@@ -303,9 +307,9 @@ class TwoStages(FakeStage):
 
     span = Span(0, 1)
 
-    def progress(self) -> list[Any]:
+    def progress(self) -> list[StageProgress]:
         (stage_0,) = super().progress()
-        return [stage_0, type(stage_0)(**{**vars(stage_0), "stage": 1})]
+        return [stage_0, dataclasses.replace(stage_0, stage=1)]
 
 
 def test_a_stage_without_replicas_says_nothing_of_what_its_peers_uplink_carries() -> None:
@@ -319,11 +323,11 @@ def test_a_stage_without_replicas_says_nothing_of_what_its_peers_uplink_carries(
             set_uplinks(world, 3_000.0, FAST)
             await asyncio.sleep(2.0)
             slow = world.all[0].group
-            slow.on_stepped(1, world.all[0].stage.step, 0)
-            assert slow.gradient_wire(0).is_limited and not slow.gradient_wire(1).is_limited
-            assert "MB in a step" in slow.gradient_wire(0).reason
-            (carried,) = {slow.gradient_wire(0).carried}
-            assert 0.1 < carried < 0.3 and slow.gradient_wire(1).carried == math.inf
+            slow.loops[1].on_stepped(world.all[0].stage.step, 0)
+            assert slow.loops[0].compression.is_limited and not slow.loops[1].compression.is_limited
+            assert "MB in a step" in slow.loops[0].compression.reason
+            (carried,) = {slow.loops[0].compression.carried}
+            assert 0.1 < carried < 0.3 and slow.loops[1].compression.carried == math.inf
             told = world.all[1].group.gossip.known_progress(0)[world.all[0].peer].counts.bytes_carried
             assert told == pytest.approx(carried, rel=0.2)
 
@@ -353,9 +357,10 @@ def test_a_part_of_the_other_kind_is_refused_without_an_offence_where_stages_may
     async def main() -> None:
         async with world_of(4000.0, 4000.0) as world:
             await asyncio.sleep(5.0)
-            rounds, step = world.all[0].group.rounds, world.all[0].stage.step
-            with pytest.raises(Refused, match="averages no slice"):
-                rounds.check_part(Part(0, "slice", step, 0, SLICES))
-            assert rounds.check_part(Part(0, "gradient", step, 0)) > 0
+            loop, step = world.all[0].group.loops[0], world.all[0].stage.step
+            refused = loop.look_at_round(Shard(0, "slice", step, 0, SLICES)).refusal
+            assert isinstance(refused, Refused) and "averages no slice" in str(refused)
+            accepted = loop.look_at_round(Shard(0, "gradient", step, 0))
+            assert accepted.refusal is None and accepted.numel > 0
 
     run(main())

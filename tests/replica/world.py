@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agora_protocol.errors import AgoraError, PeerFailed, ProtocolError
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from agora.core.calls import Reply
 from agora.observe.events import Event
-from agora.replica.all_reduce import PartReducer, Round, RoundResult
-from agora.replica.shard_codec import Part, RoundConfig, cut_into_parts
+from agora.replica.all_reduce import AllReduce, Round, RoundResult, RoundView
+from agora.replica.shard_codec import RoundConfig, Shard, cut_into_shards
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 RUN = RunId("ab" * 32)
@@ -55,7 +54,7 @@ class World:
 
     async def close(self) -> None:
         for member in self.members.values():
-            await member.reducer.close()
+            await member.all_reduce.close()
 
 
 class Member:
@@ -77,7 +76,9 @@ class Member:
         }
         config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
         self.port = world.network.join(peer, self._answer)
-        self.reducer = PartReducer(config, self.port, self, self._fault)
+        self.all_reduce = AllReduce(
+            config, self.port, self.look, lambda shard: shard.fragments, self.events.append, self._fault
+        )
 
     async def take_part(
         self,
@@ -90,30 +91,21 @@ class Member:
         deadline: float,
     ) -> RoundResult:
         slices = self.world.slices_of(what)
-        round_ = Round(self.reducer, self.events.append, stage, what, number, weight, members, deadline, slices)
+        round_ = Round(self.all_reduce, stage, what, number, weight, members, deadline, slices)
         return await round_.run(values)
 
     @property
     def view(self) -> dict[PeerId, float]:
         return self.sees if self.sees is not None else dict.fromkeys(self.world.members, 0.0)
 
-    def members(self, stage: int) -> dict[PeerId, float]:
-        return self.view
-
-    def round_s(self, stage: int) -> float:
-        return self.world.round_s
-
-    def peers_not_awaited(self, part: Part, peers: Collection[PeerId]) -> set[PeerId]:
-        return self.suspects & set(peers)
-
-    def check_part(self, part: Part) -> int:
-        cuts = cut_into_parts(self.world.size)
-        if part.position >= len(cuts):
-            raise ProtocolError("bad-message", "no such part")
-        return len(range(self.world.size)[cuts[part.position]])
-
-    def wanted_slices(self, part: Part) -> int:
-        return part.slices
+    def look(self, shard: Shard) -> RoundView:
+        suspects = frozenset(self.suspects & {*self.view})
+        live = frozenset({*self.view} - {self.peer})
+        view = RoundView(self.view, live, suspects, self.world.round_s)
+        cuts = cut_into_shards(self.world.size)
+        if shard.position >= len(cuts):
+            return replace(view, refusal=ProtocolError("bad-message", "no such part"))
+        return replace(view, numel=len(range(self.world.size)[cuts[shard.position]]))
 
     async def _fault(self, point: str) -> None:
         self.at[point] = self.at.get(point, 0) + 1
@@ -125,9 +117,11 @@ class Member:
     async def _answer(self, call: MemoryCall) -> Reply:
         try:
             if isinstance(call.message, Recall):
-                return Reply(*self.reducer.answer_recall(call.message))
+                return Reply(*self.all_reduce.answer_recall(call.message))
             assert isinstance(call.message, Contribute)
-            return Reply(*await self.reducer.answer_contribution(call.peer, call.message, call.tensors, call.deadline))
+            return Reply(
+                *await self.all_reduce.answer_contribution(call.peer, call.message, call.tensors, call.deadline)
+            )
         except ProtocolError as error:
             self.world.strikes.append((call.peer, error))
             raise

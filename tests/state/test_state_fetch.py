@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import StateIndex
 
 from agora.core.calls import Reply
-from agora.core.sync_mode import ALL_EXACT, StepPlan
+from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
 from agora.state import chunk_fetch, sample_check, state_fetch
 from agora.state.layout import OUTER_PARAMETERS, StageState
 from agora.state.state_fetch import StateFetch
@@ -339,7 +339,7 @@ def test_a_plan_that_no_stage_of_the_run_can_have_is_an_offence(plan: StepPlan) 
         world.add("honest", state(NUMEL, agreed=40, history_hash=7, step=40))
         world.add("liar", state(NUMEL, agreed=50, history_hash=7, step=50, plan=plan))
         got, _ = await fetched(world, fetcher(world))
-        assert got.plan == ALL_EXACT and [peer for peer, *_ in world.offences] == ["liar"]
+        assert got.plan == ONLY_ALL_REDUCE and [peer for peer, *_ in world.offences] == ["liar"]
 
     run(work())
 
@@ -368,7 +368,7 @@ def test_when_sources_of_local_steps_die_a_state_of_exact_steps_is_fetched_inste
         got, _ = await fetched(world, fetcher(world))
         assert newest.given.total() == 6
         assert_equal(got, other.state)
-        assert got.arrays.keys() == {"weights", "mean", "square"} and got.plan == ALL_EXACT
+        assert got.arrays.keys() == {"weights", "mean", "square"} and got.plan == ONLY_ALL_REDUCE
 
     run(work())
 

@@ -16,13 +16,13 @@ from agora_protocol.messages import GetChunk, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.core.sync_mode import ALL_EXACT, ChangeRule, StepPlan
+from agora.core.sync_mode import ONLY_ALL_REDUCE, ChangeRule, StepPlan
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.snapshot import SnapshotServer
 from agora.swarm.peer_score import Violation
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
-CHANGE_RULE = ChangeRule(may_change=True, every=1, most_slices=20)
+CHANGE_RULE = ChangeRule(may_change=True, every=1, most_fragments=20)
 WINDOW = 3
 
 
@@ -42,13 +42,13 @@ def state(
     stage: int = 0,
     agreed: int = 0,
     history_hash: int = 0,
-    plan: StepPlan = ALL_EXACT,
+    plan: StepPlan = ONLY_ALL_REDUCE,
 ) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
     ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
     weights = ramp + value
     moments = {"mean": -weights, "square": np.square(weights)}
-    if plan.is_local(step):
+    if plan.is_inner(step):
         moments |= {OUTER_PARAMETERS: weights + 1, VELOCITY: weights + 2}
     layout = layout_of(numel).at_step(step, plan)
     return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, history_hash, plan)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from agora_protocol.limits import SLICE_BLOCK
 
-from agora.core.sync_mode import ALL_EXACT, EXACT, MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, StepPlan
+from agora.core.sync_mode import ALL_REDUCE, MIN_STEPS_BETWEEN, NOTICE_PASSES, NOTICE_STEPS, ONLY_ALL_REDUCE, StepPlan
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from agora.train.stage import Stage
 from tests.train.test_weight_versions import Bench
@@ -16,14 +16,14 @@ from tests.train.test_weight_versions import Bench
 SLICES = 4
 FIRST = NOTICE_STEPS
 """The first local step where the mean of step 0 wants slices."""
-PLAN = StepPlan(EXACT, FIRST, SLICES)
+PLAN = StepPlan(ALL_REDUCE, FIRST, SLICES)
 
 
 def stage_of() -> Stage:
     return Bench("keep", averaging={"fraction": 1 / SLICES}).trainer.stage(0)
 
 
-def take_exact_step(stage: Stage, wanted: int = EXACT) -> None:
+def take_exact_step(stage: Stage, wanted: int = ALL_REDUCE) -> None:
     """Along a mean that every stage gets alike."""
     generator = torch.Generator().manual_seed(stage.step)
     gradient = torch.randn(stage.layout.numel, generator=generator)
@@ -70,7 +70,7 @@ def test_the_anchor_is_what_the_last_exact_step_leaves_and_exists_only_during_lo
 
 def test_what_the_means_want_enters_the_lineage() -> None:
     stages = stage_of(), stage_of()
-    for stage, wanted in zip(stages, (SLICES, EXACT), strict=True):
+    for stage, wanted in zip(stages, (SLICES, ALL_REDUCE), strict=True):
         take_exact_step(stage, wanted)
     assert np.array_equal(*(stage.export_state().weights for stage in stages))
     assert stages[0].progress.lineage != stages[1].progress.lineage
@@ -93,14 +93,14 @@ def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none()
     assert torch.equal(giver.weights.current.flat, taker.weights.current.flat)
     taker.load_state(exact)
     assert taker.outer is None and OUTER_PARAMETERS not in taker.export_state().moments
-    assert taker.progress.plan == ALL_EXACT
+    assert taker.progress.plan == ONLY_ALL_REDUCE
 
 
 def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() -> None:
     stages = stage_of(), stage_of()
     for seed, stage in enumerate(stages):
         change_to_local(stage)
-        stage.load_state(replace(stage.export_state(), plan=StepPlan(SLICES, FIRST + 2, EXACT)))
+        stage.load_state(replace(stage.export_state(), plan=StepPlan(SLICES, FIRST + 2, ALL_REDUCE)))
         for step in range(2):
             take_local_step(stage, seed=10 * seed + step)
         assert stage.step == FIRST + 2 and stage.outer is None
@@ -117,12 +117,12 @@ def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() 
 def test_a_round_of_slices_ends_local_steps_no_sooner_than_the_rule_says() -> None:
     stage = stage_of()
     change_to_local(stage)
-    average_slice(stage, wanted=EXACT)
+    average_slice(stage, wanted=ALL_REDUCE)
     assert stage.progress.plan == PLAN, "too early"
     while stage.step < FIRST + MIN_STEPS_BETWEEN:
         take_local_step(stage, seed=stage.step)
-    average_slice(stage, wanted=EXACT)
-    assert stage.progress.plan == StepPlan(SLICES, stage.step + NOTICE_PASSES * SLICES, EXACT)
+    average_slice(stage, wanted=ALL_REDUCE)
+    assert stage.progress.plan == StepPlan(SLICES, stage.step + NOTICE_PASSES * SLICES, ALL_REDUCE)
 
 
 def test_another_number_of_slices_keeps_anchor_and_lineage() -> None:

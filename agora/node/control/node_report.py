@@ -15,7 +15,7 @@ from agora_protocol.records import Progress
 from agora.net.nat.addresses import relays_of
 from agora.observe.events import Traffic
 from agora.observe.reporter import Counters
-from agora.replica.decide import GradientWire
+from agora.replica.decide import GradientCompression
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity, SampleReport, build_status, sum_accounts
 from agora.swarm.view import View, merge
@@ -39,7 +39,7 @@ class SpanReport:
     stages: Sequence[StageProgress]  # the progress of each, in stage order
     waits_for: Mapping[int, str]  # what each stage does or waits for, in words
     behind: Mapping[int, int]  # how many steps each stage is behind the live replica with the most
-    gradient_wires: Mapping[int, GradientWire]  # how the gradients of each stage are sent, and why
+    gradient_wires: Mapping[int, GradientCompression]  # how the gradients of each stage are sent, and why
     agreement: Mapping[int, str]  # how each stage agrees with its replicas, in words
     busy_fraction: float  # fraction of its time that the device thread works
     in_progress: int  # microbatches in progress or opened here
@@ -145,7 +145,7 @@ def notes_of(report: NodeReport) -> list[str]:
     for stage, steps in span.behind.items():
         if steps >= MIN_BEHIND:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
-    local_stages = {stage.stage for stage in span.stages if stage.plan.is_local(stage.step)}
+    local_stages = {stage.stage for stage in span.stages if stage.plan.is_inner(stage.step)}
     for stage in sorted(local_stages):
         notes.append(f"stage {stage} takes {span.agreement.get(stage, 'local steps')}")
     for stage, wire in span.gradient_wires.items():

@@ -44,7 +44,7 @@ from agora.observe import events, faults
 from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.process_call import WireRules
 from agora.pipeline.router import Router
-from agora.replica.all_reduce import owning_bandwidths
+from agora.replica.all_reduce import reducing_bandwidths
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.redialling import LostPeers, Redialling
@@ -302,10 +302,10 @@ class LocalPeer:
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
         """Returns, for each serving replica of a stage, the uplink in bytes/s with which it owns parts of an average.
 
-        That is its published uplink; the median if it published none; less behind a relay. See owning_bandwidths.
+        That is its published uplink; the median if it published none; less behind a relay. See reducing_bandwidths.
         """
         replicas = self.membership.view.replicas(stage)
-        return owning_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
+        return reducing_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
         """Returns, for each serving replica of a stage, how many steps it has published there; 0 if none is known."""

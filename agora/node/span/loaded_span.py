@@ -42,6 +42,7 @@ from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.hop import Hop
 from agora.pipeline.origin import MicrobatchSource, Origin, OriginConfig
 from agora.pipeline.process_call import ProcessCall
+from agora.replica.gossip import SwarmView
 from agora.replica.run import ReplicaGroup
 from agora.replica.view import live_replicas
 from agora.state.collector import StageCollector
@@ -362,13 +363,21 @@ class LoadedSpan:
             startup.me,
             stages=worker,
             caller=local_peer.network,
-            state=keeper,
-            listing=local_peer,
+            swarm=SwarmView(
+                local_peer.replicas_in_view,
+                local_peer.has_connections,
+                local_peer.uplink_bytes_per_s,
+                local_peer.steps_of_run,
+            ),
+            fetch_state=keeper.fetch,
             report=startup.report_event,
             report_violation=local_peer.peer_score.report_violation,
         )
+        loops = self.replicas.loops
         self._is_synchronous = manifest.schedule.kind == "synchronous"
-        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(worker.span, self.replicas.is_awaiting_mean)
+        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(
+            worker.span, lambda stage: loops[stage].is_awaiting_mean()
+        )
         if self._is_synchronous:
             self._barrier = StepBarrier(worker.span, worker.step_of)
         self.hop = Hop(
@@ -452,13 +461,13 @@ class LoadedSpan:
         tokens_each = max(self._tokens_per_microbatch(), 1.0)
         per_step = math.ceil(manifest.optimizer.target_tokens / tokens_each)
         if not self._is_synchronous:
-            if (lacking_tokens := self.replicas.tokens_until_origins_wait(0)) is not None:
+            if (lacking_tokens := self.replicas.loops[0].tokens_until_origins_wait()) is not None:
                 before_mean = math.ceil(lacking_tokens / tokens_each)
                 return SendInputs(ready, None, path_s, before_mean=before_mean)
             allowed, predicts = manifest.schedule.staleness, self.worker.predicts_weights
             staleness = flow_control.staleness_ceiling(allowed, per_step, rank, count, predicts=predicts)
             return SendInputs(ready, None, path_s, staleness)
-        lacking = math.ceil(self.replicas.missing_tokens(0) / tokens_each)
+        lacking = math.ceil(self.replicas.loops[0].missing_tokens() / tokens_each)
         return SendInputs(ready, StepState(self.worker.step_of(0), per_step, lacking, rank, count), path_s)
 
     def _tokens_per_microbatch(self) -> float:
@@ -480,9 +489,9 @@ class LoadedSpan:
         return SpanReport(
             span=self.span,
             stages=self.worker.progress(),
-            waits_for={stage: self.replicas.reason(stage) for stage in self.span.stages},
-            gradient_wires={stage: self.replicas.gradient_wire(stage) for stage in self.span.stages},
-            agreement={stage: self.replicas.agreement(stage) for stage in self.span.stages},
+            waits_for={stage: loop.reason for stage, loop in self.replicas.loops.items()},
+            gradient_wires={stage: loop.compression for stage, loop in self.replicas.loops.items()},
+            agreement={stage: loop.agreement() for stage, loop in self.replicas.loops.items()},
             behind={stage: self._steps_behind(stage) for stage in self.span.stages},
             busy_fraction=self.worker.busy_fraction(),
             in_progress=self.in_progress,
@@ -524,13 +533,13 @@ class LoadedSpan:
             case Contribute() as request:
                 return Reply(*await self.replicas.answer_contribution(call.peer, request, call.tensors, call.deadline))
             case Recall() as request:
-                return Reply(*self.replicas.reducer.answer_recall(request))
+                return Reply(*self.replicas.all_reduce.answer_recall(request))
             case other:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     def _on_trained(self) -> None:
-        for stage in self.span.stages:
-            self.replicas.on_microbatch_left(stage, self.hop.training_count)
+        for loop in self.replicas.loops.values():
+            loop.on_microbatch_left(self.hop.training_count)
 
     async def follow_steps(self) -> None:
         """Notifies replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled.
@@ -539,9 +548,9 @@ class LoadedSpan:
         """
         async for event in self.worker.step_events():
             if isinstance(event, ShareClosed):
-                self.replicas.on_share_closed(event.stage)
+                self.replicas.loops[event.stage].on_share_closed()
                 continue
-            self.replicas.on_stepped(event.stage, event.step, event.own_tokens)
+            self.replicas.loops[event.stage].on_stepped(event.step, event.own_tokens)
             if event.stage == 0:
                 self._record_epochs(event.step)
             self.keeper.on_stepped(event.stage, event.step)

@@ -19,8 +19,8 @@ from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_SMALL_PARTS, PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.parts import slice_count
 
-from agora.replica.all_reduce import Slices, owners_of
-from agora.replica.shard_codec import Part, PartCodec, RoundConfig, cut_into_parts
+from agora.replica.all_reduce import Fragments, reducers_of
+from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, cut_into_shards
 
 HERE: Final = Path(__file__).parent
 RUN: Final = RunId(hashlib.sha256(b"agora vector").hexdigest())
@@ -28,7 +28,7 @@ PEERS: Final = [Identity(hashlib.sha256(b"agora vector %d" % n).digest()).peer f
 TERMS: Final = RoundConfig(PEERS[0], RUN, "mean", 20.0, 1e9)
 
 
-def _named(part: Part) -> dict[str, Any]:
+def _named(part: Shard) -> dict[str, Any]:
     names = ("stage", "what", "round", "part", "slices")
     return {"run": RUN, **dict(zip(names, part, strict=True))}
 
@@ -41,7 +41,7 @@ def slices() -> list[dict[str, Any]]:
     """The blocks of the first rounds, and of one that is over the number of slices."""
     made = []
     for blocks, fraction, seed in ((1, 0.05, 0), (7, 0.05, 7), (24, 0.25, 7), (60, 0.3, 2**63), (100, 1.0, 1)):
-        it = Slices(blocks * SLICE_BLOCK, slice_count(fraction), seed)
+        it = Fragments(blocks * SLICE_BLOCK, slice_count(fraction), seed)
         rounds = {str(number): it.blocks(number).tolist() for number in (0, 1, 2, 1_000_003)}
         made.append(
             {"elements": blocks * SLICE_BLOCK, "fraction": fraction, "seed": seed, "count": it.count, "blocks": rounds}
@@ -54,7 +54,7 @@ def cuts() -> list[dict[str, Any]]:
     largest = MAX_SMALL_PARTS * PART_ELEMENTS
     sizes = [SLICE_BLOCK, PART_ELEMENTS, PART_ELEMENTS + SLICE_BLOCK, 3 * PART_ELEMENTS]
     sizes += [largest, largest + SLICE_BLOCK, 2 * largest + SLICE_BLOCK, 5 * largest]
-    return [{"elements": size, "parts": [[cut.start, cut.stop] for cut in cut_into_parts(size)]} for size in sizes]
+    return [{"elements": size, "parts": [[cut.start, cut.stop] for cut in cut_into_shards(size)]} for size in sizes]
 
 
 def owned() -> list[dict[str, Any]]:
@@ -65,17 +65,17 @@ def owned() -> list[dict[str, Any]]:
         dict(zip(PEERS, (1e6, 2e6, 0.0, 25e6, 3.5e6), strict=True)),
     ]
     parts_of = [
-        Part(0, "slice", 0, 0, 2),
-        Part(3, "slice", 12, 1, 20),
-        Part(3, "slice", 332, 1, 20),
-        Part(3, "slice", 332, 1, 5),
-        Part(3, "gradient", 44, 1),
-        Part(1023, "slice", 2**40, 77, 7),
+        Shard(0, "slice", 0, 0, 2),
+        Shard(3, "slice", 12, 1, 20),
+        Shard(3, "slice", 332, 1, 20),
+        Shard(3, "slice", 332, 1, 5),
+        Shard(3, "gradient", 44, 1),
+        Shard(1023, "slice", 2**40, 77, 7),
     ]
     made = []
     for members in groups:
         for part in parts_of:
-            first, second = owners_of(TERMS, part, members)
+            first, second = reducers_of(TERMS.run, part, members)
             made.append({**_named(part), "members": members, "first": first, "second": second})
     return made
 
@@ -102,10 +102,10 @@ def int8() -> list[dict[str, Any]]:
     """Parts with their dither, and without any."""
     values = _values()
     made = []
-    for part in (Part(3, "slice", 12, 1, 20), Part(0, "gradient", 0, 0), None):
+    for part in (Shard(3, "slice", 12, 1, 20), Shard(0, "gradient", 0, 0), None):
         dither = None if part is None else TERMS.dither_label(part)
-        sent = PartCodec("int8").encode(values.clone(), dither)
-        back = PartCodec("int8").decode(sent, len(values), dither)
+        sent = NumberFormat("int8").encode(values.clone(), dither)
+        back = NumberFormat("int8").decode(sent, len(values), dither)
         made.append(
             {
                 "dither": part and _named(part),
@@ -123,8 +123,8 @@ def normal() -> list[dict[str, Any]]:
     values = _values()
     made = []
     for name in ("normal2", "normal3", "normal4"):
-        sent = PartCodec(name).encode(values.clone())
-        back = PartCodec(name).decode(sent, len(values))
+        sent = NumberFormat(name).encode(values.clone())
+        back = NumberFormat(name).decode(sent, len(values))
         made.append(
             {
                 "wire": name,
