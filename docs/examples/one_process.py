@@ -42,6 +42,7 @@ from agora.pipeline.ledger import WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.process_call import ProcessCall, WireRules
 from agora.pipeline.router import Router
+from agora.replica.gossip import SwarmView
 from agora.replica.run import ReplicaGroup
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
@@ -168,8 +169,10 @@ class Peer:
             me,
             stages=device,
             caller=caller,
-            state=swarm,
-            listing=swarm,
+            swarm=SwarmView(
+                swarm.replicas_in_view, swarm.has_connections, swarm.uplink_bytes_per_s, swarm.steps_of_run
+            ),
+            fetch_state=swarm.fetch,
             report=swarm.report,
             report_violation=score.report_violation,
         )
@@ -190,23 +193,23 @@ class Peer:
                 return await self.hop.process(ProcessCall(request, tensors, deadline, on_progress))
             case GossipSteps():  # how far a replica of a stage is
                 return Reply(self.replicas.gossip.answer(caller, request))
-            case Contribute():  # its part of a gradient, for which it gets the mean
+            case Contribute():  # its shard of a gradient, for which it gets the mean
                 return Reply(*await self.replicas.answer_contribution(caller, request, tensors, deadline))
             case Recall():  # a mean that it missed
-                return Reply(*self.replicas.reducer.answer_recall(request))
+                return Reply(*self.replicas.all_reduce.answer_recall(request))
         raise AssertionError(type(request).__name__)
 
     def _on_trained(self) -> None:
-        for stage in self.device.span.stages:
-            self.replicas.on_microbatch_left(stage, self.hop.training_count)
+        for loop in self.replicas.loops.values():
+            loop.on_microbatch_left(self.hop.training_count)
 
     async def follow_steps(self) -> None:
         """Tells the replicas what the device thread has done: it closed its share of a step, or took the step."""
         async for event in self.device.step_events():
             if isinstance(event, ShareClosed):
-                self.replicas.on_share_closed(event.stage)
+                self.replicas.loops[event.stage].on_share_closed()
             else:
-                self.replicas.on_stepped(event.stage, event.step, event.own_tokens)
+                self.replicas.loops[event.stage].on_stepped(event.step, event.own_tokens)
                 self._swarm.stepped.notify()
 
 
