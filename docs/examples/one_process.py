@@ -101,6 +101,14 @@ class Swarm:
     def view(self) -> View:
         return View({id: PeerView(id, peer.device.span, 1, state="serving") for id, peer in self.peers.items()})
 
+    def view_for_replicas(self) -> SwarmView:
+        return SwarmView(
+            self.replicas_in_view,
+            has_connections=lambda: True,
+            uplink_bytes_per_s=lambda: None,
+            steps_of_run=self.steps_of_run,
+        )
+
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
         return {id: 1e6 for id, peer in self.peers.items() if stage in peer.device.span}  # bytes/s of its uplink
 
@@ -110,12 +118,6 @@ class Swarm:
             for stage in peer.device.span.stages:
                 stages[stage].append(peer.device.step_of(stage))
         return stages
-
-    def uplink_bytes_per_s(self) -> float | None:
-        return None
-
-    def has_connections(self) -> bool:
-        return True
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> object:
         raise Unavailable(stage, ["nobody joins late here, so nobody gives a state"])
