@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import NOT_QUICK
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = [ROOT / "agora", ROOT / "protocol", ROOT / "scripts"]
 
@@ -104,6 +106,12 @@ def test_nothing_unpickles_and_nothing_evaluates() -> None:
                 if name in {"torch.load", "torch.save", "eval", "exec", "numpy.load", "np.load"}:
                     found.append(f"{path}:{node.lineno} {name}")
     assert not found, "\n".join(found)
+
+
+def test_what_the_quick_tier_leaves_out_exists() -> None:
+    missing = [entry for entry in NOT_QUICK if not (ROOT / "tests" / entry.partition("::")[0]).exists()]
+    named = {entry.partition("::")[2] for entry in NOT_QUICK} - {""}
+    assert not missing and named <= set(globals())
 
 
 def test_no_unfinished_marks() -> None:
