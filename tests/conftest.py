@@ -17,8 +17,8 @@ RUNTIME = Path(f"/tmp/agora-test-{os.getpid()}")
 os.environ[paths.RUNTIME_VARIABLE] = str(RUNTIME)
 
 TESTS = Path(__file__).resolve().parent
-# What `./scripts/check` leaves out, besides tests that start daemons: folders and files that take more than two or three
-# seconds of a processor, and the linters, which it runs itself.
+# What `./scripts/check` leaves out, besides tests that start daemons: folders and files that take more than two or
+# three seconds of a processor, and the linters, which it runs itself.
 NOT_QUICK = (
     "bench",
     "codec/test_boundary_codec.py",
