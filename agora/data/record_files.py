@@ -60,10 +60,9 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator
 
 
 def data_files(path: Path) -> list[Path]:
-    """Returns the files that hold the records of `path`, in the order in which they are read.
+    """Returns the files that hold the records of `path`, in the order in which they are read; they need not exist.
 
-    For a `datasets` folder, these are the arrow files that it lists; otherwise [path]. The files need not exist. Raises
-    DataError for another folder.
+    For a `datasets` folder, these are the arrow files that it lists. Raises DataError for another folder.
     """
     return _arrow_files(path) if path.is_dir() else [path]
 
@@ -172,10 +171,7 @@ class JsonScanner:
         self._advance(self._at + 1)
 
     def accept(self, pattern: re.Pattern[str]) -> bool:
-        """Skips the text that `pattern` matches at the scanner's position, if any; returns whether it matched.
-
-        Only text that has been read from the file already is searched.
-        """
+        """Skips what `pattern` matches in the text read so far; returns whether it matched."""
         match = pattern.match(self._text, self._at)
         if match:
             self._advance(match.end())

@@ -95,10 +95,9 @@ class Sampler:
         return self._scanned[held[order]].astype(np.int64)
 
     def heldout_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Tokens]:
-        """Yields at most `limit` batches of held-out windows, each int32 [batch_size, context + 1].
+        """Yields at most `limit` batches of held-out windows, each int32 [batch_size, context + 1]; see cut_batches.
 
-        They are the same at every call. For windows that do not fill a batch see cut_batches. Yields nothing if none is
-        held out. limit: None for all batches.
+        They are the same at every call.
         """
         for windows in cut_batches(self.heldout_windows(), batch_size, limit):
             yield self._gather(windows)
@@ -134,10 +133,7 @@ class OriginBatches:
         self._reserved = self._next
 
     def draw(self) -> DrawnMicrobatch:
-        """Draws the next training microbatch, token ids [b, s + 1], and returns it with its number.
-
-        Reserves further numbers on disk if the reserved ones are used up; a disk error is reported, not raised.
-        """
+        """Draws the next microbatch, token ids [b, s + 1]. A disk error is reported, not raised."""
         number = self._next
         b = self._microbatch_size
         if number >= self._reserved:
@@ -153,11 +149,7 @@ class OriginBatches:
         """Does nothing: a microbatch that was given up is not drawn again. See EpochBatches.release."""
 
     def heldout_microbatches(self, count: int) -> Iterator[WireTensor]:
-        """Yields at most `count` microbatches of held-out windows, as wire tensors; equal ones at every call.
-
-        Windows that do not fill a last microbatch are left out; too few for one microbatch are repeated to fill it. See
-        Sampler.heldout_batches.
-        """
+        """Yields at most `count` microbatches, equal ones at every call; see Sampler.heldout_batches."""
         return map(encode_tokens, self._sampler.heldout_batches(self._microbatch_size, count))
 
     def _reserve(self, end: int) -> None:

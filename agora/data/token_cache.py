@@ -92,10 +92,9 @@ class CachedTokens:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: waits for the file lock of this signature and holds it, so that one process builds the ids.
+        """Context manager: waits, blocking, for the file lock of this signature, so that one process builds the ids.
 
-        The wait blocks the thread. After LOCK_WAIT_S, and on a file system without locks, the block is entered without
-        the lock.
+        After LOCK_WAIT_S, and on a file system without locks, the block is entered without it.
         """
         with _disk_errors(self._folder):
             self._index.parent.mkdir(parents=True, exist_ok=True)

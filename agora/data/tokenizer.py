@@ -59,10 +59,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
-        """Returns the bytes of each text as tokens; the offsets of a byte are those of its character.
-
-        No special tokens are added, with either value of `add_special`.
-        """
+        """Bytes as tokens; the offsets of a byte are those of its character. No special tokens are ever added."""
         return [_encode_bytes(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -84,11 +81,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the file `path`.
-
-        Raises DiskError if it cannot be read, ManifestError if it is not a tokenizer file, LocalError without the
-        package `tokenizers`.
-        """
+        """Raises DiskError if the file cannot be read, ManifestError if it is none, LocalError without `tokenizers`."""
         try:
             self.content = path.read_bytes()
         except OSError as error:

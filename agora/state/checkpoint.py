@@ -69,10 +69,7 @@ class _CheckpointIndex(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Names a checkpoint folder that was just written or whose every byte was checked; does not hold the tensors.
-
-    path: the folder. The other fields are those of the StageState that the checkpoint contains.
-    """
+    """A checkpoint that was just written, or whose every byte was checked; the fields are those of its StageState."""
 
     path: Path
     stage: int
@@ -135,9 +132,9 @@ def newest_checkpoint(
 
 
 def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
-    """Checks every byte of the checkpoint in the folder `path` against its hashes, and returns its Checkpoint.
+    """Checks every byte of the checkpoint in the folder `path`; raises CheckpointError if one is wrong.
 
-    Raises CheckpointError if it is damaged, unreadable, or of another run or stage than `run` and `stage`.
+    Also raised for a checkpoint of another run or stage.
     """
     index = _read_index(path)
     if (index.run, index.stage) != (run, stage):
@@ -248,10 +245,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def checkpoint_folders(parent: Path) -> list[Path]:
-    """Returns the paths of the checkpoints in a stage's folder `parent`, the highest step first.
-
-    Judges by their names only: they need not be intact. Returns [] if `parent` cannot be read.
-    """
+    """Returns the checkpoints in a stage's folder, the highest step first, by their names: they may be damaged."""
     return [path for _, path in _list_checkpoints(parent)]
 
 

@@ -66,10 +66,7 @@ class ChunkSchedule:
         return chunk
 
     def record_arrival(self, chunk: int, peer: PeerId, now: float) -> list[PeerId]:
-        """Records that `peer` delivered the chunk, and how long the call took; ends all open calls for the chunk.
-
-        Returns the other peers that had an open call for the chunk, so that the caller cancels these calls.
-        """
+        """Records that `peer` gave the chunk; returns the other peers with an open call for it, to be cancelled."""
         calls = self._open.pop(chunk, {})
         if (started_at := calls.pop(peer, None)) is not None:
             self._durations.append(now - started_at)
@@ -93,8 +90,5 @@ class ChunkSchedule:
         heapq.heappush(self._missing, chunk)
 
     def median_s(self) -> float:
-        """Returns the median of the seconds that the last REMEMBERED_CHUNKS chunks took from call to arrival.
-
-        Returns ASSUMED_CHUNK_S before the first has arrived.
-        """
+        """Median seconds of the last REMEMBERED_CHUNKS chunks; ASSUMED_CHUNK_S before the first."""
         return statistics.median(self._durations) if self._durations else ASSUMED_CHUNK_S

@@ -67,12 +67,11 @@ class StageCollector:
         self._closed = False
 
     async def collect(self, *, average: bool = False) -> list[StageFile]:
-        """Writes a weight file for every stage, in place of the last collection, and returns the files in stage order.
+        """Writes a weight file for every stage, in place of the last collection, and returns them in stage order.
 
-        average: writes the moving averages of the weights, or in a run that keeps none the plain weights. After a
-        failure `folder` has the last collection or does not exist. Raises Busy while another collection runs,
-        Unavailable for a stage that no peer gives within COLLECT_S, DiskError, and LocalError after `close` or when
-        `close` cancels the collection.
+        average: the moving averages of the weights; in a run that keeps none the plain ones. Raises Busy while another
+        collection runs, Unavailable for a stage that no peer gives within COLLECT_S, DiskError, and LocalError when
+        `close` was called. After a failure `folder` has the last collection or does not exist.
         """
         if self._closed:
             raise LocalError("this daemon is leaving; ask another one of the run")

@@ -168,18 +168,12 @@ def fresh_folder(target: Path, need_bytes: int) -> Iterator[Path]:
 
 
 def fresh_path(target: Path) -> Path:
-    """Returns a path of random name, .NAME.RANDOM.new, beside `target`; creates nothing.
-
-    For a new file or folder that is renamed to `target` later, or for an old one that is moved away to be removed.
-    """
+    """Returns a path .NAME.RANDOM.new beside `target`: for what is renamed to it later, or moved away from it."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
 
 
 def make_folder(folder: Path, need_bytes: int) -> None:
-    """Creates `folder` and its missing parents. Raises OSError if `folder` exists or cannot be created.
-
-    Raises DiskError, after creating the parents but not `folder`, if fewer than `need_bytes` are free on their disk.
-    """
+    """Creates `folder` and its parents. Raises DiskError if fewer than `need_bytes` are free; OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < need_bytes:
@@ -211,9 +205,6 @@ def put_in_place(fresh: Path, target: Path) -> None:
 
 
 def write_file_list(folder: Path, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
-    """Creates export.json in `folder`: the entries of `about`, and "files": name -> size and SHA-256, sorted by name.
-
-    Raises FileExistsError if export.json exists, another OSError if it cannot be written.
-    """
+    """Creates export.json: the entries of `about`, and "files": name -> size and SHA-256. Raises OSError."""
     hashes = {name: asdict(file) for name, file in sorted(files.items())}
     write_file(folder / EXPORT_INDEX, [json.dumps({**about, "files": hashes}, indent=2).encode() + b"\n"], PUBLIC)

@@ -119,10 +119,9 @@ class StateKeeper:
     # --- filling the stages
 
     async def find_checkpoints(self) -> tuple[int, ...]:
-        """Finds and remembers, for each stage of the span, the newest intact checkpoint on this disk; loads nothing.
+        """Finds, for each stage of the span, the newest intact checkpoint on this disk; loads nothing.
 
-        Returns the checkpoints' steps in stage order, 0 for a stage without one. Reports newer ones that are damaged as
-        CheckpointDamaged.
+        Returns their steps in stage order, 0 for a stage without one. Reports damaged ones as CheckpointDamaged.
         """
 
         def find_newest(stage: int) -> Checkpoint | None:
@@ -138,9 +137,9 @@ class StateKeeper:
     async def fill_stages(self) -> str:
         """Loads or fetches each stage's state, or keeps its initial weights, as rules.choose_start decides.
 
-        One stage after the other. Returns in words where each state is from. Forgets the checkpoints that were found.
-        Raises Unavailable when no peer gives a stage of which this disk has no checkpoint, or when such a stage's
-        replicas do not answer whether they have taken a step; CheckpointError when a checkpoint does not fit.
+        Returns in words where each state is from. Raises Unavailable when no peer gives a stage of which this disk has
+        no checkpoint, or when such a stage's replicas do not answer whether they have taken a step; CheckpointError
+        when a checkpoint does not fit.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found_checkpoints.clear()
@@ -199,14 +198,13 @@ class StateKeeper:
     # --- fetching
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int, timeout_s: float = 0.0) -> str:
-        """Fetches a stage's state from replicas, loads it in place of the present state, and reports StateFetched.
+        """Fetches a stage's state from replicas and loads it; returns step, size and time in words.
 
-        Returns step, size and time in words. The stage then counts as filled, and its next checkpoint is due from the
-        fetched step on. sources: the best first; chunks come from several at the same time. at_least: the lowest step
-        to accept; a higher one is used when most peers offer much later steps, see lowest_step_to_fetch. timeout_s:
-        seconds for which a failed fetch is tried again, from the peers that offer the stage by then; if it is not 0 and
-        no peer offers the stage any more, RETURN_S more. Raises Unavailable after that, and ProtocolError for a fetched
-        state that cannot be loaded.
+        The stage then counts as filled, and its next checkpoint is due from the fetched step on. sources: the best
+        first. at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
+        lowest_step_to_fetch. timeout_s: seconds for which a failed fetch is tried again, from the peers that offer the
+        stage by then; if it is not 0 and no peer offers the stage any more, RETURN_S more. Raises Unavailable after
+        that, and ProtocolError for a fetched state that cannot be loaded.
         """
         started_at = loop_time()
         fetch = StateFetch(
@@ -246,11 +244,10 @@ class StateKeeper:
     # --- giving copies to other peers
 
     async def answer(self, request: GetState | GetChunk) -> Reply:
-        """Returns the answer to a peer that fetches this peer's state: a snapshot's index, or one of its chunks.
+        """Answers a peer that fetches this peer's state: a snapshot's index, of size 0 while there is none, or a chunk.
 
-        GetState may make a new snapshot. The index has size 0 while there is no state to give. Raises NotMyStage for a
-        stage that is not held here, Busy when snapshots in use take all room, Refused for a chunk of a dropped
-        snapshot, ProtocolError for a chunk that the snapshot does not have.
+        Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
+        chunk of a dropped snapshot, ProtocolError for one that the snapshot does not have.
         """
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
@@ -290,10 +287,7 @@ class StateKeeper:
                 await self._write(self._due_stages.pop())
 
     async def write_checkpoints(self) -> None:
-        """Writes a checkpoint of every filled stage now, one after the other, due or not; called when this peer leaves.
-
-        A DiskError is reported as DiskTrouble, not raised.
-        """
+        """Writes a checkpoint of every filled stage now, due or not. A DiskError is reported, not raised."""
         for stage in sorted(self._filled_stages):
             await self._write(stage)
 

@@ -146,10 +146,7 @@ class Layout:
         return [elements, *(moment.array_range(elements) for moment in self.moments)]
 
     def of_moment(self, moment: MomentSpec) -> Layout:
-        """Returns the layout of the moment's own array: the places in that array of the tensors that have values in it.
-
-        The result has no moments.
-        """
+        """Returns the layout of the moment's own array: the places of the tensors that have values in it."""
         slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
         return Layout(moment.numel, [replace(slot, offset=moment.array_range(slot.elements).start) for slot in slots])
 

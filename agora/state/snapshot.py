@@ -54,11 +54,7 @@ class _Snapshot:
 
 
 class SnapshotServer:
-    """Answers GetState and GetChunk: copies a stage when asked, and gives one copy to several peers.
-
-    A copy is called a snapshot. Snapshots that no peer has used for IDLE_S are dropped at the next GetState, and by
-    drop_idle.
-    """
+    """Answers GetState and GetChunk: copies a stage when asked, and gives one copy, a snapshot, to several peers."""
 
     def __init__(self, export: Callable[[int], Awaitable[StageState | None]], nbytes_of: Callable[[int], int]) -> None:
         """export: returns a copy of a stage's state, or None while there is none. nbytes_of: returns a copy's bytes."""
@@ -74,9 +70,8 @@ class SnapshotServer:
     async def get_state(self, request: GetState) -> Reply:
         """Returns a StateIndex and the chunk hashes of the stage's newest snapshot if that is fresh, or of a new one.
 
-        Without room for a new one, the newest is given although it is not fresh. The snapshot counts as used now. The
-        index has size 0 while there is no state to give. Requests for the same stage are served one after the other, so
-        that they share a copy. Raises Busy when there is no room and no snapshot of the stage.
+        Without room for a new one, the newest is given although it is not fresh. Requests for one stage are served one
+        after the other: they share a copy. Raises Busy when there is no room and no snapshot of the stage.
         """
         async with self._copying[request.stage]:
             snapshot = await self._find_or_make(request.stage, request.at_least)
@@ -99,10 +94,7 @@ class SnapshotServer:
         return Reply(index, [hashes])
 
     async def get_chunk(self, request: GetChunk) -> Reply:
-        """Returns the answer with one chunk of a kept snapshot; the snapshot counts as used now.
-
-        Raises Refused for a snapshot that is not kept here (any more), ProtocolError for a chunk that does not exist.
-        """
+        """Raises Refused for a snapshot that is not kept any more, ProtocolError for a chunk that it lacks."""
         snapshot = self._kept.get(request.snapshot)
         if snapshot is None:
             raise Refused("this snapshot is not kept any more; ask for the state again")

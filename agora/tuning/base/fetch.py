@@ -108,8 +108,7 @@ class BaseFetch:
 
         To be called after fetch_list, and after the store has begun these tensors. missing: tensor number -> numbers of
         its missing pieces; [] if only the completion of the tensor is missing. on_piece: called after each piece that
-        was written to the store. Raises BaseModelError when no peer gives some piece, DiskError when a piece cannot be
-        written.
+        was written. Raises BaseModelError when no peer gives some piece, DiskError when one cannot be written.
         """
         assert self.tensor_list is not None
         self._on_piece = on_piece

@@ -118,10 +118,9 @@ class HfArchitecture:
         return config
 
     def window_of(self, config: Any, layer: int) -> int | None:
-        """Returns the layer's attention window: how many of the last tokens, itself included, a token attends to.
+        """How many of the last tokens, itself included, a token of the layer attends to; None: all before it.
 
-        None: a token attends to itself and all tokens before it. layer: its number in the whole model. Raises
-        ValueError for an attention type in config.layer_types that type_of does not know.
+        layer: its number in the whole model. Raises ValueError as type_of.
         """
         if self.windows == "none" or (self.windows == "by type" and self.type_of(config, layer) != "sliding_attention"):
             return None
@@ -129,9 +128,9 @@ class HfArchitecture:
         return window
 
     def type_of(self, config: Any, layer: int) -> str:
-        """Returns the attention type of a layer by config.layer_types: "full_attention" or "sliding_attention".
+        """The attention type of a layer of the whole model: "full_attention" or "sliding_attention".
 
-        config: what make_config returns. layer: its number in the whole model. Raises ValueError for another type.
+        Raises ValueError for another type.
         """
         kind = str(config.layer_types[layer])
         if kind not in ("full_attention", "sliding_attention"):
@@ -191,8 +190,5 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
 
 
 def architecture_of(model: HfSection) -> HfArchitecture:
-    """Returns the architecture of a base model, by the model_type in its config; transformers is not imported.
-
-    Raises ValueError for a config that no run can train, such as a checked manifest never has.
-    """
+    """Returns the architecture of a base model. Raises ValueError for a config that no checked manifest has."""
     return ARCHITECTURES[sizes_in(parse_config(model.config)).model_type]

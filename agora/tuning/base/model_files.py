@@ -63,11 +63,7 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> str:
-    """Returns the text of the folder's config.json, which is not parsed.
-
-    Raises BaseModelError if the folder or the file is missing, or if the file is unreadable, not UTF-8, or longer than
-    4 * MAX_CONFIG_BYTES.
-    """
+    """Returns the text of the folder's config.json, not parsed. Raises BaseModelError if it cannot be read."""
     return _read_text(require_folder(folder) / CONFIG, 4 * MAX_CONFIG_BYTES)
 
 
@@ -127,11 +123,9 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (key in `wanted`, values) of each wanted tensor, float32 on the CPU, one tensor at a time in memory.
 
-    The tensors come in the order of the files' paths, not that of `wanted`. folder: the model's folder, or a
-    TensorStore's. files: name and SHA-256 of each weights file, as the manifest lists them. Before the first tensor is
-    yielded, checks the hashes of the weights files that are needed and of the fetched tensors. Raises BaseModelError
-    for a folder of None, for another hash, for a missing tensor or one of a wrong shape or dtype, and for an
-    unreadable file.
+    They come in the order of the files' paths. folder: the model's folder, or a TensorStore's. files: name and SHA-256
+    of each weights file, as the manifest lists them; checked before the first tensor is yielded. Raises BaseModelError
+    for a folder of None, another hash, a missing tensor or one of a wrong shape or dtype, and an unreadable file.
     """
     located = locate_checked(folder, files, wanted)
     for path in sorted({stored.path for stored in located.values()}):
@@ -146,10 +140,8 @@ def locate_checked(
 ) -> dict[str, StoredTensor]:
     """Returns key in `wanted` -> where the tensor is stored, after checking the hashes of the tensors' bytes.
 
-    Hashes the whole weights files that have a wanted tensor (a file that this process has hashed is not read again),
-    and the fetched tensors; blocks meanwhile. The arguments are those of read_tensors. Raises BaseModelError without a
-    folder, for another hash, for a missing tensor, a wrong shape, a dtype that is not in READABLE, and a file that
-    cannot be read.
+    Hashes the whole weights files that have a wanted tensor, unless this process has hashed them before; blocks
+    meanwhile. Arguments and errors are those of read_tensors.
     """
     folder = require_folder(folder)
     located = locate_tensors(folder, [name for name, _ in files], wanted)
@@ -166,9 +158,9 @@ def locate_checked(
 def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, WantedTensor]) -> dict[str, StoredTensor]:
     """Returns key in `wanted` -> where the tensor is stored, in the order of `wanted`; hashes are not checked.
 
-    Reads the headers of the weights files `files` in the folder; absent files are skipped. A tensor that none of them
-    has is looked for among the tensors fetched from peers into the folder. Raises BaseModelError for a missing tensor,
-    a wrong shape, a dtype that is not in READABLE, and a file whose header cannot be read.
+    Absent files are skipped. A tensor that no file has is looked for among those fetched from peers into the folder.
+    Raises BaseModelError for a missing tensor, a wrong shape, a dtype that is not in READABLE, and an unreadable
+    header.
     """
     present = [folder / name for name in files if (folder / name).is_file()]
     stored = read_fetched_tensors(folder) | {tensor.name: tensor for path in present for tensor in read_header(path)}
@@ -193,11 +185,7 @@ def locate_tensors(folder: Path, files: Sequence[str], wanted: Mapping[str, Want
 
 
 def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns name -> place of the tensors that are complete in a TensorStore's folder; {} for any other folder.
-
-    Reads the folder's tensor list; the tensors' values are neither read nor checked. Raises BaseModelError if the list
-    is malformed.
-    """
+    """Returns name -> place of the tensors that are complete in a TensorStore's folder; {} for any other folder."""
     store = TensorStore(folder)
     try:
         tensors = store.read_list()
@@ -214,9 +202,8 @@ def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
 def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
     """Returns the manifest's tensors_hash: the SHA-256, in hex, of the tensor list of the weights files `names`.
 
-    The list has name, shape and hashes of each tensor; with it peers can fetch tensors from each other. Returns "" if
-    no valid list can be made (no tensor, too many, or too large). Tensors that no list can have are left out. Reads all
-    bytes of the files. Raises BaseModelError for a file that cannot be read, or a tensor that two files have.
+    Reads all their bytes. Returns "" if no valid list can be made (no tensor, too many, or too large): then peers
+    cannot fetch from each other. Raises BaseModelError for a file that cannot be read, or a tensor that two files have.
     """
     try:
         return list_tensors([folder / name for name in names]).digest
@@ -225,11 +212,7 @@ def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Returns name, dtype and shape of the tensors that a safetensors file has, by its header; reads no values.
-
-    Raises BaseModelError if the file cannot be read or the library refuses the header: if it is too long, or its
-    tensors overlap, leave gaps or end beyond the file.
-    """
+    """Returns the tensors of a safetensors file by its header. Raises BaseModelError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping

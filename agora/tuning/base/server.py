@@ -28,11 +28,7 @@ LIST: Final = -1  # the tensor number in GetPiece that stands for the tensor lis
 
 
 class BaseServer:
-    """Answers other peers' requests for the base model's tensors that this machine has, as recorded in `base`.
-
-    The owner of this object calls `close` at the daemon's end. report: called with an event when a tensor's file is
-    damaged, or when the files are not those of the run.
-    """
+    """Answers other peers' requests for the base model's tensors that this machine has. `close` it at the end."""
 
     def __init__(self, base: BaseTensors, report: Report) -> None:
         self._base = base
@@ -49,10 +45,9 @@ class BaseServer:
     async def answer(self, request: GetBase | GetPiece) -> Reply:
         """Returns the answer: to GetBase the tensor list's size and a bitmap of tensors held here, to GetPiece a piece.
 
-        LIST as the tensor number asks for a piece of the tensor list itself. If the list is not known, has it made and
-        waits for that, up to LIST_WAIT_S. Raises Refused if this peer does not have what is asked for, Busy if the list
-        is still being made or MAX_AT_ONCE pieces are being read, and ProtocolError if the request names a tensor or a
-        piece that does not exist.
+        If the list is not known, has it made and waits for that, up to LIST_WAIT_S. Raises Refused if this peer does
+        not have what is asked for, Busy if the list is still being made or MAX_AT_ONCE pieces are being read,
+        ProtocolError if there is no such tensor or piece.
         """
         tensors = self._base.tensor_list or await self._open_list()
         if isinstance(request, GetPiece):

@@ -159,7 +159,7 @@ class TensorStore:
         self.folder = folder
 
     def read_list(self) -> TensorList | None:
-        """Reads and returns the tensor list in this folder; None without one, or if its hash is not the folder's name.
+        """Returns the list in this folder; None without one, or if its hash is not the folder's name.
 
         Raises ProtocolError for a list that is malformed although its hash is right.
         """
@@ -175,10 +175,7 @@ class TensorStore:
             self._tensors.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def keep_list(self, tensors: TensorList) -> None:
-        """Writes the tensor list into the folder, which it creates if needed, in place of an earlier list.
-
-        The caller has checked that the list's digest is the folder's name. Raises DiskError.
-        """
+        """Writes the tensor list, whose digest is the folder's name, in place of an earlier one. Raises DiskError."""
         self.create()
         with self._disk_errors():
             fresh = (self.folder / LIST).with_suffix(".new")
@@ -190,10 +187,7 @@ class TensorStore:
     # --- whole tensors
 
     def find(self, number: int, listed: ListedTensor) -> TensorLocation | None:
-        """Returns where tensor `number` lies; None if its file is not complete here, unreadable, or not like `listed`.
-
-        Does not check the values.
-        """
+        """Returns where tensor `number` lies; None if not complete here, or not like `listed`. Checks no values."""
         path = self._tensors / f"{number:05d}.safetensors"
         if not path.is_file():
             return None
@@ -231,10 +225,7 @@ class TensorStore:
         return set()
 
     def require_room(self, need_bytes: int, what: str) -> None:
-        """Raises DiskError if fewer than `need_bytes` + SPARE_BYTES are free, or if the folder does not exist.
-
-        what: what needs the bytes, in words; the error's text begins with these words.
-        """
+        """Raises DiskError if fewer than `need_bytes` + SPARE_BYTES are free. what: what needs them, in words."""
         with self._disk_errors():
             free = shutil.disk_usage(self.folder).free
         if need_bytes + SPARE_BYTES > free:
@@ -244,19 +235,13 @@ class TensorStore:
             )
 
     def write_piece(self, number: int, listed: ListedTensor, piece: int, data: bytes | memoryview) -> None:
-        """Writes a piece into the tensor's .part file, which `begin` has created; the caller has checked the hash.
-
-        Does not flush the file to disk. Raises DiskError.
-        """
+        """Writes a piece, whose hash was checked, into the tensor's .part file; does not flush it. Raises DiskError."""
         with self._disk_errors(), self._part(number).open("r+b") as file:
             file.seek(len(_header_of(listed)) + piece * STATE_CHUNK_BYTES)
             file.write(data)
 
     def finish(self, number: int) -> None:
-        """Flushes a tensor's .part file to disk and renames it to .safetensors.
-
-        The caller has written every piece; hashes are not checked. Raises DiskError.
-        """
+        """Flushes a complete .part file to disk and renames it to .safetensors. Raises DiskError."""
         part = self._part(number)
         with self._disk_errors():
             with part.open("r+b") as file:

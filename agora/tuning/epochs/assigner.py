@@ -12,7 +12,7 @@ the same microbatches, and a fast one takes what the slow ones have not reached.
 |---|---|
 | is free | it is not done, and no live origin has opened or claimed it: what a dead one had in flight is free again |
 | is claimed | it is the first free one: of the oldest epoch, next to the origin's last claim, or of its next block |
-| may be claimed where others work | others work in every block with free ones; a hash chooses the place |
+| may be claimed where another origin works | every unfinished block has a worker: join one, picked by a hash |
 | is opened | its claim was sent ANNOUNCE_INTERVALS times, or the origin has the lowest hash of the block |
 | is no longer claimed | a live origin opened it, or claimed it with a lower hash; or take_next is not called any more |
 
@@ -80,10 +80,7 @@ class EpochOrder:
 
 
 class BlockOrder:
-    """Computes in which order one origin prefers the blocks of each epoch, and caches up to KEPT_ORDERS results.
-
-    seed: the run's seed. me: the origin's name. blocks: how many blocks an epoch has.
-    """
+    """Computes an origin's EpochOrder of each epoch, and caches up to KEPT_ORDERS of them. blocks: in an epoch."""
 
     def __init__(self, seed: int, me: str, blocks: int) -> None:
         self._seed = seed
@@ -92,12 +89,7 @@ class BlockOrder:
         self._kept: dict[tuple[int, frozenset[str]], EpochOrder] = {}
 
     def order(self, epoch: int, live: frozenset[str]) -> EpochOrder:
-        """Returns this origin's order of an epoch's blocks.
-
-        First come the blocks for which this origin's hash is the lowest of all live origins' hashes, sorted by this
-        origin's hash, then the blocks for which it is the second lowest, and so on. live: the names of the live
-        origins; this one always counts as live. Caches the result; a full cache is emptied first.
-        """
+        """Returns this origin's order of an epoch's blocks. live: the live origins; this one always counts as live."""
         key = epoch, live
         if key not in self._kept:
             if len(self._kept) >= KEPT_ORDERS:
@@ -117,10 +109,7 @@ class BlockOrder:
         return mix(np.arange(self._blocks, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
 
     def is_preceded_by(self, name: str, epoch: int, block: int) -> bool:
-        """Returns whether origin `name` takes precedence over this origin in a block of an epoch.
-
-        True if the block's hash of `name` is lower than this origin's hash; with equal hashes, if `name` sorts first.
-        """
+        """Whether origin `name` has the lower hash of the block; the lower name, if hashes are equal."""
         other, mine = int(self.hashes(epoch, name)[block]), int(self.hashes(epoch, self._me)[block])
         return (other, name) < (mine, self._me)
 
@@ -129,10 +118,9 @@ class BlockOrder:
 
 
 class HeldByOthers:
-    """The microbatches that the other live origins have opened or claimed, made for each decision of an origin.
+    """What the other live origins have opened or claimed, made for each decision of an origin.
 
-    states: name -> last known state, of the live origins without this one. live: the names of all live origins, with
-    this one.
+    states: name -> last known state, of the live origins without this one. live: all of them, this one too.
     """
 
     def __init__(self, states: Mapping[str, EpochState], live: frozenset[str], layout: BlockLayout) -> None:
@@ -142,10 +130,9 @@ class HeldByOthers:
         self._held: dict[int, tuple[MicrobatchSet, dict[int, int]]] = {}
 
     def of_epoch(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
-        """Returns the microbatches of an epoch that other origins have opened or claimed, and a count for each block.
+        """Returns what others hold of an epoch, and block -> how many other origins hold something in it.
 
-        The dict maps a block to how many other origins have opened or claimed something in it; blocks without any are
-        absent. Both results are cached: callers must not change them.
+        Both are cached: callers must not change them.
         """
         if epoch not in self._held:
             held = MicrobatchSet(self._layout)
@@ -190,10 +177,7 @@ def next_free(
 
 
 def first_free(blocks: Iterable[int], taken: MicrobatchSet, workers: Mapping[int, int]) -> int | None:
-    """Returns the first free microbatch of the first block that has a free one and no other origin in it, or None.
-
-    blocks: in the order in which they are tried. taken, workers: see next_free.
-    """
+    """The first free microbatch of the first of `blocks` that has one and no other origin in it, or None."""
     layout = taken.layout
     for block in blocks:
         if not workers.get(block) and not taken.is_full(block):
@@ -263,13 +247,10 @@ class EpochAssigner:
     def take_next(self, live: Collection[str]) -> int | None:
         """Takes the next microbatch and returns its number, epoch * count + its place; None if it may open none.
 
-        First drops claims that other origins have done, opened or claimed with precedence, and claims new ones ahead.
-        Then opens a claim: one announced often enough before one that needs no announcement, then of the oldest epoch;
-        without any, a new one in a block where this origin has the lowest hash. The microbatch is in flight until
-        `mark_completed` or `release` is called with its number. Returns None if no microbatch is free, all claims are
-        too new, or the state of a live origin is not known yet (only in the first LAPSE_INTERVALS calls of
-        `next_state`); then call again after each `merge`, `mark_completed` and `next_state`. live: the names of the
-        live origins, with or without this one; remembered for `counts`.
+        It is in flight until `mark_completed` or `release` is called with its number. None: no microbatch is free, all
+        claims are too new, or the state of a live origin is not known yet (only in the first LAPSE_INTERVALS calls of
+        `next_state`); call again after each `merge`, `mark_completed` and `next_state`. live: the names of the live
+        origins, with or without this one; remembered for `counts`.
         """
         self._last_take_at = self._state_calls
         self._live = names = frozenset(live) | {self._me}
@@ -298,10 +279,7 @@ class EpochAssigner:
         return number
 
     def mark_completed(self, number: int, samples: int = 1) -> None:
-        """Records that a taken microbatch is done, adds it to this session's tally, closes epochs that are complete.
-
-        samples: how many samples the microbatch has. Raises ValueError if it is not in flight.
-        """
+        """Records that a taken microbatch is done. Raises ValueError if it is not in flight."""
         self._end_flight(number)
         epoch, place = divmod(number, self.count)
         tally = self._tallies.pop(self._session, Tally())  # removed and added again: the newest tally stands last
@@ -333,11 +311,9 @@ class EpochAssigner:
         return self.last_state
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Merges the state of another origin: the integers that its `next_state` returned. Ignores a state of this one.
+        """Merges what another origin's `next_state` returned. Ignores a state of this origin.
 
-        The state replaces the known one of that origin, unless it is older, of the same session; the microbatches
-        done in it, and its tallies, are added in any case. Raises ProtocolError if the state is malformed, DataError if
-        that origin trains on other rows.
+        Raises ProtocolError if the state is malformed, DataError if that origin trains on other rows.
         """
         try:
             state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
@@ -373,19 +349,13 @@ class EpochAssigner:
             ) from error
 
     def done_ranges(self, epoch: int) -> list[NumberRange]:
-        """Returns which microbatches (0 to count - 1) of an epoch are known to be done, as ascending (first, length).
-
-        [(0, count)] for a complete epoch, [] for one of which nothing is known.
-        """
+        """Returns which microbatches (0 to count - 1) of an epoch are done, as ascending (first, length)."""
         if epoch < self._first:
             return [(0, self.count)]
         return list(self._parts[epoch].done.ranges(full_blocks=True)) if epoch in self._parts else []
 
     def counts(self) -> EpochTotals:
-        """Returns how many microbatches the swarm has done so far, in all and in each epoch in progress.
-
-        As far as this origin knows; repeats are counted from the sessions' tallies.
-        """
+        """Returns how many microbatches the swarm has done so far, as far as this origin knows."""
         epochs = [self._count_epoch(epoch) for epoch in range(self._first, self._newest() + 1)]
         seen = self._first * self.count + sum(epoch.done for epoch in epochs)
         total = Tally(*(sum(numbers) for numbers in zip(*self._tallies.values(), strict=True)))

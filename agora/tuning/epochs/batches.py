@@ -46,14 +46,9 @@ class SampleCounts:
 class EpochBatches:
     """Draws one origin's microbatches of samples, and counts what the swarm has trained on.
 
-    rows: the training and held-out rows.
-    seed: the run's seed.
-    microbatch_size: b, rows in a microbatch.
-    me: this origin.
-    session: a number below 2^63 that is used by no other start of any origin.
-    live: returns the names of the live origins; called at each draw.
-    assigner: decides which microbatches this origin takes; its state is to be exchanged with the other origins and kept
-    in checkpoints.
+    microbatch_size: b, rows in a microbatch. session: a number below 2^63 that is used by no other start of any origin.
+    live: returns the names of the live origins; called at each draw. assigner: decides which microbatches this origin
+    takes; its state is exchanged with the other origins and kept in checkpoints.
     """
 
     def __init__(
@@ -87,25 +82,15 @@ class EpochBatches:
         )
 
     def mark_completed(self, number: int) -> None:
-        """Records that the drawn microbatch `number` is done, and counts the samples (pairs, for dpo) in its rows.
-
-        Raises ValueError if it was not drawn, or is already completed or released.
-        """
+        """Raises ValueError if it was not drawn, or is already completed or released."""
         self.assigner.mark_completed(number, int(self._rows.samples_in(self.rows_of(number)).sum()))
 
     def release(self, number: int) -> None:
-        """Records that the drawn microbatch of this number is given up: any origin may take it again.
-
-        Raises ValueError if it was not drawn, or is already completed or released.
-        """
+        """Any origin may take it again. Raises ValueError as mark_completed."""
         self.assigner.release(number)
 
     def heldout_microbatches(self, count: int) -> Iterator[WireTensor]:
-        """Yields at most `count` microbatches of held-out rows, as wire tensors; equal ones at every call.
-
-        Held-out rows that do not fill a last microbatch are left out; too few for one microbatch are repeated to fill
-        it. See SampleRows.heldout_batches.
-        """
+        """Yields at most `count` microbatches, equal ones at every call; see SampleRows.heldout_batches."""
         return map(encode_tokens, self._rows.heldout_batches(self._microbatch_size, count))
 
     def rows_of(self, number: int) -> NDArray[np.int64]:
@@ -176,11 +161,7 @@ class EpochRecord:
         self._awaited: int | None = None  # a step that `write` was called for before its state was known
 
     def remember(self, step: int, state: tuple[int, ...]) -> None:
-        """Keeps a step's state in memory until REMEMBERED later states have come.
-
-        If `write` was called for this step before its state was known, and for no other step since, writes the state
-        now, which blocks.
-        """
+        """Keeps a step's state in memory until REMEMBERED later ones have come. Blocks if `write` waits for it."""
         self._remembered[step] = state
         while len(self._remembered) > REMEMBERED:
             self._remembered.popitem(last=False)
@@ -188,11 +169,10 @@ class EpochRecord:
             self.write(step)
 
     def write(self, step: int) -> None:
-        """Writes the remembered state of `step` to the file, with the states of up to KEPT - 1 earlier steps.
+        """Writes the state of `step`, which has a checkpoint now, with those of up to KEPT - 1 earlier steps. Blocks.
 
-        States of later steps in the file are dropped. If the state of `step` is not remembered yet, it is written as
-        soon as `remember` gets it. Call it when a checkpoint of `step` was written. Blocks. A file that cannot be
-        written is reported as DiskTrouble, not raised; the states for it stay in memory until the next write.
+        If the state is not remembered yet, it is written as soon as `remember` gets it. A file that cannot be written
+        is reported as DiskTrouble, not raised; its states stay in memory until the next write.
         """
         state = self._remembered.get(step)
         if state is None:
@@ -215,10 +195,9 @@ class EpochRecord:
             self._report(DiskTrouble(str(self._path), error.strerror or str(error)))
 
     def latest_up_to(self, step: int) -> tuple[int, ...] | None:
-        """Returns the state kept for the latest step up to and including `step`; None if there is none.
+        """Returns the written state of the latest step up to and including `step`; None if there is none.
 
-        Kept are the at most KEPT states that were read from the file or given to it by `write`, even if the disk failed
-        then. So an older checkpoint may have none. States that are only remembered do not count.
+        At most KEPT states are kept: an older checkpoint may have none.
         """
         steps = [kept for kept in self._kept if kept <= step]
         return self._kept[max(steps)] if steps else None

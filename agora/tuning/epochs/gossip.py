@@ -67,10 +67,9 @@ class EpochGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def tick(self) -> None:
-        """Encodes the state again, and sends it to up to TARGETS random origins if it is due; then calls `on_exchange`.
+        """Sends the state to up to TARGETS random origins, if it has changed or HEARTBEAT_S have passed.
 
-        The state is due if it has changed since the last tick, or was not sent for HEARTBEAT_S. Starts one task for
-        each call, and does not wait. Origins to which a call is still open are left out.
+        Origins to which a call is still open are left out.
         """
         now = loop_time()
         last_state = self._assigner.last_state
@@ -84,11 +83,7 @@ class EpochGossip:
         self._on_exchange()
 
     def answer(self, peer: PeerId, message: GossipEpochs) -> GossipedEpochs:
-        """Merges the state of the origin `peer`, and returns this origin's state as of its last tick.
-
-        Before the first tick, encodes the state by EpochAssigner.next_state, which counts as a tick. A state of other
-        rows is not merged, see _merge, but is answered. Raises ProtocolError for a malformed state.
-        """
+        """Merges the state of the origin `peer`; returns this origin's. Raises ProtocolError for a malformed one."""
         self._merge(peer, message.state)
         return GossipedEpochs(self._assigner.last_state or self._assigner.next_state())
 

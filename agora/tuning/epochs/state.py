@@ -181,10 +181,7 @@ MAX_OPEN_EPOCHS: Final = 32
 
 
 class Tally(NamedTuple):
-    """How many microbatches one session (one start of an origin) has completed, and the samples in them.
-
-    The session's number is the key under which its tally is kept.
-    """
+    """How many microbatches one session (one start of an origin) has completed, and the samples in them."""
 
     microbatches: int = 0
     samples: int = 0
@@ -248,19 +245,15 @@ class EpochTotals:
 
 
 def open_epochs(layout: BlockLayout) -> int:
-    """Returns how many epochs may be in progress at the same time: from 2 to MAX_OPEN_EPOCHS.
-
-    Within these bounds the number is the smallest whose epochs together have MIN_OPEN_MICROBATCHES microbatches.
-    """
+    """How many epochs may be in progress: the fewest, from 2 on, that have MIN_OPEN_MICROBATCHES together."""
     return min(max(2, -(-MIN_OPEN_MICROBATCHES // layout.count)), MAX_OPEN_EPOCHS)
 
 
 def write_state(state: EpochState, layout: BlockLayout, rows_id: int, limit: int | None) -> tuple[int, ...]:
-    """Encodes a state as at most `limit` integers, in the format of the module's docstring; None: without a limit.
+    """Encodes a state as at most `limit` integers, in the format of the module's text; None: without a limit.
 
-    With a limit, only the first MAX_TALLIES tallies are written, and what does not fit is left out: the last ranges of
-    an epoch, and the epochs after it. The limit must have room for the tallies. rows_id: identifies the rows that the
-    state is about.
+    A limit also leaves out all but the first MAX_TALLIES tallies, and must have room for these. rows_id: identifies the
+    rows that the state is about.
     """
     room = MAX_INT if limit is None else limit
     tallies = list(state.tallies.items())[: None if limit is None else MAX_TALLIES]
