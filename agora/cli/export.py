@@ -6,8 +6,7 @@
 | LoRA                      | adapter | the matrices of LoRA, to be loaded onto the base model       |
 | LoRA, with --merge        | merged  | the base model with the matrices of LoRA added to its own    |
 
-Loads torch only once there is something to
-export.
+Loads torch only once there is something to export.
 """
 
 from __future__ import annotations

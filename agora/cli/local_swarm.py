@@ -1,6 +1,6 @@
 """Starts, watches, kills and stops a swarm of daemons on this machine, each a real process.
 
-`swarm demo`, the benchmarks and the process tests use it.
+The one piece of machinery for whoever needs real daemons on one machine: a demo, a benchmark, a test.
 """
 
 from __future__ import annotations

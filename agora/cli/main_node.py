@@ -266,7 +266,6 @@ def _ask(
 
 
 def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
-    # Otherwise prints only its "text", or "done" without one, on standard error.
     if as_json:
         console.print_json({"schema": 1, **answer})
     else:

@@ -1,4 +1,9 @@
-"""`swarm mesh`: writes the WireGuard configurations of a group's own network, and makes a machine's key."""
+"""`swarm mesh`: writes the WireGuard configurations of a group's own network, and makes a machine's key.
+
+No configuration holds a private key: each machine makes its own, which stays there, and only the public ones are in the
+list. Machines with an endpoint are dialled by all others. Two machines without an endpoint sit behind NATs and cannot
+dial each other: the first machine with an endpoint, the hub, forwards between them.
+"""
 
 from __future__ import annotations
 

@@ -132,7 +132,6 @@ def _write_manifest(path: Path, made: Manifest) -> None:
 
 
 def _tokenizer_lines(made: Manifest) -> list[str]:
-    # Returns a line that says how to name a tokenizer if the manifest has the byte tokenizer; otherwise [].
     if made.data.tokenizer != BYTES or made.model.vocabulary == BYTE_VALUES:
         return []
     return [

@@ -4,7 +4,7 @@
 |---|---|---|
 | synchronous | - | gradients in float32, whatever the uploads carry |
 | gradients of all steps | no | each machine sends the largest format that its upload carries in a step |
-| gradients of all steps | yes, and they do much of a stage's work (step_kinds) | the stage takes local steps |
+| gradients of all steps | yes, and they do much of a stage's work (ChangeRule) | the stage takes local steps |
 | gradients of all steps | yes, but they do little of it | their gradients come late, and are lost in part |
 | the same, and `averaging.local_steps` is never | yes | steps last longer; the advice is local steps |
 | gradients of the first steps | as in the row above | as above; later steps are local, with slices |

@@ -197,8 +197,7 @@ def _describe_speed(planned: PlannedRun) -> str:
 
 
 def _describe_gain(cost: RunCost, gain: MachineGain) -> str:
-    # If that is less than 0.05 %, the text says instead that the machine would stand by.
-    if gain.factor < 1.0005:
+    if gain.factor < 1.0005:  # placement would not let it in for so little
         return "no faster, it would stand by"
     return f"{gain.rate_with * cost.tokens:,.0f} tokens/s, {100 * (gain.factor - 1):.1f} % more"
 

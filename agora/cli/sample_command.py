@@ -241,8 +241,6 @@ def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) ->
 
 
 def _swarm_command(*arguments: str) -> str:
-    # It begins with the full path of `swarm` if this process was started as that program, otherwise with the path of
-    # the Python interpreter and `-m agora.cli.main_swarm`.
-    program = Path(sys.argv[0]).absolute()
+    program = Path(sys.argv[0]).absolute()  # the reader's PATH may not have it
     words = [str(program)] if program.name == "swarm" else [sys.executable, "-m", "agora.cli.main_swarm"]
     return shlex.join([*words, *arguments])

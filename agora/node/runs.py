@@ -1,7 +1,8 @@
 """Resolves what a user calls a run: a manifest file, an invite, or the name of a run that this machine has joined.
 
-Loads the manifest's code only when
-there is a manifest to read, so that asking about an invite stays instant.
+Also keeps on disk what this machine must not forget of a run: its manifest, addresses, ticket, revocations; and the
+owner's bans, which hold in every run. Loads the manifest's code only when there is a manifest to read, so that asking
+about an invite stays instant.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def sign(
     signed = SignedManifest.sign(reference.draft, identity)
     try:
         with path.open("r+", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)  # two daemons that start from one draft found one run
             text = file.read()
             if is_signed(text, str(path)):
                 found = SignedManifest.from_toml(text, str(path))
@@ -220,13 +221,11 @@ def _by_name(text: str, home: paths.Home) -> RunReference:
 
 
 def _find_joined(home: paths.Home) -> Iterator[RunReference]:
-    # Yields a reference for each run joined in `home`; skips unreadable, malformed and unsigned manifests. `file` is
-    # None, so that relative paths are resolved from the working directory.
     for path in sorted(home.runs.glob("*/run.toml")):
         with suppress(DiskError, ManifestError):
             reference = from_file(path, home)
             if reference.signed is not None:
-                yield replace(reference, file=None)
+                yield replace(reference, file=None)  # else relative paths would begin in the data directory
 
 
 def read_proof(home: paths.Home, run: str) -> bytes:

@@ -149,6 +149,8 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
     Raises SettingsError, which names the source, for an unknown setting, an invalid value, and a file that cannot be
     read.
     """
+    # Not pydantic-settings: it cannot say which source a wrong value came from, ignores AGORA_ variables that it does
+    # not know, and reads only this process's environment. It would save the lines that merge three dicts.
     variables = {key: value for key, value in environment.items() if key not in OTHER_VARIABLES}
     layers: list[tuple[str, dict[str, Any]]] = [
         (str(file), _read_toml(file)),

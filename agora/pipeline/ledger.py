@@ -148,8 +148,7 @@ class WorkLedger:
         self._answers = AnswerCache()
         self._works: dict[WorkKey, RunningWork] = {}
         self._refusal = ""
-        # Set by the memory guard: completes "this peer is ..." while new work is refused for lack of memory.
-        self.shortage = ""
+        self._shortage = ""
         self._slot_time_s = MovingAverage(0.1)
 
     @property
@@ -212,8 +211,12 @@ class WorkLedger:
         self._refusal = reason
 
     def start_accepting(self) -> None:
-        """Accepts new work again, after stop_accepting or drain; while `shortage` is set, work is still refused."""
+        """Accepts new work again, after stop_accepting or drain; in a shortage, work is still refused."""
         self._refusal = ""
+
+    def set_shortage(self, shortage: str) -> None:
+        """Refuses new work while memory is short; completes "this peer is ..." in the error, "" for no shortage."""
+        self._shortage = shortage
 
     async def drain(self, within_s: float, reason: str) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
@@ -232,7 +235,7 @@ class WorkLedger:
         return not late
 
     def _start(self, key: WorkKey, last_stage: int, consumer: Client | None, perform: Perform) -> RunningWork:
-        if refusal := self._refusal or self.shortage:
+        if refusal := self._refusal or self._shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
         held = Counter(work.consumer for work in self._works.values() if work.consumer is not None)
         exceeds_share = consumer is not None and not may_acquire(held, consumer, self._slots, free=FREE_SLOT_FRACTION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,6 +35,9 @@ class Slots:
         self.shortage = ""
         self.given_up: list[str] = []
 
+    def set_shortage(self, shortage: str) -> None:
+        self.shortage = shortage
+
     def reduce_slots(self, reason: str) -> None:
         self.given_up.append(reason)
 
@@ -56,7 +60,7 @@ def test_the_reaction_to_memory_follows_the_table(share: float, is_refusing: boo
 
 def test_near_the_limit_slots_are_given_up_one_by_one_then_new_work_is_refused_then_taken_again() -> None:
     slots, seen = Slots(4), list[events.Event]()
-    guard = MemoryGuard(GIB, slots, seen.append)
+    guard = MemoryGuard(GIB, cast(Any, slots), seen.append)
     guard.react_to(int(0.9 * GIB))
     assert len(slots.given_up) == 1
     assert slots.shortage == ""
@@ -72,7 +76,7 @@ def test_near_the_limit_slots_are_given_up_one_by_one_then_new_work_is_refused_t
 
 
 def test_above_the_limit_without_any_work_the_daemon_leaves_with_a_sentence() -> None:
-    guard = MemoryGuard(GIB, Slots(0), lambda _: None)
+    guard = MemoryGuard(GIB, cast(Any, Slots(0)), lambda _: None)
     for _ in range(MAX_POLLS_OVER_LIMIT - 1):
         guard.react_to(2 * GIB)
     with pytest.raises(OutOfMemory, match=r"2,048 MiB of the 1,024 MiB allowed .* raise --memory"):

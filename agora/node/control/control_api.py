@@ -1,4 +1,11 @@
-"""The questions that the control socket answers, each by its name."""
+"""The control socket: what a running daemon is asked on it, and how it answers.
+
+A Unix socket that only this user can open; JSON lines, one answer for each question.
+
+    {"ask": "status"}                          ->  {"answer": {...}}
+    {"ask": "evaluate", "batches": 4}          ->  {"answer": {"loss": 3.05, ...}}
+    {"ask": "nonsense"}                        ->  {"error": {"code": "unknown", "text": "..."}}
+"""
 
 from __future__ import annotations
 

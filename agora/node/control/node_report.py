@@ -159,8 +159,6 @@ def notes_of(report: NodeReport) -> list[str]:
 
 
 def _join_by_stage(texts: Mapping[int, str]) -> str:
-    # Returns the texts as one: that of the only stage as it is, otherwise "stage N: ..." for each that is not "".
-    # texts: by stage, at least one.
     if len(texts) == 1:
         return next(iter(texts.values()))
     return "; ".join(f"stage {stage}: {text}" for stage, text in texts.items() if text)

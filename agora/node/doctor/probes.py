@@ -1,8 +1,7 @@
 """Gathers the facts about this machine and a run that `agora-node doctor` checks.
 
-Nothing here
-raises: a fact that cannot be read becomes a sentence in a field `..._problem`. Takes some seconds, for torch's import
-and for addresses that do not answer.
+Nothing here raises: a fact that cannot be read becomes a sentence in a field `..._problem`. Takes some seconds, for
+torch's import and for addresses that do not answer.
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ class DiskGuard:
         return stored_bytes(self._home.root) + nbytes <= self._limit
 
     def _removable_folders(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
-        # Yields the folders that make_room may remove, in its order; never the newest checkpoint of a stage. run: id of
-        # the present run. base: the list hash of its base model, "" for none. stage: the stage to be written, of which
-        # older checkpoints may go;
+        # In the order of make_room. The newest checkpoint of a stage never goes: a run may have no other copy.
         runs = sorted(self._home.runs.glob("*"))
         yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())
         for folder in runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from agora_protocol.errors import DeviceError, OutOfMemory
@@ -15,6 +15,7 @@ from agora_protocol.manifest import Manifest
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine
 from agora.observe import events
+from agora.pipeline.ledger import WorkLedger
 from agora.train.device import choose_device
 from agora.train.memory import available_bytes, give_back_freed_memory, limit_memory, resident_bytes
 
@@ -159,19 +160,6 @@ def judge_memory(state: MemoryState, used: int, limit: int, in_progress: int) ->
     return MemoryState(False, polls_over), Reaction.SHRINK if fraction >= SHRINK_FRACTION else Reaction.NOTHING
 
 
-class Slots(Protocol):
-    """Protocol: what the guard needs of a work ledger, which has a slot for each microbatch in progress."""
-
-    shortage: str  # completes "this peer is ..." while new work is refused for lack of memory; "" while it is taken
-
-    @property
-    def taken(self) -> int:
-        """Number of microbatches in progress."""
-
-    def reduce_slots(self, reason: str) -> None:
-        """Lowers the number of slots to one fewer than are taken or offered now, at least 1. reason: for the log."""
-
-
 class MemoryGuard:
     """Keeps the daemon within its owner's limit, by taking less work before the kernel kills anything.
 
@@ -184,13 +172,11 @@ class MemoryGuard:
 
     A GPU's memory has the same limit: torch refuses what goes beyond, which costs a slot, or is a clean error at the
     start.
-
-    slots: the work ledger, which has a slot for each microbatch in progress.
     """
 
-    def __init__(self, limit_bytes: int, slots: Slots, report: events.Report) -> None:
+    def __init__(self, limit_bytes: int, ledger: WorkLedger, report: events.Report) -> None:
         self._limit = limit_bytes
-        self._slots = slots
+        self._ledger = ledger
         self._report = report
         self._state = MemoryState()
 
@@ -208,13 +194,13 @@ class MemoryGuard:
         LEAVE.
         """
         former = self._state
-        self._state, reaction = judge_memory(former, used, self._limit, self._slots.taken)
-        self._slots.shortage = SHORT if self._state.is_refusing else ""
+        self._state, reaction = judge_memory(former, used, self._limit, self._ledger.taken)
+        self._ledger.set_shortage(SHORT if self._state.is_refusing else "")
         if self._state.is_refusing and not former.is_refusing:
             self._report(events.OwnerTold(f"{self._describe(used)}: it takes no new work until some is free"))
         if reaction is not Reaction.NOTHING:
             give_back_freed_memory()
-            self._slots.reduce_slots(f"the owner's limit of memory is near: {self._describe(used)}")
+            self._ledger.reduce_slots(f"the owner's limit of memory is near: {self._describe(used)}")
         if reaction is Reaction.LEAVE:
             raise OutOfMemory(f"{self._describe(used)}, with no work in progress; raise --memory, or hold fewer stages")
 

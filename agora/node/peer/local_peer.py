@@ -346,6 +346,7 @@ class LocalPeer:
             addresses = [address for peer in due for address in self._redialling.addresses_of(peer)]
             behind_relays = {peer_of_address(address) for address in addresses if is_circuit(address)}
             await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
+            # Who answers becomes a neighbour in the DHT again: else a swarm that was split in two stays so.
             if addresses:
                 await self.directory.bootstrap(addresses, timeout_s=DIAL_S)
 

@@ -188,7 +188,7 @@ class RunAdmission:
     def _write_revocations(self) -> None:
         try:
             runs.write_revocations(self._startup.home, self._run, self.book.signed_revocations())
-        except DiskError as error:
+        except DiskError as error:  # they then hold only until the daemon ends
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
     def _send_revocations(self, peer: PeerId) -> None:
@@ -196,6 +196,7 @@ class RunAdmission:
             self._start_sending(peer, sealed)
 
     def _start_sending(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
+        # A failure costs nothing: the neighbour gets the revocations at its next HELLO, or from the DHT.
         if self._network is not None:
             self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))
 

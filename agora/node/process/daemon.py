@@ -163,7 +163,6 @@ class Daemon:
         )
 
     def _assess_health(self, view: View, stage_count: int, now_unix: float) -> Health:
-        # Returns PAUSED in a pause, DEGRADED while no span is held, otherwise the swarm's health by the view.
         if self.pause.reason:
             return Health(health.PAUSED, f"this peer is {self.pause.reason}", self.pause.remedy)
         if self.loaded is None:
@@ -172,7 +171,6 @@ class Daemon:
         return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
 
     def _total_traffic(self) -> events.Traffic:
-        # Returns the bytes carried since the daemon's start, those before a pause included.
         return add_traffic(self._past_traffic, self.local_peer.traffic()) if self.local_peer else self._past_traffic
 
     # --- start and serve
@@ -182,13 +180,13 @@ class Daemon:
         await wait_for_any(serving, self._stop.wait(), self.pause.wait_until(paused=True))
         if serving.done() and not self.is_leaving:
             serving.result()
-        serving.cancel()
+        serving.cancel()  # closes nothing: the span is still wanted for leaving in order
         await asyncio.gather(serving, return_exceptions=True)
 
     async def _stay_paused(self) -> None:
         self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
         await self._wind_down("paused")
-        await self._close()
+        await self._close()  # everything but the control socket, so that no traffic is left
         joining.register_paused(self.startup, self.signed)
         await wait_for_any(self._stop.wait(), self.pause.wait_until(paused=False))
         if not self.is_leaving:
@@ -247,6 +245,7 @@ class Daemon:
         waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
         running = [task for group in groups for task in group.started]
         try:
+            # Whatever ends first: a daemon without one of its tasks looks alive, and is not.
             await asyncio.wait((*waits, *running), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
@@ -281,7 +280,7 @@ class Daemon:
             raise LocalError(f"this daemon holds stages {held} already; give other stages, within 0-{count - 1}")
         self._move = move = _MoveRequest(stages)
         self._move_wanted.set()
-        await asyncio.shield(move.done)
+        await asyncio.shield(move.done)  # who asked may hang up; the move goes on
 
     async def _carry_out_move(self, local_peer: LocalPeer) -> None:
         move, former = self._move, self.serving_span()
@@ -329,6 +328,7 @@ class Daemon:
         if local_peer is None or loaded is None:
             return
         loaded.collector.close()
+        # Without p2pd neither callers nor the directory can be told: what is open is lost either way.
         if not local_peer.host.died.is_set():
             await self._finish_work(local_peer, loaded, ORIGIN_S, deadline, reason)
         await loaded.write_checkpoints(max(1.0, deadline + 1.0 - loop_time()))
@@ -356,7 +356,7 @@ class Daemon:
         self._past_traffic = self._total_traffic()
         self.loaded = self.local_peer = None
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with asyncio.timeout(CLOSE_S):  # what is late is left to the end of the process
                 await self._span_closing.aclose()
                 await self._peer_closing.aclose()
         except TimeoutError:

@@ -93,8 +93,6 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
 
 
 async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
-    # Raises NotAdmitted when every peer refuses this peer as not admitted, otherwise RunUnreachable when no peer gives
-    # the manifest;
     failures = list[str]()
     refusals = list[NotAdmitted]()
     try:
@@ -102,6 +100,7 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
             network.learn(peer, addresses)
             try:
                 reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_S)
+                # Its hash must be the run's id, so a wrong manifest is no chance: ask nobody else.
                 if not isinstance(reply.message, ManifestAnswer):
                     raise ManifestError("the peer sent an unexpected message; ask for another invite")
                 return SignedManifest.from_bytes(reply.message.manifest, run)
@@ -113,6 +112,7 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
                     refusals.append(error)
     finally:
         await network.close()
+    # Only if all refuse: a peer that failed in another way might have admitted this one.
     if refusals and len(refusals) == len(failures):
         raise refusals[0]
     raise RunUnreachable(
@@ -126,7 +126,6 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
 
 
 def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
-    # Writes the manifest and this machine's proof to disk, and registers this daemon, so that commands find it.
     home = startup.home
     proof = own_proof(startup, signed.run_id)
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
@@ -154,7 +153,6 @@ def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
 
 
 def _register(entry: paths.DaemonEntry) -> None:
-    # Writes the registry file of this daemon, so that commands on this machine find it.
     try:
         paths.register(entry)
     except OSError as error:
@@ -262,6 +260,7 @@ async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
     deadline = loop_time() + LOCAL_DAEMONS_S
     addresses = list[str]()
     for entry in paths.find_running_daemons():
+        # Daemons that were started together with this one may not have an address yet.
         while entry.run == run and entry.pid != os.getpid() and entry.is_alive:
             try:
                 answer = await asyncio.to_thread(control_client.ask, Path(entry.socket), "invite", timeout_s=2.0)

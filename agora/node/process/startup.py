@@ -159,7 +159,7 @@ class StartPhases:
         began = time.perf_counter()
         self.current = name
         self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
-        yield note
+        yield note  # after an error `current` stays, so that the status says where the start ended
         self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
         self.current = ""
 

@@ -1,7 +1,7 @@
 """Reports the daemon's state to systemd by sd_notify datagrams, and changes of health and traffic as events.
 
-systemd's watchdog is fed only while the work
-itself proves progress or states what it waits for: that this loop runs proves nothing.
+systemd's watchdog is fed only while the work itself proves progress or states what it waits for: that this loop runs
+proves nothing.
 """
 
 from __future__ import annotations

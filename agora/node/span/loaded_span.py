@@ -284,6 +284,7 @@ async def _fill_stages(
 
     with startup.phases.enter("state") as note:
         steps = await keeper.find_checkpoints()
+        # Also while the own stages are being filled: after a restart of all machines, each may need what others have.
         closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
         if any(steps):
             await membership.publish_progress(
