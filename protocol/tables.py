@@ -176,6 +176,13 @@ def messages_tables() -> str:
     return "".join(parts)
 
 
+def answers_table() -> str:
+    """Returns the table of every request and the message that answers it."""
+    return _table(
+        ["request", "answer"], [[asked.__name__, given.__name__] for asked, given in messages.ANSWER_OF.items()]
+    )
+
+
 def records_tables() -> str:
     """Returns one section for every record."""
     return "".join(
@@ -237,6 +244,7 @@ TABLES: Final = {
     "frames": frames_table,
     "addresses": addresses_table,
     "messages": messages_tables,
+    "answers": answers_table,
     "records": records_tables,
     "tickets": tickets_tables,
     "manifest": manifest_table,

@@ -524,9 +524,25 @@ class PeerAddresses(Message, kind=46, frames=(FrameType.ANSWER,)):
     addresses: tuple[str, ...] = addresses_field(doc="where it can be dialled; empty when that is not known")
 
 
-_StateRequest = GetState | GetChunk | GetBase | GetPiece
-_EverybodysRequest = Ping | GetManifest | GetStatus | ShareRevocations
-Request = _EverybodysRequest | Process | GossipSteps | Contribute | Recall | _StateRequest
+Request = (
+    Ping
+    | GetManifest
+    | GetStatus
+    | Process
+    | GossipSteps
+    | GossipEpochs
+    | Contribute
+    | Recall
+    | GetState
+    | GetChunk
+    | GetBase
+    | GetPiece
+    | ShareRevocations
+    | DialBack
+    | Introduce
+    | Meet
+    | GetAddresses
+)
 ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Ping: Pong,
     GetManifest: ManifestAnswer,

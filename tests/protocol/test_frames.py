@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from agora_protocol import messages
@@ -316,7 +316,7 @@ def test_the_largest_status_and_the_longest_hint_fit() -> None:
 
 def test_every_request_has_a_deadline_and_an_answer() -> None:
     requests = [kind for kind in messages.KINDS.values() if FrameType.REQUEST in kind.FRAMES]
-    assert set(requests) == set(ANSWER_OF)
+    assert set(requests) == set(ANSWER_OF) == set(get_args(messages.Request))
     assert all("deadline_ms" in kind.FIELDS for kind in requests)
     assert all(FrameType.ANSWER in kind.FRAMES for kind in ANSWER_OF.values())
     assert GetStatus().deadline_ms and Ping().deadline_ms
