@@ -184,7 +184,7 @@ class SendDecision:
 def next_send(
     now: float,
     quota: StepQuota,
-    credit: SendWindow,
+    window: SendWindow,
     seen: SendInputs,
     open_count: int,
     *,
@@ -207,6 +207,6 @@ def next_send(
         return SendDecision("wait", f"this origin's quota of step {quota.step} is opened", quota)
     if seen.before_mean is not None and open_count >= seen.before_mean:
         return SendDecision("wait", "its share of a step is opened, and the mean gradient awaited", quota)
-    if open_count >= credit.limit:
-        return SendDecision("wait", f"{open_count} microbatches are open; credit {credit.reason}", quota)
-    return SendDecision("open", credit.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))
+    if open_count >= window.limit:
+        return SendDecision("wait", f"{open_count} microbatches are open; credit {window.reason}", quota)
+    return SendDecision("open", window.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

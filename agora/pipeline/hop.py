@@ -193,7 +193,7 @@ class Hop:
         return self._busy_s.value
 
     def path_s(self) -> float | None:
-        """Returns the median seconds from here to the last stage and back: compute and links, no queueing.
+        """The median seconds from here to the last stage and back: compute and links, no queueing.
 
         Over the latest training microbatches; None before the first.
         """

@@ -96,7 +96,7 @@ class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
     look: called before each decision whether to open a microbatch. session: the first 8 bytes of all ids of this
-    origin's microbatches, by default random. credit: the present limit of microbatches in flight, and why. loss,
+    origin's microbatches, by default random. window: the present limit of microbatches in flight, and why. loss,
     microbatch_tokens, metrics: moving averages over completed training microbatches, of nats per token, of tokens that
     count, and of each metric by name.
     """
@@ -126,13 +126,13 @@ class Origin:
         self._quota = StepQuota()
         self._pace = Pace()
         # Grows by one with each completion: at most doubles in a round trip, as TCP starts.
-        self._credit_ceiling = flow_control.PER_STAGE * config.stage_count
+        self._window_ceiling = flow_control.PER_STAGE * config.stage_count
         self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
         self.microbatch_tokens = MovingAverage(0.1)
         self.metrics: dict[str, MovingAverage] = {}
         self.completed = 0
-        self.credit = SendWindow(1, "not measured yet")
+        self.window = SendWindow(1, "not measured yet")
 
     @property
     def open_count(self) -> int:
@@ -199,7 +199,7 @@ class Origin:
         loss_sum, token_count = 0.0, 0
         metrics: tuple[float, ...] = ()
         # Half of what training has in flight: an evaluation slows training down, but does not stop it.
-        in_flight = asyncio.Semaphore(max(2, self.credit.limit // 2))
+        in_flight = asyncio.Semaphore(max(2, self.window.limit // 2))
 
         async def evaluate_one(tokens: WireTensor) -> None:
             nonlocal loss_sum, token_count, metrics
@@ -232,6 +232,7 @@ class Origin:
                 if (drawn := self._source.draw()) is not None:
                     return drawn
                 self._quota = quota  # undoes what _decide counted: the source had nothing to draw
+            # Nobody notifies of replicas that come, of steps of others, or of means: then it looks again by itself.
             is_notified = decision.action == "wait" and seen.ready and seen.step is None and seen.before_mean is None
             until = None if is_notified else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)
@@ -239,24 +240,24 @@ class Origin:
     def _decide(self, seen: SendInputs) -> SendDecision:
         ceiling = self._config.ceiling
         is_synchronous = seen.step is not None
-        credit = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_credit(seen)
+        window = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_window(seen)
         decision = flow_control.next_send(
-            loop_time(), self._quota, credit, seen, len(self._open), leaving=self._leaving, paused=self._paused
+            loop_time(), self._quota, window, seen, len(self._open), leaving=self._leaving, paused=self._paused
         )
         if not is_synchronous:
-            self.credit = credit
-        elif decision.action == "open" and not self._open:
+            self.window = window
+        elif decision.action == "open" and not self._open:  # shown is what was left when the quota began
             left = decision.quota.left + 1
-            self.credit = SendWindow(min(left, ceiling), f"{left} microbatches to the step")
+            self.window = SendWindow(min(left, ceiling), f"{left} microbatches to the step")
         self._quota = decision.quota
         return decision
 
-    def _measured_credit(self, seen: SendInputs) -> SendWindow:
+    def _measured_window(self, seen: SendInputs) -> SendWindow:
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return SendWindow(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
-        ceiling = min(self._credit_ceiling, config.ceiling)
+        ceiling = min(self._window_ceiling, config.ceiling)
         period_s = self._pace.period_s.value
         return flow_control.measured_window(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness)
 
@@ -277,7 +278,7 @@ class Origin:
         for name, value in named_means(self._config.objective, message.metrics, message.tokens).items():
             self.metrics[name] = self.metrics.get(name, MovingAverage(0.05)).with_sample(value)
         self._pace = self._pace.after_completion(loop_time())
-        self._credit_ceiling = min(self._credit_ceiling + 1, 2 * self.credit.limit)
+        self._window_ceiling = min(self._window_ceiling + 1, 2 * self.window.limit)
 
     async def _references_of(self, tokens: WireTensor) -> tuple[float, ...]:
         known = self._references.look_up(tokens)

@@ -138,19 +138,19 @@ def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_se
 def test_where_weights_are_predicted_more_are_in_flight_if_the_round_trip_needs_them(
     round_trip: float, slots: int, limit: int, corrected: bool
 ) -> None:
-    credit = measured_window(round_trip, 0.1, 1, slots, StalenessCeiling(4, 8))
-    assert credit.limit == limit and bool(credit.correction) == corrected
+    window = measured_window(round_trip, 0.1, 1, slots, StalenessCeiling(4, 8))
+    assert window.limit == limit and bool(window.correction) == corrected
     if corrected:
         needed = min(round(round_trip / 0.1 + 0.499), slots)
-        assert f"needs {needed} in flight; it has {limit}, more than schedule.staleness (4)" in credit.correction
+        assert f"needs {needed} in flight; it has {limit}, more than schedule.staleness (4)" in window.correction
     assert measured_window(round_trip, 0.1, 1, slots, StalenessCeiling(4, 4)).limit == 4
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 64), st.integers(1, 512))
 def test_credit_is_bounded_and_grows_with_the_round_trip(round_trip, period, stages, ceiling) -> None:
-    credit = measured_window(round_trip, period, stages, ceiling)
-    assert 1 <= credit.limit <= ceiling
-    assert measured_window(round_trip * 2, period, stages, ceiling).limit >= credit.limit
+    window = measured_window(round_trip, period, stages, ceiling)
+    assert 1 <= window.limit <= ceiling
+    assert measured_window(round_trip * 2, period, stages, ceiling).limit >= window.limit
 
 
 def test_credit_finds_the_bottleneck_by_itself() -> None:

@@ -43,7 +43,7 @@ def trained(rtts: Sequence[float], *, wire_s: float = 0.0, ceiling: int = 128) -
         running = asyncio.create_task(origin.run())
         begin = await completed(origin, WARM)
         end = await completed(origin, WARM + MEASURED)
-        result = Result(MEASURED / (end - begin), origin.credit.limit, nodes[0].hop.path_s() or 0.0)
+        result = Result(MEASURED / (end - begin), origin.window.limit, nodes[0].hop.path_s() or 0.0)
         await origin.leave(1e6)
         await running
         return result

@@ -158,7 +158,7 @@ def test_measured_credit_fills_the_pipeline_and_no_more() -> None:
         await train(origin, 150)
         rate = origin.completed / (asyncio.get_running_loop().time() - begun)
         assert rate > 0.9 / 0.1, "the slowest stage is busy nine tenths of the time"
-        assert 8 <= origin.credit.limit <= 20 and "round trip" in origin.credit.reason
+        assert 8 <= origin.window.limit <= 20 and "round trip" in origin.window.reason
 
     run(work())
 

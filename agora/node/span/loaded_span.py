@@ -501,9 +501,9 @@ class LoadedSpan:
             is_origin=self.origin is not None,
             loss=self.origin.loss.value if self.origin else None,
             metrics=self.origin.mean_metrics if self.origin else {},
-            credit=self.origin.credit.reason if self.origin else "",
-            shortage=self.origin.credit.shortage if self.origin else "",
-            correction=self.origin.credit.correction if self.origin else "",
+            credit=self.origin.window.reason if self.origin else "",
+            shortage=self.origin.window.shortage if self.origin else "",
+            correction=self.origin.window.correction if self.origin else "",
         )
 
     def _steps_behind(self, stage: int) -> int:

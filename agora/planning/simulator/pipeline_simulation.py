@@ -424,8 +424,8 @@ class OriginSimulation:
             inputs = SendInputs(
                 path_s=median(peer.paths_s) if peer.paths_s else None, staleness=self._staleness_ceiling(peer)
             )
-            state.credit = self._credit(state, inputs)
-            decision = flow_control.next_send(now, state.quota, state.credit, inputs, state.open_count)
+            state.window = self._window(state, inputs)
+            decision = flow_control.next_send(now, state.quota, state.window, inputs, state.open_count)
             if decision.action != "open":
                 return
             state.open_count += 1
@@ -433,12 +433,12 @@ class OriginSimulation:
             state.next_number += 1
             self._attempt(SimulatedMicrobatch(identity, peer, now))
 
-    def _credit(self, state: OriginState, inputs: SendInputs) -> flow_control.SendWindow:
+    def _window(self, state: OriginState, inputs: SendInputs) -> flow_control.SendWindow:
         rules = self._rules
         if rules.max_in_flight:
             limit = min(rules.max_in_flight, rules.slots)
             return flow_control.SendWindow(limit, f"{limit}: schedule.max_in_flight")
-        ceiling = min(state.credit_ceiling, rules.slots)
+        ceiling = min(state.window_ceiling, rules.slots)
         return flow_control.measured_window(
             inputs.path_s, state.pace.period_s.value, rules.stages, ceiling, inputs.staleness
         )
@@ -466,7 +466,7 @@ class OriginSimulation:
     def on_completed(self, visit: Visit) -> None:
         """Counts an answered microbatch, records its seconds and the origin's pace, and opens further ones there.
 
-        Increases the ceiling of the origin's credit by 1, to at most twice the credit. If the peer is no longer an
+        Increases the ceiling of the origin's window by 1, to at most twice the window. If the peer is no longer an
         origin, only counts the microbatch.
         """
         peer = visit.peer
@@ -478,7 +478,7 @@ class OriginSimulation:
         state.open_count -= 1
         state.attempt_s = state.attempt_s.with_sample(now - visit.started)
         state.pace = state.pace.after_completion(now)
-        state.credit_ceiling = min(state.credit_ceiling + 1, 2 * state.credit.limit)
+        state.window_ceiling = min(state.window_ceiling + 1, 2 * state.window.limit)
         self._open(peer)
 
     def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:

@@ -46,13 +46,13 @@ class Equipment:
 class OriginState:
     """What a peer that holds stage 0 remembers of the microbatches that it opens; see pipeline/origin.py."""
 
-    credit_ceiling: int  # the most that a measured credit can be
+    window_ceiling: int  # the most that a measured window can be
     open_count: int = 0  # how many microbatches are in flight
     pace: Pace = field(default_factory=Pace)  # how often a microbatch is completed
     # How many microbatches the origin may open for the present step.
     quota: StepQuota = field(default_factory=StepQuota)
     # How many microbatches the origin may have in flight.
-    credit: SendWindow = field(default_factory=lambda: SendWindow(1, "not measured yet"))
+    window: SendWindow = field(default_factory=lambda: SendWindow(1, "not measured yet"))
     # Mean seconds of the attempts that were completed.
     attempt_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
     next_number: int = 0  # the number of the next microbatch
