@@ -22,7 +22,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
-from agora.net.shaping.link import DelayLine, LinkSpec, TokenBucket
+from agora.core.rates import TokenBucket
+from agora.net.shaping.link import DelayLine, LinkSpec
 
 
 @dataclass(frozen=True)

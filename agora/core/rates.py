@@ -11,6 +11,7 @@ A client's prefix matters because anyone can create as many peer ids as they lik
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from agora_protocol.ids import PeerId
 
 # Maximum number of consumers whose buckets are remembered; the one that asked longest ago is forgotten first.
 MAX_CONSUMERS: Final = 16_384
+ROUNDING_S: Final = 1e-6  # sums of floats must not cost the last token of a full bucket
 FREE_FRACTION: Final = 0.5  # the fraction of a capacity that any consumer may take, whichever consumers have the rest
 
 
@@ -30,25 +32,31 @@ class Client(NamedTuple):
     peer: PeerId
 
 
-@dataclass(slots=True)
-class WorkBucket:
-    """A token bucket: it holds at most `burst` tokens, and gains `rate` of them a second.
+class TokenBucket:
+    """A token bucket, kept as the time until which its tokens are spent (GCRA): `rate` tokens a second.
 
-    level: the tokens that it held at time `at`, in seconds.
+    depth_s: a pause saves up the tokens of that many seconds. rate: may be changed, for what is taken after that.
     """
 
-    rate: float
-    burst: float
-    level: float
-    at: float
+    def __init__(self, rate: float, depth_s: float = 0.0) -> None:
+        self.rate = rate
+        self._depth_s = depth_s
+        self._spent_until = -math.inf
 
-    def take(self, now: float, price: float) -> bool:
-        """Adds the tokens gained until `now`; takes `price` tokens, if it holds as many; returns whether it did."""
-        self.level = min(self.burst, self.level + self.rate * max(0.0, now - self.at))
-        self.at = max(self.at, now)
-        if price > self.level:
+    def take(self, size: float, ready: float) -> float:
+        """Takes `size` tokens, even those of the future; returns when the bucket had them all. Does not wait.
+
+        ready: when they are wanted; up to `depth_s` before that is returned if enough was saved up.
+        """
+        self._spent_until = max(self._spent_until, ready - self._depth_s) + size / self.rate
+        return self._spent_until
+
+    def try_take(self, size: float, now: float) -> bool:
+        """Takes `size` tokens if the bucket has as many at `now`; returns whether it did."""
+        spent_until = max(self._spent_until, now - self._depth_s) + size / self.rate
+        if spent_until > now + ROUNDING_S:
             return False
-        self.level -= price
+        self._spent_until = spent_until
         return True
 
 
@@ -63,17 +71,17 @@ class RateLimiter:
         """rate: tokens that a bucket gains each second. burst: the most that it holds, and so the highest price."""
         self.rate = rate
         self.burst = burst
-        self._buckets: OrderedDict[Hashable, WorkBucket] = OrderedDict()
+        self._buckets: OrderedDict[Hashable, TokenBucket] = OrderedDict()
 
     def take(self, consumer: Hashable, now: float, price: float = 1.0) -> bool:
         """Takes `price` tokens out of the consumer's bucket if it has that many by `now`; returns whether it did."""
         bucket = self._buckets.get(consumer)
         if bucket is None:
-            bucket = self._buckets[consumer] = WorkBucket(self.rate, self.burst, self.burst, now)
+            bucket = self._buckets[consumer] = TokenBucket(self.rate, self.burst / self.rate)
             if len(self._buckets) > MAX_CONSUMERS:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(consumer)
-        return bucket.take(now, price)
+        return bucket.try_take(price, now)
 
 
 def may_acquire(

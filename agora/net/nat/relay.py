@@ -17,11 +17,11 @@ from agora_protocol.ids import PeerId
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
+from agora.core.rates import TokenBucket
 from agora.net.nat import circuit_wire
 from agora.net.nat.circuit_wire import CircuitMessage, HopType, Status, StopType
 from agora.net.p2pd.host import Host
 from agora.net.p2pd.raw_stream import RawStream, splice
-from agora.net.shaping.link import TokenBucket
 
 RESERVED_S: Final = 120.0  # seconds for which a reservation lasts
 ANSWER_S: Final = 10.0  # seconds within which each message that opens a circuit must come

@@ -90,24 +90,6 @@ class LinkSpec:
         return max(MIN_CHUNK, min(MAX_CHUNK, int(self.rate * CHUNK_S)))
 
 
-class TokenBucket:
-    """One direction of a link at `rate` bytes per second: computes when bytes have passed it, one after another.
-
-    Does not wait. depth_s: seconds of unused rate that are saved up: after a pause, bytes have passed up to `depth_s`
-    before they were ready. rate: may be changed, for the bytes booked after that.
-    """
-
-    def __init__(self, rate: float, depth_s: float = 0.0) -> None:
-        self.rate = rate
-        self._depth_s = depth_s
-        self._free_at = -math.inf
-
-    def take(self, size: int, ready: float) -> float:
-        """Books `size` bytes, ready at `ready`, behind all booked before; returns when the last of them has passed."""
-        self._free_at = max(self._free_at, ready - self._depth_s) + size / self.rate
-        return self._free_at
-
-
 class DelayLine:
     """Computes when chunks of one stream arrive: after half the RTT, random jitter and retransmissions, in order."""
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, MIN_CHUNK, DelayLine, LinkSpec, TokenBucket
+from agora.core.rates import TokenBucket
+from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, MIN_CHUNK, DelayLine, LinkSpec
 
 HIGH_BYTES: Final = 262_144  # a stream is paused when more bytes wait for the rate, as by a plain transport
 LOW_BYTES: Final = 65_536  # a paused stream may write again when at most this many bytes wait
