@@ -1,4 +1,4 @@
-"""A call to another peer, as every package that makes one sees it: request, progress, and a reply or an error."""
+"""A call to another peer, as every package that makes one sees it, and what a peer announces on how to reach it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ class Reply:
 
     message: Message
     tensors: list[WireTensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a peer's claim contains on how to connect to the peer.
+
+    reachability: "public", "punched", "relayed", "unreachable" or "unknown". addresses: with
+    /p2p/PEER at the end. relays_for: the maximum number of peers for which the peer offers to relay; 0 for none.
+    """
+
+    reachability: str = "unknown"
+    addresses: tuple[str, ...] = ()
+    relays_for: int = 0
 
 
 class Caller(Protocol):

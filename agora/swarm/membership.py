@@ -13,6 +13,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
 
+from agora.core.calls import Announcement
 from agora.core.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
@@ -28,7 +29,7 @@ from agora.swarm.placement import (
 )
 from agora.swarm.redialling import LostPeers
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs
-from agora.swarm.view import Announcement, PeerView, StageEstimate, View, merge
+from agora.swarm.view import PeerView, StageEstimate, View, merge
 
 # Seconds for which a newcomer at most dials those whose claims it has read, before it chooses a span: it chooses by the
 # peers that answer.

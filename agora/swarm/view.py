@@ -59,19 +59,6 @@ class PeerView:
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
-    """What a peer's claim contains on how to connect to the peer.
-
-    reachability: "public", "punched", "relayed", "unreachable" or "unknown". addresses: with
-    /p2p/PEER at the end. relays_for: the maximum number of peers for which the peer offers to relay; 0 for none.
-    """
-
-    reachability: str = "unknown"
-    addresses: tuple[str, ...] = ()
-    relays_for: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class StageEstimate:
     """How many peers one stage has, by estimate, in a run that is too large for every peer's claim to be read.
 

@@ -95,7 +95,7 @@ class Member:
         self._members = {PeerId(peer): 0.0 for peer, _ in members}
         deadline = asyncio.get_running_loop().time() + MEET_S
         for peer, addresses in members:
-            network.learn(PeerId(peer), addresses)
+            network.address_book.learn(PeerId(peer), addresses)
         for peer in self._members:
             if peer > me:
                 nothing = Recall(stage=0, what="gradient", round=0, part=0, slices=0)

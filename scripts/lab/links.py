@@ -217,7 +217,7 @@ async def ask(link: str, address: str) -> None:
     """Runs the asking peer: measures, and prints the figures as JSON."""
     async with peer(IP_A, link) as (host, net):
         other = peer_of_address(address)
-        net.learn(other, [address])
+        net.address_book.learn(other, [address])
 
         async def seconds(size: int) -> float:
             tensors = [tensor(size), WireTensor("int32", (1, 2), memoryview(bytes(8)))]

@@ -26,7 +26,7 @@ from hivemind.dht.routing import DHTID
 
 from agora.core.calls import ConnectionBroken
 from agora.net.dht import directory
-from agora.net.dht.bounded_dht import OpenGuard
+from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import HOLDERS, Directory
 from agora.net.p2pd.host import Host
 from agora.swarm.directory_reader import CALM_READ_S, MAX_READ_S, DirectoryReader
@@ -58,18 +58,17 @@ def claim(identity: Identity, span: str = "0-1", incarnation: int = 1) -> Claim:
     return Claim(identity.peer, Span.parse(span), incarnation, (), "serving", 1.0)
 
 
-class Introducing(OpenGuard):
+def introducing(host: Host, addresses: dict[PeerId, tuple[str, ...]]) -> DhtRules:
     """Connects the host with the node that is to be called: it knows the addresses of all nodes, by their peers."""
 
-    def __init__(self, host: Host, addresses: dict[PeerId, tuple[str, ...]]) -> None:
-        self._host, self._addresses = host, addresses
-
-    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
+    async def greet(peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
         """As a daemon does that asks whoever has named the node where it can be dialled."""
         with contextlib.suppress(ConnectionBroken):
-            await self._host.reach(peer, self._addresses[peer], 2.0)
+            await host.reach(peer, addresses[peer], 2.0)
             return True
         return False
+
+    return DhtRules(greet=greet)
 
 
 @asynccontextmanager
@@ -84,7 +83,7 @@ async def nodes(count: int) -> AsyncIterator[list[Node]]:
             stack.push_async_callback(host.close)
             known[host.peer] = await host.addresses()
             bootstrap = known[made[0].host.peer] if made else ()
-            place = await Directory.create(host, RUN_ID, bootstrap, stages=STAGES, guard=Introducing(host, known))
+            place = await Directory.create(host, RUN_ID, bootstrap, stages=STAGES, rules=introducing(host, known))
             made.append(Node(host, identity, place))
             stack.push_async_callback(made[-1].close)
         yield made

@@ -21,6 +21,7 @@ from agora_protocol.messages import Process, Processed, StatusAnswer
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
+from agora.net.nat.dialling import DialStrategy
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import NetLimits
 from agora.net.rpc.connection import Handler, IncomingCall
@@ -95,6 +96,7 @@ async def make_peer(
     gate: dict[str, Any] | None = None,
     rates: RateLimits = UNLIMITED,
     allow_private: bool = True,
+    dial_strategy: DialStrategy | None = None,
 ) -> Peer:
     """offences: judges who is suspended; without one nobody is. gate: further arguments of the Gate. rates: the owner's
     limits on the line.
@@ -118,6 +120,7 @@ async def make_peer(
             report_protocol_error=report_protocol_error,
             suspended_s=offences.suspended_s if offences is not None else lambda _: 0.0,
             report_failure=lambda _, error: failures.append(error),
+            dial_strategy=dial_strategy,
         )
         await network.start()
     except BaseException:
@@ -148,7 +151,7 @@ def introduce(*made: Peer) -> None:
     for peer in made:
         for other in made:
             if other is not peer:
-                peer.network.learn(other.id, other.addresses)
+                peer.network.address_book.learn(other.id, other.addresses)
 
 
 def after(seconds: float) -> float:

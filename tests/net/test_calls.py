@@ -354,7 +354,7 @@ def test_a_peer_that_nobody_knows_is_reported_at_once(tmp_path: Path) -> None:
             await stranger.close()
             with pytest.raises(ConnectionBroken, match="could not be reached"):
                 await a.network.call(stranger.id, GetStatus(), deadline=after(60))
-            a.network.learn(stranger.id, stranger.addresses)
+            a.network.address_book.learn(stranger.id, stranger.addresses)
             with pytest.raises(ConnectionBroken):
                 await a.network.call(stranger.id, GetStatus(), deadline=after(60))
 

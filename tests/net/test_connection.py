@@ -12,12 +12,11 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PREFIX_BYTES
 from agora_protocol.messages import CallProgress, Message, Processed, Refusal
-from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import ConnectionBroken, Reply
 from agora.net.p2pd.frame_stream import DROPPABLE_BYTES, HEAD_BYTES, FrameStream
 from agora.net.rpc.budgets import GUARANTEED_BYTES, AnswerBudget, NetLimits, PayloadBudget
-from agora.net.rpc.connection import Connection, IncomingCall
+from agora.net.rpc.connection import Connection, ConnectionServices, IncomingCall
 from agora.net.rpc.gate import Gate
 from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
@@ -42,6 +41,24 @@ class Owner:
         self.errors: list[Exception] = []
         self.gate = Gate(ME, RunId(RUN), "test")
 
+    @property
+    def services(self) -> ConnectionServices:
+        return ConnectionServices(
+            gate=self.gate,
+            handle=lambda call: self.handle(call),
+            limits=self.limits,
+            budget=self.budget,
+            answers=self.answers,
+            suspended_s=lambda _: 0.0,
+            report_protocol_error=self.report_protocol_error,
+            report_failure=self.report_protocol_error,
+            count_sent=lambda _request, _tensors: None,
+            tell_time=lambda: 0.0,
+            spawn=self.spawn,
+            on_ready=lambda _connection, _addresses: None,
+            on_gone=lambda _: None,
+        )
+
     async def handle(self, call: IncomingCall) -> Reply:
         self.handled.append(call)
         await asyncio.sleep(self.takes_s)
@@ -56,20 +73,6 @@ class Owner:
     def report_protocol_error(self, peer: PeerId, error: Exception) -> None:
         self.errors.append(error)
 
-    report_failure = report_protocol_error
-
-    def count_sent(self, request: Message, tensors: Sequence[WireTensor]) -> None:
-        pass
-
-    def suspended_s(self, peer: PeerId) -> float:
-        return 0.0
-
-    def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        pass
-
-    def on_gone(self, connection: Connection) -> None:
-        pass
-
 
 class Line:
     """A connection that a peer opened, and what this peer wrote on it."""
@@ -79,7 +82,7 @@ class Line:
         self.transport = FakeTransport(stream)
         stream.connection_made(self.transport)
         self.transport.feed(PREAMBLE)
-        self.connection = Connection(owner, stream, PEER, is_initiator=False, path="direct")
+        self.connection = Connection(owner.services, stream, PEER, is_initiator=False, path="direct")
         owner.spawn(self.connection.start())
         self.unread = b""
 
@@ -167,7 +170,7 @@ def test_a_dial_that_gets_no_hello_ends_with_that_reason() -> None:
         transport = FakeTransport(stream)
         stream.connection_made(transport)
         transport.feed(PREAMBLE)
-        connection = Connection(Owner(), stream, PEER, is_initiator=True, path="direct")
+        connection = Connection(Owner().services, stream, PEER, is_initiator=True, path="direct")
         reason = f"no HELLO came within {LIMITS.hello_s:g} s"
         with pytest.raises(ConnectionBroken, match=reason):
             await connection.start()

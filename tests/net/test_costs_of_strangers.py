@@ -31,7 +31,7 @@ from hivemind.proto import dht_pb2
 
 from agora.core.calls import Reply
 from agora.net.dht import bounded_dht
-from agora.net.dht.bounded_dht import BoundedP2P, OpenGuard
+from agora.net.dht.bounded_dht import BoundedP2P, DhtRules
 from agora.net.dht.stored_records import SignedRecords
 from agora.net.rpc.budgets import NetLimits
 from agora.net.rpc.connection import IncomingCall
@@ -157,8 +157,8 @@ def bounded(reply: Any) -> tuple[BoundedP2P, list[str]]:
     """A node's side of a call that is answered so, and the violations that it reports."""
     validator, violations = SignedRecords(RUN_ID, 4), list[str]()
     raw = reply if isinstance(reply, bytes) else reply.SerializeToString()
-    made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), raw), validator, 4, OpenGuard())
-    made.report_protocol_error = lambda peer, error: violations.append(error.code)
+    rules = DhtRules(report_protocol_error=lambda _, error: violations.append(error.code))
+    made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), raw), validator, 4, rules)
     return made, violations
 
 

@@ -136,7 +136,7 @@ def test_a_large_request_whose_peer_dies_half_way_fails_at_once_and_leaves_nothi
 def test_a_stopped_process_is_left_after_silence_and_a_killed_one_at_once_with_its_p2pd(tmp_path: Path) -> None:
     async def main() -> None:
         async with peers(echo, limits=LIMITS) as (a,), another_process(tmp_path) as (child, peer, addresses, daemon):
-            a.network.learn(peer, addresses)
+            a.network.address_book.learn(peer, addresses)
 
             def hanging() -> asyncio.Task[Reply]:
                 return asyncio.create_task(a.network.call(peer, process(a.id), boundary(64), deadline=after(60)))

@@ -158,7 +158,7 @@ def test_what_a_relay_carries_for_others_keeps_to_its_owners_limit(tmp_path: Pat
             addresses = await middle.addresses()
             await other.host.reach(middle.peer, addresses, 5.0)
             await relay.reserve(other.host, middle.peer)
-            one.network.learn(other.id, [f"{address}/p2p-circuit/p2p/{other.id}" for address in addresses])
+            one.network.address_book.learn(other.id, [f"{address}/p2p-circuit/p2p/{other.id}" for address in addresses])
             await one.network.call(other.id, process(one.id), boundary(1000), deadline=after(20))
             began, counter = loop_time(), SocketCounter(middle.p2p._child.pid)
             former = counter.read()

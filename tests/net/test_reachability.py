@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import PeerId
 
+from agora.core.calls import Announcement
 from agora.net.nat.reachability import (
     REFUSED_S,
     RETRY_S,
@@ -18,18 +19,13 @@ from agora.net.nat.reachability import (
     judge_reachability,
     needs_relays,
 )
-from agora.swarm.view import PeerView, View
 
 ME, *RELAYS = (Identity.generate().peer for _ in range(6))
 OUTSIDE, INSIDE = "/ip4/44.77.0.1/tcp/4001", "/ip4/192.168.1.2/tcp/4001"
 
 
-def relay(peer: PeerId, reachability: str = "public", relays_for: int = 16, state: str = "serving") -> PeerView:
-    return PeerView(peer, Span(0, 0), 1, state=state, reachability=reachability, relays_for=relays_for)
-
-
-def view_of(*peers: PeerView) -> View:
-    return View({seen.peer: seen for seen in peers})
+def relay(peer: PeerId, reachability: str = "public", relays_for: int = 16) -> tuple[PeerId, Announcement]:
+    return peer, Announcement(reachability, (), relays_for)
 
 
 @pytest.mark.parametrize(
@@ -70,28 +66,30 @@ def test_one_neighbour_is_enough_for_an_address_of_this_peers_own_or_when_there_
 
 
 def test_a_peer_holds_two_relays_that_can_be_dialled_and_offer_it() -> None:
-    view = view_of(
-        relay(ME),
-        relay(RELAYS[0], reachability="punched"),
-        relay(RELAYS[1], relays_for=0),
-        relay(RELAYS[2], state="leaving"),
-        relay(RELAYS[3]),
-        relay(RELAYS[4]),
+    known = dict(
+        [
+            relay(ME),
+            relay(RELAYS[0], reachability="punched"),
+            relay(RELAYS[1], relays_for=0),
+            relay(RELAYS[2], reachability="relayed"),
+            relay(RELAYS[3]),
+            relay(RELAYS[4]),
+        ]
     )
-    assert set(choose_relays(ME, view, (), ())) == set(RELAYS[3:5])
+    assert set(choose_relays(ME, known, (), ())) == set(RELAYS[3:5])
 
 
 def test_a_relay_that_is_held_stays_and_one_that_refused_is_left_out() -> None:
-    view = view_of(*map(relay, RELAYS))
-    held = choose_relays(ME, view, (), (), count=5)[-1]
-    first, second = choose_relays(ME, view, [held], ())
+    known = dict(map(relay, RELAYS))
+    held = choose_relays(ME, known, (), (), count=5)[-1]
+    first, second = choose_relays(ME, known, [held], ())
     assert first == held
-    assert second not in choose_relays(ME, view, [held], [second])
+    assert second not in choose_relays(ME, known, [held], [second])
 
 
 def test_peers_spread_over_the_relays() -> None:
-    view = view_of(*map(relay, RELAYS))
-    chosen = {choose_relays(Identity.generate().peer, view, (), ())[0] for _ in range(60)}
+    known = dict(map(relay, RELAYS))
+    chosen = {choose_relays(Identity.generate().peer, known, (), ())[0] for _ in range(60)}
     assert chosen == set(RELAYS)
 
 

@@ -63,7 +63,7 @@ def test_when_a_relay_dies_peers_call_each_other_through_another(tmp_path: Path)
                 await other.host.reach(host.peer, addresses, 5.0)
                 await relay.reserve(other.host, host.peer)
                 circuits += [f"{address}/p2p-circuit/p2p/{other.id}" for address in addresses]
-            one.network.learn(other.id, circuits)
+            one.network.address_book.learn(other.id, circuits)
             await call(one, other)
             assert one.network.paths == {other.id: "relayed"}
             assert other.network.paths == {one.id: "relayed"}
@@ -110,16 +110,16 @@ def test_a_relay_serves_those_that_are_admitted_and_as_many_as_its_owner_says(tm
 
 def test_a_call_goes_through_a_hole_where_there_is_one_and_both_ends_know(tmp_path: Path) -> None:
     async def main() -> None:
-        async with peers(*2 * [_unused]) as (one, other):
-            holes, asked = HolePuncher(one.host), []
+        asked = []
 
-            async def punch_hole(peer: PeerId, relay_peer: PeerId) -> None:
-                asked.append((peer, relay_peer))
-                await holes.connect(peer, other.addresses[0].partition("/p2p/")[0])
+        async def punch_hole(peer: PeerId, relay_peer: PeerId) -> None:
+            asked.append((peer, relay_peer))
+            await holes.connect(peer, other.addresses[0].partition("/p2p/")[0])
 
-            one.network.set_ways_to_reach(DialStrategy(punch_hole=punch_hole))
+        async with peers(*2 * [_unused], dial_strategy=DialStrategy(punch_hole=punch_hole)) as (one, other):
+            holes = HolePuncher(one.host)
             circuit = f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{other.id}"
-            one.network.learn(other.id, [circuit])
+            one.network.address_book.learn(other.id, [circuit])
             try:
                 await one.network.connect(other.id)
                 assert one.network.paths == {other.id: "punched"}
@@ -153,14 +153,12 @@ def test_a_hole_whose_other_end_cannot_be_had_is_closed_again(monkeypatch: pytes
 
 def test_without_an_open_hole_or_a_relay_there_is_an_error_that_says_what_was_tried(tmp_path: Path) -> None:
     async def main() -> None:
-        async with peers(_unused) as (one,):
+        async def punch_hole(_peer: PeerId, _relay: PeerId) -> None:
+            raise ConnectionBroken("no hole today")
+
+        async with peers(_unused, dial_strategy=DialStrategy(punch_hole=punch_hole)) as (one,):
             gone = "12D3KooWJh8qcyGgNZcyHmiyKVcAPggbd4AoSmPxExqV161dWcct"
-
-            async def punch_hole(_peer: PeerId, _relay: PeerId) -> None:
-                raise ConnectionBroken("no hole today")
-
-            one.network.set_ways_to_reach(DialStrategy(punch_hole=punch_hole))
-            one.network.learn(PeerId(gone), [f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{gone}"])
+            one.network.address_book.learn(PeerId(gone), [f"/ip4/127.0.0.1/tcp/9/p2p/{one.id}/p2p-circuit/p2p/{gone}"])
             with pytest.raises(AgoraError, match="no hole today"):
                 await one.network.connect(PeerId(gone))
 
@@ -170,14 +168,14 @@ def test_without_an_open_hole_or_a_relay_there_is_an_error_that_says_what_was_tr
 def test_what_may_not_be_dialled_is_not_learnt_from_those_who_announce_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            one, other = [await make_peer(tmp_path, name) for name in ("one", "other")]
+            may_dial = DialStrategy(may_dial=lambda address: "/127." not in address)
+            one, other = await make_peer(tmp_path, "one", dial_strategy=may_dial), await make_peer(tmp_path, "other")
             stack.push_async_callback(one.close)
             stack.push_async_callback(other.close)
-            one.network.set_ways_to_reach(DialStrategy(may_dial=lambda address: "/127." not in address))
-            one.network.learn_announced(other.id, other.addresses)
+            one.network.address_book.learn_announced(other.id, other.addresses)
             with pytest.raises(ConnectionBroken):
                 await one.network.connect(other.id)
-            one.network.learn(other.id, other.addresses)  # what an invite says is dialled
+            one.network.address_book.learn(other.id, other.addresses)  # what an invite says is dialled
             await one.network.connect(other.id)
 
     run(main)

@@ -155,14 +155,15 @@ class Caller(Line):
         return self
 
 
-class _Taker:
+class _Taker(Owner):
     """Stands for the owner of a Line's own connection, which is the network's instead."""
 
     def __init__(self, host: FakeHost, network: Network, peer: PeerId, prefix: str, caller: Caller) -> None:
+        super().__init__()
         self.limits, self.budget, self.answers = network.limits, network.budget, network.answers
         self._host, self._peer, self._prefix, self._caller = host, peer, prefix, caller
 
-    def spawn(self, work: Any) -> None:
+    def spawn(self, work: Any) -> Any:
         """Closes the start of the Line's own connection, and opens the stream to the network."""
         work.close()
         stream = self._caller.connection.stream

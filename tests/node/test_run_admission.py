@@ -29,6 +29,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import dht_pb2
 
 from agora.core.calls import Reply
+from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import Directory
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
@@ -106,8 +107,14 @@ async def make_member(
             return Reply(PeerAddresses(network.addresses_of(call.message.peer)))
         return await (admission.answer if isinstance(call.message, ShareRevocations) else echo)(call)
 
-    network = Network(host, admission.gate, answer)
-    directory = await Directory.create(host, manifest.run_id, (), stages=2, guard=admission)
+    network = Network(host, admission.gate, answer, on_handshake=admission.send_revocations)
+    rules = DhtRules(
+        may_call=admission.may_call,
+        is_admitted_member=admission.gate.is_admitted_member,
+        is_from_member=admission.is_from_member,
+        greet=network.greet,
+    )
+    directory = await Directory.create(host, manifest.run_id, (), stages=2, rules=rules)
     admission.attach(network, directory)
     await network.start()
     return Member(host, network, identity, addresses, [], [], admission, directory, home, answered, startup)
@@ -157,7 +164,7 @@ async def reads_and_does_nothing_else(reader: Member, member: Member, run_id: Ru
             heard = await hears(reader, member, hello, request)
             assert heard == [(FrameType.HELLO, ""), (FrameType.REFUSAL, "not-admitted")], name
     assert not member.answered
-    assert not member.admission.is_admitted_member(reader.id)
+    assert not member.admission.gate.is_admitted_member(reader.id)
     async with raw_stream(reader, member, hello + dict(all_requests())["GetStatus"]) as raw, asyncio.timeout(5):
         assert [(await raw.next())[0].type for _ in range(2)] == [FrameType.HELLO, FrameType.ANSWER]
 
@@ -252,9 +259,9 @@ def test_a_node_that_forgot_a_caller_is_greeted_anew_and_a_claim_without_a_ticke
             await second.directory.bootstrap(first.addresses)
             assert await second.publish()
             first.admission.gate.forget(second.id)
-            assert not first.admission.is_admitted_member(second.id)
+            assert not first.admission.gate.is_admitted_member(second.id)
             assert await second.publish()
-            assert first.admission.is_admitted_member(second.id)
+            assert first.admission.gate.is_admitted_member(second.id)
             assert await first.claimants() == {second.id}
             second.admission.proof = b""
             assert await second.publish() and await first.claimants() == set(), "a claim without a ticket"
@@ -268,7 +275,7 @@ def test_a_node_that_has_moved_is_met_where_the_one_that_names_it_says(tmp_path:
     async def main() -> None:
         async with swarm(tmp_path, signed(), [None, None, None]) as (first, second, third):
             for member, other in ((second, third), (third, second)):
-                member.network.learn(other.id, [f"/ip4/127.0.0.1/tcp/9/p2p/{other.id}"])
+                member.network.address_book.learn(other.id, [f"/ip4/127.0.0.1/tcp/9/p2p/{other.id}"])
             for member in (second, third):
                 await member.directory.bootstrap(first.addresses)
                 assert await member.publish()

@@ -20,7 +20,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import msgpack
 from agora_protocol.errors import Busy, NotAdmitted, ProtocolError
@@ -36,68 +37,6 @@ from agora.net.dht.stored_records import SignedRecords
 from agora.net.p2pd.hivemind_shim import DHTID, DHTRecord, P2PContext, P2PHandlerError, PeerID, dht_pb2
 
 GREET_S: Final = 2.0  # seconds that exchanging HELLOs may take before a call of the DHT
-# The error text for a caller without HELLO, for example one that was connected before this node's restart.
-SAY_HELLO: Final = "say HELLO first"
-
-
-class DhtGuard(Protocol):
-    """Protocol: decides between which peers the DHT's calls may pass, and whose records may be kept."""
-
-    def may_call(self, peer: PeerId) -> bool:
-        """Returns whether the DHT may dial and call `peer`."""
-
-    def is_admitted_member(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has exchanged HELLO and is a member of the run, so that its calls are answered."""
-
-    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
-        """Exchanges HELLOs with `peer` if there is no connection; returns whether `peer` is a member of the run.
-
-        False when `peer` cannot be reached, or must not be called. reconnect: first aborts a connection that `peer`
-        does not know any more. named_by: the node that named `peer`; it is asked for other addresses if `peer`
-        cannot be dialled at the known ones. None: no node is asked.
-        """
-
-    def is_from_member(self, record: Record) -> bool:
-        """Returns whether the author of a verified record is a member of the run, whichever node sent it."""
-
-
-class OpenGuard:
-    """A DhtGuard that lets every peer do everything: the default of Directory.create, used by tests and benchmarks."""
-
-    def may_call(self, peer: PeerId) -> bool:
-        """Returns True."""
-        return True
-
-    def is_admitted_member(self, peer: PeerId) -> bool:
-        """Returns True."""
-        return True
-
-    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
-        """Returns True."""
-        return True
-
-    def is_from_member(self, record: Record) -> bool:
-        """Returns True."""
-        return True
-
-
-async def greet_member(
-    guard: DhtGuard, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None
-) -> None:
-    """Exchanges HELLOs with a peer before the DHT calls that peer, if there is no connection yet or `reconnect`.
-
-    Raises NotAdmitted when the peer, connected or not, is not a member of the run, or not reached and greeted within
-    GREET_S. reconnect: first aborts a connection that the peer does not know any more. named_by: see DhtGuard.greet.
-    """
-    try:
-        async with asyncio.timeout(GREET_S):
-            is_member = await guard.greet(peer, reconnect=reconnect, named_by=named_by)
-    except TimeoutError:
-        is_member = False
-    if not is_member:
-        raise NotAdmitted(f"{peer} is not known as a member of the run")
-
-
 MAX_REQUEST_BYTES: Final = 262_144
 MAX_ANSWER_BYTES: Final = 4_000_000  # p2pd carries no message of more than 4 MiB
 MAX_NODES: Final = 20  # nodes that a reply may name for each key: hivemind's bucket size
@@ -117,6 +56,51 @@ RPC_S: Final = 2.0  # seconds in which a node must answer a call once HELLO was 
 RETRY_MS: Final = 2000  # milliseconds after which a node that was refused as Busy may ask again
 _DICTIONARY: Final = 0x50  # the msgpack extension type in which hivemind packs a dictionary of records
 _PACKED_NONE: Final = pack(None)
+# The error text for a caller without HELLO, for example one that was connected before this node's restart.
+SAY_HELLO: Final = "say HELLO first"
+
+
+# Exchanges HELLOs with a peer if there is no connection; returns whether the peer is a connected member of the run now.
+# reconnect=True: first aborts a connection that the peer does not know any more. named_by: the node that named the
+# peer; it is asked for other addresses if the peer cannot be dialled at the known ones.
+Greet = Callable[..., Awaitable[bool]]
+
+
+def _allow(_peer: PeerId) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DhtRules:
+    """Between which peers the DHT's calls pass, in and out, and whose records are kept; by default between all.
+
+    may_call: whether a peer may be dialled and called. is_admitted_member: whether a peer has exchanged HELLO and is a
+    member, so that its calls are answered. is_verified: whether a caller may enter the routing table. is_from_member:
+    whether the author of a verified record is a member, whichever node sent it. greet: None where no HELLO is needed.
+    report_protocol_error: called with a peer and the ProtocolError of what it sent.
+    """
+
+    may_call: Callable[[PeerId], bool] = _allow
+    is_admitted_member: Callable[[PeerId], bool] = _allow
+    is_verified: Callable[[PeerId], bool] = _allow
+    is_from_member: Callable[[Record], bool] = lambda _record: True
+    greet: Greet | None = None
+    report_protocol_error: Callable[[PeerId, ProtocolError], None] | None = None
+
+    async def greet_member(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> None:
+        """Exchanges HELLOs with a peer before the DHT calls that peer; see Greet.
+
+        Raises NotAdmitted when the peer, connected or not, is not a member of the run, or not greeted within GREET_S.
+        """
+        if self.greet is None:
+            return
+        try:
+            async with asyncio.timeout(GREET_S):
+                is_member = await self.greet(peer, reconnect=reconnect, named_by=named_by)
+        except TimeoutError:
+            is_member = False
+        if not is_member:
+            raise NotAdmitted(f"{peer} is not known as a member of the run")
 
 
 class ReplyEntry(NamedTuple):
@@ -143,19 +127,13 @@ class BoundedP2P:
         p2p: Any,
         validator: SignedRecords,
         stages: int,
-        guard: DhtGuard,
+        rules: DhtRules,
         *,
         stored_bytes: Callable[[Any], int] = lambda _key: 0,
-        is_member: Callable[[PeerId], bool] = lambda _peer: True,
-        report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
     ) -> None:
-        """guard: decides which peers are answered and called.
-
-        stored_bytes: returns the bytes of the values that this node stores under a key. is_member: whether a caller may
-        enter the routing table. report_protocol_error: called with a peer and the ProtocolError of what it sent.
-        """
+        """stored_bytes: returns the bytes of the values that this node stores under a key."""
         self._p2p = p2p
-        self._guard = guard
+        self._rules = rules
         self._validator = validator
         self.max_keys = max(MIN_KEYS, stages)
         rate = TOKENS_PER_S + TOKENS_PER_STAGE * stages
@@ -163,8 +141,6 @@ class BoundedP2P:
         self._signatures = RateLimiter(SIGNATURES_PER_S, SIGNATURES_BURST)
         self._named_by: OrderedDict[PeerId, PeerId] = OrderedDict()  # by node, the peer that named it last
         self._stored_bytes = stored_bytes
-        self.is_member = is_member
-        self._report_protocol_error = report_protocol_error
 
     @property
     def peer_id(self) -> Any:
@@ -188,13 +164,12 @@ class BoundedP2P:
         async def answer(raw: bytes, remote: Any) -> bytes:
             # Raises Busy when the caller's bucket is too low or a find's answer would be too large.
             peer = PeerId(str(remote))
-            if not self._guard.is_admitted_member(peer):
+            if not self._rules.is_admitted_member(peer):
                 raise NotAdmitted(SAY_HELLO)
             try:
                 request = self._parse_and_charge(kind, raw, peer, input_protobuf_type)
             except ProtocolError as error:
-                self._validator.refused[error.code] += 1
-                self._report_protocol_error(peer, error)
+                self._count_and_report(peer, error)
                 raise
             self._clear_foreign_node_id(request, remote, peer)
             verdicts = await self._keep_own_records(request, peer) if kind == "rpc_store" else []
@@ -246,7 +221,9 @@ class BoundedP2P:
             raise Busy("you ask this node of the DHT for more than your share of its capacity", RETRY_MS)
 
     def _clear_foreign_node_id(self, request: Any, remote: Any, peer: PeerId) -> None:
-        if request.peer.node_id and (request.peer.node_id != node_id_of(remote).to_bytes() or not self.is_member(peer)):
+        if request.peer.node_id and (
+            request.peer.node_id != node_id_of(remote).to_bytes() or not self._rules.is_verified(peer)
+        ):
             request.ClearField("peer")
 
     async def _keep_own_records(self, request: Any, peer: PeerId) -> list[bool]:
@@ -289,22 +266,26 @@ class BoundedP2P:
             if name.endswith("rpc_find"):
                 await self._screen(response, input.keys, PeerId(str(peer_id)))
         except ProtocolError as error:
-            self._validator.refused[error.code] += 1
-            self._report_protocol_error(PeerId(str(peer_id)), error)
+            self._count_and_report(PeerId(str(peer_id)), error)
             raise
         if response.peer.node_id and response.peer.node_id != node_id_of(peer_id).to_bytes():
             response.ClearField("peer")
         return response
 
+    def _count_and_report(self, peer: PeerId, error: ProtocolError) -> None:
+        self._validator.refused[error.code] += 1
+        if self._rules.report_protocol_error is not None:
+            self._rules.report_protocol_error(peer, error)
+
     async def _call_greeted(self, peer_id: Any, name: str, request: bytes) -> bytes:
         peer = PeerId(str(peer_id))
-        await greet_member(self._guard, peer, named_by=self._named_by.get(peer))
+        await self._rules.greet_member(peer, named_by=self._named_by.get(peer))
         try:
             return await self._call_once(peer_id, name, request)
         except P2PHandlerError as error:
             if SAY_HELLO not in str(error):
                 raise
-            await greet_member(self._guard, peer, reconnect=True)
+            await self._rules.greet_member(peer, reconnect=True)
             return await self._call_once(peer_id, name, request)
 
     async def _call_once(self, peer_id: Any, name: str, request: bytes) -> bytes:

@@ -27,7 +27,7 @@ from agora_protocol.shards import Shard
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
-from agora.net.dht.bounded_dht import GREET_S, RPC_S, BoundedP2P, DhtGuard, OpenGuard, node_id_of
+from agora.net.dht.bounded_dht import GREET_S, RPC_S, BoundedP2P, DhtRules, node_id_of
 from agora.net.dht.stored_records import BoundedStorage, SignedRecords, peer_hash
 from agora.net.nat.addresses import addresses_by_peer
 from agora.net.p2pd.hivemind_shim import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
@@ -175,12 +175,12 @@ class Directory:
         node: Any,
         validator: SignedRecords,
         bounds: BoundedP2P,
-        guard: DhtGuard,
+        rules: DhtRules,
         unix: Callable[[], float],
     ) -> None:
         """node: hivemind's DHTNode, made with `bounds` as its P2P. unix: the time by which records are published."""
         self.bounds = bounds
-        self._guard = guard
+        self._rules = rules
         self.refused = validator.refused  # how many records this node refused, by the code of their error
         self._run = run
         self._host = host
@@ -199,18 +199,15 @@ class Directory:
         bootstrap: Sequence[str],
         *,
         stages: int,
-        guard: DhtGuard | None = None,
+        rules: DhtRules | None = None,
         unix: Callable[[], float] | None = None,
-        is_member: Callable[[PeerId], bool] = lambda _peer: True,
-        report_protocol_error: Callable[[PeerId, ProtocolError], None] = lambda _peer, _error: None,
     ) -> Directory:
         """Starts a node on `host` for a run of `stages` stages; joins the DHT if a peer at `bootstrap` answers.
 
-        guard: decides which peers the node answers and calls, and whose records it keeps; None: all. unix: the time by
+        rules: None answers and calls all peers, and keeps their records. unix: the time by
         which records are published and judged, for all nodes of this process; None: the wall clock.
-        is_member, report_protocol_error: see BoundedP2P.
         """
-        guard = guard or OpenGuard()
+        rules = rules or DhtRules()
         if unix is not None:
             set_dht_time(unix)
         validator = SignedRecords(run, stages, unix or time.time)
@@ -219,10 +216,8 @@ class Directory:
             host.p2p,
             validator,
             stages,
-            guard,
+            rules,
             stored_bytes=storage.bytes_under,
-            is_member=is_member,
-            report_protocol_error=report_protocol_error,
         )
         node = await DHTNode.create(
             p2p=bounds,
@@ -241,7 +236,7 @@ class Directory:
         )
         node.protocol.storage = storage
         node.protocol.cache = BoundedStorage(run, maxsize=1)
-        directory = cls(host, run, node, validator, bounds, guard, unix or time.time)
+        directory = cls(host, run, node, validator, bounds, rules, unix or time.time)
         await directory.bootstrap(bootstrap)
         return directory
 
@@ -250,12 +245,12 @@ class Directory:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
     async def bootstrap(self, addresses: Sequence[str], timeout_s: float = 10.0) -> None:
-        """Joins the DHT through those peers at `addresses` that the guard allows and that answer; without any, returns.
+        """Joins the DHT through those peers at `addresses` that the rules allow and that answer; without any, returns.
 
         Connects to the peers, pings them, and then looks up the nodes nearest to this one. timeout_s: for connecting,
         and again for the look-up. Raises InputError for a malformed address.
         """
-        by_peer = {peer: known for peer, known in addresses_by_peer(addresses).items() if self._guard.may_call(peer)}
+        by_peer = {peer: known for peer, known in addresses_by_peer(addresses).items() if self._rules.may_call(peer)}
         try:
             await self._host.connect([address for known in by_peer.values() for address in known], timeout_s)
         except ConnectionBroken:
@@ -293,7 +288,7 @@ class Directory:
         """Returns by shard the valid records of members that came within READ_S, at most one of each peer.
 
         With more than SMALL_SWARM neighbours, a shard that no node answered for is left out; with fewer, its list is
-        empty. Each list has at most MAX_KEY_RECORDS: peers that `bounds.is_member` accepts first, then by ascending
+        empty. Each list has at most MAX_KEY_RECORDS: verified peers first, then by ascending
         hash of the peer id.
         """
         keys = {shard: DHTID.generate(self._key(kind, shard)) for shard in shards}
@@ -349,23 +344,23 @@ class Directory:
             if now_unix < expires_unix:
                 with contextlib.suppress(ProtocolError):  # judged before, but the clock may have been corrected since
                     record = self._validator.verify(key.to_bytes(), pack(peer), packed, expires_unix)
-                    if self._guard.is_from_member(record):
+                    if self._rules.is_from_member(record):
                         records.append(record)
                     if peer == self._host.peer:
                         self._last_expiry[key] = max(self._last_expiry.get(key, 0.0), expires_unix)
 
         # Members first: an attacker that invents many peers can choose ids with the smallest hashes.
         def rank(record: Record) -> tuple[bool, int]:
-            return not self.bounds.is_member(record.peer), peer_hash(self._run, record.peer)
+            return not self._rules.is_verified(record.peer), peer_hash(self._run, record.peer)
 
         return sorted(records, key=rank)[:MAX_KEY_RECORDS]
 
     def forget_refused(self) -> None:
-        """Removes from this node's storage and routing table the peers that the guard no longer allows to call."""
+        """Removes from this node's storage and routing table the peers that the rules no longer allow to call."""
         protocol = self._node.protocol
-        protocol.storage.keep_only(self._guard.may_call)
+        protocol.storage.keep_only(self._rules.may_call)
         for peer, node in list(protocol.routing_table.peer_id_to_uid.items()):
-            if not self._guard.may_call(PeerId(str(peer))):
+            if not self._rules.may_call(PeerId(str(peer))):
                 del protocol.routing_table[node]
 
     async def close(self) -> None:

@@ -34,10 +34,33 @@ from agora.net.rpc.connection import Connection
 MAX_PEERS: Final = 16_384  # maximum number of peers whose addresses are remembered
 
 
+DIRECT_S: Final = 3.0  # seconds for a direct dial when there are other ways
+RELAY_S: Final = 3.0  # seconds that are kept for the way through a relay
+DIAL_AGAIN_S: Final = 5.1  # seconds from a simultaneous open to the next dial; p2pd refuses a failed address for 5 s
+TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
+
+# Connects p2pd to the first peer through a punched hole; the second is the relay that introduces the two.
+# Raises an AgoraError when that fails.
+PunchHole = Callable[[PeerId, PeerId], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class DialStrategy:
+    """The ways in which peers may be reached; by default at all addresses, and through no holes.
+
+    may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None to punch no holes.
+    """
+
+    may_dial: Callable[[str], bool] = lambda _address: True
+    punch_hole: PunchHole | None = None
+
+
 class AddressBook:
     """The last announced addresses of up to MAX_PEERS peers; beyond, the peer updated longest ago is forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_dial: Callable[[str], bool] = lambda _address: True) -> None:
+        """may_dial: returns whether an address that a peer announces may be dialled."""
+        self._may_dial = may_dial
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
@@ -52,29 +75,20 @@ class AddressBook:
             if len(self._known) > MAX_PEERS:
                 self._known.popitem(last=False)
 
+    def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Learns those addresses that `peer` announces which may be dialled.
+
+        Where one goes through a relay of which no address is known, learns the relay's own address from it.
+        """
+        usable = [address for address in addresses if self._may_dial(address)]
+        self.learn(peer, usable)
+        for relay, its_addresses in relays_of(usable).items():
+            if not self.addresses(relay):
+                self.learn(relay, its_addresses)
+
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
         """Returns the peer's remembered multiaddrs, each ending in /p2p/ and its id; empty if none are known."""
         return self._known.get(peer, ())
-
-
-DIRECT_S: Final = 3.0  # seconds for a direct dial when there are other ways
-RELAY_S: Final = 3.0  # seconds that are kept for the way through a relay
-
-# Connects p2pd to the first peer through a punched hole; the second is the relay that introduces the two.
-#
-# Raises an AgoraError when that fails.
-PunchHole = Callable[[PeerId, PeerId], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class DialStrategy:
-    """The ways in which peers may be reached; by default at all addresses, and through no holes.
-
-    may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None to punch no holes.
-    """
-
-    may_dial: Callable[[str], bool] = lambda _address: True
-    punch_hole: PunchHole | None = None
 
 
 async def reach_by_any_way(
@@ -115,12 +129,8 @@ async def reach_by_any_way(
         raise ConnectionBroken(f"{error}{tried}") from None
 
 
-DIAL_AGAIN_S: Final = 5.1  # seconds from a simultaneous open to the next dial; p2pd refuses a failed address for 5 s
-TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
-
-
 class Dialler:
-    """Opens connections to peers at the addresses that it has learnt.
+    """Opens connections to peers at the addresses in `book`.
 
     Callers that want the same peer share one dial.
     """
@@ -130,6 +140,8 @@ class Dialler:
         host: Host,
         frame_limits: FrameLimits,
         dial_s: float,
+        book: AddressBook,
+        punch_hole: PunchHole | None,
         connection_to: Callable[[PeerId], Connection | None],
         add: Callable[[FrameStream, PeerId, str], Connection],
     ) -> None:
@@ -143,35 +155,11 @@ class Dialler:
         self._dial_s = dial_s
         self._connection_to = connection_to
         self._add = add
-        self._ways = DialStrategy()
-        self._book = AddressBook()
+        self._book = book
+        self._punch_hole = punch_hole
         self._dials: dict[PeerId, asyncio.Task[Connection]] = {}
         self._awaited_peers: dict[PeerId, asyncio.Event] = {}
         self._is_closing = False
-
-    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known multiaddrs of `peer` with those given that end in its id; does nothing if none does."""
-        self._book.learn(peer, addresses)
-
-    def addresses(self, peer: PeerId) -> tuple[str, ...]:
-        """Returns the known multiaddrs at which `peer` would be dialled, ending in its id; empty if none are known."""
-        return self._book.addresses(peer)
-
-    def set_ways_to_reach(self, ways: DialStrategy) -> None:
-        """Sets how later dials reach peers. Until it is called, all addresses are dialled, and no holes punched."""
-        self._ways = ways
-
-    def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known addresses of `peer` with those that it announces and DialStrategy.may_dial allows.
-
-        Keeps the known ones if none is allowed. Where an allowed address goes through a relay of which no address is
-        known, learns the relay's own address from it.
-        """
-        usable = [address for address in addresses if self._ways.may_dial(address)]
-        self.learn(peer, usable)
-        for relay, its_addresses in relays_of(usable).items():
-            if not self._book.addresses(relay):
-                self.learn(relay, its_addresses)
 
     def on_peer_connected(self, peer: PeerId) -> None:
         """Wakes the dial that waits, after a simultaneous open, for `peer` to connect; does nothing if none waits."""
@@ -247,7 +235,7 @@ class Dialler:
         tried = ""
         if addresses:
             try:
-                await reach_by_any_way(self._host, peer, addresses, self._ways.punch_hole, self._dial_s)
+                await reach_by_any_way(self._host, peer, addresses, self._punch_hole, self._dial_s)
             except ConnectionBroken as error:
                 tried = f" ({error})"
         try:

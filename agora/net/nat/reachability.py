@@ -20,7 +20,7 @@ from typing import Final
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 
-from agora.swarm.view import Announcement, PeerView, View
+from agora.core.calls import Announcement
 
 # Number of relays at which a peer that cannot be dialled has reservations, so that one is left if a relay dies.
 RELAYS_HELD: Final = 2
@@ -114,22 +114,24 @@ def needs_relays(findings: Findings, own: Collection[str]) -> bool:
 
 
 def choose_relays(
-    me: PeerId, view: View, held: Collection[PeerId], refused: Collection[PeerId], count: int = RELAYS_HELD
+    me: PeerId,
+    known: Mapping[PeerId, Announcement],
+    held: Collection[PeerId],
+    refused: Collection[PeerId],
+    count: int = RELAYS_HELD,
 ) -> list[PeerId]:
     """Returns at most `count` relays at which this peer should hold reservations: first those in `held`, then others.
 
-    All are peers of the view that offer to relay (`offers_relay`) and are not in `refused`. Those in `held`, and the
-    others, are each in the order of a hash of this peer's id and the relay's, so that peers spread over all relays.
-    held: the relays at which this peer has reservations now.
+    All are peers that announce to relay and to be public, and are not in `refused`. Those in `held`, and the others,
+    are each in the order of a hash of this peer's id and the relay's, so that peers spread over all relays. known: what
+    each peer announces. held: the relays at which this peer has reservations now.
     """
-    offering = [p for p in view.peers.values() if p.peer != me and p.peer not in refused and offers_relay(p)]
-    ranked = sorted(offering, key=lambda relay: (relay.peer not in held, _relay_sort_key(me, relay.peer)))
-    return [relay.peer for relay in ranked[:count]]
-
-
-def offers_relay(peer: PeerView) -> bool:
-    """Returns whether a peer's claim says that the peer relays for others, is "public", and is not leaving."""
-    return peer.relays_for > 0 and peer.reachability == "public" and peer.state != "leaving"
+    offering = [
+        peer
+        for peer, told in known.items()
+        if peer != me and peer not in refused and told.relays_for > 0 and told.reachability == "public"
+    ]
+    return sorted(offering, key=lambda relay: (relay not in held, _relay_sort_key(me, relay)))[:count]
 
 
 def build_announcement(

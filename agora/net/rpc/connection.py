@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from agora_protocol import limits, refusals
 from agora_protocol.errors import AgoraError, Busy, NotAdmitted, PeerFailed, ProtocolError, Refused
@@ -69,30 +69,39 @@ class IncomingCall:
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
 
 
-class CallServices(Protocol):
-    """Protocol: what IncomingCalls needs of the Network."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionServices:
+    """What all connections of one network share: its judgement of peers, its handler, its budgets, and whom they tell.
 
+    spawn: runs work in a task that is cancelled when the network closes. on_ready: called when both sides have sent
+    HELLO, with the addresses that the peer announces. on_gone: called once, when the connection has broken or ended,
+    even if `start` has not returned yet. For the others see Network.
+    """
+
+    gate: Gate
+    handle: Handler
     limits: NetLimits
     budget: PayloadBudget
     answers: AnswerBudget
-    handle: Handler
-    report_failure: Callable[[PeerId, Exception], None]  # called with what `handle` raised that is not an AgoraError
-    count_sent: Callable[[Message, Sequence[WireTensor]], None]  # called with an answered request, its answer's tensors
-    tell_time: Callable[[], float]  # returns the swarm's unix time, which goes into every Pong; 0 if it is not known
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` in a task, which is cancelled when the network closes, and returns the task."""
+    suspended_s: Callable[[PeerId], float]
+    report_protocol_error: Callable[[PeerId, ProtocolError], None]
+    report_failure: Callable[[PeerId, Exception], None]
+    count_sent: Callable[[Message, Sequence[WireTensor]], None]
+    tell_time: Callable[[], float]
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    on_ready: Callable[[Connection, Sequence[str]], None]
+    on_gone: Callable[[Connection], None]
 
 
 class IncomingCalls:
     """One connection's calls of the peer: admits or refuses each request, has it handled in a task, and answers."""
 
     def __init__(
-        self, network: CallServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
+        self, services: ConnectionServices, stream: FrameStream, peer: PeerId, on_answered: Callable[[], None]
     ) -> None:
         """on_answered: called whenever the task of a request has ended, answered or cancelled."""
-        self.payloads = PayloadReservations(network.budget, network.limits.payload_wait_s, self._on_wait_over)
-        self._network = network
+        self.payloads = PayloadReservations(services.budget, services.limits.payload_wait_s, self._on_wait_over)
+        self._services = services
         self._stream = stream
         self._peer = peer
         self._on_answered = on_answered
@@ -121,10 +130,10 @@ class IncomingCalls:
             return self.refuse(number, refusal)
         if len(self._open) >= protocol_max_calls:
             raise ProtocolError("too-many-calls", f"More than {protocol_max_calls} calls on one connection.")
-        if len(self._open) >= self._network.limits.max_calls:
+        if len(self._open) >= self._services.limits.max_calls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are open")
         try:
-            reserved = self._network.answers.reserve(self._consumer, request, loop_time())
+            reserved = self._services.answers.reserve(self._consumer, request, loop_time())
         except Busy as error:
             return self.refuse(number, error)
         if reserved:
@@ -138,7 +147,7 @@ class IncomingCalls:
         return Client(self._stream.address_prefix, self._peer)
 
     def _release_answer(self, number: int) -> None:
-        self._network.answers.release(self._consumer, self._reserved.pop(number, 0))
+        self._services.answers.release(self._consumer, self._reserved.pop(number, 0))
 
     def _on_wait_over(self, is_reserved: bool) -> None:
         self._stream.resume_payload(
@@ -146,7 +155,7 @@ class IncomingCalls:
         )
 
     def _refuse_busy(self, number: int, why: str) -> PayloadAction:
-        return self.refuse(number, Busy(why, retry_after_ms=int(self._network.limits.payload_wait_s * 1000)))
+        return self.refuse(number, Busy(why, retry_after_ms=int(self._services.limits.payload_wait_s * 1000)))
 
     def refuse(self, number: int, error: AgoraError) -> PayloadAction:
         """Sends the peer a REFUSAL of its request with `error`, releases the bytes of its answer, and returns DROP."""
@@ -161,13 +170,13 @@ class IncomingCalls:
         """
         held_bytes = self.payloads.take_arrived()
         if isinstance(request, Ping):
-            self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong(self._network.tell_time())))
+            self._stream.enqueue(encode_frame(FrameType.ANSWER, frame.call, Pong(self._services.tell_time())))
             return
         tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
         deadline = loop_time() + request.deadline_ms / 1000
         progress = partial(self._send_progress, frame.call)
         call = IncomingCall(self._peer, request, tensors, deadline, progress, self._stream.address_prefix)
-        task = self._network.spawn(self._serve(frame.call, call))
+        task = self._services.spawn(self._serve(frame.call, call))
         self._open[frame.call] = call, task
         task.add_done_callback(partial(self._on_served, frame.call, held_bytes))
 
@@ -220,7 +229,7 @@ class IncomingCalls:
         refusal: AgoraError
         try:
             async with asyncio.timeout_at(call.deadline) as timeout:
-                reply = await self._network.handle(call)
+                reply = await self._services.handle(call)
         except AgoraError as error:
             refusal = error
         except asyncio.CancelledError:
@@ -233,31 +242,17 @@ class IncomingCalls:
             if timeout.expired():
                 refusal = PeerFailed("the deadline of the call passed")
             else:
-                self._network.report_failure(self._peer, error)
+                self._services.report_failure(self._peer, error)
                 refusal = PeerFailed("an error inside the peer's daemon; its log has it")
         else:
             try:
                 buffers = encode_frame(FrameType.ANSWER, number, reply.message, reply.tensors)
-                self._network.count_sent(call.message, reply.tensors)
+                self._services.count_sent(call.message, reply.tensors)
                 return buffers
             except ProtocolError as error:
-                self._network.report_failure(self._peer, error)
+                self._services.report_failure(self._peer, error)
                 refusal = PeerFailed("the peer's answer would have broken the protocol")
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))
-
-
-class ConnectionOwner(CallServices, Protocol):
-    """Protocol: what a connection needs of its Network, besides what IncomingCalls needs."""
-
-    gate: Gate  # makes this peer's HELLO, and judges the other's
-    report_protocol_error: Callable[[PeerId, ProtocolError], None]  # called when a peer broke the protocol
-    suspended_s: Callable[[PeerId], float]  # returns for how many more seconds a peer is not answered
-
-    def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """Called when both sides have sent HELLO. addresses: those that the peer announces for dials."""
-
-    def on_gone(self, connection: Connection) -> None:
-        """Called once, when the connection has broken or ended, even if `start` has not returned yet."""
 
 
 @dataclass(slots=True)
@@ -277,7 +272,7 @@ class Connection:
     """
 
     def __init__(
-        self, owner: ConnectionOwner, stream: FrameStream, peer: PeerId, *, is_initiator: bool, path: str
+        self, services: ConnectionServices, stream: FrameStream, peer: PeerId, *, is_initiator: bool, path: str
     ) -> None:
         """is_initiator: this side opened the stream. path: "direct", "punched" or "relayed"."""
         self.peer = peer
@@ -285,8 +280,8 @@ class Connection:
         self.path = path
         self.stream = stream
         self.broken: AgoraError | None = None
-        self._owner = owner
-        self._limits = owner.limits
+        self._services = services
+        self._limits = services.limits
         self.role: str | None = None  # the role given by the gate; None until the peer's HELLO has come
         self.proof = b""  # the proof in its HELLO
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -299,7 +294,7 @@ class Connection:
         self._open: dict[int, _OpenCall] = {}
         self._slots = asyncio.Semaphore(min(self._limits.max_calls, MAX_CALLS_PER_CONNECTION))
         self._unanswered_calls = 0  # made here, not counting pings
-        self.incoming = IncomingCalls(owner, stream, peer, self._close_when_idle)
+        self.incoming = IncomingCalls(services, stream, peer, self._close_when_idle)
 
     # --- from HELLO to GOODBYE
 
@@ -360,7 +355,7 @@ class Connection:
         for number in list(self._open):
             self._settle(number, error)
         self.incoming.on_lost()
-        self._owner.on_gone(self)
+        self._services.on_gone(self)
 
     def _close_when_idle(self) -> None:
         if self._peer_leaves and not self._unanswered_calls and not len(self.incoming):
@@ -370,7 +365,7 @@ class Connection:
 
     async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
         """Has `count_sent` count the request, sends it once fewer than `max_calls` are open; the rest: see `_ask`."""
-        self._owner.count_sent(request, tensors)
+        self._services.count_sent(request, tensors)
         async with self._slots:
             self._unanswered_calls += 1
             try:
@@ -428,7 +423,7 @@ class Connection:
             self.abort(why)
             return
         stream = self.stream
-        spawn = self._owner.spawn
+        spawn = self._services.spawn
         if stream.is_mid_payload and not stream.backlog and now - stream.last_sent > self._limits.ping_after_s / 2:
             spawn(self.ping())  # on a slow link the payload's sender may receive nothing else for long
         verdict = self._liveness.decide(
@@ -445,7 +440,7 @@ class Connection:
 
     def _find_stall(self, now: float) -> str:
         stream = self.stream
-        budget = self._owner.budget
+        budget = self._services.budget
         is_reading = stream.is_mid_payload and not stream.is_waiting
         if self._incoming_watch.is_stalled(now, stream.bytes_in, under_way=is_reading, pressed=budget.is_pressed):
             return "a payload that it began did not go on"
@@ -479,7 +474,7 @@ class Connection:
             refusal = None
             if self.is_reader and not isinstance(message, READER_REQUESTS):
                 refusal = NotAdmitted("A reader may only ask for the manifest and the status.")
-            elif self._owner.suspended_s(self.peer) > 0:
+            elif self._services.suspended_s(self.peer) > 0:
                 refusal = NotAdmitted("This peer answers nothing to you for now; ask another.")
             return self.incoming.on_request_header(prefix, message, refusal)
         if prefix.type is FrameType.ANSWER:
@@ -520,11 +515,11 @@ class Connection:
                 self._on_goodbye(message)
 
     def on_protocol_error(self, error: ProtocolError, prefix: Prefix | None) -> None:
-        """Refuses the request if one broke the protocol; ends the connection with GOODBYE and notifies the owner."""
+        """Refuses the request if one broke the protocol; ends the connection with GOODBYE and reports it."""
         if prefix is not None and prefix.type is FrameType.REQUEST and not self._is_own(prefix.call):
             self.incoming.refuse(prefix.call, error)
         self.close(error, f"the peer broke the protocol ({error.code}): {error}")
-        self._owner.report_protocol_error(self.peer, error)
+        self._services.report_protocol_error(self.peer, error)
 
     def _is_own(self, number: int) -> bool:
         return number % 2 == self._next_call % 2
@@ -547,14 +542,14 @@ class Connection:
             call.reply.set_result(result)
 
     def _say_hello(self) -> None:
-        self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._owner.gate.hello_to(self.peer)))
+        self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._services.gate.hello_to(self.peer)))
 
     def _on_hello(self, hello: Hello) -> None:
         # Sets the peer's role and proof and lets `start` return if the gate admits it; otherwise ends with GOODBYE.
         if self.role is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
         try:
-            self.role = self._owner.gate.admit(self.peer, hello)
+            self.role = self._services.gate.admit(self.peer, hello)
             self.proof = hello.proof
         except AgoraError as error:
             if isinstance(error, ProtocolError) and error.code != "wrong-version":
@@ -564,7 +559,7 @@ class Connection:
             return
         if not self.is_initiator:
             self._say_hello()
-        self._owner.on_ready(self, hello.addresses)
+        self._services.on_ready(self, hello.addresses)
         if not self._ready.done():
             self._ready.set_result(None)
 

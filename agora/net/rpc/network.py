@@ -25,17 +25,17 @@ from agora_protocol.tensors import WireTensor
 from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
 from agora.core.rates import Client, largest_consumer
-from agora.net.nat.dialling import MAX_PEERS, Dialler, DialStrategy
+from agora.net.nat.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget
-from agora.net.rpc.connection import Connection, Handler
+from agora.net.rpc.connection import Connection, ConnectionServices, Handler
 from agora.net.rpc.gate import Gate
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline counts as past its own deadline
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
-MET_S: Final = 600.0  # seconds after its last connection for which a peer still counts as met
+HANDSHAKEN_S: Final = 600.0  # seconds after its last connection for which a peer still counts as handshaken
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
 ASK_ADDRESSES_S: Final = 1.5  # seconds in which a neighbour must answer where another peer can be dialled
 MAX_CLOCKS: Final = 16  # peers that are asked for the time together
@@ -56,6 +56,8 @@ class Network:
         report_failure: Callable[[PeerId, Exception], None] = lambda _peer, _error: None,
         count_sent: Callable[[Message, Sequence[WireTensor]], None] = lambda _request, _tensors: None,
         tell_time: Callable[[], float] = lambda: 0.0,
+        on_handshake: Callable[[PeerId], None] | None = None,
+        dial_strategy: DialStrategy | None = None,
     ) -> None:
         """gate: decides which peers this peer calls and answers. handler: answers other peers' requests.
 
@@ -63,25 +65,46 @@ class Network:
         peer must be neither called nor answered. report_failure: called with what `handler` raised that is not an
         AgoraError, and when its answer cannot be encoded. count_sent: called with each request of this peer and its
         tensors, and with each request that this peer answers and the answer's tensors. tell_time: returns the
-        swarm's unix time, which goes into every Pong; 0 while that time is not known.
+        swarm's unix time, which goes into every Pong; 0 while that time is not known. on_handshake: called when HELLO
+        was exchanged with a member. dial_strategy: None dials all addresses, and punches no holes.
         """
         self.limits = limits or NetLimits()
-        self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
         self.budget = PayloadBudget(self.limits.max_held_bytes)
         self.answers = AnswerBudget(self.limits.max_answer_bytes)
         self.gate = gate
-        self.handle = handler
-        self.report_protocol_error = report_protocol_error
-        self.suspended_s = suspended_s
-        self.report_failure = report_failure
-        self.count_sent = count_sent
-        self.tell_time = tell_time
-        self.on_met: list[Callable[[PeerId], None]] = []  # each is called when HELLO was exchanged with a member
-        self._met: OrderedDict[PeerId, float] = OrderedDict()  # when HELLO was exchanged last, or a connection ended
+        self._suspended_s = suspended_s
+        self._on_handshake = on_handshake
         self._host = host
+        self._frame_limits = FrameLimits(max_payload_bytes=self.limits.max_payload_bytes)
+        self._services = ConnectionServices(
+            gate=gate,
+            handle=handler,
+            limits=self.limits,
+            budget=self.budget,
+            answers=self.answers,
+            suspended_s=suspended_s,
+            report_protocol_error=report_protocol_error,
+            report_failure=report_failure,
+            count_sent=count_sent,
+            tell_time=tell_time,
+            spawn=self.spawn,
+            on_ready=self._on_ready,
+            on_gone=self._on_gone,
+        )
+        ways = dial_strategy or DialStrategy()
+        self.address_book = AddressBook(ways.may_dial)
+        self._dialler = Dialler(
+            host,
+            self._frame_limits,
+            self.limits.dial_s,
+            self.address_book,
+            ways.punch_hole,
+            self.connection_to,
+            partial(self._add_connection, is_initiator=True),
+        )
         self._connections: dict[PeerId, list[Connection]] = {}
-        add_opened = partial(self._add_connection, is_initiator=True)
-        self._dialler = Dialler(host, self._frame_limits, self.limits.dial_s, self.connection_to, add_opened)
+        # When HELLO was exchanged last, or a connection ended.
+        self._handshaken: OrderedDict[PeerId, float] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._past_bytes = [0, 0]
         self._is_closing = False
@@ -109,18 +132,6 @@ class Network:
                     await connection.stream.ended.wait()
         for connection in connections:
             connection.stream.abort()
-
-    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Replaces the known multiaddrs of `peer` with those given that end in its id; does nothing if none does."""
-        self._dialler.learn(peer, addresses)
-
-    def set_ways_to_reach(self, ways: DialStrategy) -> None:
-        """Sets how later dials reach peers. Until it is called, all addresses are dialled, and no holes punched."""
-        self._dialler.set_ways_to_reach(ways)
-
-    def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Learns the addresses that `peer` announces, and those of its relays; see Dialler.learn_announced."""
-        self._dialler.learn_announced(peer, addresses)
 
     async def connect(self, peer: PeerId) -> None:
         """Connects to `peer` unless it is connected. Raises NotAdmitted, ConnectionBroken or an error of the HELLOs."""
@@ -211,15 +222,15 @@ class Network:
         is_lower = self._host.peer < peer
         return min(usable, key=lambda connection: connection.is_initiator is not is_lower, default=None)
 
-    def has_met(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has sent HELLO as a member, and is connected or was within the last MET_S seconds."""
-        met_at = self._met.get(peer)
-        return met_at is not None and (self.connection_to(peer) is not None or loop_time() - met_at <= MET_S)
+    def has_handshaken(self, peer: PeerId) -> bool:
+        """Returns whether `peer` has sent HELLO as a member, and is connected or was up to HANDSHAKEN_S ago."""
+        at = self._handshaken.get(peer)
+        return at is not None and (self.connection_to(peer) is not None or loop_time() - at <= HANDSHAKEN_S)
 
     async def connect_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Learns the addresses that `peer` announces; connects to it unless it is connected. Errors: see `connect`."""
         self._raise_if_refused(peer)
-        self.learn_announced(peer, addresses)
+        self.address_book.learn_announced(peer, addresses)
         if self.connection_to(peer) is None:
             await self._dialler.dial(peer)
 
@@ -269,46 +280,41 @@ class Network:
         self._raise_if_suspended(peer)
 
     def _raise_if_suspended(self, peer: PeerId) -> None:
-        seconds = self.suspended_s(peer)
+        seconds = self._suspended_s(peer)
         if seconds > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is suspended for {seconds:.0f} s more.")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, path: str, *, is_initiator: bool) -> Connection:
-        connection = Connection(self, stream, peer, is_initiator=is_initiator, path=path)
+        connection = Connection(self._services, stream, peer, is_initiator=is_initiator, path=path)
         self._connections.setdefault(peer, []).append(connection)
         return connection
 
-    # --- what connections need of the network
+    # --- what connections tell the network
 
-    def on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """Called after the HELLOs: learns a member's addresses, records it as met, wakes a dial that waits for it.
-
-        Then sends a Ping in a task and calls each of `on_met`. Does nothing for a reader.
-        """
+    def _on_ready(self, connection: Connection, addresses: Sequence[str]) -> None:
         if connection.is_reader:
             return
-        self.learn_announced(connection.peer, addresses)
-        self._record_met(connection.peer)
+        self.address_book.learn_announced(connection.peer, addresses)
+        self._record_handshake(connection.peer)
         self._dialler.on_peer_connected(connection.peer)
         self.spawn(connection.ping())
-        for each in self.on_met:
-            each(connection.peer)
+        if self._on_handshake is not None:
+            self._on_handshake(connection.peer)
 
-    def on_gone(self, connection: Connection) -> None:
-        """Called when a connection ended: forgets it, keeps its bytes counted, records a member's last meeting."""
+    def _on_gone(self, connection: Connection) -> None:
         self._past_bytes[0] += connection.stream.bytes_in
         self._past_bytes[1] += connection.stream.bytes_out
-        if connection.peer in self._met:
-            self._record_met(connection.peer)
+        if connection.peer in self._handshaken:
+            self._record_handshake(connection.peer)
         self._connections[connection.peer].remove(connection)
         if not self._connections[connection.peer]:
             del self._connections[connection.peer]
 
-    def _record_met(self, peer: PeerId) -> None:
-        self._met[peer] = loop_time()
-        self._met.move_to_end(peer)
-        if len(self._met) > MAX_PEERS:
-            self._met.popitem(last=False)
+    def _record_handshake(self, peer: PeerId) -> None:
+        self._handshaken[peer] = loop_time()
+        self._handshaken.move_to_end(peer)
+        if len(self._handshaken) > MAX_PEERS:
+            self._handshaken.popitem(last=False)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` in a task, which is cancelled when the network closes, and returns the task."""
@@ -325,7 +331,7 @@ class Network:
             return
         if refusal := self.gate.find_new_refusal(connection.peer, connection.proof, role):
             connection.close(refusal, str(refusal))
-        elif self.suspended_s(connection.peer) > 0:
+        elif self._suspended_s(connection.peer) > 0:
             connection.abort("the peer is suspended")
 
     async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
@@ -346,19 +352,19 @@ class Network:
         try:
             return await self._dialler.dial(peer)
         except ConnectionBroken:
-            known = self._dialler.addresses(peer)
+            known = self.address_book.addresses(peer)
             if named_by is None or self.connection_to(named_by) is None:
                 raise
             reply = await self.call(named_by, GetAddresses(peer), deadline=loop_time() + ASK_ADDRESSES_S)
             if isinstance(reply.message, PeerAddresses):
-                self.learn_announced(peer, reply.message.addresses)
-            if self._dialler.addresses(peer) == known:
+                self.address_book.learn_announced(peer, reply.message.addresses)
+            if self.address_book.addresses(peer) == known:
                 raise
         return await self._dialler.dial(peer)
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Returns the known multiaddrs of a member that has sent HELLO, to pass on to other members; () for others."""
-        return self._dialler.addresses(peer) if self.gate.is_admitted_member(peer) else ()
+        return self.address_book.addresses(peer) if self.gate.is_admitted_member(peer) else ()
 
     def members(self) -> list[PeerId]:
         """Returns the members to which there is a usable connection."""

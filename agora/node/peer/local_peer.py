@@ -19,13 +19,15 @@ from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import Ping
 
-from agora.core.calls import ConnectionBroken
+from agora.core.calls import Announcement, ConnectionBroken
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks
 from agora.cost.manifest_cost import usual_in_flight
+from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import Directory
 from agora.net.nat.addresses import addresses_by_peer, is_circuit, public_only
 from agora.net.nat.dialling import DialStrategy
+from agora.net.nat.reachability_keeper import ReachabilityKeeper
 from agora.net.nat.relay import RelayService
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import NetLimits
@@ -34,7 +36,6 @@ from agora.net.shaping.bandwidth import SAMPLE_S, UplinkMeter
 from agora.node import runs
 from agora.node.control.node_report import NodeReport, progress_record, status_json
 from agora.node.limits.memory import MemoryGuard, measure_budget
-from agora.node.peer.reachability_keeper import ReachabilityKeeper
 from agora.node.peer.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
 from agora.node.peer.run_admission import RunAdmission
 from agora.node.process.startup import Startup
@@ -77,8 +78,8 @@ class Neighbours:
         self._peer_score = peer_score
 
     def is_verified(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has exchanged HELLO as a member (see Network.has_met), and is not suspended now."""
-        return self._network.has_met(peer) and self._peer_score.suspended_s(peer) <= 0.0
+        """Returns whether `peer` has exchanged HELLO as a member (Network.has_handshaken), and is not suspended."""
+        return self._network.has_handshaken(peer) and self._peer_score.suspended_s(peer) <= 0.0
 
     def may_use_relay(self, peer: PeerId) -> bool:
         """Returns whether this peer relays for `peer`: it is connected as a member, and not suspended."""
@@ -95,6 +96,16 @@ class Neighbours:
         for dial in late:
             dial.cancel()  # the dial itself goes on
         await asyncio.gather(*dials, return_exceptions=True)
+
+
+def announcements(view: View) -> dict[PeerId, Announcement]:
+    """Returns what each peer of the view announces on how to connect to it; one that is leaving offers no relay."""
+    return {
+        seen.peer: Announcement(
+            seen.reachability, seen.addresses, relays_for=0 if seen.state == "leaving" else seen.relays_for
+        )
+        for seen in view.peers.values()
+    }
 
 
 @dataclass(eq=False)
@@ -163,6 +174,10 @@ class LocalPeer:
         def report_failure(caller: PeerId, error: Exception) -> None:
             report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
 
+        def on_handshake(peer: PeerId) -> None:
+            membership.promote_verified()
+            admission.send_revocations(peer)
+
         payload = manifest.max_payload_bytes
         sent = SentTensors()
         network = Network(
@@ -175,6 +190,11 @@ class LocalPeer:
             report_failure=report_failure,
             count_sent=sent.add,
             tell_time=startup.clock.time_for_others_unix,
+            on_handshake=on_handshake,
+            dial_strategy=DialStrategy(
+                may_dial=lambda address: reachability.may_dial(address),
+                punch_hole=lambda peer, relay_peer: reachability.punch_hole(peer, relay_peer),
+            ),
         )
         neighbours = Neighbours(network, peer_score)
 
@@ -184,16 +204,21 @@ class LocalPeer:
             signed.run_id,
             (),
             stages=manifest.stage_count,
-            guard=admission,
+            rules=DhtRules(
+                may_call=admission.may_call,
+                is_admitted_member=admission.gate.is_admitted_member,
+                is_verified=neighbours.is_verified,
+                is_from_member=admission.is_from_member,
+                greet=network.greet,
+                report_protocol_error=peer_score.report_protocol_error,
+            ),
             unix=startup.clock.unix,
-            is_member=neighbours.is_verified,
-            report_protocol_error=peer_score.report_protocol_error,
         )
 
         def on_view_change() -> None:
             for peer, seen in membership.view.peers.items():
                 if peer != startup.me:
-                    network.learn_announced(peer, seen.addresses)
+                    network.address_book.learn_announced(peer, seen.addresses)
             router.on_view_changed()
 
         membership = Membership(
@@ -214,11 +239,15 @@ class LocalPeer:
             dial_unverified=neighbours.dial_unverified,
             unix=startup.clock.unix,
         )
-        network.on_met.append(lambda _peer: membership.promote_verified())
         reachability = ReachabilityKeeper(
-            host, network, membership, settings.allow_private, settings.upnp, settings.relay_peers
+            host,
+            network,
+            known=lambda: announcements(membership.view),
+            announce=membership.announce_addresses,
+            allow_private=settings.allow_private,
+            upnp=settings.upnp,
+            relays_for=settings.relay_peers,
         )
-        network.set_ways_to_reach(DialStrategy(reachability.may_dial, reachability.punch_hole))
         relay = RelayService(host, settings.relay_peers, neighbours.may_use_relay, settings.relay_mbit * 125e3)
         admission.attach(network, membership, directory)
 
@@ -273,7 +302,7 @@ class LocalPeer:
         clock = ClockKeeper(self.startup, self.network)
         by_peer = addresses_by_peer(others)
         for peer, known in by_peer.items():
-            self.network.learn(peer, known)
+            self.network.address_book.learn(peer, known)
             self._redialling.learn(loop_time(), peer, known)
         await clock.ask_at_start(by_peer)
         await self.directory.bootstrap(others)
@@ -425,7 +454,7 @@ class ClockKeeper:
         with self._startup.phases.enter("clock") as note:
             peers = list(known)[:MAX_CLOCKS]
             for peer in peers:
-                self._network.learn(peer, known[peer])
+                self._network.address_book.learn(peer, known[peer])
             await self._await_answers(peers)
             boot_unix = await self._network.ask_clocks(CLOCK_ANSWER_S)
             self._correct_clock(boot_unix)

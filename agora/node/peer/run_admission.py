@@ -61,7 +61,7 @@ class PeerDataHolder(Protocol):
 
 
 class RunAdmission:
-    """Who may take part in the run: judges peers, keeps the run's bans, and guards its DHT (a DhtGuard).
+    """Who may take part in the run: judges peers, keeps the run's bans, and says whose records its DHT keeps.
 
     gate: judges HELLOs for the network. proof: this machine's own tickets, b"" for none. book: what is known of the
     run's admission. Bans end connections, and are passed on, only after `attach`.
@@ -101,13 +101,12 @@ class RunAdmission:
         """Connects this object with the network and the holders of peers' data, for later bans; itself bans no peer.
 
         From now on `enforce` ends connections of `network` with peers that are not admitted any more, and has
-        `data_holders` forget them; and all revocations are sent to each member that says HELLO.
+        `data_holders` forget them.
         """
         self._network = network
         self._data_holders = data_holders
-        network.on_met.append(self._send_revocations)
 
-    # --- who takes part (a DhtGuard)
+    # --- who takes part
 
     def is_member(self, peer: PeerId) -> bool:
         """Returns whether `peer` is a member now, by the last proof that it has shown; in an open run it needs none."""
@@ -116,18 +115,6 @@ class RunAdmission:
     def may_call(self, peer: PeerId) -> bool:
         """Returns whether `peer` may be dialled: it is not banned, and a member as far as its proof is known."""
         return self.gate.find_refusal(peer) is None
-
-    def is_admitted_member(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has said HELLO as a member since this daemon's start, and is still admitted."""
-        return self.gate.is_admitted_member(peer)
-
-    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
-        """Exchanges HELLOs with `peer` unless there is a connection; returns whether it is connected as a member now.
-
-        reconnect: ends an existing connection and exchanges HELLOs again. named_by: the neighbour that is asked for the
-        addresses of `peer` if none is known or answers. Returns False for every failure, and before `attach`.
-        """
-        return self._network is not None and await self._network.greet(peer, reconnect=reconnect, named_by=named_by)
 
     def is_from_member(self, record: Record) -> bool:
         """Returns whether the DHT node may keep a verified record: its peer is a member, or it is a ban list.
@@ -191,7 +178,8 @@ class RunAdmission:
         except DiskError as error:  # they then hold only until the daemon ends
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
-    def _send_revocations(self, peer: PeerId) -> None:
+    def send_revocations(self, peer: PeerId) -> None:
+        """Starts to send all revocations to a member that has said HELLO."""
         if sealed := self.book.signed_revocations():
             self._start_sending(peer, sealed)
 

@@ -97,7 +97,7 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
     refusals = list[NotAdmitted]()
     try:
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
-            network.learn(peer, addresses)
+            network.address_book.learn(peer, addresses)
             try:
                 reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_S)
                 # Its hash must be the run's id, so a wrong manifest is no chance: ask nobody else.

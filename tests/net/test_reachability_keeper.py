@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from agora_protocol.errors import Busy, Refused
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import DialBack, DialedBack, Introduce, Meet, Meeting, Message, Pong
 
-from agora.core.calls import ConnectionBroken, Reply
+from agora.core.calls import Announcement, ConnectionBroken, Reply
 from agora.net.nat.hole_punching import HolePuncher
+from agora.net.nat.reachability_keeper import MAX_HELPED, ReachabilityKeeper
 from agora.net.rpc.connection import IncomingCall
-from agora.node.peer.reachability_keeper import MAX_HELPED, ReachabilityKeeper
-from agora.swarm.view import Announcement, PeerView, View
 
 ME, CALLER, OTHER = (Identity.generate().peer for _ in range(3))
 OUTSIDE, INSIDE = "/ip4/44.77.0.9", "/ip4/192.168.1.2"
@@ -74,14 +73,14 @@ class KnownHost:
         return self.remote.get(peer, "")
 
 
-class HeldMembership:
-    """Has a view, and keeps what was announced last."""
+class Claims:
+    """What other peers announce, and what this one announced last."""
 
-    def __init__(self, *peers: PeerView) -> None:
-        self.view = View({seen.peer: seen for seen in peers})
+    def __init__(self, **known: Announcement) -> None:
+        self.known = {PeerId(peer): told for peer, told in known.items()}
         self.announced = Announcement()
 
-    async def announce_addresses(self, announcement: Announcement) -> None:
+    async def announce(self, announcement: Announcement) -> None:
         self.announced = announcement
 
 
@@ -92,11 +91,20 @@ def keeper(
     remote: dict[PeerId, str] | None = None,
     allow_private: bool = False,
     upnp: bool = False,
-) -> tuple[ReachabilityKeeper, AnsweringNetwork, HeldMembership]:
-    network, membership = AnsweringNetwork(answers or {}, paths or {}), HeldMembership(PeerView(CALLER, Span(0, 0), 1))
+) -> tuple[ReachabilityKeeper, AnsweringNetwork, Claims]:
+    network, claims = AnsweringNetwork(answers or {}, paths or {}), Claims(**{CALLER: Announcement()})
     host: Any = KnownHost(own, remote or {})
-    doubles: Any = (network, membership)
-    return ReachabilityKeeper(host, *doubles, allow_private, upnp, 16), network, membership
+    double: Any = network
+    made = ReachabilityKeeper(
+        host,
+        double,
+        known=lambda: claims.known,
+        announce=claims.announce,
+        allow_private=allow_private,
+        upnp=upnp,
+        relays_for=16,
+    )
+    return made, network, claims
 
 
 def look(made: ReachabilityKeeper, until: Callable[[], bool]) -> None:
@@ -124,46 +132,46 @@ def asked(message: Message, work: Callable[[IncomingCall], Awaitable[Reply]]) ->
 
 def test_a_peer_that_was_dialled_back_announces_the_address_at_which_it_was_and_offers_to_relay() -> None:
     answers: dict[type[Message], Message] = {DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,))}
-    made, network, membership = keeper(answers, {CALLER: "direct", OTHER: "relayed"})
-    look(made, lambda: membership.announced.reachability != "unknown")
-    assert membership.announced == Announcement("public", (f"{OUTSIDE}/tcp/4001/p2p/{ME}",), 16)
+    made, network, claims = keeper(answers, {CALLER: "direct", OTHER: "relayed"})
+    look(made, lambda: claims.announced.reachability != "unknown")
+    assert claims.announced == Announcement("public", (f"{OUTSIDE}/tcp/4001/p2p/{ME}",), 16)
     assert network.sent == [(CALLER, DialBack((4001,)))], "who is connected through a relay cannot tell"
 
 
 def test_a_late_answer_of_p2pd_about_upnp_ends_nothing() -> None:
     answers: dict[type[Message], Message] = {DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,))}
-    made, _, membership = keeper(answers, {CALLER: "direct"}, upnp=True)
-    look(made, lambda: membership.announced.reachability == "public")
+    made, _, claims = keeper(answers, {CALLER: "direct"}, upnp=True)
+    look(made, lambda: claims.announced.reachability == "public")
 
 
 def test_a_neighbours_word_counts_only_for_ports_that_were_asked_for_and_public_addresses() -> None:
     for seen, reached in ((f"{OUTSIDE}/tcp/50000", (22,)), (f"{INSIDE}/tcp/50000", (4001,))):
         answers: dict[type[Message], Message] = {DialBack: DialedBack(seen, reached)}
-        made, _, membership = keeper(answers, {CALLER: "direct"})
+        made, _, claims = keeper(answers, {CALLER: "direct"})
         look(made, lambda made=made: made.findings.answered_at is not None)  # type: ignore[misc]
         assert made.announcement() == Announcement("unreachable", (), 0)
-    made, _, membership = keeper(answers, {CALLER: "direct"}, allow_private=True)
-    look(made, lambda: membership.announced.reachability == "public")
-    assert membership.announced.addresses == (f"{INSIDE}/tcp/4001/p2p/{ME}",)
+    made, _, claims = keeper(answers, {CALLER: "direct"}, allow_private=True)
+    look(made, lambda: claims.announced.reachability == "public")
+    assert claims.announced.addresses == (f"{INSIDE}/tcp/4001/p2p/{ME}",)
 
 
 def test_a_neighbour_that_names_a_false_address_does_not_make_this_peer_public() -> None:
     said = {CALLER: DialedBack("/ip4/44.77.0.99/tcp/50000", (4001,)), OTHER: DialedBack(f"{OUTSIDE}/tcp/50000", ())}
-    made, network, membership = keeper(paths=dict.fromkeys(said, "direct"))
+    made, network, claims = keeper(paths=dict.fromkeys(said, "direct"))
 
     async def tell(peer: PeerId, _request: Message, *, deadline: float) -> Reply:
         return Reply(said[peer])
 
     network.call = tell  # type: ignore[method-assign]
-    look(made, lambda: membership.announced.reachability != "unknown")
-    assert membership.announced == Announcement("unreachable", (), 0)
+    look(made, lambda: claims.announced.reachability != "unknown")
+    assert claims.announced == Announcement("unreachable", (), 0)
 
 
 def test_a_single_neighbours_word_is_soon_asked_for_again() -> None:
     answers: dict[type[Message], Message] = {DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,))}
     for own, is_confirmed in ((f"{INSIDE}/tcp/4001", False), (f"{OUTSIDE}/tcp/4001", True)):
-        made, _, membership = keeper(answers, {CALLER: "direct"}, own=(own,))
-        look(made, lambda membership=membership: membership.announced.reachability == "public")  # type: ignore[misc]
+        made, _, claims = keeper(answers, {CALLER: "direct"}, own=(own,))
+        look(made, lambda claims=claims: claims.announced.reachability == "public")  # type: ignore[misc]
         assert made.findings.is_confirmed == is_confirmed
 
 
@@ -206,8 +214,8 @@ def test_nobody_is_met_at_a_private_address_unless_that_is_allowed() -> None:
 
 
 def test_a_peer_that_can_be_dialled_is_dialled_by_the_one_behind_a_nat_that_it_wants_to_meet() -> None:
-    made, network, membership = keeper()
-    membership.view = View({CALLER: PeerView(CALLER, Span(0, 0), 1, reachability="public")})
+    made, network, claims = keeper()
+    claims.known = {CALLER: Announcement("public")}
 
     async def meet() -> Message:
         answer = (await made.answer(IncomingCall(CALLER, Meet(CALLER, f"{OUTSIDE}/tcp/1"), [], 1e9))).message
@@ -223,8 +231,8 @@ def test_a_peer_that_can_be_dialled_punches_no_hole_but_waits_for_the_other_to_d
         DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,)),
         Introduce: Meeting(f"{OUTSIDE}/tcp/1"),
     }
-    made, network, membership = keeper(answers, {CALLER: "direct"}, remote={OTHER: f"{OUTSIDE}/tcp/1"})
-    look(made, lambda: membership.announced.reachability == "public")
+    made, network, claims = keeper(answers, {CALLER: "direct"}, remote={OTHER: f"{OUTSIDE}/tcp/1"})
+    look(made, lambda: claims.announced.reachability == "public")
     asyncio.run(made.punch_hole(OTHER, CALLER))
     assert network.sent[-1] == (CALLER, Introduce(OTHER))
 
@@ -233,13 +241,8 @@ def test_a_circuit_to_a_peer_that_turns_out_to_be_public_is_replaced_and_none_is
     """Only where it answers directly: the listening socket stands for its address, which the other has not."""
     with socket.create_server(("127.0.0.1", 0)) as there:
         places = {CALLER: f"/ip4/127.0.0.1/tcp/{there.getsockname()[1]}", OTHER: "/ip4/127.0.0.1/tcp/9"}
-        made, network, membership = keeper({}, dict.fromkeys(places, "relayed"), allow_private=True)
-        membership.view = View(
-            {
-                peer: PeerView(peer, Span(0, 0), 1, (f"{place}/p2p/{peer}",), reachability="public", relays_for=16)
-                for peer, place in places.items()
-            }
-        )
+        made, network, claims = keeper({}, dict.fromkeys(places, "relayed"), allow_private=True)
+        claims.known = {peer: Announcement("public", (f"{place}/p2p/{peer}",), 16) for peer, place in places.items()}
         made.findings = replace(made.findings, answered_at=0.0)
         host: Any = made._host
         look(made, lambda: CALLER in network.dialled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -32,8 +32,6 @@ from agora.net.nat.reachability import (
 from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
-from agora.swarm.membership import Membership
-from agora.swarm.view import Announcement, View
 
 UPDATE_S: Final = 2.0  # seconds between two checks of what is due: asking neighbours, renewing reservations, announcing
 # Seconds between two checks in the first NEW_S, while no peer has reported yet whether this one can be dialled.
@@ -61,16 +59,26 @@ class ReachabilityKeeper:
     """
 
     def __init__(
-        self, host: Host, network: Network, membership: Membership, allow_private: bool, upnp: bool, relays_for: int
+        self,
+        host: Host,
+        network: Network,
+        *,
+        known: Callable[[], Mapping[PeerId, Announcement]],
+        announce: Callable[[Announcement], Awaitable[None]],
+        allow_private: bool,
+        upnp: bool,
+        relays_for: int,
     ) -> None:
-        """allow_private: whether private addresses are announced, and dialled when peers announce them.
+        """known: returns what other peers announce now. announce: publishes this peer's announcement if it is new.
 
+        allow_private: whether private addresses are announced, and dialled when peers announce them.
         upnp: whether the router was asked to forward ports. relays_for: how many peers this one relays for; 0 for none.
         """
         self.findings = Findings()
         self._host = host
         self._network = network
-        self._membership = membership
+        self._known = known
+        self._announce = announce
         self._own = host.own_addresses
         self._is_allowed: Callable[[str], bool] = (lambda _: True) if allow_private else lambda a: not is_private(a)
         self._has_upnp = upnp
@@ -88,8 +96,8 @@ class ReachabilityKeeper:
 
         Private addresses are left out unless the owner allows them.
         """
-        seen = self._membership.view.peers
-        addresses = {peer: public_or_any(seen[peer].addresses) for peer in self.findings.relays if peer in seen}
+        known = self._known()
+        addresses = {peer: public_or_any(known[peer].addresses) for peer in self.findings.relays if peer in known}
         own = [address for address in self._own if self._is_allowed(address)]
         return build_announcement(self._host.peer, own, self.findings, addresses, self._relays_for)
 
@@ -121,18 +129,18 @@ class ReachabilityKeeper:
             await self._ask_neighbours()
         # Neighbours are asked first: a peer that can be dialled must not be met through a relay, since a circuit stays.
         is_needed = self.findings.answered_at is not None and needs_relays(self.findings, self._own)
-        relays = await self._hold_relays(self._membership.view) if is_needed else ()
+        relays = await self._hold_relays() if is_needed else ()
         await self._replace_a_circuit()
         was_punched = self.findings.was_punched or "punched" in self._network.paths.values()
         self.findings = replace(self.findings, relays=relays, was_punched=was_punched)
-        await self._membership.announce_addresses(self.announcement())
+        await self._announce(self.announcement())
 
     # --- finding out
 
     async def _ask_neighbours(self) -> None:
         if not self._network.paths:
-            known = [seen for seen in self._membership.view.peers.values() if seen.peer != self._host.peer]
-            dialled = [seen.peer for seen in known if not all(map(is_circuit, seen.addresses))]
+            others = [(peer, told) for peer, told in self._known().items() if peer != self._host.peer]
+            dialled = [peer for peer, told in others if not all(map(is_circuit, told.addresses))]
             await asyncio.gather(*map(self.try_to_connect, dialled[:ASKED]))
         neighbours = [peer for peer, path in self._network.paths.items() if path == "direct"]
         chosen = random.sample(neighbours, min(ASKED, len(neighbours)))
@@ -162,11 +170,12 @@ class ReachabilityKeeper:
         ports = [parts[2] for parts in map(host_and_port, self._own) if parts is not None]
         return list(dict.fromkeys(ports))[:MAX_PORTS]
 
-    async def _hold_relays(self, view: View) -> tuple[PeerId, ...]:
+    async def _hold_relays(self) -> tuple[PeerId, ...]:
         now = loop_time()
         self._renewed_at = {peer: at for peer, at in self._renewed_at.items() if peer in self._network.paths}
         circuits = {peer for peer, path in self._network.paths.items() if path == "relayed"}  # no relay through a relay
-        chosen = choose_relays(self._host.peer, view, self._renewed_at, self._refusals.refusing_relays(now) | circuits)
+        refused = self._refusals.refusing_relays(now) | circuits
+        chosen = choose_relays(self._host.peer, self._known(), self._renewed_at, refused)
         for peer in chosen:
             if now - self._renewed_at.get(peer, -RENEW_S) >= RENEW_S:
                 try:
@@ -180,15 +189,15 @@ class ReachabilityKeeper:
 
     async def _replace_a_circuit(self) -> None:
         now = loop_time()
-        view = self._membership.view
+        known = self._known()
         self._circuit_until = {known: until for known, until in self._circuit_until.items() if until > now}
         circuits = [peer for peer, path in self._network.paths.items() if path == "relayed"]
         for peer in circuits:
-            seen = view.peers.get(peer)
-            if seen is None or seen.reachability != "public" or peer in self._circuit_until:
+            told = known.get(peer)
+            if told is None or told.reachability != "public" or peer in self._circuit_until:
                 continue
             self._circuit_until[peer] = now + NO_HOLE_S
-            endpoints = [host_and_port(address) for address in seen.addresses if self._is_allowed(address)]
+            endpoints = [host_and_port(address) for address in told.addresses if self._is_allowed(address)]
             direct = [endpoint for endpoint in endpoints if endpoint is not None]
             if any(await asyncio.gather(*(_can_open(endpoint[1], endpoint[2]) for endpoint in direct))):
                 with contextlib.suppress(ConnectionBroken):
@@ -294,8 +303,8 @@ class ReachabilityKeeper:
 
     def _answer_meet(self, request: Meet) -> Meeting:
         # Starts dialling the peer that asked for a meeting if its claim says "public"; otherwise starts a hole to it.
-        seen = self._membership.view.peers.get(request.peer)
-        if seen is not None and seen.reachability == "public":
+        told = self._known().get(request.peer)
+        if told is not None and told.reachability == "public":
             self._network.spawn(self.try_to_connect(request.peer))
             return Meeting("")
         if not self._is_allowed(request.seen):
