@@ -39,8 +39,8 @@ class Reply:
 class Announcement:
     """What a peer's claim contains on how to connect to the peer.
 
-    reachability: "public", "punched", "relayed", "unreachable" or "unknown". addresses: with
-    /p2p/PEER at the end. relays_for: the maximum number of peers for which the peer offers to relay; 0 for none.
+    reachability: "public", "punched", "relayed", "unreachable" or "unknown". addresses: with /p2p/PEER at the end.
+    relays_for: the maximum number of peers for which the peer offers to relay; 0 for none.
     """
 
     reachability: str = "unknown"

@@ -14,7 +14,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_PORTS
 from agora_protocol.messages import DialBack, DialedBack, GetAddresses, Introduce, Meet, Meeting, PeerAddresses
 
-from agora.core.calls import ConnectionBroken, Reply
+from agora.core.calls import Announcement, ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.nat import relay
 from agora.net.nat.addresses import host_and_port, is_circuit, is_private, public_only
