@@ -154,11 +154,7 @@ class HfStage(StageModule):
         allocate(self)
 
     def load(self, name: str, values: Tensor) -> None:
-        """Copies a file's values, float32 in the file's shape, into the parameter `name`. Call `allocate` before.
-
-        Rounds or quantises the values of frozen parameters according to `frozen_as`, see load_parameter; allocates a
-        frozen matrix.
-        """
+        """Copies a file's values, float32 in the file's shape, into the parameter `name`. Call `allocate` before."""
         load_parameter(self, name, values, self._frozen_as)
 
     @torch.no_grad()
@@ -217,8 +213,8 @@ def _embedding(rows: int, width: int, padding: int | None) -> nn.Embedding:
 def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
     """Returns the position, from 0, of each token in its sequence, int64 [b, s]; [1, s] if each row is one sequence.
 
-    hidden: [b, s, d] or [b, s], used only for s and the device. segments: int [b, s], the number of each token's
-    sequence, ascending in each row; None: each row is one sequence.
+    hidden: [b, s, ...], for s and the device. segments: int [b, s], the number of each token's sequence, ascending in
+    each row; None: each row is one sequence.
     """
     places = torch.arange(hidden.shape[1], device=hidden.device)[None]
     if segments is None:
@@ -231,9 +227,8 @@ def token_positions(hidden: Tensor, segments: Tensor | None) -> Tensor:
 def attended_pairs(hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor:
     """Returns the causal attention mask, bool [b or 1, 1, s, s]: True where a token (row) attends to a token (column).
 
-    A token attends to the last `window` tokens of its own sequence, itself included; window None: to itself and all
-    tokens before it. hidden: [b, s, d] or [b, s], used only for s and the device. segments: int [b, s], the number of
-    each token's sequence; None: each row is one sequence.
+    window: how many of the last tokens of its own sequence, itself included; None: all before it. hidden, segments: see
+    token_positions.
     """
     length = hidden.shape[1]
     places = torch.arange(length, device=hidden.device)

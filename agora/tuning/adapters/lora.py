@@ -31,10 +31,9 @@ ADAPTER: Final = "default"  # peft's name of the adapter; it is part of the name
 
 
 def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:
-    """Returns which linear layers get LoRA, by the last part of their names: lora_targets, or all if it is empty.
+    """Returns which of the linear layers `linears` get LoRA: lora_targets, or all if it is empty.
 
-    linears: the last parts of the names of all linear layers in a decoder layer. Raises ManifestError for a target that
-    is not among them.
+    Raises ManifestError for a target that is not among them.
     """
     for name in model.lora_targets:
         if name not in linears:
@@ -48,9 +47,8 @@ def lora_targets(model: HfSection, linears: Sequence[str]) -> tuple[str, ...]:
 def inject_lora(layers: nn.Module, model: HfSection, targets: Sequence[str], *, is_transposed: bool) -> None:
     """Wraps the linear layers in `layers` whose names end in one of `targets` with peft's LoRA layers, in place.
 
-    Freezes all other parameters in `layers`. The LoRA matrices have no useful values until they are set. model: has
-    rank, scale and dropout. is_transposed: whether the layers' matrices are [inputs, outputs]. Raises TuningMissing
-    without peft.
+    Freezes all other parameters in `layers`. The LoRA matrices have no useful values until they are set. is_transposed:
+    whether the layers' matrices are [inputs, outputs]. Raises TuningMissing without peft.
     """
     peft = import_tuning("peft")
     config = peft.LoraConfig(
@@ -134,11 +132,7 @@ def adapter_tensor_name(name: str) -> str:
 
 
 def matrices_by_weight(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Returns the LoRA matrices of each weight: the weight's name in the base model -> the run's names of (A, B).
-
-    names: the run's names of LoRA matrices; others are ignored. Looks only for A: whether B is in `names` is not
-    checked.
-    """
+    """Returns the weight's name in the base model -> the run's names of its LoRA matrices (A, B)."""
     a, b = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
     return {name.replace(a, "."): (name, name.replace(a, b)) for name in names if a in name}
 

@@ -19,8 +19,7 @@ from agora.tuning.adapters.frozen_linear import FrozenLinear
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
     """A linear layer with a frozen NF4 matrix (double quantisation) and, if `has_bias`, a float32 bias.
 
-    The layer computes in the dtype of autocast, or in float32 if autocast is off; the matrix is dequantised to that
-    dtype for each product.
+    The matrix is dequantised, for each product, to the dtype of autocast, or to float32 if autocast is off.
     """
 
     weight: Any
@@ -34,15 +33,12 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         self.support_avx512bf16_for_cpu = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or in float32 if autocast is off.
-
-        Stores that dtype in the layer: the backward of an earlier forward uses the dtype of the latest forward.
-        """
+        """Returns x W^T + bias [..., outputs] in the dtype of autocast, or in float32 if autocast is off."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         self.compute_dtype = dtype
         self.compute_type_is_set = True
-        self.weight.quant_state.dtype = dtype  # of the matrix that the backward makes
+        self.weight.quant_state.dtype = dtype  # of the matrix that the backward makes: the latest forward's
         product: Tensor = super().forward(x.to(dtype))
         return product
 

@@ -119,11 +119,7 @@ def read_messages(value: object, where: str) -> tuple[ChatMessage, ...]:
 
 
 def check_order(messages: Sequence[ChatMessage], where: str) -> None:
-    """Raises DataError, which names `where`, unless the messages' roles are in a valid order and end with an answer.
-
-    A system message may come first, then user and assistant take turns; tool messages may stand between two assistant
-    messages (see FOLLOWERS). Also raises if there is no message.
-    """
+    """Raises DataError, which names `where`, unless the roles follow FOLLOWERS and end with an answer."""
     previous: Role | None = None
     for number, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[previous]:

@@ -62,8 +62,7 @@ class DataSurvey:
     def histogram(self) -> list[LengthBin]:
         """Returns how many samples have which `lengths`, in ascending bins: 0 to 1, 2, 3 to 4, 5 to 8, 9 to 16, ...
 
-        The first bin is that of the shortest sample, the last that of the longest; empty bins between them are
-        included. [] without samples.
+        From the bin of the shortest sample to that of the longest, empty ones between included. [] without samples.
         """
         if not len(self.lengths):
             return []

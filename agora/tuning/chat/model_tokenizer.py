@@ -73,10 +73,9 @@ class ModelTokenizer:
 def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = None) -> ModelTokenizer:
     """Opens the tokenizer that a manifest names, with its folder's chat template and TRAINING_DATE as the time.
 
-    source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. Raises ManifestError for a
-    file of another name, for a malformed tokenizer.json, and when the model has fewer ids (`vocabulary`) than the
-    tokenizer; DiskError for a missing tokenizer.json or an unreadable file, DataError for another malformed file,
-    LocalError without the package tokenizers.
+    source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. vocabulary: the model's
+    number of ids; fewer than the tokenizer's are a ManifestError. Other errors: DiskError for an unreadable file,
+    DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
     """
     path = tokenizer_path(source, base)
     if path is not None and path.name != TOKENIZER_FILE:
@@ -252,10 +251,7 @@ def turn_end_ids(tokenizer: ModelTokenizer) -> tuple[int, ...]:
 
 
 def stop_token_id(tokenizer: ModelTokenizer, text: str) -> int | None:
-    """Returns the first token id of `text` if generation can stop at it; None if not, and for an empty text.
-
-    It can if that is an added token (such as <|im_end|>) or the only token of the text.
-    """
+    """The first token id of `text` if that is an added token (such as <|im_end|>) or the only one; else None."""
     ids = [int(number) for number in tokenizer.tokenizer.encode([text])[0]] if text else []
     if not ids:
         return None

@@ -49,10 +49,7 @@ class FormatRow:
         return read_messages(self.values[name], self.place(name))
 
     def tools(self) -> tuple[Any, ...]:
-        """Returns the JSON schemas in the optional column `tools`, () if it is missing or null.
-
-        Raises DataError if they are malformed.
-        """
+        """Returns the JSON schemas in the optional column `tools`. Raises DataError if they are malformed."""
         value = self.values.get("tools")
         return () if value is None else read_tools(value, self.place("tools"))
 
@@ -87,11 +84,7 @@ class RecordReader:
     columns: Mapping[str, str]
 
     def read(self, record: RawRecord) -> Sample:
-        """Returns the sample of a record.
-
-        Raises DataError, which names the record's place, if a column is malformed or nested too deeply, or a required
-        one missing or null.
-        """
+        """Returns the sample of a record. Raises DataError, which names the record's place, if it is malformed."""
         values = {name: record.fields.get(column) for name, column in self.columns.items()}
         for name in self.format.required:
             if values[name] is None:
@@ -130,10 +123,9 @@ def parse_columns(text: str) -> dict[str, str]:
 def recognise_format(first: RawRecord, mapped: Mapping[str, str], objective: Objective | None) -> RecordReader:
     """Recognises a file's format by its first record, and returns the reader for the file's records.
 
-    The format is the first of FORMATS whose required columns the record has (a null column counts as missing), which
-    has all columns that `mapped` names, and which serves the objective, if one is given. mapped: format's column ->
-    file's column, from --columns. Raises DataError if no format fits, which names the missing column or the objective
-    that would fit; also if the record lacks a file's column that `mapped` names.
+    The format is the first of FORMATS whose required columns the record has, not null, which has all columns that
+    `mapped` names, and which serves the objective, if one is given. mapped: format's column -> file's column, from
+    --columns. Raises DataError if no format fits, which names the missing column or the objective that would fit.
     """
     for name, column in mapped.items():
         if first.fields.get(column) is None:
@@ -365,10 +357,9 @@ class SampleFile:
 def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | None = None) -> SampleFile:
     """Recognises the format of a file or `datasets` folder by its first record, and returns the file ready to read.
 
-    Later records are not checked before `SampleFile.samples` reads them. mapped: format's column -> file's column,
-    where the names differ. objective: None for the format's default. Raises DataError for an empty file, an unknown
-    suffix or format, and a malformed first record, DiskError if the file cannot be read, LocalError without the package
-    that the format needs.
+    mapped: format's column -> file's column, where the names differ. objective: None for the format's default. Raises
+    DataError for an empty file, an unknown suffix or format, and a malformed first record, DiskError if the file cannot
+    be read, LocalError without the package that the format needs.
     """
     first = next(read_records(path), None)
     if first is None:
@@ -378,11 +369,9 @@ def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | N
 
 
 def hash_samples(path: Path) -> str:
-    """Returns the SHA-256, in hex, of a data file's content.
+    """Returns the SHA-256, in hex, of a data file's content; of a `datasets` folder that of its files in order.
 
-    Of a `datasets` folder it is the hash of its data files' contents, concatenated in the order in which they are read
-    (in folders written by `Dataset.save_to_disk`, the order of their names). Raises DiskError when a file cannot be
-    read, DataError for any other folder.
+    Raises DiskError when a file cannot be read, DataError for any other folder.
     """
     digest = hashlib.sha256()
     for file in data_files(path):
@@ -396,11 +385,7 @@ def hash_samples(path: Path) -> str:
 
 
 def check_samples(path: Path, expected: str) -> None:
-    """Raises DataError unless the samples in `path` have the SHA-256 `expected`; does nothing if `expected` is "".
-
-    Reads all of the data. Raises DiskError when a file cannot be read, DataError also for a folder that is not a
-    `datasets` folder.
-    """
+    """Raises DataError unless the samples have the SHA-256 `expected`; "" accepts any. Reads all of the data."""
     if expected and (found := hash_samples(path)) != expected:
         raise DataError(
             f"{path} has the SHA-256 {found}, but the run trains on samples with {expected} ([data] samples_hash); "

@@ -62,9 +62,8 @@ class PackedRows:
 def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
     """Assigns sequences to rows by best-fit decreasing; returns for each row the indices of its sequences.
 
-    The longest sequence comes first; each goes into the fullest row that has room for it, or else into a new row. No
-    sequence is split. lengths: tokens of each sequence [n]. context: tokens of a row. Raises ValueError for a length
-    that is not from 1 to `context`.
+    The longest comes first; each goes into the fullest row that has room for it, or else into a new row. lengths:
+    tokens of each sequence [n], each from 1 to `context`, the tokens of a row.
     """
     sizes = np.asarray(lengths, np.int64).reshape(-1)
     if len(sizes) and not (sizes.min() >= 1 and sizes.max() <= context):
@@ -92,11 +91,7 @@ def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
 
 
 def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]], context: int) -> PackedRows:
-    """Copies sequences into rows of `context` tokens: a row's sequences one after another, then zeros.
-
-    rows: for each row the indices of its members in `sequences`, such as assign_rows returns. Segments count from 1 in
-    each row, positions from 0 in each sequence.
-    """
+    """Copies sequences into rows of `context` tokens, one after another, then zeros. rows: as assign_rows returns."""
     shape = len(rows), context
     packed = PackedRows(
         np.zeros(shape, np.int32), np.zeros(shape, np.bool_), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -177,12 +172,8 @@ class _SampleChunk:
 class RowBuilder:
     """Makes the rows of one data file, once: call `iter_arrays`, then `summary`.
 
-    name: the file, for errors.
-    context: s, the inputs of a row.
-    vocabulary: the number of token ids.
-    seed: the run's seed.
-    heldout: the fraction of the samples to hold out, chosen by the hash of (seed, number of the sample in the file); 0
-    for none.
+    name: the file, for errors. context: s, the inputs of a row. heldout: the fraction of the samples to hold out,
+    chosen by the hash of (seed, number of the sample in the file); 0 for none.
     """
 
     def __init__(

@@ -49,9 +49,8 @@ def tokenise(
 ) -> Iterator[TokenSample]:
     """Tokenises samples and yields each as a TokenSample, in order, also those without a supervised token.
 
-    At most BATCH_SAMPLES samples or about BATCH_CHARACTERS characters are in memory. context: the maximum number of
-    tokens of a sequence; longer ones lose their end; None for no limit. supervise_all: every token but the first is
-    supervised, as for the objective lm, not only answers and completions. Raises DataError for a malformed template, a
+    context: the maximum number of tokens of a sequence; longer ones lose their end; None for no limit. supervise_all:
+    every token but the first is supervised, as for the objective lm. Raises DataError for a malformed template, a
     conversation that the template refuses, and answers that cannot be found in the text; LocalError without jinja2.
     """
     batch: list[list[MarkedText]] = []
