@@ -52,7 +52,7 @@ from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
 from agora.train.stage import stage_layout
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
-from agora.tuning.epochs.batches import EpochBatches, EpochRecord
+from agora.tuning.epochs.batches import EpochBatches, EpochFile
 from agora.tuning.epochs.gossip import EpochGossip
 
 # At least this part of a microbatch's tokens, 1 in 64, is assumed to be supervised, however few were measured.
@@ -201,7 +201,7 @@ class Samples:
     """The samples that an origin draws from, epoch by epoch, and the states of the epochs on disk, by step."""
 
     rows: SampleRows
-    record: EpochRecord
+    record: EpochFile
 
 
 OriginData = OriginBatches | Samples
@@ -260,7 +260,7 @@ async def _open_samples(local_peer: LocalPeer) -> Samples:
             f"{summary.heldout:,} held out, {summary.truncated:,} cut, {summary.left_out:,} left out"
         )
     path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
-    return Samples(rows, EpochRecord(path, startup.report_event))
+    return Samples(rows, EpochFile(path, startup.report_event))
 
 
 def _cache_folder(local_peer: LocalPeer) -> Path:
@@ -272,7 +272,7 @@ def _cache_folder(local_peer: LocalPeer) -> Path:
 
 
 async def _fill_stages(
-    local_peer: LocalPeer, worker: DeviceWorker, record: EpochRecord | None, closing: AsyncExitStack
+    local_peer: LocalPeer, worker: DeviceWorker, record: EpochFile | None, closing: AsyncExitStack
 ) -> StateKeeper:
     startup, membership = local_peer.startup, local_peer.membership
     keeper = _make_keeper(local_peer, worker, record)
@@ -295,7 +295,7 @@ async def _fill_stages(
     return keeper
 
 
-def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, record: EpochRecord | None) -> StateKeeper:
+def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, record: EpochFile | None) -> StateKeeper:
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
         startup.me,
@@ -389,7 +389,7 @@ class LoadedSpan:
             barrier=self._barrier,
             on_trained=self._on_trained,
         )
-        self._record: EpochRecord | None = None
+        self._record: EpochFile | None = None
         self._epochs: EpochBatches | None = None
         self.epoch_gossip: EpochGossip | None = None
         if isinstance(data, Samples):

@@ -144,7 +144,7 @@ KEPT: Final = 4  # how many states the file has: those of the newest checkpoints
 MAX_BYTES: Final = 1 << 24  # how many bytes of the file are read; a longer file counts as damaged
 
 
-class EpochRecord:
+class EpochFile:
     """Remembers the epochs' state at each step of stage 0, and writes the state of each checkpoint to the file `path`.
 
     A state is the tuple of integers that EpochAssigner.snapshot returns: which samples have been trained on. The file

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from agora.observe.events import DiskTrouble, Event
-from agora.tuning.epochs.batches import KEPT, REMEMBERED, EpochRecord
+from agora.tuning.epochs.batches import KEPT, REMEMBERED, EpochFile
 
 
-def record_in(folder: Path, events: list[Event] | None = None) -> EpochRecord:
-    return EpochRecord(folder / "epochs.json", (events if events is not None else []).append)
+def record_in(folder: Path, events: list[Event] | None = None) -> EpochFile:
+    return EpochFile(folder / "epochs.json", (events if events is not None else []).append)
 
 
 def test_a_restart_goes_on_from_the_state_at_the_checkpoint(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_damaged_file_is_as_none(content: str, tmp_path: Path) -> None:
 
 def test_a_full_disk_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
     events: list[Event] = []
-    record = EpochRecord(tmp_path / "missing" / "epochs.json", events.append)
+    record = EpochFile(tmp_path / "missing" / "epochs.json", events.append)
     record.remember(1, (5,))
     record.write(1)
     assert [type(event) for event in events] == [DiskTrouble]
