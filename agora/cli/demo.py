@@ -137,7 +137,6 @@ def tuning_totals(manifest: Manifest) -> TuningTotals | None:
 
 
 def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -65,15 +65,12 @@ class Home:
         return self.root / "runs"
 
     def base_model(self, list_hash: str) -> Path:
-        """Returns the directory of the fetched tensors of the base model whose tensor list has this SHA-256."""
         return self.root / "base" / list_hash
 
     def manifest(self, run: str) -> Path:
-        """Returns the path of the signed manifest of a run."""
         return self.runs / run / "run.toml"
 
     def peers(self, run: str) -> Path:
-        """Returns the path of the file with addresses of a run's peers, one per line."""
         return self.runs / run / "peers.txt"
 
     @property
@@ -81,15 +78,12 @@ class Home:
         return self.root / "banned.txt"
 
     def ticket(self, run: str) -> Path:
-        """Returns the path of the file with this machine's tickets for a run, in hex."""
         return self.runs / run / "ticket"
 
     def revocations(self, run: str) -> Path:
-        """Returns the path of the file with the revocations of a run, in hex, one per line."""
         return self.runs / run / "revocations"
 
     def checkpoints(self, run: str) -> Path:
-        """Returns the directory of the checkpoints of a run."""
         return self.runs / run / "checkpoints"
 
     @property
@@ -164,7 +158,6 @@ class DaemonEntry:
 
 
 def socket_of(home: Home) -> Path:
-    """Returns the path of the control socket of the daemon that uses this data directory."""
     return runtime_directory() / f"{home.socket_stem}.sock"
 
 

@@ -243,7 +243,6 @@ def read_proof(home: paths.Home, run: str) -> bytes:
 
 
 def write_proof(home: paths.Home, run: str, proof: bytes) -> None:
-    """Writes this machine's proof for a run to disk, in place of an earlier one. Raises DiskError."""
     _write_private(home.ticket(run), proof.hex() + "\n")
 
 

@@ -223,7 +223,6 @@ def report_json(report: NodeReport) -> dict[str, Any]:
 
 
 def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
-    """Returns the sum of two traffic counts, field by field."""
     return Traffic(*map(sum, zip(astuple(former), astuple(latter), strict=True)))
 
 

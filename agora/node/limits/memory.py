@@ -61,7 +61,7 @@ def measure_budget(device: str, limit_gib: float) -> MemoryBudget:
 
 
 def limit_budget(free: MemoryBudget, limit_gib: float) -> MemoryBudget:
-    """Returns an offer with at most `limit_gib` GiB of each kind of memory; 0: no limit."""
+    """Returns a budget of at most `limit_gib` GiB of each kind of memory; 0: no limit."""
     if not limit_gib:
         return free
     limit = int(limit_gib * 2**30)
@@ -83,25 +83,25 @@ def keeps_state_in_host(manifest: Manifest, span: Span, machine: Machine) -> boo
     return False
 
 
-def check_memory(manifest: Manifest, span: Span, offer: MemoryBudget, base_bytes: int = BASE_BYTES) -> str:
+def check_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base_bytes: int = BASE_BYTES) -> str:
     """Returns a text about the memory that daemon and span need at least. Raises OutOfMemory if less is offered.
 
     On a GPU the optimizer's state may lie in host memory. base_bytes: host memory of the daemon without stages.
     """
-    if offer.gpu is not None:
-        return _check_gpu_memory(manifest, span, offer, base_bytes)
+    if budget.gpu is not None:
+        return _check_gpu_memory(manifest, span, budget, base_bytes)
     need = needed_memory(manifest, span, base_bytes)
-    if need > offer.host:
+    if need > budget.host:
         raise OutOfMemory(
-            f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(offer.host)} may be used; {_ADVICE}"
+            f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(budget.host)} may be used; {_ADVICE}"
         )
-    return f"{_in_mib(need)} of {_in_mib(offer.host)} memory needed"
+    return f"{_in_mib(need)} of {_in_mib(budget.host)} memory needed"
 
 
-def _check_gpu_memory(manifest: Manifest, span: Span, offer: MemoryBudget, base_bytes: int) -> str:
+def _check_gpu_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base_bytes: int) -> str:
     from agora.model import family_of
 
-    machine = offer.for_stages(base_bytes)
+    machine = budget.for_stages(base_bytes)
     family = family_of(manifest.model)
     for place, state_in_host in (("", False), (", the optimizer's state in host memory", True)):
         need = family.min_memory(manifest, span, state_in_host=state_in_host)

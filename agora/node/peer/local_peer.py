@@ -223,12 +223,12 @@ class LocalPeer:
 
         membership = Membership(
             MembershipConfig(
-                signed.run_id,
-                manifest.stage_count,
-                startup.incarnation,
-                first_addresses(host, settings.allow_private),
-                admission.proof,
-                admission.is_member,
+                run=signed.run_id,
+                stage_count=manifest.stage_count,
+                incarnation=startup.incarnation,
+                addresses=first_addresses(host, settings.allow_private),
+                proof=admission.proof,
+                is_member=admission.is_member,
             ),
             directory,
             startup.identity,
@@ -352,7 +352,6 @@ class LocalPeer:
         return self._uplink.rate.value
 
     def has_connections(self) -> bool:
-        """Returns whether this peer has a connection to any other peer now."""
         return bool(self.network.paths)
 
     def traffic(self) -> events.Traffic:

@@ -127,7 +127,6 @@ class Startup:
         return self.identity.peer
 
     def report_event(self, event: events.Event) -> None:
-        """Reports an event to the journal, the log and the counters."""
         self.reporter.report(event)
 
 

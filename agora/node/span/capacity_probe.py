@@ -51,9 +51,9 @@ class CapacityProbe:
             self._speed = await run_in_thread(self._profiled_speed)
 
     def _longest_spans(self) -> tuple[int, ...]:
-        offer = measure_budget(self._settings.device, self._settings.memory_gib)
+        budget = measure_budget(self._settings.device, self._settings.memory_gib)
         cost = run_cost(self._manifest, in_flight=1)
-        return longest_spans(cost, offer.for_stages(self.base_bytes), self._settings.most_stages)
+        return longest_spans(cost, budget.for_stages(self.base_bytes), self._settings.most_stages)
 
     def _profiled_speed(self) -> float:
         try:

@@ -125,8 +125,8 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
     settings = local_peer.startup.settings
-    offer = measure_budget(settings.device, settings.memory_gib)
-    need = check_memory(local_peer.manifest, span, offer, local_peer.capacity_probe.base_bytes)
+    budget = measure_budget(settings.device, settings.memory_gib)
+    need = check_memory(local_peer.manifest, span, budget, local_peer.capacity_probe.base_bytes)
     return f"stages {span}: {reason}; {need}"
 
 
