@@ -171,9 +171,7 @@ class Peer:
             me,
             stages=device,
             caller=caller,
-            swarm=SwarmView(
-                swarm.replicas_in_view, swarm.has_connections, swarm.uplink_bytes_per_s, swarm.steps_of_run
-            ),
+            swarm=swarm.view_for_replicas(),
             fetch_state=swarm.fetch,
             report=swarm.report,
             report_violation=score.report_violation,
