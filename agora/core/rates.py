@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 
-# Maximum number of consumers whose buckets are remembered; the one that asked longest ago is forgotten first.
-MAX_CONSUMERS: Final = 16_384
+# Maximum number of clients whose buckets are remembered; the one that asked longest ago is forgotten first.
+MAX_CLIENTS: Final = 16_384
 ROUNDING_S: Final = 1e-6  # sums of floats must not cost the last token of a full bucket
-FREE_FRACTION: Final = 0.5  # the fraction of a capacity that any consumer may take, whichever consumers have the rest
+FREE_FRACTION: Final = 0.5  # the fraction of a capacity that any client may take, whichever clients have the rest
 
 
 class Client(NamedTuple):
@@ -61,9 +61,9 @@ class TokenBucket:
 
 
 class RateLimiter:
-    """Limits the work per second of each consumer: keeps a token bucket for each, full at its first request.
+    """Limits the work per second of each client: keeps a token bucket for each, full at its first request.
 
-    Keeps at most MAX_CONSUMERS buckets: then the consumer that asked longest ago is forgotten, and would begin with a
+    Keeps at most MAX_CLIENTS buckets: then the client that asked longest ago is forgotten, and would begin with a
     full bucket again.
     """
 
@@ -73,57 +73,57 @@ class RateLimiter:
         self.burst = burst
         self._buckets: OrderedDict[Hashable, TokenBucket] = OrderedDict()
 
-    def take(self, consumer: Hashable, now: float, price: float = 1.0) -> bool:
-        """Takes `price` tokens out of the consumer's bucket if it has that many by `now`; returns whether it did."""
-        bucket = self._buckets.get(consumer)
+    def take(self, client: Hashable, now: float, price: float = 1.0) -> bool:
+        """Takes `price` tokens out of the client's bucket if it has that many by `now`; returns whether it did."""
+        bucket = self._buckets.get(client)
         if bucket is None:
-            bucket = self._buckets[consumer] = TokenBucket(self.rate, self.burst / self.rate)
-            if len(self._buckets) > MAX_CONSUMERS:
+            bucket = self._buckets[client] = TokenBucket(self.rate, self.burst / self.rate)
+            if len(self._buckets) > MAX_CLIENTS:
                 self._buckets.popitem(last=False)
-        self._buckets.move_to_end(consumer)
+        self._buckets.move_to_end(client)
         return bucket.try_take(price, now)
 
 
 def may_acquire(
-    held: Mapping[Client, int], consumer: Client, capacity: int, size: int = 1, free: float = FREE_FRACTION
+    held: Mapping[Client, int], client: Client, capacity: int, size: int = 1, free: float = FREE_FRACTION
 ) -> bool:
-    """Returns whether `consumer` may take `size` more of a `capacity` (of slots or bytes). held: what each has now.
+    """Returns whether `client` may take `size` more of a `capacity` (of slots or bytes). held: what each has now.
 
-    | taken in all afterwards | which consumers may take it |
+    | taken in all afterwards | which clients may take it |
     |---|---|
     | at most free * capacity | all |
-    | more | a consumer that stays within its fair share, see fair_share_of, or that has nothing yet |
+    | more | a client that stays within its fair share, see fair_share_of, or that has nothing yet |
     | more than the capacity | none |
     """
     taken = sum(held.values()) + size
-    own = held.get(consumer, 0)
+    own = held.get(client, 0)
     if taken > capacity:
         return False
-    return taken <= free * capacity or not own or own + size <= fair_share_of(held, consumer, capacity)
+    return taken <= free * capacity or not own or own + size <= fair_share_of(held, client, capacity)
 
 
-def fair_share_of(held: Mapping[Client, int], consumer: Client, capacity: int) -> float:
-    """Returns capacity / number of prefixes / number of peers in the consumer's prefix: the consumer's fair share.
+def fair_share_of(held: Mapping[Client, int], client: Client, capacity: int) -> float:
+    """Returns capacity / number of prefixes / number of peers in the client's prefix: the client's fair share.
 
-    Counts only consumers that have something (held: what each has now), and `consumer` itself.
+    Counts only clients that have something (held: what each has now), and `client` itself.
     """
-    peers: dict[str, set[PeerId]] = {consumer.prefix: {consumer.peer}}
+    peers: dict[str, set[PeerId]] = {client.prefix: {client.peer}}
     for other, count in held.items():
         if count:
             peers.setdefault(other.prefix, set()).add(other.peer)
-    return capacity / len(peers) / len(peers[consumer.prefix])
+    return capacity / len(peers) / len(peers[client.prefix])
 
 
-def largest_consumer(held: Mapping[Client, int], newcomer: Client) -> Client | None:
-    """Returns which consumer should give up a slot for `newcomer`: the largest consumer of the prefix that holds most.
+def largest_client(held: Mapping[Client, int], newcomer: Client) -> Client | None:
+    """Returns which client should give up a slot for `newcomer`: the largest client of the prefix that holds most.
 
-    That prefix may be the newcomer's own. held: how many slots each consumer has now. Returns None if no consumer has
-    any, if the largest consumer is the newcomer itself, or if another prefix is chosen but the newcomer's holds as
+    That prefix may be the newcomer's own. held: how many slots each client has now. Returns None if no client has
+    any, if the largest client is the newcomer itself, or if another prefix is chosen but the newcomer's holds as
     much.
     """
     by_prefix: Counter[str] = Counter()
-    for consumer, count in held.items():
-        by_prefix[consumer.prefix] += count
+    for client, count in held.items():
+        by_prefix[client.prefix] += count
     if not by_prefix:
         return None
     prefix = max(by_prefix, key=lambda known: (by_prefix[known], known))
@@ -134,30 +134,30 @@ def largest_consumer(held: Mapping[Client, int], newcomer: Client) -> Client | N
 
 
 class SharedCapacity:
-    """A capacity of `limit` slots or bytes that consumers share: counts what each has (`held`); see may_acquire."""
+    """A capacity of `limit` slots or bytes that clients share: counts what each has (`held`); see may_acquire."""
 
     def __init__(self, limit: int, max_fraction_each: float = 1.0) -> None:
-        """max_fraction_each: the fraction of the capacity that one consumer may have, even if no other wants any."""
+        """max_fraction_each: the fraction of the capacity that one client may have, even if no other wants any."""
         self.limit = limit
         self.held: Counter[Client] = Counter()
         self._max_fraction_each = max_fraction_each
 
-    def acquire(self, consumer: Client, size: int = 1) -> bool:
-        """Takes `size` of the capacity for `consumer` if max_fraction_each and may_acquire allow; False if not.
+    def acquire(self, client: Client, size: int = 1) -> bool:
+        """Takes `size` of the capacity for `client` if max_fraction_each and may_acquire allow; False if not.
 
         If not, takes nothing.
         """
-        exceeds_own_limit = self.held[consumer] + size > self._max_fraction_each * self.limit
-        if exceeds_own_limit or not may_acquire(self.held, consumer, self.limit, size):
+        exceeds_own_limit = self.held[client] + size > self._max_fraction_each * self.limit
+        if exceeds_own_limit or not may_acquire(self.held, client, self.limit, size):
             return False
-        self.held[consumer] += size
+        self.held[client] += size
         return True
 
-    def release(self, consumer: Client, size: int = 1) -> None:
-        """Releases `size` of what the consumer has, or all of it if that is less."""
-        self.held[consumer] -= size
-        if self.held[consumer] <= 0:
-            del self.held[consumer]
+    def release(self, client: Client, size: int = 1) -> None:
+        """Releases `size` of what the client has, or all of it if that is less."""
+        self.held[client] -= size
+        if self.held[client] <= 0:
+            del self.held[client]
 
 
 @dataclass(frozen=True, slots=True)

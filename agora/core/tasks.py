@@ -56,6 +56,7 @@ class BackgroundTasks:
 T = TypeVar("T")
 
 
+# asyncio.to_thread would make the daemon's end wait for the work.
 async def run_in_thread(work: Callable[[], T]) -> T:
     """Runs `work` on a new daemon thread, waits for it, and returns its result or raises its exception.
 

@@ -1,4 +1,4 @@
-"""Who may use how much of what is shared: no consumer, and no network of consumers, takes the others' part."""
+"""Who may use how much of what is shared: no client, and no network of clients, takes the others' part."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from agora_protocol.addresses import address_prefix
 from agora_protocol.ids import PeerId
 
 from agora.core import rates
-from agora.core.rates import Client, RateLimiter, SharedCapacity, largest_consumer
+from agora.core.rates import Client, RateLimiter, SharedCapacity, largest_client
 
 
-def consumer(peer: str, prefix: str = "203.0.113.0/24") -> Client:
+def client(peer: str, prefix: str = "203.0.113.0/24") -> Client:
     return Client(prefix, PeerId(peer))
 
 
@@ -25,7 +25,7 @@ def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
 
 
 def test_buckets_of_the_longest_idle_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "MAX_CONSUMERS", 2)
+    monkeypatch.setattr(rates, "MAX_CLIENTS", 2)
     buckets = RateLimiter(rate=1.0, burst=1.0)
     for name in ("a", "b", "a", "c"):
         buckets.take(name, 0.0)
@@ -41,11 +41,11 @@ def test_addresses_of_one_network_have_one_prefix() -> None:
 
 
 def test_one_consumer_takes_half_of_the_capacity_and_leaves_the_rest_to_others() -> None:
-    capacity, greedy = SharedCapacity(8), consumer("greedy")
+    capacity, greedy = SharedCapacity(8), client("greedy")
     assert sum(capacity.acquire(greedy) for _ in range(20)) == 8, "alone it may have all"
     for _ in range(4):
         capacity.release(greedy)
-    late = consumer("late")
+    late = client("late")
     assert capacity.acquire(late)
     assert not capacity.acquire(greedy), "it has its half"
     assert sum(capacity.acquire(late) for _ in range(20)) == 3
@@ -54,27 +54,27 @@ def test_one_consumer_takes_half_of_the_capacity_and_leaves_the_rest_to_others()
 
 def test_a_hundred_peers_of_one_network_get_no_more_than_one_of_another() -> None:
     capacity = SharedCapacity(16)
-    crowd = sum(capacity.acquire(consumer(f"p{number}")) for number in range(100))
+    crowd = sum(capacity.acquire(client(f"p{number}")) for number in range(100))
     assert crowd == 16, "nobody else asks"
     for number in range(8):
-        capacity.release(consumer(f"p{number}"))
-    other = consumer("other", "198.51.100.0/24")
+        capacity.release(client(f"p{number}"))
+    other = client("other", "198.51.100.0/24")
     assert sum(capacity.acquire(other) for _ in range(20)) == 8
 
 
 def test_whoever_comes_to_a_full_house_takes_a_slot_from_the_largest_network_only() -> None:
-    held = {consumer("a"): 3, consumer("b"): 5, consumer("c", "198.51.100.0/24"): 6}
-    assert largest_consumer(held, consumer("new", "192.0.2.0/24")) == consumer("b")
-    assert largest_consumer(held, consumer("d")) == consumer("b"), "its own network pays"
-    assert largest_consumer(held, consumer("b")) is None, "nobody pays for who has the most"
-    assert largest_consumer({}, consumer("a")) is None
-    even = {consumer("a"): 1, consumer("c", "198.51.100.0/24"): 1}
-    assert largest_consumer(even, consumer("d", "198.51.100.0/24")) is None, "it would hold more than who pays"
+    held = {client("a"): 3, client("b"): 5, client("c", "198.51.100.0/24"): 6}
+    assert largest_client(held, client("new", "192.0.2.0/24")) == client("b")
+    assert largest_client(held, client("d")) == client("b"), "its own network pays"
+    assert largest_client(held, client("b")) is None, "nobody pays for who has the most"
+    assert largest_client({}, client("a")) is None
+    even = {client("a"): 1, client("c", "198.51.100.0/24"): 1}
+    assert largest_client(even, client("d", "198.51.100.0/24")) is None, "it would hold more than who pays"
 
 
 def test_a_capacity_is_given_back_completely() -> None:
     capacity = SharedCapacity(2)
-    assert capacity.acquire(consumer("a")) and capacity.acquire(consumer("b")) and not capacity.acquire(consumer("c"))
-    capacity.release(consumer("a"))
-    capacity.release(consumer("b"))
+    assert capacity.acquire(client("a")) and capacity.acquire(client("b")) and not capacity.acquire(client("c"))
+    capacity.release(client("a"))
+    capacity.release(client("b"))
     assert not capacity.held

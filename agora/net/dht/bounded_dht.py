@@ -162,7 +162,7 @@ class BoundedP2P:
         kind = name.rpartition(".")[2]
 
         async def answer(raw: bytes, remote: Any) -> bytes:
-            # Raises Busy when the caller's bucket is too low or a find's answer would be too large.
+            # p2pd sends the caller the text of any error raised here.
             peer = PeerId(str(remote))
             if not self._rules.is_admitted_member(peer):
                 raise NotAdmitted(SAY_HELLO)
@@ -184,11 +184,9 @@ class BoundedP2P:
         await self._p2p._client.add_unary_handler(name, answer)
 
     def _parse_and_charge(self, kind: str, raw: bytes, peer: PeerId, message_type: Any) -> Any:
-        # Raises ProtocolError for a malformed or oversized request, Busy when the bucket is too low or a find's answer
-        # would be too large.
         if len(raw) > MAX_REQUEST_BYTES:
             raise ProtocolError("too-large", f"A DHT request of {len(raw)} bytes; {MAX_REQUEST_BYTES} are the most.")
-        self._charge(peer, 1.0 + len(raw) / 1024)
+        self._charge(peer, 1.0 + len(raw) / 1024)  # before it is parsed: parsing is what costs
         request = _parse(message_type, raw)
         if kind == "rpc_find":
             self._check_find(request, peer)
@@ -234,7 +232,7 @@ class BoundedP2P:
         )
         for number, (key, subkey, value, expires_unix, in_cache) in enumerate(entries):
             is_valid = self._validator.validate(DHTRecord(key, subkey or _PACKED_NONE, value, expires_unix))
-            is_own = subkey == own_subkey and not in_cache
+            is_own = subkey == own_subkey and not in_cache  # a peer stores nothing for others
             if is_valid and not is_own:
                 self._validator.refused["wrong-key"] += 1
             verdicts.append(is_valid and is_own)
@@ -285,6 +283,7 @@ class BoundedP2P:
         except P2PHandlerError as error:
             if SAY_HELLO not in str(error):
                 raise
+            # The node was restarted, and does not know this connection any more.
             await self._rules.greet_member(peer, reconnect=True)
             return await self._call_once(peer_id, name, request)
 
@@ -316,6 +315,7 @@ class BoundedP2P:
         kept = list[ReplyEntry]()
         for number, entry in enumerate(entries):
             record = DHTRecord(key, pack(entry.subkey), entry.packed, entry.expires_unix)
+            # A record whose signature is known to be valid costs nothing.
             is_affordable = self._validator.is_known(record) or self._signatures.take(peer, loop_time())
             if is_affordable and self._validator.validate(record):
                 kept.append(entry)

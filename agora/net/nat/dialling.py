@@ -46,9 +46,9 @@ PunchHole = Callable[[PeerId, PeerId], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class DialStrategy:
-    """The ways in which peers may be reached; by default at all addresses, and through no holes.
+    """The ways in which peers may be reached; by default at all addresses, without hole punching.
 
-    may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None to punch no holes.
+    may_dial: returns whether an address that a peer announces may be dialled. punch_hole: None for no hole punching.
     """
 
     may_dial: Callable[[str], bool] = lambda _address: True
@@ -94,7 +94,7 @@ class AddressBook:
 async def reach_by_any_way(
     host: Host, peer: PeerId, addresses: Sequence[str], punch_hole: PunchHole | None, timeout_s: float
 ) -> None:
-    """Has p2pd connect to `peer` unless it is connected: directly, else through a hole, else through a relay.
+    """Has p2pd connect to `peer` unless it is connected: directly, else by hole punching, else through a relay.
 
     Each way is tried only if the ways before failed, and if `addresses` and `punch_hole` allow it, for the time that
     the module's table gives it. Raises ConnectionBroken, with the reason for each way; SimultaneousOpen
@@ -192,7 +192,6 @@ class Dialler:
         return dial.result()
 
     def _forget_dial(self, peer: PeerId, dial: asyncio.Task[Connection]) -> None:
-        # Called when a dial has ended: forgets it, so that the next caller of `dial` starts a new one.
         self._dials.pop(peer, None)
         if not dial.cancelled():
             dial.exception()  # callers that still wait get the error; perhaps none does
@@ -214,10 +213,10 @@ class Dialler:
         return connection
 
     async def _open_stream_or_await_peer(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        while True:
+        while True:  # `dial_s` of the caller ends it
             try:
                 return await self._open_stream(peer)
-            except SimultaneousOpen:  # the lower peer id dials again first
+            except SimultaneousOpen:  # both dials failed; the lower peer id dials again first
                 turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
             peer_connected = self._awaited_peers[peer] = asyncio.Event()
             try:

@@ -31,7 +31,7 @@ _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
 class HolePuncher:
-    """Opens TCP connections through NATs ("holes"), keeps each open as long as the p2pd connection through it lasts."""
+    """Punches holes: TCP connections through NATs, each kept open as long as the p2pd connection through it lasts."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

@@ -104,7 +104,7 @@ class RelayService:
         self._circuits += Counter()
 
     def _decide_status(self, stream: RawStream, message: CircuitMessage) -> Status:
-        # OK if it may be served, otherwise why not.
+        # A peer that comes through a relay itself gets none: circuits through circuits would multiply the traffic.
         peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
             return Status.PERMISSION_DENIED

@@ -320,9 +320,7 @@ class FrameStream(asyncio.BufferedProtocol):
         """
         if self.is_lost or self._is_closing:
             return
-        frame = QueuedFrame(buffers, sum(map(len, buffers)), call)
-        if on_released is not None:
-            frame.on_released = on_released
+        frame = QueuedFrame(buffers, sum(map(len, buffers)), call, on_released)
         if self._queue.add(frame):
             self._pump()
         else:
@@ -371,7 +369,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def _on_written_or_gone(self) -> None:
         written, self._written = self._written, None
         if written is not None:
-            written.on_released()
+            written.release()
 
 
 SMALL_BYTES: Final = 16_384  # frames up to this size go before bulk, but interrupt none that is being written
@@ -380,10 +378,6 @@ DROPPABLE_BYTES: Final = 65_536  # when this many bytes of small frames wait, ne
 MAX_BULK_BYTES: Final = 67_108_864  # when more bytes of bulk frames wait, their senders wait
 
 Buffers = Sequence[bytes | memoryview]
-
-
-def _do_nothing() -> None:
-    """Does nothing: the `on_released` of a frame for which the caller gave none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -396,7 +390,12 @@ class QueuedFrame:
     buffers: Buffers
     size: int  # bytes of all buffers
     call: int  # the number of its call; 0 for none
-    on_released: Callable[[], None] = _do_nothing
+    on_released: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Calls `on_released`, if there is one."""
+        if self.on_released is not None:
+            self.on_released()
 
 
 class SendQueue:
@@ -438,7 +437,7 @@ class SendQueue:
         for queue in (self._small, self._bulk):
             for frame in queue:
                 if frame.call == call:
-                    self._take(queue, frame).on_released()
+                    self._take(queue, frame).release()
                     return True
         return False
 
@@ -458,7 +457,7 @@ class SendQueue:
         self.bulk_bytes = 0
         self._bulk_shrank.set()
         for frame in dropped:
-            frame.on_released()
+            frame.release()
 
     def _take(self, queue: deque[QueuedFrame], frame: QueuedFrame) -> QueuedFrame:
         queue.remove(frame)

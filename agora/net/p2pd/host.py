@@ -495,5 +495,4 @@ def _public_addresses(listen: Sequence[str], announce: Sequence[str]) -> tuple[s
 
 
 def _failure(text: str) -> AgoraError:
-    # SimultaneousOpen if both peers dialled, otherwise ConnectionBroken.
     return SimultaneousOpen(text) if SIMULTANEOUS_OPEN_ERROR in text else ConnectionBroken(text)

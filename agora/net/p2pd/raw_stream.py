@@ -66,14 +66,13 @@ class RawStream:
         self._writer.transport.abort()
 
 
-async def no_limit(_size: int) -> None:
-    """Does nothing: the `let_pass` of a splice whose bytes pass without waiting."""
+LetPass = Callable[[int], Awaitable[None]]
 
 
-async def splice(one: RawStream, other: RawStream, let_pass: Callable[[int], Awaitable[None]] = no_limit) -> None:
+async def splice(one: RawStream, other: RawStream, let_pass: LetPass | None = None) -> None:
     """Carries bytes both ways between two streams until either ends or breaks, then aborts both.
 
-    let_pass: awaited with the number of bytes, of either direction, before they are sent on.
+    let_pass: awaited with the number of bytes, of either direction, before they are sent on; None: they pass at once.
     """
     pumps = [asyncio.ensure_future(_pump(one, other, let_pass)), asyncio.ensure_future(_pump(other, one, let_pass))]
     try:
@@ -86,10 +85,11 @@ async def splice(one: RawStream, other: RawStream, let_pass: Callable[[int], Awa
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def _pump(source: RawStream, sink: RawStream, let_pass: Callable[[int], Awaitable[None]]) -> None:
+async def _pump(source: RawStream, sink: RawStream, let_pass: LetPass | None) -> None:
     try:
         while data := await source.read():
-            await let_pass(len(data))
+            if let_pass is not None:
+                await let_pass(len(data))
             await sink.write(data)
     except (OSError, ConnectionBroken):
         return

@@ -133,7 +133,7 @@ class IncomingCalls:
         if len(self._open) >= self._services.limits.max_calls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are open")
         try:
-            reserved = self._services.answers.reserve(self._consumer, request, loop_time())
+            reserved = self._services.answers.reserve(self._client, request, loop_time())
         except Busy as error:
             return self.refuse(number, error)
         if reserved:
@@ -143,11 +143,11 @@ class IncomingCalls:
         return self._refuse_busy(number, NO_MEMORY) if action is PayloadAction.DROP else action
 
     @property
-    def _consumer(self) -> Client:
+    def _client(self) -> Client:
         return Client(self._stream.address_prefix, self._peer)
 
     def _release_answer(self, number: int) -> None:
-        self._services.answers.release(self._consumer, self._reserved.pop(number, 0))
+        self._services.answers.release(self._client, self._reserved.pop(number, 0))
 
     def _on_wait_over(self, is_reserved: bool) -> None:
         self._stream.resume_payload(
@@ -322,7 +322,7 @@ class Connection:
         return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
-    def consumer(self) -> Client:
+    def client(self) -> Client:
         return Client(self.stream.address_prefix, self.peer)
 
     @property
@@ -375,7 +375,6 @@ class Connection:
                 self._close_when_idle()
 
     async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        # When cancelled, drops a request that is still queued, otherwise sends CANCEL if no reply has come.
         if self.broken is not None:
             raise self.broken
         number, self._next_call = self._next_call, self._next_call + 2
@@ -389,6 +388,7 @@ class Connection:
             return await call.reply
         except asyncio.CancelledError:
             is_answered = call.reply.done() and not call.reply.cancelled()
+            # A request that is still queued is dropped; the peer knows of any other, and is told.
             if is_sent and not is_answered and not self.stream.withdraw(number):
                 self.stream.enqueue(encode_frame(FrameType.CANCEL, number, None))
             raise
@@ -525,13 +525,11 @@ class Connection:
         return number % 2 == self._next_call % 2
 
     def _find_open(self, number: int) -> _OpenCall | None:
-        # Raises ProtocolError if it was never made.
         if number not in self._open and (not self._is_own(number) or number >= self._next_call):
             raise ProtocolError("out-of-order", f"A frame answers call {number}, which was never made.")
         return self._open.get(number)
 
     def _settle(self, number: int, result: Reply | AgoraError) -> None:
-        # ProtocolError if it was never made.
         call = self._find_open(number)
         if call is None or call.reply.done():
             return
@@ -545,7 +543,6 @@ class Connection:
         self.stream.enqueue(encode_frame(FrameType.HELLO, 0, self._services.gate.hello_to(self.peer)))
 
     def _on_hello(self, hello: Hello) -> None:
-        # Sets the peer's role and proof and lets `start` return if the gate admits it; otherwise ends with GOODBYE.
         if self.role is not None:
             raise ProtocolError("out-of-order", "A second HELLO.")
         try:

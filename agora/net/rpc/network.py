@@ -24,7 +24,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
-from agora.core.rates import Client, largest_consumer
+from agora.core.rates import Client, largest_client
 from agora.net.nat.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host
@@ -249,8 +249,8 @@ class Network:
         self.spawn(self._await_hello(self._add_connection(stream, peer, path, is_initiator=False)))
 
     def _make_room(self, newcomer: Client) -> bool:
-        # Without one, a connection of the largest consumer if that is of another network than `newcomer`; otherwise
-        # returns False.
+        # Room is made first by a silent connection: of a reader, or of a peer that has not sent HELLO. Only then by one
+        # of the client that holds most, and never within the newcomer's own network: it cannot push out its neighbours.
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]
         if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
@@ -258,23 +258,22 @@ class Network:
         if silent:
             self._choose_to_break(silent, newcomer).abort("others need the room")
             return True
-        largest = largest_consumer(Counter(known.consumer for known in connections), newcomer)
-        chosen = [known for known in connections if known.consumer == largest and largest.prefix != newcomer.prefix]
+        largest = largest_client(Counter(known.client for known in connections), newcomer)
+        chosen = [known for known in connections if known.client == largest and largest.prefix != newcomer.prefix]
         for known in chosen[:1]:
             known.abort("others need the room")
         return bool(chosen)
 
     @staticmethod
     def _choose_to_break(silent: Sequence[Connection], newcomer: Client) -> Connection:
-        largest = largest_consumer(Counter(known.consumer for known in silent), newcomer)
-        return next((known for known in silent if known.consumer == largest), silent[0])
+        largest = largest_client(Counter(known.client for known in silent), newcomer)
+        return next((known for known in silent if known.client == largest), silent[0])
 
     async def _await_hello(self, connection: Connection) -> None:
         with contextlib.suppress(AgoraError):
             await connection.start()
 
     def _raise_if_refused(self, peer: PeerId) -> None:
-        # Raises NotAdmitted for a peer that must not be called: the gate refuses it, or it is suspended.
         if refusal := self.gate.find_refusal(peer):
             raise refusal
         self._raise_if_suspended(peer)

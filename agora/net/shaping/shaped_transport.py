@@ -135,6 +135,8 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._set_timer()
 
     def _send(self, now: float) -> None:
+        # Each real write costs time: parts of a message are written together once all have arrived, or HOLD_S after the
+        # first.
         while self._queue and self._ready <= now:
             size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
