@@ -1,7 +1,6 @@
 """Reads the records of a data file one by one: JSON lines, a JSON list, parquet, a `datasets` folder, a text file.
 
-At most one record of
-a JSON file, or ROWS rows of a table, is in memory.
+At most one record of a JSON file, or ROWS rows of a table, is in memory.
 """
 
 from __future__ import annotations

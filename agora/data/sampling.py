@@ -1,7 +1,4 @@
-"""Decides which tokens a sample of a corpus has: a function of seed and sample id.
-
-So that origins need not coordinate.
-"""
+"""Decides which tokens a sample of a corpus has: a function of seed and sample id, so origins need not coordinate."""
 
 from __future__ import annotations
 

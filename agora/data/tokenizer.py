@@ -1,7 +1,4 @@
-"""Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package.
-
-Exports both to transformers.
-"""
+"""Converts text to token ids: plain bytes, or any JSON file of the `tokenizers` package; exports both."""
 
 from __future__ import annotations
 

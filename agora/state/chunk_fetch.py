@@ -144,6 +144,7 @@ class ChunkFetch(Generic[Index]):
     def ask_for_indexes(self, now: float) -> None:
         """Asks sources for their indexes, until SOURCES of them give chunks or answer, slow ones not counted."""
         usable = self.usable_sources
+        # A source that hangs or failed does not hold one of the SOURCES places: another is asked beside it.
         engaged = [s for s in usable if None in s.calls or (s.index is not None and not s.failures)]
         not_slow = sum(1 for source in engaged if not self._is_slow(source, now))
         idle = [s for s in usable if s.index is None and None not in s.calls and now >= s.not_before]

@@ -1,8 +1,7 @@
 """Writes files and folders so that a power cut leaves a whole one or none, and an export replaces no files but its own.
 
-A
-safetensors file is written straight from the arrays, without a second copy in memory, and hashed on the way, so that
-later damage by the disk is noticed.
+A safetensors file is written straight from the arrays, without a second copy in memory, and hashed on the way: later
+damage by the disk is noticed.
 """
 
 from __future__ import annotations
@@ -190,7 +189,7 @@ def put_in_place(fresh: Path, target: Path) -> None:
     The content of the files is not flushed here. An earlier folder at `target` is moved away and removed, or put back
     if the rename fails. Raises OSError.
     """
-    sync_folder(fresh)
+    sync_folder(fresh)  # before the rename: after a power cut a folder of this name has all its files
     replaced = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
     if target.exists():
         os.rename(target, replaced)

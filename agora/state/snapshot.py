@@ -139,7 +139,7 @@ class SnapshotServer:
             if excess <= 0:
                 break
             if loop_time() - snapshot.last_used < IN_USE_S:
-                return False
+                return False  # whoever fetches it would have to begin again
             excess -= snapshot.state.layout.nbytes
             dropped.append(snapshot.digest)
         for digest in dropped:

@@ -175,6 +175,7 @@ class StateFetch:
         if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
             return
         arrived = {mixing_key(chunk.index) for chunk in self._partial.arrived.values()}
+        # A key of which chunks are here goes before a newer one: they need not be sent again.
         chosen = max(offers, key=lambda offer: (offer.mixing_key in arrived, offer.index.agreed, offer.index.step))
         self._chosen = chosen.index
         self._last_arrival = now

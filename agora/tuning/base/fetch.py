@@ -140,6 +140,7 @@ class BaseFetch:
         self._chunks.ask_for_indexes(now)
         self._chunks.ask_for_chunks(now)
         sources = self._chunks.sources
+        # A slow source is no reason to fail: its call has a deadline of its own.
         if any(chunk is not None for source in sources.values() for chunk in source.calls):
             self._last_progress_at = now
         if now - self._last_progress_at > (TIMEOUT_S if sources else NO_PEER_TIMEOUT_S):

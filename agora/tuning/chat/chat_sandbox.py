@@ -1,7 +1,6 @@
 """Compiles chat templates of Hugging Face models in a sandbox: a template is a program that a stranger wrote.
 
-Only
-chat_template.py imports it, when a template is needed, because jinja2 belongs to the extra `tuning`.
+Only chat_template.py imports it, when a template is needed: jinja2 belongs to the extra `tuning`.
 """
 
 from __future__ import annotations

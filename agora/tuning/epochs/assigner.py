@@ -255,6 +255,7 @@ class EpochAssigner:
         self._last_take_at = self._state_calls
         self._live = names = frozenset(live) | {self._me}
         states = {name: state for name, state in self._others.items() if name in names}
+        # Before it knows their states, a new origin would take what the others have in flight.
         if len(states) + 1 < len(names) and self._state_calls < LAPSE_INTERVALS:
             return None
         if len(self._others) > KEPT_ORIGINS:
@@ -269,6 +270,7 @@ class EpochAssigner:
                 return None
             self._claims.append(own)
             ready = [own]
+        # Announced claims first: nobody else takes those. Then the oldest epoch, which the others wait for.
         announced_at = self._state_calls - ANNOUNCE_INTERVALS
         chosen = min(ready, key=lambda claim: (claim.calls_before > announced_at, claim.epoch))
         self._claims.remove(chosen)
