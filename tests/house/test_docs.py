@@ -8,9 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "protocol" / "SPEC.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "deploy").rglob("*.md"))
-CODE = [
-    path.relative_to(ROOT) for room in ("agora", "protocol", "scripts", "tests") for path in (ROOT / room).rglob("*.py")
-]
+ROOMS = ("agora", "protocol", "scripts", "tests", "docs")
+CODE = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 
 
 def anchors_of(page: Path) -> set[str]:

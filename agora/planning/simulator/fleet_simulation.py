@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Protocol
 
 from agora_protocol.ids import PeerId, Span
 
 from agora.planning.simulator.directory_model import DirectoryModel, SimulatedReader
 from agora.planning.simulator.event_queue import EventQueue
 from agora.planning.simulator.measurements import Measurements
-from agora.planning.simulator.pipeline_simulation import SILENCE_S, HopSimulation, OriginSimulation
+from agora.planning.simulator.pipeline_simulation import SILENCE_S, OriginSimulation
 from agora.planning.simulator.scenario import SimulatedModel
 from agora.planning.simulator.simulated_machine import SimulatedDevice
 from agora.planning.simulator.simulated_peer import Equipment, Presence, SimulatedFetch, SimulatedPeer
@@ -36,7 +35,7 @@ class _ZeroDraws(random.Random):
 
 
 class DaemonPlacement:
-    """The daemon's own placement and rebalancing for simulated machines: a fleet_simulation.PlacementRules.
+    """The daemon's own placement and rebalancing for simulated machines.
 
     model: the stages' costs. rebalancing: whether machines that serve ever move. Remembers for VERDICT_TTL_S, by span
     and kind of machine, whether any random draw could lead to a move: an approximation, since machines' views differ in
@@ -90,34 +89,21 @@ HANG_S = 60.0  # seconds after which a peer that hangs is ended, by its watchdog
 DEPARTED_KEPT_S = LIFETIME_S + 600.0
 
 
-class PlacementRules(Protocol):
-    """Protocol: decides which stages each peer holds, and how often a peer reconsiders its span."""
-
-    def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span that a peer without one should hold; None if it should stand by. view: of the peer."""
-
-    def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
-        """Returns the span to which a serving peer should move; None: it stays. view: computes what the peer knows."""
-
-    def judge_interval_s(self) -> float | None:
-        """Returns the seconds until a peer next asks `reconsider`, or if it stands by `choose`; None: never."""
-
-
 class FleetSimulation:
     """The peers of a simulation: adds, moves and removes them, and schedules their actions in `events`.
 
-    The owner of this object calls `connect` before the first event, and runs the events. rules: decide which spans
-    peers hold. state_bytes: by stage, the bytes that a newcomer fetches. startup_s: seconds from a peer's start to its
-    first choice of a span.
+    rules: decide which spans peers hold. state_bytes: by stage, the bytes that a newcomer fetches. startup_s: seconds
+    from a peer's start to its first choice of a span.
     """
 
     def __init__(
         self,
         events: EventQueue,
         directory: DirectoryModel,
-        rules: PlacementRules,
+        rules: DaemonPlacement,
         measurements: Measurements,
         rng: random.Random,
+        origins: OriginSimulation,
         *,
         state_bytes: tuple[float, ...],
         startup_s: float = 5.0,
@@ -134,12 +120,7 @@ class FleetSimulation:
         self._readers: dict[PeerId, SimulatedReader] = {}
         self.peers: dict[PeerId, SimulatedPeer] = {}  # the peers that have not gone, hung ones included
         self._departed: dict[PeerId, SimulatedPeer] = {}
-        self.hops: HopSimulation
-        self.origins: OriginSimulation
-
-    def connect(self, hops: HopSimulation, origins: OriginSimulation) -> None:
-        """Sets `hops` and `origins`, the other parts of the simulation; must be called before any event happens."""
-        self.hops, self.origins = hops, origins
+        self._origins, self._hops = origins, origins.hops
 
     def find(self, peer: str) -> SimulatedPeer:
         """Returns the peer with this id, even if it went, less than DEPARTED_KEPT_S ago.
@@ -227,7 +208,7 @@ class FleetSimulation:
     def _begin_training(self, peer: SimulatedPeer) -> None:
         self._read_directory(peer)
         if peer.span is not None and peer.span.first == 0:
-            self.origins.begin(peer)
+            self._origins.begin(peer)
 
     # --- staying
 
@@ -235,7 +216,7 @@ class FleetSimulation:
         if not peer.is_up:
             return
         if self._read_directory(peer):
-            self.hops.route_waiting(peer)
+            self._hops.route_waiting(peer)
         reader = self._readers[peer.id]
         interval_s = reader.interval_s()
         self._measurements.directory_stored += reader.records_published_per_s(peer.span) * interval_s
@@ -259,6 +240,7 @@ class FleetSimulation:
         elif peer.presence is Presence.SERVING:
             span = self._reconsider(peer)
             if span is not None:
+                # Others may have moved there meanwhile: two verdicts keep a crowd from following one gap.
                 self._read_directory(peer)
                 span = self._reconsider(peer)  # again, on a view as fresh as the daemon's
             if span is not None and span != peer.span:
@@ -283,7 +265,7 @@ class FleetSimulation:
         if peer.visits and self._events.now < until:
             self._events.after(DRAIN_POLL_S, self._wait_for_drain, peer, until, then)
             return
-        self.hops.hand_back(peer)
+        self._hops.hand_back(peer)
         peer.origin = None
         peer.replicas = ()
         peer.paths_s.clear()
@@ -314,11 +296,11 @@ class FleetSimulation:
         peer.presence = Presence.HUNG
         peer.device.stop()
         self._expire_claim_later(peer)
-        self._events.after(SILENCE_S, self.hops.break_connections, peer)
+        self._events.after(SILENCE_S, self._hops.break_connections, peer)
         self._events.after(HANG_S, self._end, peer)
 
     def _vanish(self, peer: SimulatedPeer) -> None:
-        self._expire_claim_later(peer)
+        self._expire_claim_later(peer)  # nobody withdraws the claim of a peer that was killed
         self._end(peer)
 
     def _expire_claim_later(self, peer: SimulatedPeer) -> None:
@@ -338,10 +320,10 @@ class FleetSimulation:
         peer.device.stop()
         self._departed[peer.id] = peer
         self._events.after(DEPARTED_KEPT_S, self._forget, peer.id)
-        self.hops.break_connections(peer)
+        self._hops.break_connections(peer)
 
     def _forget(self, peer: PeerId) -> None:
-        # Forgets a peer that has gone, so that `find` raises for it; called when no view can name it any more.
+        # Only now: until here a view may still name it, and a call to it must fail like any other.
         del self._departed[peer]
 
     def pick(self, count: int) -> list[SimulatedPeer]:

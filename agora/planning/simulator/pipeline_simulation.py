@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 from agora_protocol import limits
 from agora_protocol.ids import microbatch_id
@@ -39,23 +38,10 @@ KEPT_ANSWERS = 1024  # maximum number of answers that a peer keeps for repeats
 SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)  # then a hung peer's connections break
 
 
-class RootListener(Protocol):
-    """Protocol: the origins' side, called at the end of each attempt at a microbatch, successful or not."""
-
-    def on_completed(self, visit: Visit) -> None:
-        """Called when a microbatch has passed all stages and its origin has the answer."""
-
-    def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """Called when an attempt ended without a result; the next may begin after `retry_s` seconds.
-
-        is_failure: False if the origin's own hop refused the attempt.
-        """
-
-
 class HopSimulation:
-    """The way of all microbatches from peer to peer, as events in `events`. find: returns the peer with an id.
+    """The way of all microbatches from peer to peer, as events in `events`.
 
-    root: the origins' side, called at the end of each attempt; must be set before any event happens.
+    find: returns the peer with an id. root: the origins, told of the end of each attempt.
     """
 
     def __init__(
@@ -65,6 +51,7 @@ class HopSimulation:
         measurements: Measurements,
         find: Callable[[str], SimulatedPeer],
         rng: random.Random,
+        root: OriginSimulation,
     ) -> None:
         self._events = events
         self._workload = workload
@@ -72,14 +59,14 @@ class HopSimulation:
         self._find = find
         self._rng = rng
         self._deadlines: DeadlineWheel[Call] = DeadlineWheel(events, self._on_deadline)
-        self.root: RootListener
+        self._root = root
 
     # --- a visit begins
 
     def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
         """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it immediately.
 
-        If the hop refuses it now, calls root.on_unfinished instead. deadline: in simulated seconds.
+        If the hop refuses it now, calls OriginSimulation.on_unfinished instead. deadline: in simulated seconds.
         """
         peer = microbatch.origin
         kept = peer.answers.get((microbatch.id, 0))
@@ -90,18 +77,19 @@ class HopSimulation:
         visit = Visit(microbatch, peer, 0, deadline)
         visit.is_root = True
         if (retry_s := self._refusal_s(peer)) is not None:
-            self.root.on_unfinished(visit, retry_s, False)
+            self._root.on_unfinished(visit, retry_s, False)
         else:
             self._begin(visit)
 
     def _arrive(self, call: Call) -> None:
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
         if peer.presence is Presence.HUNG:
+            # A hung peer's connection stays open: the caller notices nothing before the pings go unanswered.
             self._events.after(SILENCE_S, self._on_failed, call)
         if call.ended or not peer.is_up:
             return  # the caller learns it from the end of the connection
         key = (microbatch.id, stage)
-        if (kept := peer.answers.get(key)) is not None:
+        if (kept := peer.answers.get(key)) is not None:  # as the work ledger: a repeat is answered, not counted twice
             call.visit = kept
             self._measurements.repeats += 1
             self._send_answer(kept, call)
@@ -131,6 +119,7 @@ class HopSimulation:
             return CLOSED_RETRY_MS / 1000.0
         if len(peer.visits) < self._workload.slots:
             return None
+        # One of the slots should be free after a mean visit's share; within the limits of the work ledger's answer.
         free_in_ms = 1000.0 * (peer.slot_s.value or 0.0) / self._workload.slots
         return min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS) / 1000.0
 
@@ -141,7 +130,7 @@ class HopSimulation:
         visit.microbatch.path.peer_by_stage[visit.entry_stage] = peer.id
         seconds = workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
         if visit.last == workload.stages - 1:
-            visit.committed = True
+            visit.committed = True  # forward and backward are one job, which nothing stops once it is queued
             peer.device.submit(JobOrder.FORWARD, seconds, self._on_finished, visit)
         else:
             peer.device.submit(JobOrder.FORWARD, seconds * workload.forward_share, self._on_forward_done, visit)
@@ -154,7 +143,7 @@ class HopSimulation:
             self._route(visit)
 
     def _route(self, visit: Visit) -> bool:
-        # Otherwise appends it to `peer.waiting`, and schedules the routing of all that wait for when the table says so.
+        # True: it was sent on or has ended. False: it waits until the balancer says to look again.
         peer, now, stage = visit.peer, self._events.now, visit.last + 1
         until = deadline_for_others(now, visit.deadline, 1.5 * (peer.backward_s.value or 0.0))
         if until - now < MIN_ATTEMPT_S:
@@ -168,6 +157,7 @@ class HopSimulation:
             return True
         peer.waiting.append(visit)
         wake_at = min(until, choice.look_again_at)
+        # One wake-up for all that wait here: one for each would be quadratic in the length of the queue.
         if wake_at < peer.wakes_at:
             peer.wakes_at = wake_at
             self._events.at(wake_at, self._wake, peer, wake_at)
@@ -222,11 +212,12 @@ class HopSimulation:
     def _on_failed(self, call: Call, is_unavailable: bool = False) -> None:
         if self._end(call):
             now, attempt = self._events.now, call.attempt
+            # Unavailable may not be the callee's fault: no time counts as wasted, and its back-off stays short.
             wasted_s = 0.0 if is_unavailable else now - attempt.started
             most = UNAVAILABLE_FAILURES if is_unavailable else MAX_FAILURES
             call.caller.peer.balancer.record_failed(now, attempt, wasted_s, most)
             path = call.caller.microbatch.path.peer_by_stage
-            if path.get(attempt.stage) == call.callee.id:
+            if path.get(attempt.stage) == call.callee.id:  # a later attempt must not be sent there first
                 del path[attempt.stage]
             self._measurements.rerouted += 1
             self._reroute(call)
@@ -264,6 +255,7 @@ class HopSimulation:
         peer.balancer.record_queue(now, call.attempt, queue)
         nbytes = int(self._workload.gradient_bytes)
         crossing_s = peer.balancer.record_answered(now, call.attempt, service_s, nbytes, period_s)
+        # The way without queues, but never longer than what was really measured.
         visit.downstream_path_s = min(callee.path_s + crossing_s, now - call.attempt.started)
         visit.state, visit.committed, visit.queued_at = "backward", True, now
         seconds = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
@@ -316,7 +308,7 @@ class HopSimulation:
         for call in callers:
             self._reply(call, self._on_failed, call, True)
         if visit.is_root:
-            self.root.on_unfinished(visit, 0.0, True)
+            self._root.on_unfinished(visit, 0.0, True)
 
     def _cancel(self, visit: Visit) -> None:
         visit.peer.visits.pop(visit.key, None)
@@ -360,7 +352,7 @@ class HopSimulation:
         kept, visit.microbatch.kept = visit.microbatch.kept, []
         for answered in kept:
             answered.peer.answers.pop(answered.key, None)
-        self.root.on_completed(visit)
+        self._root.on_completed(visit)
 
 
 # The time for an attempt, and the time before it, double at most this often, so that no number overflows.
@@ -392,23 +384,24 @@ class OriginRules:
 class OriginSimulation:
     """The origins of a simulation: opens microbatches at every peer that serves stage 0, and sends them into `hops`.
 
-    It makes itself the `root` of `hops`. origins: returns how many peers serve stage 0.
+    find: returns the peer with an id. rng: for the jitter of links. origins: returns how many peers serve stage 0.
     """
 
     def __init__(
         self,
         events: EventQueue,
-        hops: HopSimulation,
+        workload: Workload,
         rules: OriginRules,
         measurements: Measurements,
+        find: Callable[[str], SimulatedPeer],
+        rng: random.Random,
         origins: Callable[[], int],
     ) -> None:
         self._events = events
-        self._hops = hops
+        self.hops = HopSimulation(events, workload, measurements, find, rng, self)
         self._rules = rules
         self._measurements = measurements
         self._origins = origins
-        hops.root = self
 
     def begin(self, peer: SimulatedPeer) -> None:
         """Makes a peer that has begun to serve stage 0 an origin; if rules.traffic, opens its first microbatches."""
@@ -417,7 +410,6 @@ class OriginSimulation:
             self._open(peer)
 
     def _open(self, peer: SimulatedPeer) -> None:
-        # Opens microbatches at a peer, one after the other, until flow_control.next_send decides otherwise.
         state = peer.origin
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
@@ -461,7 +453,7 @@ class OriginSimulation:
         if usual_s is not None:
             first_timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * usual_s)
         microbatch.attempts += 1
-        self._hops.enter(microbatch, self._events.now + min(MAX_TIMEOUT_S, first_timeout_s * backoff_factor))
+        self.hops.enter(microbatch, self._events.now + min(MAX_TIMEOUT_S, first_timeout_s * backoff_factor))
 
     def on_completed(self, visit: Visit) -> None:
         """Counts an answered microbatch, records its seconds and the origin's pace, and opens further ones there.

@@ -12,10 +12,10 @@ from agora_protocol.ids import Span
 from agora.planning.simulator.churn import FleetEvent, fleet_events
 from agora.planning.simulator.directory_model import DirectoryModel
 from agora.planning.simulator.event_queue import EventQueue
-from agora.planning.simulator.fleet_simulation import DaemonPlacement, FleetSimulation, PlacementRules
+from agora.planning.simulator.fleet_simulation import DaemonPlacement, FleetSimulation
 from agora.planning.simulator.flow_bound import best_whole_placement, flow_bound
 from agora.planning.simulator.measurements import Measurements, Sample
-from agora.planning.simulator.pipeline_simulation import HopSimulation, OriginRules, OriginSimulation
+from agora.planning.simulator.pipeline_simulation import OriginRules, OriginSimulation
 from agora.planning.simulator.scenario import MachineGroup, Scenario
 from agora.planning.simulator.simulated_machine import SimulatedLink, Workload
 from agora.planning.simulator.simulated_peer import Equipment, Presence
@@ -32,11 +32,10 @@ COLLECTED_EVERY = 1000
 class Simulation:
     """The simulation of one scenario, with the machines of the start in place; `run` runs it once.
 
-    measurements: what has been counted until now. rules: decide which stages a machine holds; by default as the daemon
-    does. Everything drawn at random comes from the scenario's seed.
+    measurements: what has been counted until now. Everything drawn at random comes from the scenario's seed.
     """
 
-    def __init__(self, scenario: Scenario, rules: PlacementRules | None = None) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.events = EventQueue()
         self.measurements = Measurements()
@@ -44,19 +43,7 @@ class Simulation:
         seed = scenario.seed
         self._rng = random.Random(f"{seed} fleet")
         self.directory = DirectoryModel(model.work, random.Random(f"{seed} directory"))
-        rules = rules or DaemonPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement"))
-        self.fleet = FleetSimulation(
-            self.events,
-            self.directory,
-            rules,
-            self.measurements,
-            random.Random(f"{seed} choices"),
-            state_bytes=model.state_bytes,
-            startup_s=scenario.startup_s,
-        )
         workload = Workload(model.work, model.boundary_bytes, model.gradient_bytes, model.forward_share, model.slots)
-        link_rng = random.Random(f"{seed} links")
-        self.hops = HopSimulation(self.events, workload, self.measurements, self.fleet.find, link_rng)
         origin_rules = OriginRules(
             model.stages,
             model.slots,
@@ -66,9 +53,24 @@ class Simulation:
             traffic=scenario.traffic,
         )
         origins = OriginSimulation(
-            self.events, self.hops, origin_rules, self.measurements, lambda: self.directory.server_count(0)
+            self.events,
+            workload,
+            origin_rules,
+            self.measurements,
+            lambda peer: self.fleet.find(peer),
+            random.Random(f"{seed} links"),
+            lambda: self.directory.server_count(0),
         )
-        self.fleet.connect(self.hops, origins)
+        self.fleet = FleetSimulation(
+            self.events,
+            self.directory,
+            DaemonPlacement(model, scenario.rebalancing, random.Random(f"{seed} placement")),
+            self.measurements,
+            random.Random(f"{seed} choices"),
+            origins,
+            state_bytes=model.state_bytes,
+            startup_s=scenario.startup_s,
+        )
         self._last: tuple[float, int, int, float, int, int] = (0.0, 0, 0, 0.0, 0, 0)
         self._empty_since: dict[int, float] = {}
         self._prepare()
