@@ -122,24 +122,24 @@ class OwnPace:
 # --- histories
 
 
-def replicas_to_fetch_from(lineages: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
+def replicas_to_fetch_from(history: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
     """Returns the sorted ids of the replicas whose state is right, for this one to fetch, because its own is wrong.
 
-    lineages: of this replica, digests of all means applied up to a step, by the number of that step. live: the other
-    replicas, each with one step and its lineage. Replicas with the same lineage at the same step form a group. The
-    largest group is right; among groups of equal size, the one that has the least id. A replica at a later step than
-    `lineages` reach joins this replica's group; one that reports no lineage (0), or is at a step for which `lineages`
-    has none, is ignored. Returns () when this replica's own group is right.
+    history: of this replica, digests of all means applied up to a step, by the number of that step. live: the other
+    replicas, each with one step and its hash. Replicas with the same hash at the same step form a group. The largest
+    group is right; among groups of equal size, the one that has the least id. A replica at a later step than `history`
+    reaches joins this replica's group; one that reports no hash (0), or is at a step for which `history` has none, is
+    ignored. Returns () when this replica's own group is right.
     """
     equal = [me]
     groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
     for peer, progress in live.items():
-        step, their_lineage = progress.direct.agreed, progress.direct.lineage
-        if not their_lineage:
+        step, their_hash = progress.direct.agreed, progress.direct.history_hash
+        if not their_hash:
             continue
-        if step > max(lineages, default=0):
+        if step > max(history, default=0):
             equal.append(peer)
-        elif own_lineage := lineages.get(step, 0):
-            (equal if their_lineage == own_lineage else groups[step, their_lineage]).append(peer)
+        elif own_hash := history.get(step, 0):
+            (equal if their_hash == own_hash else groups[step, their_hash]).append(peer)
     majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
     return () if majority is equal else tuple(sorted(majority))

@@ -232,7 +232,7 @@ class ReplicaCounts(NamedTuple):
     tokens: int = 0  # tokens counted for `open_step`
     tokens_counted: int = 0  # all tokens counted since the replica started
     agreed: int = 0  # steps it had taken at the last mean, of gradients or of a fragment, that it has applied
-    lineage: int = 0  # a digest of all means up to `agreed`, 0 when unknown
+    history_hash: int = 0  # a digest of all means up to `agreed`, 0 when unknown
     start_step: int = 0  # steps of the state that it started with
     carried: int = 0  # 1 + thousandths of a byte that its uplink carries for each value and step; 0: it is never full
 
@@ -256,7 +256,7 @@ class DirectReport:
     open_since: float = -math.inf  # when it first reported `open_step`
     rate: TokenRate = field(default_factory=TokenRate)  # how fast it counts tokens
     agreed: int = 0
-    lineage: int = 0
+    history_hash: int = 0
     start_step: int = 0
 
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
@@ -276,7 +276,7 @@ class DirectReport:
             open_since=open_since,
             rate=rate,
             agreed=counts.agreed,
-            lineage=counts.lineage,
+            history_hash=counts.history_hash,
             start_step=counts.start_step,
         )
 

@@ -27,7 +27,7 @@ def lineages(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]
 
 def reported(step: int, lineage: int) -> ReplicaProgress:
     return ReplicaProgress(
-        ReplicaCounts(step, step), 0.0, direct=DirectReport(step, step, agreed=step, lineage=lineage)
+        ReplicaCounts(step, step), 0.0, direct=DirectReport(step, step, agreed=step, history_hash=lineage)
     )
 
 
