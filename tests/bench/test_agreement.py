@@ -36,6 +36,7 @@ from agora.data.tokenizer import ByteTokenizer, Ids
 from agora.replica.all_reduce import Fragments
 from agora.replica.shard_codec import NumberFormat
 from agora.train.objectives import TokenBatch
+from agora.train.span_trainer import DecodedWork
 
 TINY = Effort((0,), 6, 32, 1, 16, 8, heldout_batches=2)
 REPLICAS = 4
@@ -81,7 +82,9 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
         together.after(step + 1)
         tokens = torch.cat(drawn)
         batch = TokenBatch.from_wire(tokens, has_marks=False)
-        alone.trainer.run_last_stages(MicrobatchId(bytes(16)), 0, batch.inputs.contiguous(), batch, "train")
+        alone.trainer.run_last_stages(
+            DecodedWork(MicrobatchId(bytes(16)), 0, batch.inputs.contiguous(), batch, "train")
+        )
         alone.trainer.take_due_steps()
     assert [replica.stage.step for replica in (*replicas, alone)] == [5] * (REPLICAS + 1)
     for replica in replicas:
