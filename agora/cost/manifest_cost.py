@@ -232,7 +232,7 @@ def _optimizer_elements(manifest: Manifest, sizes: DecoderSizes, layers: range, 
             inside, _ = _matrix_parameters(sizes, layers)
         square = _pad_to_blocks(max(elements - inside, 0))
     average = elements if section.average_decay else 0
-    # The outer parameters and their velocity, in runs that may take local steps.
+    # The outer parameters and their velocity, in runs that may take inner steps.
     outer = 0 if manifest.exact_steps == ALL_STEPS else 2 * elements
     return elements + square + average + outer
 

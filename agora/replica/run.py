@@ -122,13 +122,13 @@ class Stages(Protocol):
         blocks: NDArray[np.int64],
         snapshot: Tensor,
         averaged: tuple[Tensor, tuple[bool, ...]] | None,
-        wanted_slices: int,
+        wanted_fragments: int,
     ) -> None:
         """Moves outer parameters and weights in `blocks` by a round's mean difference, unless already done for `step`.
 
         step: the step after which the round was due. averaged: the mean difference, and for each shard whether it was
         averaged. None means that there is no other replica: then the weights become the outer parameters. snapshot: the
-        weights that the round began with. wanted_slices: in how many fragments all means of the round want to agree.
+        weights that the round began with. wanted_fragments: in how many fragments all means of the round want to agree.
         """
 
     async def catch_up(self, stage: int, step: int) -> None:
@@ -146,12 +146,12 @@ class Stages(Protocol):
         """
 
     async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int
     ) -> None:
         """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
 
         Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
-        are. wanted_slices: in how many fragments all means of the step want to agree later. Takes no step and raises
+        are. wanted_fragments: in how many fragments all means of the step want to agree later. Takes no step and raises
         LocalError if another step is next, ProtocolError for an unusable gradient.
         """
 
@@ -468,7 +468,7 @@ class StageReplicas:
             is_busy=self._task is not None and not self._task.done(),
             sync_due=self._syncs.next_due(own.step, own.agreed) if takes_inner_steps else None,
             behind_since=self._behind_at[1] if self._behind_at and is_behind else None,
-            diverged_from=replicas_to_fetch_from(self._progress().lineages, self._me, live),
+            diverged_from=replicas_to_fetch_from(self._progress().history, self._me, live),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
 

@@ -28,7 +28,7 @@ from agora.train.gradients import GradientNormBound, GradientShare
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage import AveragedSlice, Blocks, StageProgress
+from agora.train.stage import AveragedFragment, Blocks, StageProgress
 from agora.train.weight_versions import LIMIT_FACTOR, DecodedWork, StashedForward
 
 T = TypeVar("T")
@@ -287,12 +287,12 @@ class DeviceWorker:
         step: int,
         blocks: Blocks,
         snapshot: Tensor,
-        averaged: AveragedSlice | None,
-        wanted_slices: int = ALL_REDUCE,
+        averaged: AveragedFragment | None,
+        wanted_fragments: int = ALL_REDUCE,
     ) -> None:
         """See Stage.outer_step."""
         function = self.trainer.stage(stage).outer_step
-        await self._run_and_step(function, step, blocks, snapshot, averaged, wanted_slices)
+        await self._run_and_step(function, step, blocks, snapshot, averaged, wanted_fragments)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """See Stage.catch_up."""
@@ -303,11 +303,11 @@ class DeviceWorker:
         return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
 
     async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = ALL_REDUCE
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int = ALL_REDUCE
     ) -> None:
         """See Stage.step_with_gradient."""
         function = self.trainer.stage(stage).step_with_gradient
-        await self._run_and_step(function, step, mean_gradient, tokens, wanted_slices)
+        await self._run_and_step(function, step, mean_gradient, tokens, wanted_fragments)
 
     async def export_state(self, stage: int) -> StageState:
         """See Stage.export_state."""

@@ -1,8 +1,8 @@
 """DiLoCo's outer optimizer: while replicas take steps of their own, it moves parameters that are equal at all of them.
 
-A round over a slice gives each replica the mean g of outer - s over the replicas, the same bytes at all of them; s is a
+A fragment's sync gives each replica the mean g of outer - s over the replicas, the same bytes at all of them; s is a
 replica's snapshot of its weights w when the round began. With velocity v (Nesterov momentum), and a momentum that is
-the manifest's outer_momentum for each step that a pass over all slices takes:
+the manifest's outer_momentum for each step that a pass over all fragments takes:
 
     v = momentum * v + g
     new = outer - rate * (g + momentum * v)
@@ -62,7 +62,7 @@ class OuterOptimizer:
         snapshot, mean: of these blocks, float32 [n].
         has_mean: for each part of part_elements(n) elements, whether the round gave a mean; where it did not, nothing
             changes and the result is 0. Padding is set to 0.
-        pass_steps: the steps in which every slice has its round once; they decide the momentum, at most MAX_MOMENTUM.
+        pass_steps: the steps in which every fragment is synced once; they decide the momentum, at most MAX_MOMENTUM.
 
         Raises ProtocolError, and changes nothing, for a mean of another shape or dtype, and when the resulting change
         of the weights is not finite.

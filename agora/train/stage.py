@@ -46,10 +46,10 @@ from agora.train.weight_versions import StageWeights, StashedForwards, WeightVer
 MAX_CLOSED_SHARES = 2
 STALENESS_BINS = 33  # staleness 0, 1, ... 31, and one bin for everything older.
 Blocks = NDArray[np.int64]  # numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once
-# A slice's mean difference to the anchor, float32 [n], and for each of its parts whether the round gave a mean.
-AveragedSlice = tuple[Tensor, tuple[bool, ...]]
-INITIAL_LINEAGE: Final = 1  # the lineage of the initial weights. 0 stands for an unknown lineage.
-# How many last steps' lineages are kept: replicas at different steps compare their lineages of an earlier one.
+# A fragment's mean outer gradient, float32 [n], and for each of its shards whether the round gave a mean.
+AveragedFragment = tuple[Tensor, tuple[bool, ...]]
+INITIAL_HASH: Final = 1  # the hash of the initial weights. 0 stands for an unknown one.
+# How many last steps' hashes are kept: replicas at different steps compare those of an earlier one.
 KEPT_STEPS: Final = 32
 
 
@@ -68,18 +68,18 @@ class StageProgress:
     tokens_predicted: int  # of those counted here, tokens whose gradient was computed at predicted weights
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
     account: StageAccount  # what became of the tokens counted here
-    plan: StepPlan  # which of the stage's steps are local, in how many slices
-    lineages: Mapping[int, int]  # history hashes of the last agreed steps, by step; see with_step
+    plan: StepPlan  # which of the stage's steps are inner steps, with how many fragments
+    history: Mapping[int, int]  # history hashes of the last agreed steps, by step; see extend_history
 
     @property
     def agreed(self) -> int:
-        # The step after the last mean that this replica or its loaded state has applied: of an exact step's gradient,
-        # or of the slice that was due after a local step. 0: none yet.
-        return max(self.lineages)
+        # The step after the last mean that this replica or its loaded state has applied: of an all-reduced gradient, or
+        # of the fragment that was due after an inner step. 0: none yet.
+        return max(self.history)
 
     @property
-    def lineage(self) -> int:
-        return self.lineages[self.agreed]
+    def history_hash(self) -> int:
+        return self.history[self.agreed]
 
 
 class Stage:
@@ -109,7 +109,7 @@ class Stage:
         self._averaging = manifest.averaging
         self._change_rule = ChangeRule.from_manifest(manifest)
         self.plan = first_step_plan(manifest)
-        # During local steps, the anchor and what moves it; None during exact ones.
+        # During inner steps, the outer parameters and what moves them; None during all-reduces.
         self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_inner(0) else None
         # An average in host memory is copied to the device when it is read: see `evaluated`.
         average = None if offload.in_host else self.optimizer.average
@@ -118,7 +118,7 @@ class Stage:
         self.sum = GradientSum(layout, offload.device)
         self.policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
-        self._lineages = {0: INITIAL_LINEAGE}
+        self._history = {0: INITIAL_HASH}
         # This replica's supervised tokens in the steps taken so far; those of a loaded state are included.
         self.tokens_stepped = 0
         self._stashed = stashed
@@ -149,7 +149,7 @@ class Stage:
             refused_nonfinite=self._refused,
             account=self._accounts.account(waiting),
             plan=self.plan,
-            lineages=self._lineages,
+            history=self._history,
         )
 
     def record_microbatch(
@@ -187,7 +187,7 @@ class Stage:
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
-        # With local steps the outer parameters and their velocity are moments, too: joiners fetch them with the state.
+        # During inner steps the outer parameters and their velocity are moments, too: joiners fetch them.
         return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
 
     @property
@@ -243,7 +243,7 @@ class Stage:
     def catch_up(self, step: int) -> None:
         """Raises the step count to `step`, that of the other replicas; not while a share is closed.
 
-        If the stage is one step behind, or takes local steps, it first takes one step with its summed gradient. Steps
+        If the stage is one step behind, or takes inner steps, it first takes one step with its summed gradient. Steps
         still missing are skipped: it reports one StepTaken for all of them, and before that StepsSkipped if tokens or
         more than one step were lost.
         """
@@ -261,7 +261,7 @@ class Stage:
                 self._report(StepsSkipped(self.number, step, skipped, dropped))
             self._count_step(SumTotals(), None)
             if self.outer is not None and not had_anchor:
-                self._leave_lineage()  # its outer parameters are not those of the others
+                self._leave_history()  # its outer parameters are not those of the others
 
     def take_gradient_share(self) -> GradientShare:
         """Returns this replica's share of the next step; first closes the share if it is open, whatever tokens it has.
@@ -287,12 +287,12 @@ class Stage:
         self._on_step(ShareClosed(self.number, step, totals.tokens))
 
     def step_with_gradient(
-        self, step: int, mean_gradient: Tensor, tokens: int, wanted_slices: int = ALL_REDUCE
+        self, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int = ALL_REDUCE
     ) -> None:
         """Takes step `step` along the mean gradient [numel] over all replicas' `tokens`, and reports StepTaken.
 
         Drops this replica's closed share of the step; an open share stays, for the step after. With 0 tokens the step
-        is only counted. wanted_slices: in how many slices all members of the round want to agree later; it is part of
+        is only counted. wanted_fragments: how many fragments all members of the round want later; it is part of
         the history. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype and
         for a norm that is not finite; the step can then be taken along another gradient.
         """
@@ -304,37 +304,37 @@ class Stage:
         result = None
         checksum = 0
         if tokens > 0:
-            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, wanted_slices)
+            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments)
             gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
             result = self.optimizer.step(self.writable_weights(), gradient, step)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
-        self.plan = self._change_rule.after_all_reduce(self.plan, step, wanted_slices)
+        self.plan = self._change_rule.after_all_reduce(self.plan, step, wanted_fragments)
         self._count_step(totals, result, tokens or None, checksum)
 
-    def record_slice(self, step: int, checksum: int, wanted_slices: int) -> None:
-        """Adds step `step` to the history: the mean of its slice, whose CRC is `checksum`, was applied."""
-        self._lineages = with_step(self._lineages, step, checksum, last=self.progress.agreed)
-        self.plan = self._change_rule.after_fragment_sync(self.plan, step, wanted_slices)
+    def _record_fragment_sync(self, step: int, checksum: int, wanted_fragments: int) -> None:
+        """Adds step `step` to the history: the mean of its fragment, whose CRC is `checksum`, was applied."""
+        self._history = extend_history(self._history, step, checksum, last=self.progress.agreed)
+        self.plan = self._change_rule.after_fragment_sync(self.plan, step, wanted_fragments)
         self._update_progress()
 
     def _new_outer(self) -> OuterOptimizer:
         return OuterOptimizer(self._averaging, self.layout, self.weights.current.flat)
 
-    def _leave_lineage(self) -> None:
+    def _leave_history(self) -> None:
         # A history that no other replica has, so that all replicas but one will fetch that one's state.
-        self._lineages = {self.step: lineage_of_weights(self.weights.current.flat.cpu().numpy().data)}
+        self._history = {self.step: hash_of_weights(self.weights.current.flat.cpu().numpy().data)}
         self._update_progress()
 
-    def restart_at(self, step: int, tokens: int, agreed: int, lineage: int, plan: StepPlan) -> None:
+    def restart_at(self, step: int, tokens: int, agreed: int, history_hash: int, plan: StepPlan) -> None:
         """Sets step, tokens and history to those of a loaded state; drops gradient sum, closed shares, recent accounts.
 
-        tokens: in the state's steps. lineage: of step `agreed`. The caller has replaced weights and moments before.
+        tokens: in the state's steps. history_hash: of step `agreed`. Weights and moments are the state's already.
         Reports StepsSkipped if tokens are lost.
         """
-        self._lineages = {agreed: lineage}
+        self._history = {agreed: history_hash}
         self.plan = plan
         if self.prediction:
             self.prediction.forget()
@@ -364,14 +364,14 @@ class Stage:
         now = time.monotonic()
         staleness = totals.staleness(self.step)
         if not self.plan.is_inner(self.step):
-            self._lineages = with_step(self._lineages, self.step + 1, checksum)
+            self._history = extend_history(self._history, self.step + 1, checksum)
         self.step += 1
         if self.plan.is_inner(self.step) and self.outer is None:
             self.outer = self._new_outer()
         elif self.outer is not None and not self.plan.is_inner(self.step):
-            # Local steps have made the replicas differ. With an own history each, all but one fetch that one's state.
+            # Inner steps have made the replicas differ. With an own history each, all but one fetch that one's state.
             self.outer = None
-            self._leave_lineage()
+            self._leave_history()
         self.tokens_stepped += totals.tokens
         if result is not None:  # otherwise the weights did not change here
             self._accounts.record_step(totals.tokens, step_tokens, staleness)
@@ -396,7 +396,7 @@ class Stage:
     def outer_gradient(self, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
         """Returns (outer parameters - weights, weights), both copied from the numbered `blocks` of the flat weights.
 
-        Both are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes exact steps.
+        Both are float32 [blocks * SLICE_BLOCK] on the CPU. None while the stage takes all-reduces.
         """
         if self.outer is None:
             return None
@@ -409,14 +409,14 @@ class Stage:
         step: int,
         blocks: Blocks,
         snapshot: Tensor,
-        averaged: AveragedSlice | None,
-        wanted_slices: int = ALL_REDUCE,
+        averaged: AveragedFragment | None,
+        wanted_fragments: int = ALL_REDUCE,
     ) -> None:
         """Applies the mean of step `step`'s round over `blocks` to outer parameters and weights, and to the history.
 
-        Does nothing if a mean of this or a later step was applied before, and during exact steps. snapshot: the weights
+        Does nothing if a mean of this or a later step was applied before, and during all-reduces. snapshot: the weights
         that the round began with. averaged: the round's result; parts without a mean stay as they are. None if there is
-        no other replica: then the snapshot becomes the outer parameters, and the weights stay. wanted_slices: as in
+        no other replica: then the snapshot becomes the outer parameters, and the weights stay. wanted_fragments: as in
         `step_with_gradient`. Raises ProtocolError for a mean that does not fit or gives weights that are not finite.
         """
         if step <= self.progress.agreed or self.outer is None:
@@ -433,11 +433,11 @@ class Stage:
             flat = self.writable_weights()
             flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
             self.layout.clear_padding(flat)
-            decided = bytes(has_mean) + wanted_slices.to_bytes(2, "big")
+            decided = bytes(has_mean) + wanted_fragments.to_bytes(2, "big")
             checksum = zlib.crc32(decided, zlib.crc32(mean.contiguous().numpy().data))
             if self.prediction:
                 self.prediction.forget()
-        self.record_slice(step, checksum, wanted_slices)
+        self._record_fragment_sync(step, checksum, wanted_fragments)
 
     def export_state(self) -> StageState:
         """Returns a copy, on the CPU, of the stage after its last step, without gradient sum and closed shares."""
@@ -452,7 +452,7 @@ class Stage:
             weights=weights,
             moments=moments,
             agreed=self.progress.agreed,
-            history_hash=self.progress.lineage,
+            history_hash=self.progress.history_hash,
             plan=self.plan,
         )
 
@@ -554,22 +554,22 @@ class TokenAccounts:
 
 # The history hash (called lineage on the wire) of a stage: a digest of all means that it has applied. Weights cannot be
 # compared, because equal steps round differently on different hardware. But replicas that were equal and have applied
-# the same means since then have the same hash, and others do not. Local steps do not enter it; means of slices do.
+# the same means since then have the same hash, and others do not. Inner steps do not enter it; means of fragments do.
 
 
-def with_step(lineages: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
-    """Returns a copy of `lineages` (step -> lineage) with that of `step` added; only the last KEPT_STEPS steps remain.
+def extend_history(history: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
+    """Returns a copy of `history` (step -> hash) with that of `step` added; only the last KEPT_STEPS steps remain.
 
     step: 1 is the first. checksum: of the step's mean. last: the agreed step before this one, by default step - 1.
-    lineage(step) = CRC-32(lineage(last), step, checksum), or 0 (unknown) if lineage(last) is unknown.
-    If that CRC is 0, the lineage is INITIAL_LINEAGE instead.
+    hash(step) = CRC-32(hash(last), step, checksum), or 0 (unknown) if hash(last) is unknown.
+    If that CRC is 0, the hash is INITIAL_HASH instead.
     """
-    parent = lineages.get(step - 1 if last is None else last, 0)
-    child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_LINEAGE
-    kept = {past: lineage for past, lineage in lineages.items() if step - KEPT_STEPS < past < step}
+    parent = history.get(step - 1 if last is None else last, 0)
+    child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_HASH
+    kept = {past: kept_hash for past, kept_hash in history.items() if step - KEPT_STEPS < past < step}
     return {**kept, step: child if parent else 0}
 
 
-def lineage_of_weights(weights: memoryview) -> int:
-    """Returns a lineage that follows from a replica's own weights alone: after local steps no two replicas share it."""
-    return zlib.crc32(weights) or INITIAL_LINEAGE
+def hash_of_weights(weights: memoryview) -> int:
+    """Returns a hash that follows from a replica's own weights alone: after inner steps no two replicas share it."""
+    return zlib.crc32(weights) or INITIAL_HASH

@@ -26,7 +26,7 @@ from agora.state.layout import Layout, lay_out
 from agora.swarm.peer_score import Violation
 from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import GradientShare
-from agora.train.stage import INITIAL_LINEAGE, StageProgress, lineage_of_weights, with_step
+from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of_weights
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from tests.replica.world import identities
 from tests.train.support import small_manifest
@@ -50,7 +50,7 @@ class FakeStage:
         self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
-        self.lineages = {0: INITIAL_LINEAGE}
+        self.history = {0: INITIAL_HASH}
         self.share: GradientShare | None = None
         self.policy = StepPolicy(10**9)
         self.alone_at: list[int] = []
@@ -74,13 +74,13 @@ class FakeStage:
             refused_nonfinite=0,
             account=StageAccount(),
             plan=self.plan,
-            lineages=self.lineages,
+            history=self.history,
         )
         return [progress]
 
     @property
     def agreed(self) -> int:
-        return max(self.lineages)
+        return max(self.history)
 
     def step_of(self, stage: int) -> int:
         return self.step
@@ -127,10 +127,10 @@ class FakeStage:
         was_local = self.plan.is_inner(self.step)
         self.step, self.share = self.step + 1, None
         if not was_local:
-            self.lineages = with_step(self.lineages, self.step, zlib.crc32(gradient.numpy().data))
+            self.history = extend_history(self.history, self.step, zlib.crc32(gradient.numpy().data))
             self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
         elif not self.plan.is_inner(self.step):
-            self.lineages = {self.step: lineage_of_weights(self.weights.numpy().data)}
+            self.history = {self.step: hash_of_weights(self.weights.numpy().data)}
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
@@ -144,7 +144,7 @@ class FakeStage:
         return self.outer.outer_gradient(torch.from_numpy(blocks), snapshot), snapshot
 
     async def outer_step(
-        self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, wanted_slices: int
+        self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, wanted_fragments: int
     ) -> None:
         if step <= self.agreed or not self.plan.is_inner(self.step):
             return
@@ -158,9 +158,9 @@ class FakeStage:
             )
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
-            checksum = zlib.crc32(bytes([*averaged[1], wanted_slices]), zlib.crc32(averaged[0].numpy().data))
-        self.lineages = with_step(self.lineages, step, checksum, last=self.agreed)
-        self.plan = self.change_rule.after_fragment_sync(self.plan, step, wanted_slices)
+            checksum = zlib.crc32(bytes([*averaged[1], wanted_fragments]), zlib.crc32(averaged[0].numpy().data))
+        self.history = extend_history(self.history, step, checksum, last=self.agreed)
+        self.plan = self.change_rule.after_fragment_sync(self.plan, step, wanted_fragments)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.Stage."""
@@ -169,7 +169,7 @@ class FakeStage:
                 self._step_alone()
             if step > self.step:
                 if not self.plan.is_inner(step - 1):
-                    self.lineages = with_step({step - 1: self.lineages[self.agreed]}, step, 0)
+                    self.history = extend_history({step - 1: self.history[self.agreed]}, step, 0)
                 self.step, self.tokens = step, 0
                 self._tell(0)
         self._take_due_step()
@@ -181,10 +181,10 @@ class FakeStage:
         return self.share
 
     async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, wanted_slices: int
+        self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, wanted_fragments: int
     ) -> None:
         assert self.step == step
-        self.plan = self.change_rule.after_all_reduce(self.plan, step, wanted_slices)
+        self.plan = self.change_rule.after_all_reduce(self.plan, step, wanted_fragments)
         self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 
@@ -248,7 +248,7 @@ class GroupPeer:
             if other.step >= at_least and not self.world.network.is_cut_between(self.peer, source):
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
-                self.stage.lineages = {other.agreed: other.lineages[other.agreed]}
+                self.stage.history = {other.agreed: other.history[other.agreed]}
                 self.stage.plan = other.plan
                 for name, values in self.stage.outer.moments.items():
                     values.copy_(other.outer.moments[name])

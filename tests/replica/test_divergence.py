@@ -10,7 +10,7 @@ from agora_protocol.ids import PeerId
 from agora.observe.events import StageDiverged
 from agora.replica.trust import replicas_to_fetch_from
 from agora.replica.view import DirectReport, ReplicaCounts, ReplicaProgress
-from agora.train.stage import INITIAL_LINEAGE, KEPT_STEPS, with_step
+from agora.train.stage import INITIAL_HASH, KEPT_STEPS, extend_history
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.replica.test_run import EXACT, assert_equal_bits, at_one_step
 from tests.virtual_time import run
@@ -21,7 +21,7 @@ ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "z"))
 def lineages(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]:
     made = first
     for step, checksum in checksums.items():
-        made = with_step(made, step, checksum)
+        made = extend_history(made, step, checksum)
     return made
 
 
@@ -31,7 +31,7 @@ def reported(step: int, lineage: int) -> ReplicaProgress:
     )
 
 
-BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: INITIAL_LINEAGE})
+BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: INITIAL_HASH})
 EQUAL = lineages(dict.fromkeys(range(6, 11), 5), BEGUN)
 OTHER = lineages(dict.fromkeys(range(6, 11), 6), BEGUN)
 

@@ -52,7 +52,7 @@ async def at_one_slice(*peers: GroupPeer) -> None:
 def assert_one_anchor(*peers: GroupPeer) -> None:
     first = peers[0].stage
     for peer in peers:
-        assert peer.stage.lineages[peer.stage.agreed] == first.lineages[first.agreed] != 0
+        assert peer.stage.history[peer.stage.agreed] == first.history[first.agreed] != 0
         for name in (OUTER_PARAMETERS, VELOCITY):
             assert torch.equal(peer.stage.outer.moments[name], first.outer.moments[name])
 
@@ -156,7 +156,7 @@ def test_halves_that_were_apart_become_one_again() -> None:
             left, right = world.all[:2], world.all[2:]
             world.network.broken |= {frozenset((a.peer, b.peer)) for a in left for b in right}
             await asyncio.sleep(4 * SILENT_S)
-            ends = [peer.stage.lineages[peer.stage.agreed] for peer in world.all]
+            ends = [peer.stage.history[peer.stage.agreed] for peer in world.all]
             assert len(set(ends)) > 1, "they went apart"
             world.network.broken.clear()
             await asyncio.sleep(20.0)
@@ -246,7 +246,7 @@ class Stages:
         return torch.ones(NUMEL // 4), torch.zeros(NUMEL // 4)
 
     async def outer_step(
-        self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any, wanted_slices: int
+        self, stage: int, step: int, blocks: Any, snapshot: Any, averaged: Any, wanted_fragments: int
     ) -> None:
         if step in self.refused:
             raise self.error

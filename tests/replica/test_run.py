@@ -86,7 +86,7 @@ def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_
             await asyncio.sleep(20.0)
             source = world.all[0].stage
             late.stage.weights, late.stage.step = source.weights, source.step
-            late.stage.lineages = dict(source.lineages)
+            late.stage.history = dict(source.history)
             await asyncio.sleep(5.0)
             missed = source.step - late.stage.step
             assert missed >= 5

@@ -214,9 +214,9 @@ def are_equal(*peers: GroupPeer) -> bool:
 
 def are_of_one_lineage(one: GroupPeer, other: GroupPeer) -> bool:
     """Whether both have applied the same means up to the same step."""
-    return (one.stage.agreed, one.stage.lineages[one.stage.agreed]) == (
+    return (one.stage.agreed, one.stage.history[one.stage.agreed]) == (
         other.stage.agreed,
-        other.stage.lineages[other.stage.agreed],
+        other.stage.history[other.stage.agreed],
     )
 
 

@@ -343,7 +343,7 @@ def test_what_a_stage_has_agreed_on_travels_with_its_state() -> None:
         state = replace(await worker.export_state(0), step=9, agreed=7, history_hash=5)
         await worker.load_state(state)
         (progress,) = worker.progress()
-        assert (progress.step, progress.agreed, progress.lineage, progress.lineages) == (9, 7, 5, {7: 5})
+        assert (progress.step, progress.agreed, progress.history_hash, progress.history) == (9, 7, 5, {7: 5})
         given = await worker.export_state(0)
         assert (given.step, given.agreed, given.history_hash) == (9, 7, 5)
         await worker.load_state(replace(state, agreed=9))
@@ -353,7 +353,7 @@ def test_what_a_stage_has_agreed_on_travels_with_its_state() -> None:
         assert (given.step, given.agreed, given.history_hash) == (
             10,
             10,
-            progress.lineage,
+            progress.history_hash,
         ) and given.history_hash not in (0, 5)
 
     with_stage_0(test)

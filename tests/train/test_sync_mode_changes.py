@@ -73,7 +73,7 @@ def test_what_the_means_want_enters_the_lineage() -> None:
     for stage, wanted in zip(stages, (SLICES, ALL_REDUCE), strict=True):
         take_exact_step(stage, wanted)
     assert np.array_equal(*(stage.export_state().weights for stage in stages))
-    assert stages[0].progress.lineage != stages[1].progress.lineage
+    assert stages[0].progress.history_hash != stages[1].progress.history_hash
 
 
 def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none() -> None:
@@ -85,7 +85,7 @@ def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none()
     state = giver.export_state()
     assert state.plan == PLAN and {OUTER_PARAMETERS, VELOCITY} <= state.moments.keys()
     taker.load_state(state)
-    assert taker.progress.plan == state.plan and taker.progress.lineage == giver.progress.lineage
+    assert taker.progress.plan == state.plan and taker.progress.history_hash == giver.progress.history_hash
     for name, values in giver.moments.items():
         assert torch.equal(taker.moments[name], values)
     for stage in (giver, taker):
@@ -104,14 +104,14 @@ def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() 
         for step in range(2):
             take_local_step(stage, seed=10 * seed + step)
         assert stage.step == FIRST + 2 and stage.outer is None
-        assert stage.progress.lineages.keys() == {stage.step}
+        assert stage.progress.history.keys() == {stage.step}
     first, second = stages
-    assert first.progress.lineage != second.progress.lineage
+    assert first.progress.history_hash != second.progress.history_hash
     second.load_state(first.export_state())
     for stage in stages:
         take_exact_step(stage)
     assert np.array_equal(*(stage.export_state().weights for stage in stages))
-    assert first.progress.lineage == second.progress.lineage
+    assert first.progress.history_hash == second.progress.history_hash
 
 
 def test_a_round_of_slices_ends_local_steps_no_sooner_than_the_rule_says() -> None:
@@ -134,10 +134,10 @@ def test_another_number_of_slices_keeps_anchor_and_lineage() -> None:
     change_at = stage.step + NOTICE_PASSES * SLICES
     assert stage.progress.plan == StepPlan(SLICES, change_at, 2)
     anchor = stage.moments[OUTER_PARAMETERS].clone()
-    lineage = stage.progress.lineage
+    lineage = stage.progress.history_hash
     while stage.step <= change_at:
         take_local_step(stage, seed=stage.step)
-    assert torch.equal(stage.moments[OUTER_PARAMETERS], anchor) and stage.progress.lineage == lineage
+    assert torch.equal(stage.moments[OUTER_PARAMETERS], anchor) and stage.progress.history_hash == lineage
 
 
 def test_a_stage_that_skips_into_local_steps_does_not_take_itself_for_a_replica_of_the_others() -> None:
@@ -148,5 +148,5 @@ def test_a_stage_that_skips_into_local_steps_does_not_take_itself_for_a_replica_
     stage.catch_up(FIRST + 2)
     while other.step < FIRST:
         take_exact_step(other)
-    assert stage.progress.lineages.keys() == {FIRST + 2}
-    assert stage.progress.lineage not in other.progress.lineages.values() and stage.progress.lineage
+    assert stage.progress.history.keys() == {FIRST + 2}
+    assert stage.progress.history_hash not in other.progress.history.values() and stage.progress.history_hash

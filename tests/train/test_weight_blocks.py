@@ -84,14 +84,14 @@ def test_a_round_is_taken_in_once_and_makes_the_lineage_another() -> None:
         before = stage.stage.progress
         assert (before.agreed, stage.stage.step) == (0, 1), "a local step is agreed on with nobody"
         stage.take_in(1, mean, stage.slice())
-    assert bench.stage.progress.agreed == 1 and bench.stage.progress.lineage not in (0, before.lineage)
-    assert bench.stage.progress.lineage == other.stage.progress.lineage
+    assert bench.stage.progress.agreed == 1 and bench.stage.progress.history_hash not in (0, before.history_hash)
+    assert bench.stage.progress.history_hash == other.stage.progress.history_hash
     weights = bench.stage.weights.current.flat.clone()
     bench.take_in(1, bench.noise(), bench.slice())
     assert torch.equal(bench.stage.weights.current.flat, weights)
     other.take_in(2, mean, other.slice(), done=False)
     bench.take_in(2, mean, bench.slice())
-    assert bench.stage.progress.lineage != other.stage.progress.lineage
+    assert bench.stage.progress.history_hash != other.stage.progress.history_hash
 
 
 def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
@@ -105,7 +105,7 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
     other.stage.load_state(state)
     for name, values in bench.stage.moments.items():
         assert torch.equal(other.stage.moments[name], values)
-    assert other.stage.progress.lineages == {1: bench.stage.progress.lineage}
+    assert other.stage.progress.history == {1: bench.stage.progress.history_hash}
 
 
 def test_a_run_of_exact_steps_keeps_no_anchor() -> None:
