@@ -437,7 +437,7 @@ class StageReplicas:
             tokens=progress.tokens_in_share,
             tokens_counted=progress.tokens_counted,
             agreed=progress.agreed,
-            history_hash=progress.lineage,
+            history_hash=progress.history_hash,
             start_step=self._start_step,
             carried=0 if math.isinf(carried) else 1 + min(int(1000 * carried), MAX_CARRIED),
         )
