@@ -1,15 +1,19 @@
 """The bytes of libp2p's circuit relay, version 2, and of multiaddrs with a relay in them. Pure.
 
-hivemind's own Multiaddr cannot read an address that goes through a relay, so those are converted here.
+Addresses are converted by hand. hivemind's Multiaddr cannot read one that goes through a relay. The `multiaddr`
+package can, but it reads an address that is cut short as another address, and refuses host names with a "_", as
+containers have them, which p2pd dials.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
 
 from agora.net.p2pd.hivemind_shim import PeerID
 
@@ -19,6 +23,32 @@ HOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/hop"
 STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"
 MAX_MESSAGE_BYTES: Final = 4096
 CIRCUIT: Final = "p2p-circuit"
+
+# The fields that are written or read here; others are skipped. Types and states are enums in libp2p's schema, but
+# uint64 here, since a parser drops the numbers that its enum does not name.
+_SCHEMA: Final = """
+name: "circuit.proto"
+message_type { name: "Peer" field { name: "id" number: 1 type: TYPE_BYTES } }
+message_type { name: "Reservation" field { name: "expire" number: 1 type: TYPE_UINT64 } }
+message_type {
+  name: "HopMessage"
+  field { name: "type" number: 1 type: TYPE_UINT64 }
+  field { name: "peer" number: 2 type: TYPE_MESSAGE type_name: ".Peer" }
+  field { name: "reservation" number: 3 type: TYPE_MESSAGE type_name: ".Reservation" }
+  field { name: "status" number: 5 type: TYPE_UINT64 }
+}
+message_type {
+  name: "StopMessage"
+  field { name: "type" number: 1 type: TYPE_UINT64 }
+  field { name: "peer" number: 2 type: TYPE_MESSAGE type_name: ".Peer" }
+  field { name: "status" number: 4 type: TYPE_UINT64 }
+}
+"""
+# A pool of its own: all packages share the names in the default one, where hivemind's and py-libp2p's clash already.
+_POOL: Final = descriptor_pool.DescriptorPool()
+_POOL.Add(text_format.Parse(_SCHEMA, descriptor_pb2.FileDescriptorProto()))
+_HopMessage: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("HopMessage"))
+_StopMessage: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("StopMessage"))
 
 _CODES: Final = {"ip4": 4, "tcp": 6, "ip6": 41, "dns": 53, "dns4": 54, "dns6": 55, "p2p": 421, CIRCUIT: 290}
 _NAMES: Final = {code: name for name, code in _CODES.items()}
@@ -69,23 +99,25 @@ def encode_hop(message: CircuitMessage, expires_unix: int = 0) -> bytes:
 
     expires_unix: when the reservation that a relay grants by this message ends; 0 for a message without a reservation.
     """
-    reservation = _field(3, _field(1, expires_unix)) if expires_unix else b""
-    return with_length(_field(1, message.kind) + _peer_field(message.peer) + reservation + _status(5, message.status))
+    wire = _to_wire(_HopMessage(), message)
+    if expires_unix:
+        wire.reservation.expire = expires_unix
+    return with_length(wire.SerializeToString())
 
 
 def encode_stop(message: CircuitMessage) -> bytes:
     """Returns a stop message as bytes, with its length before it."""
-    return with_length(_field(1, message.kind) + _peer_field(message.peer) + _status(4, message.status))
+    return with_length(_to_wire(_StopMessage(), message).SerializeToString())
 
 
 def decode_hop(body: bytes) -> CircuitMessage:
     """Parses the hop message in `body`, which does not include its length. Raises ValueError for any other bytes."""
-    return _decode(body, 5)
+    return _decode(_HopMessage(), body)
 
 
 def decode_stop(body: bytes) -> CircuitMessage:
     """Parses the stop message in `body`, which does not include its length. Raises ValueError for any other bytes."""
-    return _decode(body, 4)
+    return _decode(_StopMessage(), body)
 
 
 def encode_multiaddr(text: str) -> bytes:
@@ -174,46 +206,21 @@ def with_length(body: bytes) -> bytes:
     return varint(len(body)) + body
 
 
-def _field(number: int, value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + with_length(value)
+def _to_wire(wire: Any, message: CircuitMessage) -> Any:
+    wire.type = message.kind
+    if message.peer:
+        wire.peer.id = PeerID.from_base58(message.peer).to_bytes()
+    if message.status:
+        wire.status = message.status
+    return wire
 
 
-def _peer_field(peer: str) -> bytes:
-    return _field(2, _field(1, PeerID.from_base58(peer).to_bytes())) if peer else b""
-
-
-def _status(number: int, status: int) -> bytes:
-    return _field(number, status) if status else b""
-
-
-def _decode(body: bytes, status_field: int) -> CircuitMessage:
-    kind, peer, status = -1, "", 0
-    for number, value in _fields(body):
-        if number == 1 and isinstance(value, int):
-            kind = value
-        elif number == status_field and isinstance(value, int):
-            status = value
-        elif number == 2 and isinstance(value, bytes):
-            ids = [inner for key, inner in _fields(value) if key == 1 and isinstance(inner, bytes)]
-            peer = str(PeerID(ids[0])) if ids and len(ids[0]) <= 64 else ""
-    if kind < 0:
+def _decode(wire: Any, body: bytes) -> CircuitMessage:
+    try:
+        wire.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(f"the message is malformed ({error})") from None
+    if not wire.HasField("type"):
         raise ValueError("the message has no type")
-    return CircuitMessage(kind, peer, status)
-
-
-def _fields(body: bytes) -> Iterator[tuple[int, int | bytes]]:
-    value: int | bytes
-    while body:
-        key, body = read_varint(body)
-        if key & 7 == 0:
-            value, body = read_varint(body)
-        elif key & 7 == 2:
-            length, body = read_varint(body)
-            if length > len(body):
-                raise ValueError("a field is cut short")
-            value, body = body[:length], body[length:]
-        else:
-            raise ValueError("a field is of a kind that no circuit message has")
-        yield key >> 3, value
+    raw = wire.peer.id
+    return CircuitMessage(wire.type, str(PeerID(raw)) if 0 < len(raw) <= 64 else "", wire.status)
