@@ -49,7 +49,7 @@ class Announcement:
 
 
 class Caller(Protocol):
-    """Protocol: sends a request to a peer and waits for the reply. Implemented by net.network.Network."""
+    """Sends a request to a peer and waits for the reply."""
 
     async def call(
         self,

@@ -1,7 +1,6 @@
 """Makes text that others wrote harmless to a terminal, or one line.
 
-Every command
-prints through this module (cli/console.py), and so does the log (observe/log.py).
+Every command prints through this module (cli/console.py), and so does the log (observe/log.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """A microbatch's way through the swarm: the origin that draws it, the hops that compute it, the routes between them.
 
-Both are passed in as protocols: see interfaces.py and agora/core/calls.py.
+The device and the network are passed in: see SpanDevice in hop.py and Caller in agora/core/calls.py.
 """

@@ -3,7 +3,7 @@
 Three decisions, in this order. `choose_callees`: a subset of the stage's peers, by weighted rendezvous hashing.
 `list_candidates`: when each of these may be called (back-off) and how soon it would be done. `choose_next`: weighted
 round robin by virtual runtime (SWARM parallelism, arXiv 2301.11913, section 3.2) plus the least expected finish.
-docs/routing.md explains them; docs/notes/routing.md has the figures and the differences from SWARM.
+docs/understand/routing.md explains them; docs/notes/routing.md has the figures and the differences from SWARM.
 """
 
 from __future__ import annotations

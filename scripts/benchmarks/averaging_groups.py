@@ -1,6 +1,6 @@
-"""Groups of members that average the same 10 M values: one of the swarm's, one of hivemind's.
+"""Groups of members that average the same 10 M values.
 
-Each as child processes.
+One group is of the swarm, one of hivemind; each member is a child process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A member of hivemind's all-reduce, as a child process: its DHT node and its DecentralizedAverager, as they come.
 
-hivemind's defaults are kept; only the group's size is set, as its
-users set it, and the compression where a spec names one.
+hivemind's defaults are kept; only the group's size is set, as its users set it, and the compression where a spec names
+one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A member of the swarm's rounds, as a child process: its own libp2p host, its own reducer.
+"""A member of the swarm's rounds, as a child process.
 
-Rounds over real streams.
+It has its own libp2p host and its own reducer; rounds go over real streams.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What the members of a benchmarked round hold, and how near they come to the true mean.
 
-Only child processes
-import it.
+Only child processes import it.
 
 Every member holds the same pseudo-random values, moved by an offset of its own, as replicas of one model lie near one
 another. So each element of a result says which members' values are in it: it is an offset again, and the true mean of

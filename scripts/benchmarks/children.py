@@ -1,7 +1,6 @@
 """Child processes of a benchmark: started here, spoken to in JSON lines, ended here, whatever happens.
 
-Each child leads a process group of its
-own, so that what it forked (a libp2p daemon, hivemind's pools) ends with it.
+Each child leads a process group of its own, so that what it forked (a libp2p daemon, hivemind's pools) ends with it.
 
 The talk: the parent writes one JSON object per line to the child's standard input and reads one per line from its
 standard output; the child's standard error goes to a file. At the end of its input a child stops.

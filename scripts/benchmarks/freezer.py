@@ -1,7 +1,7 @@
 """Rest that costs nothing: process groups stopped by SIGSTOP while others are measured, and never left stopped.
 
-A stopped process does not notice that its parent
-is gone, so a guardian process does: when the benchmark dies, the guardian kills the groups that were named to it.
+A stopped process does not notice that its parent is gone, so a guardian process does: when the benchmark dies, the
+guardian kills the groups that were named to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The baseline that a datacentre would use: `torch.distributed.pipelining`, 1F1B, over gloo, one process per stage.
 
-Boundaries are float32, as the library sends what
-the modules return; losses are sums divided by the step's tokens, so gradients need no scaling by the schedule.
+Boundaries are float32, as the library sends what the modules return; losses are sums divided by the step's tokens, so
+gradients need no scaling by the schedule.
 """
 
 from __future__ import annotations

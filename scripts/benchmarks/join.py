@@ -1,8 +1,7 @@
 """`./scripts/bench join`: how long a newcomer needs until it counts, on loopback and over a shaped link.
 
-A swarm of two stages trains; then one
-more daemon joins, and its journal has when it served, what it fetched, and when its values first had a weight in an
-average.
+A swarm of two stages trains; then one more daemon joins, and its journal has when it served, what it fetched, and when
+its values first had a weight in an average.
 """
 
 from __future__ import annotations

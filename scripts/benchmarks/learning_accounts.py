@@ -1,7 +1,7 @@
 """What became of a swarm's tokens, from the journals of all its daemons, those that were killed included. Pure.
 
-A token is computed when its microbatch has come
-home to its origin. Each stage then counts it in an optimizer step (agora.cli.demo_totals has the rules), or loses it:
+A token is computed when its microbatch has come home to its origin. Each stage then counts it in an optimizer step
+(agora.cli.demo_totals has the rules), or loses it:
 
 | tokens that are lost | why |
 |---|---|

@@ -1,7 +1,7 @@
 """The plain training loop that swarms are compared with, and the evaluator of both: a child process with all threads.
 
-The loop has no
-codec, no peers and no staleness; the optimizer step is the daemons' own, so that both have the same optimizer.
+The loop has no codec, no peers and no staleness; the optimizer step is the daemons' own, so that both have the same
+optimizer.
 """
 
 from __future__ import annotations

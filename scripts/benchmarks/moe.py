@@ -1,11 +1,11 @@
 """The baseline on the same network stack: hivemind's own remote modules, what SWARM and Petals were built on.
 
-Each stage is a `ModuleBackend` behind a hivemind
-`Server` in its own process; a trainer chains `RemoteExpert` calls and lets autograd run them backward, with a step's
-worth of microbatches in flight on threads. By hivemind's design the trainer carries every boundary itself (star, not
-chain), a stage runs its forward again inside its backward, and a backend steps on every call. Here a backend steps once
-per 16 microbatches, so that the optimizer's work is the same. The last stage computes the loss, so that only a number
-per sequence comes back from that stage. Boundaries are 16-bit floats, as many bytes as the swarm's.
+Each stage is a `ModuleBackend` behind a hivemind `Server` in its own process; a trainer chains `RemoteExpert` calls
+and lets autograd run them backward, with a step's worth of microbatches in flight on threads. By hivemind's design the
+trainer carries every boundary itself (star, not chain), a stage runs its forward again inside its backward, and a
+backend steps on every call. Here a backend steps once per 16 microbatches, so that the optimizer's work is the same.
+The last stage computes the loss, so that only a number per sequence comes back from that stage. Boundaries are 16-bit
+floats, as many bytes as the swarm's.
 """
 
 from __future__ import annotations

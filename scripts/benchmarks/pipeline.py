@@ -1,8 +1,8 @@
 """`./scripts/bench pipeline`: the swarm's tokens per second beside three other ways to train the same model here.
 
-All contenders are
-started once and kept; in every round each gets one measured window while the others are frozen, and a ratio is the
-median over rounds of the ratios within a round: slow drift and a noisy neighbour hit both sides of each pair.
+All contenders are started once and kept; in every round each gets one measured window while the others are frozen, and
+a ratio is the median over rounds of the ratios within a round: slow drift and a noisy neighbour hit both sides of each
+pair.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`./scripts/bench simulate`: what the daemon's own decisions make of thousands of machines, and how true that is.
 
-Everything is simulated with a fixed seed, so
-those figures are the same on each machine; only the comparison with real daemons is measured.
+Everything is simulated with a fixed seed, so those figures are the same on each machine; only the comparison with real
+daemons is measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Eight real daemons beside the same eight in the simulator: what each has measured goes in, throughput is compared.
 
-Each daemon's device is made slower on purpose
-(AGORA_SLOWDOWN), so that two cores carry all of them; the simulator gets the device seconds that a microbatch has
-really taken at each peer and the links, but nothing about the throughput.
+Each daemon's device is made slower on purpose (AGORA_SLOWDOWN), so that two cores carry all of them; the simulator
+gets the device seconds that a microbatch has really taken at each peer and the links, but nothing about the
+throughput.
 """
 
 from __future__ import annotations

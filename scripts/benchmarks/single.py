@@ -1,7 +1,7 @@
 """The baseline that needs no network: the same model in one process, in a plain PyTorch loop with all threads.
 
-Kept as good as a plain loop gets: gradients set to None, fused AdamW,
-no copy, no synchronisation but the loss read once per microbatch.
+Kept as good as a plain loop gets: gradients set to None, fused AdamW, no copy, no synchronisation but the loss read
+once per microbatch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """(e) Boundaries on a stream: calls of agora.net beside a bare hivemind `P2P` stream, in the same two processes.
 
-Both go through the same
-two libp2p daemons on the same uvloop loops. A `trip` carries the payload there and back, as a boundary and its gradient
-travel; a `flow` sends payloads one way, several on their way at the same time, each answered by a few bytes.
-The bare stream is written the natural way: eight bytes of length, then the payload, `readexactly` at the other end.
+Both go through the same two libp2p daemons on the same uvloop loops. A `trip` carries the payload there and back, as a
+boundary and its gradient travel; a `flow` sends payloads one way, several on their way at the same time, each answered
+by a few bytes. The bare stream is written the natural way: eight bytes of length, then the payload, `readexactly` at
+the other end.
 """
 
 from __future__ import annotations

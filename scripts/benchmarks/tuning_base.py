@@ -1,7 +1,6 @@
 """The base models of the tuning benchmark, made here: one with random weights, and two pretrained for about a minute.
 
-Text is bytes, so
-the vocabulary is 256 and no tokenizer file is needed.
+Text is bytes, so the vocabulary is 256 and no tokenizer file is needed.
 
 Large pretrained models have a few columns of the residual stream that are tens of times larger than the others, in
 every token (arXiv 2208.07339, 2402.17762). They decide what a codec costs, and a model of a minute has none. So one

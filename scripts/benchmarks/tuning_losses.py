@@ -1,7 +1,6 @@
 """A loss run: a pretrained model tuned with LoRA in one process, cut into stages, boundaries crossing by one codec.
 
-A microbatch is
-finished, and its step taken, before the next begins.
+A microbatch is finished, and its step taken, before the next begins.
 """
 
 from __future__ import annotations

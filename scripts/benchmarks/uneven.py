@@ -1,8 +1,8 @@
 """`./scripts/bench uneven`: real daemons of uneven speed, with the spans of a plan and with equal ones.
 
-Each daemon's device is
-slowed down (AGORA_SLOWDOWN: it sleeps), so that two cores carry all of them; the slowest is ten times slower than the
-fastest. The plan knows the profile of this machine, in seconds of the processor, and each daemon's slowdown.
+Each daemon's device is slowed down (AGORA_SLOWDOWN: it sleeps), so that two cores carry all of them; the slowest is
+ten times slower than the fastest. The plan knows the profile of this machine, in seconds of the processor, and each
+daemon's slowdown.
 """
 
 from __future__ import annotations

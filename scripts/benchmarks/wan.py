@@ -1,6 +1,6 @@
 """`./scripts/bench wan`: the time to a target loss over slow links, of what may cross a boundary.
 
-With two optimizers.
+Each codec is trained with two optimizers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A loss run: all stages of a small model in one process, boundaries crossing by the daemons' codecs, both ways.
 
-A microbatch is
-finished before the next begins: a swarm's delay between forward and backward is the same for all settings.
+A microbatch is finished before the next begins: a swarm's delay between forward and backward is the same for all
+settings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Holds `--link`, which shapes inside the process, against the kernel's own shaping between network namespaces.
 
-Needs
-root; makes two network namespaces of its own names, keeps all traffic inside them, and removes them however it ends.
-The kernel's side is a token bucket (tbf) for the rate, and netem for the delay; where the kernel has no netem, two tun
-devices with a relay between them that holds every packet for half the RTT.
+Needs root; makes two network namespaces of its own names, keeps all traffic inside them, and removes them however it
+ends. The kernel's side is a token bucket (tbf) for the rate, and netem for the delay; where the kernel has no netem,
+two tun devices with a relay between them that holds every packet for half the RTT.
 
     .venv/bin/python scripts/lab/links.py --link 20Mbit,50ms --link 200Mbit,50ms
 """

@@ -1,7 +1,6 @@
 """Measures what a direct path, a punched hole and a relay carry between two peers, in network namespaces.
 
-Needs root, ip, tc
-and nft. Keeps all traffic inside namespaces of its own, and removes them however it ends.
+Needs root, ip, tc and nft. Keeps all traffic inside namespaces of its own, and removes them however it ends.
 
     PYTHONPATH=.:protocol .venv/bin/python scripts/lab/nat.py --rate 200mbit
 """

@@ -1,7 +1,6 @@
 """Example data for tuning, made of what the standard library says of itself: answers to questions, and preferences.
 
-The same names give the
-same records, in the same order.
+The same names give the same records, in the same order.
 
 | file | a record | what can be learnt from it |
 |---|---|---|

@@ -1,7 +1,6 @@
 """The text that the tiny model is pretrained on: source files, and some conversations made of their paragraphs.
 
-The conversations teach
-what follows the tokens of a turn, and nothing about the questions in the example data.
+The conversations teach what follows the tokens of a turn, and nothing about the questions in the example data.
 """
 
 from __future__ import annotations

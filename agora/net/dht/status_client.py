@@ -1,6 +1,6 @@
-"""The light client: gets the status from a peer of a run, or delivers a revocation, without daemon.
+"""The light client: gets the status from a peer of a run, or delivers a revocation.
 
-Torch or hivemind.
+It needs no daemon, no torch and no hivemind.
 """
 
 from __future__ import annotations

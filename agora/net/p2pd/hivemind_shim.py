@@ -1,8 +1,7 @@
 """Imports the parts of hivemind that the network uses: its p2pd, its DHT, their messages.
 
-`import hivemind` also imports averaging,
-optimizers, experts and scipy, none of which is used: a quarter of a daemon's import time, and 45 MB of memory. So
-its submodules are imported here without running its `__init__`.
+`import hivemind` also imports averaging, optimizers, experts and scipy, none of which is used: a quarter of a daemon's
+import time, and 45 MB of memory. So its submodules are imported here without running its `__init__`.
 """
 
 from __future__ import annotations

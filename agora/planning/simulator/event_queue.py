@@ -1,7 +1,6 @@
 """Simulated time: events in order of time, and deadlines that are nearly always removed before they pass.
 
-Two events at the same time
-happen in the order in which they were added, so that a simulation is the same at each run.
+Two events at the same time happen in the order in which they were added, so that a simulation is the same at each run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads single tensors of a base model from safetensors files of this machine, after checking them.
 
-The files are the model's own, or those of tensors that were fetched from peers (state.tensor_store), or some of each.
+The files are the model's own, or those of tensors that were fetched from peers (tuning.base.store), or some of each.
 Also lists the weights files of a folder, for writing a manifest. The header of each file lists the file's tensors; only
 the files with wanted tensors are hashed and read, so a peer needs only the shards of its own span. The index file,
 which no hash in the manifest covers, is read only for writing a manifest.
