@@ -39,7 +39,7 @@ CALLED_BY_OTHERS = {
 
 
 def product_files() -> list[Path]:
-    return sorted(path for room in PRODUCT for path in room.rglob("*.py"))
+    return sorted(path for package in PRODUCT for path in package.rglob("*.py"))
 
 
 def parsed() -> Iterator[tuple[Path, ast.Module]]:

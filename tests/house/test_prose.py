@@ -1,4 +1,4 @@
-"""Names in prose exist: every `Class.member` of a docstring, a comment or a page is one that the code has."""
+"""Names in docstrings, comments and pages exist: members of classes, files of code, pages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [path for room in ("agora", "protocol", "scripts", "tests") for path in sorted((ROOT / room).rglob("*.py"))]
+FILES = [
+    path for package in ("agora", "protocol", "scripts", "tests") for path in sorted((ROOT / package).rglob("*.py"))
+]
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 PAGES = [ROOT / "README.md", ROOT / "protocol" / "SPEC.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 NAMED = re.compile(r"(?<![\w./])([A-Z]\w*[a-z]\w*)\.([a-z_]\w*)\b(?!/)")
+# A file of code by the end of its path, a page by its whole path. NAME in capitals stands for any.
+NAMED_FILES = re.compile(r"(?<![\w/.*{}-])(?:\./)?((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)\b|(?<![\w/])(docs/[a-z_0-9/]+\.md)")
+ALL_FILES = [
+    path.relative_to(ROOT)
+    for folder in ("agora", "deploy", "docs", "protocol", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.*")
+]
 PLAIN_BASES = {"ABC", "Enum", "Exception", "Generic", "IntEnum", "NamedTuple", "Protocol", "StrEnum", "object"}
 
 
@@ -83,3 +92,30 @@ def test_a_member_that_is_not_there_is_found() -> None:
     assert missing(
         iter(["`Members.add` walks, `Members.lost` does not, `Unknown.lost` is no class of ours"]), known
     ) == ["Members.lost"]
+
+
+def missing_files(prose: Iterator[str], known: set[str]) -> list[str]:
+    named = {code or page for text in prose for code, page in NAMED_FILES.findall(text)}
+    return sorted(named - known)
+
+
+def ends_of_paths() -> set[str]:
+    return {"/".join(path.parts[start:]) for path in ALL_FILES for start in range(len(path.parts))}
+
+
+def test_every_file_that_prose_names_exists() -> None:
+    known = ends_of_paths()
+    dead = [f"{path.relative_to(ROOT)}: {name}" for path in FILES for name in missing_files(prose_of(path), known)]
+    dead += [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in missing_files(iter([page.read_text(encoding="utf-8")]), known)
+    ]
+    assert not dead, "\n".join(dead)
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    text = (
+        "`test_prose.py`, `house/test_prose.py::walk`, docs/README.md, lost.py, `house/lost.py`, NAME.py, docs/lost.md"
+    )
+    assert missing_files(iter([text]), ends_of_paths()) == ["docs/lost.md", "house/lost.py", "lost.py"]
