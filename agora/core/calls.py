@@ -8,7 +8,7 @@ from typing import Protocol
 
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import CallProgress, Message
+from agora_protocol.messages import CallProgress, Message, Request
 from agora_protocol.tensors import WireTensor
 
 # Takes one progress message (CallProgress) of a call that is still open. Must not block and must not raise.
@@ -54,7 +54,7 @@ class Caller(Protocol):
     async def call(
         self,
         peer: PeerId,
-        request: Message,
+        request: Request,
         tensors: Sequence[WireTensor] = (),
         *,
         deadline: float,

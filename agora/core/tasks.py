@@ -56,13 +56,13 @@ class BackgroundTasks:
 T = TypeVar("T")
 
 
-# asyncio.to_thread would make the daemon's end wait for the work.
 async def run_in_thread(work: Callable[[], T]) -> T:
     """Runs `work` on a new daemon thread, waits for it, and returns its result or raises its exception.
 
     Cancelling this call does not stop the thread, but drops its result. If `work` raises SystemExit, the thread ends
     and this call never returns.
     """
+    # Not asyncio.to_thread: its thread would make the daemon's end wait for the work.
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # from now on the waiting task's cancellation does not reach the future
 

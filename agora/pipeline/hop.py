@@ -185,7 +185,14 @@ class Hop:
             self._paths_s.append(path_s)
         busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
         loss: SpanResult | Processed = result if downstream is None else downstream
-        message = Processed(loss.loss_sum, loss.tokens, busy_ms, path_ms, loss.log_probabilities, loss.metrics)
+        message = Processed(
+            loss_sum=loss.loss_sum,
+            tokens=loss.tokens,
+            busy_ms=busy_ms,
+            path_ms=path_ms,
+            log_probabilities=loss.log_probabilities,
+            metrics=loss.metrics,
+        )
         return HopAnswer(message, [] if result.gradient is None else [result.gradient])
 
     @property

@@ -97,11 +97,11 @@ Perform = Callable[["RunningWork"], Coroutine[Any, Any, HopAnswer]]
 class RunningWork:
     """One microbatch's work that runs in `task`, and the callers that wait for it."""
 
-    def __init__(self, key: WorkKey, last_stage: int, consumer: Client | None, perform: Perform) -> None:
-        """Starts the task. consumer: the peer that asked for it first; None for this peer itself."""
+    def __init__(self, key: WorkKey, last_stage: int, caller: Client | None, perform: Perform) -> None:
+        """Starts the task. caller: the peer that asked for it first; None for this peer itself."""
         self.key = key
         self.last_stage = last_stage
-        self.consumer = consumer
+        self.caller = caller
         self.committed = self.cancelled = False
         self.callers: list[OnProgress] = []  # one for each waiting caller
         self.newest: dict[int, CallProgress] = {}  # by stage, for callers that join
@@ -196,7 +196,7 @@ class WorkLedger:
                     raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
-                return await self._wait(self._start(key, last_stage, call.consumer, perform), call.on_progress)
+                return await self._wait(self._start(key, last_stage, call.caller, perform), call.on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
             for call_progress in work.newest.values():
                 call.on_progress(call_progress)
@@ -234,11 +234,11 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(self, key: WorkKey, last_stage: int, consumer: Client | None, perform: Perform) -> RunningWork:
+    def _start(self, key: WorkKey, last_stage: int, caller: Client | None, perform: Perform) -> RunningWork:
         if refusal := self._refusal or self._shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
-        held = Counter(work.consumer for work in self._works.values() if work.consumer is not None)
-        exceeds_share = consumer is not None and not may_acquire(held, consumer, self._slots, free=FREE_SLOT_FRACTION)
+        held = Counter(work.caller for work in self._works.values() if work.caller is not None)
+        exceeds_share = caller is not None and not may_acquire(held, caller, self._slots, free=FREE_SLOT_FRACTION)
         if self.taken >= self._slots or exceeds_share:
             free_in_ms = 1000.0 * (self._slot_time_s.value or 0.0) / self._slots  # when the next of all slots is free
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
@@ -260,7 +260,7 @@ class WorkLedger:
             finally:
                 self._end(work)
 
-        work = self._works[key] = RunningWork(key, last_stage, consumer, perform_and_keep)
+        work = self._works[key] = RunningWork(key, last_stage, caller, perform_and_keep)
         work.task.add_done_callback(lambda task: self._end(work))
         return work
 

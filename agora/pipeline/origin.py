@@ -84,12 +84,13 @@ class Microbatch:
     started: float  # loop time
     step: int = 0
     references: tuple[float, ...] = ()
-    path: dict[int, PeerId] = field(default_factory=dict)  # by stage, who held it last: a hint for the next attempt
+    # Who held it last, by stage: a hint for the next attempt.
+    peer_by_stage: dict[int, PeerId] = field(default_factory=dict)
 
     def record_progress(self, call_progress: CallProgress) -> None:
-        """Records in `path` where the microbatch is."""
+        """Records in `peer_by_stage` where the microbatch is."""
         if call_progress.stage > 0:
-            self.path[call_progress.stage] = call_progress.peer
+            self.peer_by_stage[call_progress.stage] = call_progress.peer
 
 
 class Origin:
@@ -324,7 +325,7 @@ class Origin:
             stage=0,
             purpose=microbatch.purpose,
             deadline_ms=max(1, int(1000.0 * timeout_s)),
-            hint=tuple(sorted(microbatch.path.items())[:MAX_HINTS]),
+            hint=tuple(sorted(microbatch.peer_by_stage.items())[:MAX_HINTS]),
             step=microbatch.step,
             references=microbatch.references,
         )

@@ -31,7 +31,7 @@ class ProcessCall:
     tensors: Sequence[WireTensor]  # [boundary, tokens]; the boundary may be missing at stage 0
     deadline: float  # loop time by which the answer is due
     on_progress: OnProgress  # takes each new CallProgress of the called peer and of those after it
-    consumer: Client | None = None  # the calling peer and its address prefix; None for this peer's own origin
+    caller: Client | None = None  # its peer id and address prefix; None for this peer's own origin
 
 
 @dataclass(slots=True)
@@ -72,11 +72,13 @@ class WireRules:
         """The rules of the manifest's run: forms of the tensors by its shapes and its codec."""
         codec = parse_codec(manifest.boundary.codec)
         shape = manifest.boundary_shape()
+        boundary_dtype, boundary_shape = codec.wire_format(shape, "forward")
+        gradient_dtype, gradient_shape = codec.wire_format(shape, "backward")
         return cls(
-            TensorForm(*codec.wire_format(shape, "forward")),
-            TensorForm(*codec.wire_format(shape, "backward")),
-            manifest.tokens_shape(),
-            manifest.objective.kind,
+            boundary=TensorForm(boundary_dtype, boundary_shape),
+            gradient=TensorForm(gradient_dtype, gradient_shape),
+            tokens_shape=manifest.tokens_shape(),
+            objective=manifest.objective.kind,
         )
 
     @property
@@ -116,7 +118,14 @@ class WireRules:
             raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not of this run")
         if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
             raise ProtocolError("bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}, not of this run")
-        return SpanWork(message.microbatch, message.stage, boundary, tokens, message.purpose, tuple(message.references))
+        return SpanWork(
+            microbatch=message.microbatch,
+            entry_stage=message.stage,
+            boundary=boundary,
+            tokens=tokens,
+            purpose=message.purpose,
+            references=tuple(message.references),
+        )
 
     def check_answer(self, reply: Reply, purpose: str, peer: PeerId) -> HopAnswer:
         """Returns the reply of `peer` to a request of `purpose` as its answer.

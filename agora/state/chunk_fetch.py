@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeVar
 from agora_protocol.errors import AgoraError, Busy
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
-from agora_protocol.messages import Message
+from agora_protocol.messages import Request
 
 from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
@@ -208,7 +208,7 @@ class ChunkFetch(Generic[Index]):
                     task.result()
 
 
-async def call_until(caller: Caller, peer: PeerId, make: Callable[[int], Message], deadline: float) -> Reply:
+async def call_until(caller: Caller, peer: PeerId, make: Callable[[int], Request], deadline: float) -> Reply:
     """Makes a call that carries its own deadline. make: returns the request for the milliseconds that are left."""
     return await caller.call(peer, make(milliseconds_until(deadline)), deadline=deadline)
 

@@ -17,11 +17,11 @@ from agora_protocol.ids import PeerId, RunId, Span
 from agora.swarm.stage_capacity import MachineCapacity, StageCapacity, StageNeeds, spans_of_length, spans_that_fit
 from agora.swarm.view import PeerView, View
 
-# Number of rounds, each one read of the other claims, after which a joining peer's claim is settled in any case.
-MAX_SETTLING_ROUNDS = 12
-# Number of rounds in a row after which a kept span is settled although other joiners have not chosen the best spans:
+# Number of turns, each one read of the other claims, after which a joining peer's claim is settled in any case.
+MAX_SETTLING_TURNS = 12
+# Number of turns in a row after which a kept span is settled although other joiners have not chosen the best spans:
 # their owners may have pinned them, and then waiting longer is of no use.
-ROUNDS_TO_KEEP = 3
+TURNS_TO_KEEP = 3
 # A newcomer with less than this fraction of a median machine's rate stands by, while no stage is thin.
 MIN_FRACTION = 0.02
 
@@ -33,38 +33,38 @@ class Placement:
     span: Span | None  # None: the peer should hold none and stand by
     reason: str  # why, in words
     # True if, by the view that was judged, this peer and all other joining peers keep their claimed spans: then no
-    # further round is needed.
+    # further turn is needed.
     is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """How far one joining peer is with settling its claim, in rounds of judging the claims of others."""
+    """How far one joining peer is with settling its claim, in turns of judging the claims of others."""
 
     placement: Placement  # what the peer claims now
-    rounds: int = 0  # the number of rounds so far
-    kept: int = 0  # how many of the latest rounds, in a row, have left the peer's span as it was
-    settled: bool = False  # whether no further round is needed
+    turns: int = 0  # the number of turns so far
+    kept: int = 0  # how many of the latest turns, in a row, have left the peer's span as it was
+    settled: bool = False  # whether no further turn is needed
 
 
 def next_settling_step(settling: Settling, judged: Placement) -> Settling:
-    """Returns the Settling after one more round: with the placement to claim now, and whether it has settled.
+    """Returns the Settling after one more turn: with the placement to claim now, and whether it has settled.
 
-    judged: what `judge_collision` returned in this round, after the claims of others had time to be seen.
+    judged: what `judge_collision` returned in this turn, after the claims of others had time to be seen.
 
     | judged                                                        | next                                   |
     |---------------------------------------------------------------|----------------------------------------|
-    | another span than the claimed one                             | claim it; another round                |
-    | the claimed span: is_final, or ROUNDS_TO_KEEP times in a row  | settled                                |
-    | the claimed span                                              | another round                          |
-    | any span, in round MAX_SETTLING_ROUNDS                        | claim it; settled                      |
+    | another span than the claimed one                             | claim it; another turn                 |
+    | the claimed span: is_final, or TURNS_TO_KEEP times in a row   | settled                                |
+    | the claimed span                                              | another turn                           |
+    | any span, in turn MAX_SETTLING_TURNS                          | claim it; settled                      |
     """
-    rounds = settling.rounds + 1
-    is_last = rounds >= MAX_SETTLING_ROUNDS
+    turns = settling.turns + 1
+    is_last = turns >= MAX_SETTLING_TURNS
     if judged.span != settling.placement.span:
-        return Settling(judged, rounds, 0, is_last)
+        return Settling(judged, turns, 0, is_last)
     kept = settling.kept + 1
-    return replace(settling, rounds=rounds, kept=kept, settled=judged.is_final or kept >= ROUNDS_TO_KEEP or is_last)
+    return replace(settling, turns=turns, kept=kept, settled=judged.is_final or kept >= TURNS_TO_KEEP or is_last)
 
 
 def choose_placement(view: View, needs: StageNeeds, machine: MachineCapacity, rng: random.Random) -> Placement:

@@ -73,8 +73,10 @@ class StageProgress:
 
     @property
     def agreed(self) -> int:
-        # The step after the last mean that this replica or its loaded state has applied: of an all-reduced gradient, or
-        # of the fragment that was due after an inner step. 0: none yet.
+        """The step after the last mean that this replica or its loaded state has applied; 0 for none yet.
+
+        That is the mean of an all-reduced gradient, or of the fragment that was due after an inner step.
+        """
         return max(self.history)
 
     @property
@@ -187,7 +189,7 @@ class Stage:
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
-        # During inner steps the outer parameters and their velocity are moments, too: joiners fetch them.
+        """The optimizer's moments; during inner steps the outer parameters and their velocity, too: joiners fetch all."""
         return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
 
     @property
@@ -255,12 +257,12 @@ class Stage:
         skipped = step - self.step
         if skipped > 0:
             dropped = self.sum.clear().tokens  # these gradients are too old
-            had_anchor = self.outer is not None
+            had_outer = self.outer is not None
             self.step = step - 1
             if skipped > 1 or dropped:
                 self._report(StepsSkipped(self.number, step, skipped, dropped))
             self._count_step(SumTotals(), None)
-            if self.outer is not None and not had_anchor:
+            if self.outer is not None and not had_outer:
                 self._leave_history()  # its outer parameters are not those of the others
 
     def take_gradient_share(self) -> GradientShare:

@@ -19,6 +19,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import Process, Processed, StatusAnswer
 from agora_protocol.tensors import WireTensor
+from agora_protocol.tickets import READER
 
 from agora.core.calls import Reply
 from agora.net.nat.dialling import DialStrategy
@@ -130,13 +131,19 @@ async def make_peer(
 
 
 @asynccontextmanager
-async def peers(*handlers: Handler, limits: NetLimits | None = None, **options: Any) -> AsyncIterator[list[Peer]]:
-    """One peer for each handler, each knowing the others' addresses; all closed at the end, however it comes."""
+async def peers(
+    *handlers: Handler, limits: NetLimits | None = None, reader: int | None = None, **options: Any
+) -> AsyncIterator[list[Peer]]:
+    """One peer for each handler, each knowing the others' addresses; all closed at the end, however it comes.
+
+    reader: the number of the peer that asks to be a reader; all others are members.
+    """
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="agora-test-")))
         made = []
         for number, handler in enumerate(handlers):
-            peer = await make_peer(folder, f"p{number}", handler, limits, **options)
+            role = {"gate": {"role": READER}} if number == reader else {}
+            peer = await make_peer(folder, f"p{number}", handler, limits, **options | role)
             stack.push_async_callback(peer.close)
             made.append(peer)
         introduce(*made)

@@ -18,7 +18,6 @@ from agora_protocol.messages import (
     Processed,
     StatusAnswer,
 )
-from agora_protocol.tickets import READER
 
 from agora.core.calls import ConnectionBroken, DeadlinePassed, Reply
 from agora.net.p2pd.host import SimultaneousOpen
@@ -259,8 +258,7 @@ def test_what_a_handler_raises_arrives_typed_and_bugs_are_reported_where_they_ar
 
 def test_a_reader_may_ask_and_nothing_else() -> None:
     async def main() -> None:
-        async with peers(echo, echo) as (a, b):
-            a.network.gate.role = READER
+        async with peers(echo, echo, reader=0) as (a, b):
             assert (await a.network.call(b.id, Ping(), deadline=after(10))).message == Pong()
             assert (await a.network.call(b.id, GetStatus(), deadline=after(10))).message == StatusAnswer(b"{}")
             with pytest.raises(errors.NotAdmitted):

@@ -23,7 +23,6 @@ from agora_protocol.messages import (
     GossipSteps,
     ManifestAnswer,
     Message,
-    Ping,
     Pong,
     Process,
     Processed,
@@ -82,7 +81,6 @@ def test_status_and_manifest_are_answered_always_and_what_is_no_request_never() 
         peer = Peer()
         assert await peer.ask(GetManifest()) == ManifestAnswer(SIGNED.to_bytes())
         assert await peer.ask(GetStatus()) == StatusAnswer(b'{"peers": []}')
-        assert await peer.ask(Ping()) == Pong()
         with pytest.raises(Unsupported):
             await peer.ask(Pong())
 

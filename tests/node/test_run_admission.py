@@ -156,8 +156,7 @@ async def hears(caller: Member, to: Member, *said: bytes) -> list[tuple[FrameTyp
 
 async def reads_and_does_nothing_else(reader: Member, member: Member, run_id: RunId) -> None:
     """With a ticket of a reader the same peer may ask for four things, and is not a member."""
-    gate = Gate(reader.id, run_id, "raw", proof=ticket_of(run_id, reader.id, READER))
-    gate.role = READER
+    gate = Gate(reader.id, run_id, "raw", proof=ticket_of(run_id, reader.id, READER), role=READER)
     hello, may = hello_frame(gate, member.id), {"Ping", "GetStatus", "GetManifest", "ShareRevocations"}
     for name, request in all_requests():
         if name not in may:
@@ -371,8 +370,8 @@ def test_in_mode_listed_only_the_listed_are_called_and_strangers_read_if_the_man
             await stranger.host.connect(first.addresses)
             gate = Gate(stranger.id, manifest.run_id, "raw")
             assert await hears(stranger, first, hello_frame(gate, first.id)) == [(FrameType.GOODBYE, "not-admitted")]
-            gate.role = READER
-            said = hello_frame(gate, first.id) + dict(all_requests())["GetStatus"]
+            reader_gate = Gate(stranger.id, manifest.run_id, "raw", role=READER)
+            said = hello_frame(reader_gate, first.id) + dict(all_requests())["GetStatus"]
             async with raw_stream(stranger, first, said) as raw, asyncio.timeout(5):
                 assert [(await raw.next())[0].type for _ in range(2)] == [FrameType.HELLO, FrameType.ANSWER]
 

@@ -27,8 +27,8 @@ def answer(number: int = 1) -> HopAnswer:
     return HopAnswer(Processed(float(number), 2, 1.0), [gradient_of(MB, number)])
 
 
-def call_of(request: Process, consumer: Client | None = None) -> ProcessCall:
-    return ProcessCall(request, [], asyncio.get_running_loop().time() + 60.0, lambda news: None, consumer)
+def call_of(request: Process, caller: Client | None = None) -> ProcessCall:
+    return ProcessCall(request, [], asyncio.get_running_loop().time() + 60.0, lambda news: None, caller)
 
 
 class Entries:
@@ -198,8 +198,8 @@ def test_a_caller_that_has_its_share_of_the_slots_leaves_the_last_one_to_others(
         entries, waiting = Entries(slots=8), list[asyncio.Task[HopAnswer]]()
         greedy, other = Client("203.0.113.0/24", peer_id("greedy")), Client("198.51.100.0/24", peer_id("other"))
 
-        async def ask(consumer: Client) -> str:
-            call = call_of(process(1, len(waiting)), consumer)
+        async def ask(caller: Client) -> str:
+            call = call_of(process(1, len(waiting)), caller)
             waiting.append(asyncio.create_task(entries.ledger.run(call, 1, entries.work)))
             await asyncio.sleep(0)
             return str(waiting[-1].exception()) if waiting[-1].done() else ""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agora.swarm.placement import (
-    MAX_SETTLING_ROUNDS,
+    MAX_SETTLING_TURNS,
     Placement,
     Settling,
     choose_placement,
@@ -211,7 +211,7 @@ def settle(*judged: Placement, settling: Settling = CLAIMED) -> Settling:
 
 
 def test_a_span_is_settled_at_once_when_no_joiner_has_to_choose_again() -> None:
-    assert settle(LAST_KEPT) == Settling(CLAIMED.placement, rounds=1, kept=1, settled=True)
+    assert settle(LAST_KEPT) == Settling(CLAIMED.placement, turns=1, kept=1, settled=True)
 
 
 def test_a_span_that_was_kept_three_times_in_a_row_is_settled_although_others_still_choose() -> None:
@@ -221,15 +221,15 @@ def test_a_span_that_was_kept_three_times_in_a_row_is_settled_although_others_st
 
 def test_a_joiner_that_must_choose_again_claims_the_other_span_and_begins_to_count_again() -> None:
     moved = settle(KEPT, KEPT, MOVED)
-    assert moved == Settling(Placement(Span(1, 1), "others come first"), rounds=3, kept=0, settled=False)
+    assert moved == Settling(Placement(Span(1, 1), "others come first"), turns=3, kept=0, settled=False)
     assert not settle(KEPT, KEPT, settling=moved).settled
 
 
-def test_settling_ends_after_its_last_round_whatever_others_do() -> None:
-    moved = settle(*[MOVED, BACK] * (MAX_SETTLING_ROUNDS // 2))
+def test_settling_ends_after_its_last_turn_whatever_others_do() -> None:
+    moved = settle(*[MOVED, BACK] * (MAX_SETTLING_TURNS // 2))
     assert moved.settled
     assert moved.placement == BACK
-    assert settle(*[KEPT, MOVED, MOVED, BACK] * (MAX_SETTLING_ROUNDS // 4)).settled
+    assert settle(*[KEPT, MOVED, MOVED, BACK] * (MAX_SETTLING_TURNS // 4)).settled
 
 
 def test_in_a_run_that_is_not_read_whole_a_stages_peers_are_estimated() -> None:

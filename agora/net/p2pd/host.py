@@ -324,8 +324,10 @@ class Host:
         with contextlib.ExitStack() as undo:
             try:
                 async with asyncio.timeout(timeout_s):
-                    pair = await asyncio.open_unix_connection(self.p2p._daemon_listen_maddr["unix"], limit=READ_BYTES)
-                    undo.callback((stream := RawStream(*pair, peer)).abort)
+                    socket_path = self.p2p._daemon_listen_maddr["unix"]
+                    reader, writer = await asyncio.open_unix_connection(socket_path, limit=READ_BYTES)
+                    stream = RawStream(reader, writer, peer)
+                    undo.callback(stream.abort)
                     await stream.write(with_length(body))
                     response = p2pd_pb2.Response.FromString(await stream.read_message(MAX_PREAMBLE_BYTES))
             except (TimeoutError, OSError, ValueError) as error:

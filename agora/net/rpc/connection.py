@@ -363,7 +363,7 @@ class Connection:
 
     # --- calls of this side, and whether the peer is still there
 
-    async def call(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
+    async def call(self, request: Request, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
         """Has `count_sent` count the request, sends it once fewer than `max_calls` are open; the rest: see `_ask`."""
         self._services.count_sent(request, tensors)
         async with self._slots:
@@ -374,7 +374,7 @@ class Connection:
                 self._unanswered_calls -= 1
                 self._close_when_idle()
 
-    async def _ask(self, request: Message, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
+    async def _ask(self, request: Request, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
         if self.broken is not None:
             raise self.broken
         number, self._next_call = self._next_call, self._next_call + 2
@@ -492,27 +492,28 @@ class Connection:
 
         Releases an answer's reserved memory. Calls on_progress later in the event loop. May raise ProtocolError.
         """
-        message: Any = frame.message  # its class was checked with the header
         payloads = self.incoming.payloads
-        match frame.type:
-            case FrameType.REQUEST:
-                self.incoming.on_request(frame, message)
-            case FrameType.ANSWER:
+        match frame.type, frame.message:  # the message belongs to the type: that was checked with the header
+            case FrameType.REQUEST, request if isinstance(request, Request):
+                self.incoming.on_request(frame, request)
+            case FrameType.ANSWER, Message() as answer:
                 payloads.release(payloads.take_arrived())  # others may go on immediately, and end this connection
                 tensors = slice_payload(frame.specs, frame.payload) if frame.payload is not None else []
-                self._settle(frame.call, Reply(message, tensors))
-            case FrameType.PROGRESS:
+                self._settle(frame.call, Reply(answer, tensors))
+            case FrameType.PROGRESS, CallProgress() as call_progress:
                 call = self._find_open(frame.call)
                 if call is not None and call.on_progress is not None:
-                    asyncio.get_running_loop().call_soon(call.on_progress, message)  # outside the read callback
-            case FrameType.REFUSAL:
-                self._settle(frame.call, refusals.refusal_from_wire(message))
-            case FrameType.CANCEL:
+                    asyncio.get_running_loop().call_soon(call.on_progress, call_progress)  # outside the read callback
+            case FrameType.REFUSAL, Refusal() as refusal:
+                self._settle(frame.call, refusals.refusal_from_wire(refusal))
+            case FrameType.CANCEL, None:
                 self.incoming.on_cancel(frame.call)
-            case FrameType.HELLO:
-                self._on_hello(message)
-            case FrameType.GOODBYE:
-                self._on_goodbye(message)
+            case FrameType.HELLO, Hello() as hello:
+                self._on_hello(hello)
+            case FrameType.GOODBYE, (Refusal() | None) as refusal_or_none:
+                self._on_goodbye(refusal_or_none)
+            case _:
+                raise AssertionError(f"{frame.type.name} came with {type(frame.message).__name__}")
 
     def on_protocol_error(self, error: ProtocolError, prefix: Prefix | None) -> None:
         """Refuses the request if one broke the protocol; ends the connection with GOODBYE and reports it."""

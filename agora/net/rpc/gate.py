@@ -36,8 +36,7 @@ def admit_everyone(peer: PeerId, proof: bytes) -> str:
 class Gate:
     """Makes this peer's HELLO, judges that of others, and remembers which peers have been admitted as members.
 
-    Also says which peers may be called, and which open connections may stay. role: the role that this peer's HELLO asks
-    for.
+    Also says which peers may be called, and which open connections may stay.
     """
 
     def __init__(
@@ -51,14 +50,15 @@ class Gate:
         judge: Judge = admit_everyone,
         refusal_reason: Callable[[PeerId], str] = lambda _: "",
         version: int = PROTOCOL_VERSION,
+        role: str = MEMBER,
     ) -> None:
         """me, run, software, proof: what this peer's HELLO contains; proof: its tickets, b"" for none.
 
         addresses: returns where this peer can be dialled, also in HELLO. judge: returns the role that a peer's proof
-        grants. refusal_reason: returns why a peer must be neither called nor answered, "" if it may be. `role` may be
-        set after this.
+        grants. refusal_reason: returns why a peer must be neither called nor answered, "" if it may be. role: what
+        this peer asks to be, MEMBER or READER.
         """
-        self.role = MEMBER
+        self._role = role
         self.version = version
         self._me = me
         self._run = run
@@ -73,7 +73,15 @@ class Gate:
         """Returns a new HELLO for a stream to `peer`. No other peer can replay it or infer the run id from it."""
         salt = os.urandom(SALT_BYTES)
         token = run_token(self._run, salt, self._me, peer)
-        return Hello(self.version, salt, token, self.role, self._proof, self._software, tuple(self._addresses()))
+        return Hello(
+            version=self.version,
+            salt=salt,
+            run=token,
+            role=self._role,
+            proof=self._proof,
+            software=self._software,
+            addresses=tuple(self._addresses()),
+        )
 
     def admit(self, peer: PeerId, hello: Hello) -> str:
         """Returns the role in which `peer` is admitted by its HELLO, and remembers a member for `is_admitted_member`.

@@ -18,7 +18,7 @@ from agora_protocol.errors import AgoraError, NotAdmitted, PeerFailed, ProtocolE
 from agora_protocol.frames import FrameLimits, FrameType, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PROTOCOL_NAME
-from agora_protocol.messages import GetAddresses, Message, PeerAddresses
+from agora_protocol.messages import GetAddresses, Message, PeerAddresses, Request
 from agora_protocol.refusals import refusal_to_wire
 from agora_protocol.tensors import WireTensor
 
@@ -94,13 +94,13 @@ class Network:
         ways = dial_strategy or DialStrategy()
         self.address_book = AddressBook(ways.may_dial)
         self._dialler = Dialler(
-            host,
-            self._frame_limits,
-            self.limits.dial_s,
-            self.address_book,
-            ways.punch_hole,
-            self.connection_to,
-            partial(self._add_connection, is_initiator=True),
+            host=host,
+            frame_limits=self._frame_limits,
+            dial_s=self.limits.dial_s,
+            book=self.address_book,
+            punch_hole=ways.punch_hole,
+            connection_to=self.connection_to,
+            add=partial(self._add_connection, is_initiator=True),
         )
         self._connections: dict[PeerId, list[Connection]] = {}
         # When HELLO was exchanged last, or a connection ended.
@@ -141,7 +141,7 @@ class Network:
 
     @property
     def carried_bytes(self) -> tuple[int, int]:
-        # The bytes that all streams together have read, and have written, since the start; ended ones included.
+        """The bytes that all streams together have read, and have written, since the start; ended ones included."""
         bytes_in, bytes_out = self._past_bytes
         for connection in self._all_connections():
             bytes_in += connection.stream.bytes_in
@@ -150,7 +150,7 @@ class Network:
 
     @property
     def given_and_waiting_bytes(self) -> tuple[int, int]:
-        # The bytes that all streams were given to send since the start, and those of them that are not sent yet.
+        """The bytes that all streams were given to send since the start, and those of them that are not sent yet."""
         streams = [connection.stream for connection in self._all_connections()]
         written = self._past_bytes[1] + sum(stream.bytes_out for stream in streams)
         waiting = sum(stream.backlog for stream in streams)
@@ -183,7 +183,7 @@ class Network:
     async def call(
         self,
         peer: PeerId,
-        request: Message,
+        request: Request,
         tensors: Sequence[WireTensor] = (),
         *,
         deadline: float,
@@ -200,10 +200,9 @@ class Network:
             async with asyncio.timeout_at(deadline):
                 self._raise_if_refused(peer)
                 connection = self.connection_to(peer) or await self._dialler.dial(peer)
-                fields: Any = request
                 left_ms = max(1, int((deadline - loop_time()) * 1000))
-                if left_ms + DEADLINE_SLACK_MS < fields.deadline_ms:  # the peer need not work for longer than that
-                    request = dataclasses.replace(fields, deadline_ms=left_ms)
+                if left_ms + DEADLINE_SLACK_MS < request.deadline_ms:  # the peer need not work for longer than that
+                    request = dataclasses.replace(request, deadline_ms=left_ms)
                 return await connection.call(request, tensors, on_progress)
         except TimeoutError:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline") from None

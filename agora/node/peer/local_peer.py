@@ -361,7 +361,8 @@ class LocalPeer:
 
     async def _measure_uplink(self) -> None:
         while True:
-            self._uplink.measure(loop_time(), *self.network.given_and_waiting_bytes)
+            given, waiting = self.network.given_and_waiting_bytes
+            self._uplink.measure(loop_time(), given, waiting)
             await asyncio.sleep(SAMPLE_S)
 
     async def _redial_missing_peers(self) -> None:

@@ -2,7 +2,8 @@
 
 | request | answered by |
 |---|---|
-| GetStatus, GetManifest, Ping | this module, always |
+| Ping | the connection, before a request comes here |
+| GetStatus, GetManifest | this module, always |
 | ShareRevocations | the local peer's admission, always |
 | Process | the work ledger for a repeat, else the span |
 | GossipSteps, GossipEpochs, Contribute, Recall, GetState, GetChunk | the span |
@@ -124,7 +125,7 @@ class RequestHandler:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers one request; the network's handler, which turns a raised AgoraError into a typed refusal.
 
-        Answers GetStatus, GetManifest and Ping itself, the others by what `answering` has set. Raises Busy if nothing
+        Answers GetStatus and GetManifest itself, the others by what `answering` has set. Raises Busy if nothing
         answers the request now, Unsupported for a type that no peer answers, and every AgoraError of the object that
         answers.
         """
@@ -133,8 +134,6 @@ class RequestHandler:
                 return Reply(messages.StatusAnswer(self._recent_status()))
             case messages.GetManifest():
                 return Reply(messages.ManifestAnswer(self._manifest_bytes))
-            case messages.Ping():
-                return Reply(messages.Pong())
             case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + LOCAL_REQUESTS):
                 return await self._pass_on(call, request)
             case other:

@@ -131,7 +131,8 @@ class RunAdmission:
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers a ShareRevocations request: takes the revocations; replies how many are new and how many invalid."""
         assert isinstance(call.message, ShareRevocations)
-        return Reply(TookRevocations(*self.take_revocations(call.message.revocations)))
+        new, refused = self.take_revocations(call.message.revocations)
+        return Reply(TookRevocations(new, refused))
 
     def take_revocations(self, sealed: Sequence[bytes]) -> tuple[int, int]:
         """Verifies sealed revocations; reports new ones, writes them to disk, enforces them, sends them to neighbours.

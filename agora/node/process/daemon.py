@@ -195,9 +195,17 @@ class Daemon:
     async def _start_and_serve(self) -> None:
         local_peer = await self._open_local_peer()
         loaded = await self._serve_span(local_peer, self.startup.settings.span)
-        me, incarnation = self.startup.me, self.startup.incarnation
-        run, first, last = local_peer.signed.run_id, loaded.span.first, loaded.span.last
-        self._report_event(events.PeerStarted(me, run, first, last, incarnation, os.getpid(), self._addresses))
+        self._report_event(
+            events.PeerStarted(
+                peer=self.startup.me,
+                run=local_peer.signed.run_id,
+                first_stage=loaded.span.first,
+                last_stage=loaded.span.last,
+                incarnation=self.startup.incarnation,
+                pid=os.getpid(),
+                addresses=self._addresses,
+            )
+        )
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("capacity", publish_capacity(local_peer, lambda: self.loaded))
         if self.startup.settings.rebalance and self.startup.settings.span is None:

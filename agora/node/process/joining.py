@@ -39,8 +39,6 @@ from agora.swarm.view import View
 FETCH_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
 LOCAL_DAEMONS_S = 60.0  # seconds to wait, in all, for other daemons of this machine that do not answer yet
 INVITE_ADDRESSES = 8  # an invite has at most this many of this peer's own addresses, and at most as many of other peers
-# Peers remember each other's addresses: when all machines of a run are restarted at the same time, no peer is left to
-# ask, and peers on new ports would not find each other. So a daemon listens on the ports of its last start.
 FAMILIES: Final = ("ip4", "ip6")
 MAX_PORT: Final = 65_535
 
@@ -275,6 +273,8 @@ async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
 
 def read_ports(file: Path) -> dict[str, int]:
     """Returns the TCP port by "ip4" and "ip6" that the file holds; leaves out what is missing or malformed."""
+    # Peers remember each other's addresses: when all machines of a run are restarted at the same time, no peer is left
+    # to ask, and peers on new ports would not find each other. So a daemon listens on the ports of its last start.
     try:
         words = file.read_text(encoding="ascii").split()[:4]
     except (OSError, ValueError):

@@ -78,8 +78,8 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
             max_loads=MAX_LOADS if wanted is None else 1,
         )
         worker, data = await closing.enter_async_context(loading)
-        record = data.record if isinstance(data, Samples) else None
-        keeper = await _fill_stages(local_peer, worker, record, closing)
+        epoch_file = data.epoch_file if isinstance(data, Samples) else None
+        keeper = await _fill_stages(local_peer, worker, epoch_file, closing)
         span = LoadedSpan(local_peer, worker, keeper, data)
         closing.callback(span.collector.close)
         closing.push_async_callback(span.tasks.close)
@@ -201,7 +201,7 @@ class Samples:
     """The samples that an origin draws from, epoch by epoch, and the states of the epochs on disk, by step."""
 
     rows: SampleRows
-    record: EpochFile
+    epoch_file: EpochFile
 
 
 OriginData = OriginBatches | Samples
@@ -272,10 +272,10 @@ def _cache_folder(local_peer: LocalPeer) -> Path:
 
 
 async def _fill_stages(
-    local_peer: LocalPeer, worker: DeviceWorker, record: EpochFile | None, closing: AsyncExitStack
+    local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochFile | None, closing: AsyncExitStack
 ) -> StateKeeper:
     startup, membership = local_peer.startup, local_peer.membership
-    keeper = _make_keeper(local_peer, worker, record)
+    keeper = _make_keeper(local_peer, worker, epoch_file)
 
     async def answer(call: IncomingCall) -> Reply:
         await faults.reach("state.giving")
@@ -295,7 +295,7 @@ async def _fill_stages(
     return keeper
 
 
-def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, record: EpochFile | None) -> StateKeeper:
+def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochFile | None) -> StateKeeper:
     startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
     holders = StageHolders(
         startup.me,
@@ -305,8 +305,8 @@ def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, record: EpochFile 
     )
 
     def on_written(stage: int, step: int) -> None:
-        if record is not None and stage == 0:
-            record.write(step)
+        if epoch_file is not None and stage == 0:
+            epoch_file.write(step)
 
     disk = DiskGuard(startup.home, startup.settings.disk_bytes)
     return StateKeeper(
@@ -376,11 +376,11 @@ class LoadedSpan:
         )
         loops = self.replicas.loops
         self._is_synchronous = manifest.schedule.kind == "synchronous"
-        self._barrier: StepBarrier | MeanBarrier = MeanBarrier(
-            worker.span, lambda stage: loops[stage].is_awaiting_mean()
-        )
+        self._barrier: StepBarrier | MeanBarrier
         if self._is_synchronous:
             self._barrier = StepBarrier(worker.span, worker.step_of)
+        else:
+            self._barrier = MeanBarrier(worker.span, lambda stage: loops[stage].is_awaiting_mean())
         self.hop = Hop(
             worker,
             local_peer.router,
@@ -389,11 +389,11 @@ class LoadedSpan:
             barrier=self._barrier,
             on_trained=self._on_trained,
         )
-        self._record: EpochFile | None = None
+        self._epoch_file: EpochFile | None = None
         self._epochs: EpochBatches | None = None
         self.epoch_gossip: EpochGossip | None = None
         if isinstance(data, Samples):
-            self._record = data.record
+            self._epoch_file = data.epoch_file
             self._epochs = self._resume_epochs(data)
             self.epoch_gossip = self._make_epoch_gossip(self._epochs)
         source: MicrobatchSource | None = self._epochs if isinstance(data, Samples) else data
@@ -413,11 +413,17 @@ class LoadedSpan:
     def _resume_epochs(self, samples: Samples) -> EpochBatches:
         me, manifest = self._local_peer.startup.me, self._local_peer.manifest
         session = int.from_bytes(os.urandom(8), "big") >> 1
-        schedule = manifest.schedule
-        batches = EpochBatches(samples.rows, manifest.seed, schedule.microbatch, me, session, self._other_origins)
+        batches = EpochBatches(
+            samples.rows,
+            seed=manifest.seed,
+            microbatch_size=manifest.schedule.microbatch,
+            me=me,
+            session=session,
+            live=self._other_origins,
+        )
         # The state recorded at this step of stage 0, or at the newest one before. Without one, or with a malformed one,
         # the first epoch begins.
-        if (state := samples.record.latest_up_to(self.worker.step_of(0))) is not None:
+        if (state := samples.epoch_file.latest_up_to(self.worker.step_of(0))) is not None:
             with suppress(ValueError):
                 batches.assigner.restore(state)
         return batches
@@ -521,10 +527,8 @@ class LoadedSpan:
         """
         match call.message:
             case Process() as request:
-                consumer = Client(call.prefix, call.peer)
-                return await self.hop.process(
-                    ProcessCall(request, call.tensors, call.deadline, call.progress, consumer)
-                )
+                caller = Client(call.prefix, call.peer)
+                return await self.hop.process(ProcessCall(request, call.tensors, call.deadline, call.progress, caller))
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
             case GossipEpochs() as request:
@@ -560,9 +564,9 @@ class LoadedSpan:
                     waiting.notify_step()
 
     def _record_epochs(self, step: int) -> None:
-        if self._epochs is None or self._record is None:
+        if self._epochs is None or self._epoch_file is None:
             return
-        self._record.remember(step, self._epochs.assigner.snapshot())
+        self._epoch_file.remember(step, self._epochs.assigner.snapshot())
         counts = self._epochs.counts()
         report = self._local_peer.startup.report_event
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))

@@ -136,18 +136,18 @@ class Simulation:
         empty = self._count_empty(now, seconds)
         measured.samples.append(
             Sample(
-                now,
-                len(peers),
-                len(serving),
-                (measured.completed - completed) / seconds,
-                flow_bound([(p.span, p.equipment.speed) for p in serving if p.span is not None], model.work),
-                best_whole_placement(speeds, model.work),
-                sum(speeds) / sum(model.work),
-                (measured.messages - messages) * per_peer,
-                (measured.directory_stored - stored) * per_peer,
-                (measured.directory_read - read) * per_peer,
-                (measured.directory_keys - keys) * per_peer,
-                empty,
+                time=now,
+                peers=len(peers),
+                serving=len(serving),
+                rate=(measured.completed - completed) / seconds,
+                bound=flow_bound([(p.span, p.equipment.speed) for p in serving if p.span is not None], model.work),
+                best=best_whole_placement(speeds, model.work),
+                fluid=sum(speeds) / sum(model.work),
+                messages=(measured.messages - messages) * per_peer,
+                stored=(measured.directory_stored - stored) * per_peer,
+                read=(measured.directory_read - read) * per_peer,
+                keys=(measured.directory_keys - keys) * per_peer,
+                empty_stages=empty,
             )
         )
         counted = measured.directory_stored, measured.directory_read, measured.directory_keys

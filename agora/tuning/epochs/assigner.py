@@ -360,12 +360,12 @@ class EpochAssigner:
         """Returns how many microbatches the swarm has done so far, as far as this origin knows."""
         epochs = [self._count_epoch(epoch) for epoch in range(self._first, self._newest() + 1)]
         seen = self._first * self.count + sum(epoch.done for epoch in epochs)
-        total = Tally(*(sum(numbers) for numbers in zip(*self._tallies.values(), strict=True)))
+        completed = sum(tally.microbatches for tally in self._tallies.values())
         return EpochTotals(
             seen=seen,
-            repeated=max(0, total.microbatches - seen),
+            repeated=max(0, completed - seen),
             missed=sum(self.count - epoch.done for epoch in epochs[:-1]),
-            samples=total.samples,
+            samples=sum(tally.samples for tally in self._tallies.values()),
             epochs=tuple(epochs),
         )
 
