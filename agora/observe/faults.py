@@ -36,7 +36,7 @@ POINTS: Final = {
     "averaging.scale": "the values of a part are multiplied by this before they are sent: 1",
 }
 # The points at which a number is sent to peers: "say" is the only action at these points, and at no other point.
-SAY_POINTS: Final = ("gossip.step", "averaging.scale")
+FALSIFIED_POINTS: Final = ("gossip.step", "averaging.scale")
 # Every action of a fault, and what it does.
 ACTIONS: Final = {
     "kill": "SIGKILL to this process",
@@ -89,9 +89,10 @@ def _parse_fault(entry: str) -> Fault:
         raise InputError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
     if action not in ACTIONS:
         raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
-    if (action == "say") != (point in SAY_POINTS):
+    if (action == "say") != (point in FALSIFIED_POINTS):
         raise InputError(
-            f"AGORA_FAULTS asks for {action!r} at {point}; say is for {', '.join(SAY_POINTS)}, and they have only say"
+            f"AGORA_FAULTS asks for {action!r} at {point}; "
+            f"say is for {', '.join(FALSIFIED_POINTS)}, and they have only say"
         )
     arrival = _ARRIVAL.fullmatch(nth if has_arrival else "1")
     pattern = ACTIONS_WITH_NUMBER.get(action)
@@ -131,7 +132,7 @@ class Faults:
             return 0.0
         return HANG_S if fault.action == "hang" else fault.number
 
-    def say(self, point: str, truth: float) -> float:
+    def falsify(self, point: str, truth: float) -> float:
         """Counts an arrival at `point`; returns the number of the fault that is due there; without one, `truth`."""
         fault = self._find_due(point)
         return truth if fault is None else fault.number
@@ -188,6 +189,6 @@ def reach_blocking(point: str) -> None:
         time.sleep(wait_s)
 
 
-def say(point: str, truth: float) -> float:
+def falsify(point: str, truth: float) -> float:
     """Counts an arrival at `point`; returns what to send to peers: `truth`, or the number of a fault that is due."""
-    return truth if _active is None else _active.say(point, truth)
+    return truth if _active is None else _active.falsify(point, truth)

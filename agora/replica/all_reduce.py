@@ -305,7 +305,7 @@ class Round:
         shard = Shard(self.stage, self.kind, self.number, position, self.fragments)
         codec = self.all_reduce.codec
         async with self._free_calls:
-            scale = faults.say("averaging.scale", 1.0)
+            scale = faults.falsify("averaging.scale", 1.0)
             contribution = codec.contribution(shard, values if scale == 1.0 else values * scale, self.weight)
             reasons: list[str] = []
             for rank, reducer in enumerate(reducers_of(self.all_reduce.config.run, shard, self.members)):

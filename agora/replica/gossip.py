@@ -181,7 +181,7 @@ class StepGossip:
         return GossipedSteps(self._compose(message.stage, own))
 
     def _compose(self, stage: int, own: ReplicaCounts) -> tuple[GossipEntry, ...]:
-        own = own._replace(step=int(faults.say("gossip.step", own.step)))
+        own = own._replace(step=int(faults.falsify("gossip.step", own.step)))
         return compose_gossip(self.known_progress(stage), self._me, own, self.others_in_view(stage), loop_time())
 
     async def _gossip_with(self, stage: int, peer: PeerId, request: GossipSteps) -> None:

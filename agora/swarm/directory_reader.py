@@ -21,11 +21,11 @@ from agora.observe.events import Report
 from agora.swarm.directory_shards import (
     KnownReadings,
     ReaderIdentity,
-    ReadPlan,
+    ShardsToRead,
     add_readings,
+    choose_shards_to_read,
     estimate_peers,
     judge_reading,
-    plan_read,
     shards_to_publish,
 )
 from agora.swarm.view import StageEstimate
@@ -90,16 +90,16 @@ class DirectoryReader:
         self._seed = rng.getrandbits(64)
         self._readings: KnownReadings = {}
         self._took_s = 0.0
-        self._plan = self._next_plan(None)
+        self._to_read = self._choose_next(None)
 
     async def read(self, span: Span | None) -> list[FoundRecords]:
-        """Reads the claims and progress in the shards due for a peer that claims `span`; updates estimates and plan.
+        """Reads the claims and progress in the shards due for a peer that claims `span`; updates the estimates.
 
         Returns the records of other peers, in two groups by how long their peers stay in the view. An AgoraError is
         reported as DirectoryTrouble, and the records of that kind are missing then.
         """
-        self._plan = self._next_plan(span)
-        shards = self._plan.shards
+        self._to_read = self._choose_next(span)
+        shards = self._to_read.shards
         started = loop_time()
         claims, progress = await asyncio.gather(self._read(Claim, shards), self._read(Progress, shards))
         self._took_s = loop_time() - started
@@ -107,7 +107,7 @@ class DirectoryReader:
         found = {shard: self._hashes(read) for shard, read in claims.items()}
         readings = {shard: judge_reading(shard, hashes, now) for shard, hashes in found.items()}
         self._readings = add_readings(self._readings, readings)
-        self._plan = self._next_plan(span)
+        self._to_read = self._choose_next(span)
         records = [record for by_shard in (claims, progress) for read in by_shard.values() for record in read]
         return self._split_by_linger([record for record in records if record.peer != self._me], span)
 
@@ -133,22 +133,22 @@ class DirectoryReader:
         """Returns the seconds to wait before the next read. A large run always changes somewhere: `is_calm` has no
         effect.
         """
-        return read_interval_s(is_calm, self._took_s) if self._plan.is_small else max(MAX_READ_S, 3.0 * self._took_s)
+        return read_interval_s(is_calm, self._took_s) if self._to_read.is_small else max(MAX_READ_S, 3.0 * self._took_s)
 
     @property
     def linger_s(self) -> float:
-        return self._linger_after_s(self._plan.close_period)
+        return self._linger_after_s(self._to_read.close_period)
 
     def stage_estimates(self, span: Span | None) -> dict[int, StageEstimate]:
         """Returns, by stage, the estimated number of its peers and the seconds within which each is read again.
 
         {} in a small run, which is read whole each time. span: that of this peer's claim.
         """
-        if self._plan.is_small:
+        if self._to_read.is_small:
             return {}
         estimates = {}
         for stage in range(self._stage_count):
-            reads = self._plan.close_period if _is_close(stage, stage, span) else self._plan.other_period
+            reads = self._to_read.close_period if _is_close(stage, stage, span) else self._to_read.other_period
             estimates[stage] = StageEstimate(estimate_peers(self._readings, stage), self._linger_after_s(reads))
         return estimates
 
@@ -157,18 +157,18 @@ class DirectoryReader:
         close = [record for record in records if _is_close(record.span.first, record.span.last, span)]
         far = [record for record in records if not _is_close(record.span.first, record.span.last, span)]
         return [
-            FoundRecords(far, self._linger_after_s(self._plan.other_period)),
-            FoundRecords(close, self._linger_after_s(self._plan.close_period)),
+            FoundRecords(far, self._linger_after_s(self._to_read.other_period)),
+            FoundRecords(close, self._linger_after_s(self._to_read.close_period)),
         ]
 
     def _linger_after_s(self, reads: float) -> float:
-        if self._plan.is_small:
+        if self._to_read.is_small:
             return linger_s(self._took_s)
         return linger_s(self._took_s) + (1.0 + JITTER) * reads * (self.interval_s(True) + self._took_s)
 
-    def _next_plan(self, span: Span | None) -> ReadPlan:
+    def _choose_next(self, span: Span | None) -> ShardsToRead:
         reader = ReaderIdentity(shard_hash(self._run, self._me), self._stage_count, span, self._seed)
-        return plan_read(self._readings, reader, self._unix(), self._rng)
+        return choose_shards_to_read(self._readings, reader, self._unix(), self._rng)
 
 
 def _is_close(first: int, last: int, span: Span | None) -> bool:

@@ -72,7 +72,7 @@ class ReaderIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ShardsToRead:
     """The shards to read next, and after how many reads a shard comes round again."""
 
     shards: tuple[Shard, ...]  # to be read next, the most overdue first
@@ -159,14 +159,16 @@ def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[
 # --- what to read
 
 
-def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ReadPlan:
+def choose_shards_to_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ShardsToRead:
     """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
 
     Of equally overdue shards the close ones come first, then `rng` decides.
     """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:
-        return ReadPlan(tuple(shard for stage, count in enumerate(peers) for shard in all_shards(stage, count)), True)
+        return ShardsToRead(
+            tuple(shard for stage, count in enumerate(peers) for shard in all_shards(stage, count)), True
+        )
     close = close_shards(peers, reader, now)
     others = other_shards(peers, reader, now)
     wait = max(MIN_CYCLES_FOR_OTHERS, len(others) / OTHERS_PER_CYCLE)
@@ -183,7 +185,7 @@ def plan_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: ran
     candidates = sorted(close | others)  # sets of strings have another order in each process
     rng.shuffle(candidates)
     candidates.sort(key=lambda shard: (-lateness(shard), shard not in close))
-    return ReadPlan(tuple(candidates[:SHARDS_PER_READ]), False, cycle, wait * cycle)
+    return ShardsToRead(tuple(candidates[:SHARDS_PER_READ]), False, cycle, wait * cycle)
 
 
 def all_shards(stage: int, peers: float) -> Iterator[Shard]:

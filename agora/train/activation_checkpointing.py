@@ -38,6 +38,10 @@ class GraphBudget:
         """Returns whether the graph of microbatches that enter at `entry_stage` must be measured first."""
         return self._activations == "auto" and entry_stage not in self.bytes_by_entry
 
+    def record_measured(self, entry_stage: int, graph_bytes: int) -> None:
+        """Records the bytes of the graph of one microbatch that entered at `entry_stage`."""
+        self.bytes_by_entry[entry_stage] = graph_bytes
+
     def keeps_one(self, entry_stage: int) -> bool:
         """Returns whether to keep the graph of a forward whose backward follows immediately."""
         if self._activations != "auto":

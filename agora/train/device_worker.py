@@ -165,7 +165,7 @@ class DeviceWorker:
             output, forward = self.trainer.forward(self._decode(work))
             encoded = self._codec.encode(output, "forward")
             if forward is not None:
-                forward.device_s = self._queue.work_s(begun)
+                forward.record_device_time(self._queue.work_s(begun))
             return encoded, forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
@@ -269,7 +269,7 @@ class DeviceWorker:
 
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
         """Replaces the policy that decides, after each job, whether `stage` steps or closes its share."""
-        self.trainer.stage(stage).policy = policy
+        self.trainer.stage(stage).set_policy(policy)
 
     def layout(self, stage: int) -> Layout:
         """Returns where the stage's named tensors and moments lie in its flat weights."""

@@ -240,7 +240,7 @@ class SpanTrainer:
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
         output, others = measure_saved_bytes(lambda: self._run(work, measure.run_layer, versions), weights)
-        self.graphs.bytes_by_entry[work.entry_stage] = sum(measure.layer_bytes) + others
+        self.graphs.record_measured(work.entry_stage, sum(measure.layer_bytes) + others)
         return output.detach()
 
     def _layers_for_gradients(self, work: DecodedWork) -> RunLayer:

@@ -89,7 +89,7 @@ class Stage:
 
     step: how many optimizer steps the stage has taken, here or at its replicas. sum: the gradients of the open share;
     closed shares wait for the mean over the replicas. Used on the device thread only, except that any thread may read
-    `progress` and replace `policy`, which decides when the stage steps or closes a share by itself.
+    `progress` and call `set_policy`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Stage:
         self._average = None if average is None else WeightVersion(average, layout, module)
         self.prediction: WeightPrediction | None = None
         self.sum = GradientSum(layout, offload.device)
-        self.policy = StepPolicy(manifest.optimizer.target_tokens)
+        self._policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
         self._history = {0: INITIAL_HASH}
         # This replica's supervised tokens in the steps taken so far; those of a loaded state are included.
@@ -189,7 +189,7 @@ class Stage:
 
     @property
     def moments(self) -> Mapping[str, Tensor]:
-        """The optimizer's moments; during inner steps the outer parameters and their velocity, too: joiners fetch all."""
+        """The optimizer's; during inner steps the outer parameters and their velocity, too: joiners fetch them."""
         return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
 
     @property
@@ -222,8 +222,8 @@ class Stage:
     def _ends_within(self, tokens: int) -> bool:
         # Whether the open share will be complete, and its step taken or awaited, once `tokens` more are counted.
         step, counted = self._open_step, self.sum.totals.tokens
-        ends_here = self.policy.must_close(step, self.plan) or not self.policy.uses_mean_gradient(step, self.plan)
-        return ends_here and counted + tokens >= self.policy.tokens_needed(step)
+        ends_here = self._policy.must_close(step, self.plan) or not self._policy.uses_mean_gradient(step, self.plan)
+        return ends_here and counted + tokens >= self._policy.tokens_needed(step)
 
     def writable_weights(self) -> Tensor:
         """Returns the flat current weights [numel], which may be changed in place, see StageWeights.make_writable."""
@@ -232,14 +232,14 @@ class Stage:
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, by `policy`."""
+        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, by its policy."""
         tokens = self.sum.totals.tokens
         open_step = self._open_step
-        if tokens == 0 or tokens < self.policy.tokens_needed(open_step):
+        if tokens == 0 or tokens < self._policy.tokens_needed(open_step):
             return
-        if not self._closed_shares and not self.policy.uses_mean_gradient(open_step, self.plan):
+        if not self._closed_shares and not self._policy.uses_mean_gradient(open_step, self.plan):
             self._step_with_sum()
-        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self.policy.must_close(open_step, self.plan):
+        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self._policy.must_close(open_step, self.plan):
             self._close_share()
 
     def catch_up(self, step: int) -> None:
@@ -264,6 +264,10 @@ class Stage:
             self._count_step(SumTotals(), None)
             if self.outer is not None and not had_outer:
                 self._leave_history()  # its outer parameters are not those of the others
+
+    def set_policy(self, policy: StepPolicy) -> None:
+        """Replaces the policy that decides when the stage steps or closes a share by itself."""
+        self._policy = policy
 
     def take_gradient_share(self) -> GradientShare:
         """Returns this replica's share of the next step; first closes the share if it is open, whatever tokens it has.

@@ -133,6 +133,10 @@ class StashedForward:
     versions: tuple[WeightVersion, ...] = ()
     device_s: float = 0.0
 
+    def record_device_time(self, seconds: float) -> None:
+        """Sets `device_s`, which is known only when the forward is over."""
+        self.device_s = seconds
+
 
 class StashedForwards:
     """The forwards of a span that wait for their backward, by microbatch and by the stage that they entered.

@@ -56,7 +56,8 @@ class Replica:
 
     def step_alone(self) -> None:
         """Makes this replica step after each of its own microbatches from now on."""
-        self._together, self.stage.policy = False, StepPolicy(self.tokens)
+        self._together = False
+        self.stage.set_policy(StepPolicy(self.tokens))
 
     def step_together(self) -> None:
         """Makes this replica wait for the mean gradient of all replicas from now on."""
@@ -79,7 +80,7 @@ class Replica:
         if not len(tokens):
             return
         if self._together:
-            self.stage.policy = StepPolicy(self.tokens, True, step, self.tokens, closes_share=True)
+            self.stage.set_policy(StepPolicy(self.tokens, True, step, self.tokens, closes_share=True))
         batch = _batch_of(tokens)
         self.trainer.run_last_stages(DecodedWork(_microbatch(step), 0, batch.inputs, batch, "train"))
         self.trainer.take_due_steps()

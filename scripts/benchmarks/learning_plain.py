@@ -45,7 +45,7 @@ class PlainLoop:
         self._manifest, self._device = manifest, choose_device("auto")
         trainer = SpanTrainer(manifest, Span(0, 0), self._device, report=lambda event: None, in_flight=1)
         self._trainer, self._stage = trainer, trainer.stage(0)
-        self._stage.policy = StepPolicy(manifest.optimizer.target_tokens)
+        self._stage.set_policy(StepPolicy(manifest.optimizer.target_tokens))
         self._module = self._stage.weights.current.module
         self._chunk = chunk
         for parameter, gradient in zip(

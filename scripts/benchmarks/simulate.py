@@ -79,7 +79,7 @@ FULL = Extent(2.0, 400, traffic_s=1200.0, sizes=(100, 1000), large=10_000, large
 def heavy_churn(extent: Extent, rebalancing: bool, traffic: bool) -> Scenario:
     """Returns 32 stages under the churn of a published log of preemptible machines, all of them of equal speed.
 
-    traffic: with microbatches, and the credit that origins measure; else for many hours, to see placement alone.
+    traffic: with microbatches, and the send windows that origins measure; else for many hours, to see placement alone.
     """
     name = "heavy churn, " + ("rebalancing" if rebalancing else "no moves") + (", microbatches" if traffic else "")
     seconds = extent.traffic_s if traffic else 3600.0 * extent.hours

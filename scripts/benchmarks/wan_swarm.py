@@ -25,24 +25,24 @@ class SteadySwarm(SwarmContender):
             daemon.ask("link", ANSWER_S, rate=rate)
 
     def fill(self) -> None:
-        credits: list[int] = []
+        windows: list[int] = []
         until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:
-            credits.append(credit_of(self.origins()[0].try_ask("report") or {}))
-            if len(self.completed) > 2 * credits[-1] and is_settled(credits[-LOOKS:]):
+            windows.append(send_window_of(self.origins()[0].try_ask("report") or {}))
+            if len(self.completed) > 2 * windows[-1] and is_settled(windows[-LOOKS:]):
                 return
             next_look = time.monotonic() + LOOK_S
             self.until(lambda end=next_look: time.monotonic() >= end, "to go on", LOOK_S + STALL_S)
         self.until(lambda: bool(self.completed), "to train", STALL_S)
-        print_progress(f"{self.name}: the credit has not settled within {TIMEOUT_S:.0f} s: {credits[-LOOKS:]}")
+        print_progress(f"{self.name}: the credit has not settled within {TIMEOUT_S:.0f} s: {windows[-LOOKS:]}")
 
 
-def credit_of(report: dict[str, Any]) -> int:
-    """Returns the credit in a daemon's report; 0 when there is none."""
+def send_window_of(report: dict[str, Any]) -> int:
+    """Returns the send window in a daemon's report; 0 when there is none."""
     found = re.match(r"[0-9]+", str(report.get("credit", "")))
     return int(found[0]) if found else 0
 
 
-def is_settled(credits: Sequence[int]) -> bool:
-    """Returns whether LOOKS readings of the credit differ by at most a tenth, or by one microbatch."""
-    return len(credits) >= LOOKS and max(credits) - min(credits) <= max(1.0, SETTLED * max(credits))
+def is_settled(windows: Sequence[int]) -> bool:
+    """Returns whether LOOKS readings of the send window differ by at most a tenth, or by one microbatch."""
+    return len(windows) >= LOOKS and max(windows) - min(windows) <= max(1.0, SETTLED * max(windows))

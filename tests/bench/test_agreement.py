@@ -73,7 +73,7 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
     replicas = replicas_of(manifest, sampler)
     together = Exact(replicas, "float32")
     (alone,) = [Replica(manifest, sampler, "alone", 2)]
-    alone.trainer.stage(0).policy = StepPolicy(REPLICAS * alone.tokens)
+    alone.trainer.stage(0).set_policy(StepPolicy(REPLICAS * alone.tokens))
     for step in range(5):
         drawn = [replica.draw(step) for replica in replicas]
         for replica, tokens in zip(replicas, drawn, strict=True):

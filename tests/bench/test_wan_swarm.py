@@ -1,4 +1,4 @@
-"""Swarms that take turns: each a run of its own, and when its credit counts as settled."""
+"""Swarms that take turns: each a run of its own, and when its send window counts as settled."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 from agora_protocol.manifest import Manifest
 from benchmarks.children import Nursery
 from benchmarks.swarm import SwarmContender
-from benchmarks.wan_swarm import credit_of, is_settled
+from benchmarks.wan_swarm import is_settled, send_window_of
 
 from agora.observe.events import StepTaken
 
 
-def test_the_credit_has_settled_when_six_looks_say_the_same() -> None:
+def test_the_send_window_has_settled_when_six_looks_say_the_same() -> None:
     assert is_settled([20, 20, 21, 21, 20, 21]) and is_settled([2, 3, 3, 2, 3, 3])
     assert not is_settled([20, 20, 21, 21, 20]), "too few looks"
     assert not is_settled([10, 12, 14, 17, 20, 24]), "it still grows"
 
 
-def test_the_credit_is_read_from_what_a_daemon_says_of_it() -> None:
-    assert credit_of({"credit": "21: round trip 0.500 s / period 0.050 s = 10.0"}) == 21
-    assert credit_of({"credit": "not measured yet"}) == credit_of({}) == 0
+def test_the_send_window_is_read_from_what_a_daemon_says_of_it() -> None:
+    assert send_window_of({"credit": "21: round trip 0.500 s / period 0.050 s = 10.0"}) == 21
+    assert send_window_of({"credit": "not measured yet"}) == send_window_of({}) == 0
 
 
 def test_a_swarm_tells_the_steps_that_it_took_and_the_share_of_its_tokens_in_them(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ SPAN = SpanReport(
     is_origin=True,
     loss=3.5,
     metrics={},
-    credit="8: twice what is on its way",
+    send_window="8: twice what is on its way",
     shortage="",
     correction="",
 )

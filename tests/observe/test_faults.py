@@ -78,12 +78,12 @@ def test_faults_fire_at_their_turn_and_are_counted(tmp_path: Path) -> None:
 
 def test_a_false_number_is_told_from_its_turn_on_and_is_on_record(tmp_path: Path) -> None:
     log = tmp_path / "faults.log"
-    assert faults.say("gossip.step", 7) == 7
+    assert faults.falsify("gossip.step", 7) == 7
     faults.set_active_faults(
         faults.Faults(faults.parse("gossip.step:say=1000000000:2+,averaging.scale:say=1e30"), str(log))
     )
-    assert [faults.say("gossip.step", 7) for _ in range(3)] == [7, 10**9, 10**9]
-    assert [faults.say("averaging.scale", 1.0) for _ in range(2)] == [1e30, 1.0]
+    assert [faults.falsify("gossip.step", 7) for _ in range(3)] == [7, 10**9, 10**9]
+    assert [faults.falsify("averaging.scale", 1.0) for _ in range(2)] == [1e30, 1.0]
     assert [line.split()[1:4:2] for line in log.read_text().splitlines()] == [
         ["gossip.step", "2"],
         ["gossip.step", "3"],

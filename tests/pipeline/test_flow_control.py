@@ -101,7 +101,7 @@ def test_a_new_step_ends_the_grace_period() -> None:
     assert (opening.action, opening.quota) == ("open", StepQuota(7, 4))
 
 
-def test_credit_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:
+def test_send_window_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:
     assert measured_window(None, None, 4, 64).limit == 8
     short, long = measured_window(0.4, 0.1, 4, 1000), measured_window(10.0, 0.1, 4, 1000)
     assert short.limit == 12
@@ -147,13 +147,13 @@ def test_where_weights_are_predicted_more_are_in_flight_if_the_round_trip_needs_
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.integers(1, 64), st.integers(1, 512))
-def test_credit_is_bounded_and_grows_with_the_round_trip(round_trip, period, stages, ceiling) -> None:
+def test_send_window_is_bounded_and_grows_with_the_round_trip(round_trip, period, stages, ceiling) -> None:
     window = measured_window(round_trip, period, stages, ceiling)
     assert 1 <= window.limit <= ceiling
     assert measured_window(round_trip * 2, period, stages, ceiling).limit >= window.limit
 
 
-def test_credit_finds_the_bottleneck_by_itself() -> None:
+def test_send_window_finds_the_bottleneck_by_itself() -> None:
     round_trip, bottleneck, limit = 2.0, 0.05, 4
     for _ in range(20):
         period = max(bottleneck, round_trip / limit)

@@ -28,7 +28,7 @@ class Result:
     """Microbatches per second after the first WARM, and what the origin allowed itself at the end."""
 
     rate: float
-    credit: int
+    send_window: int
     path_s: float
 
 
@@ -64,12 +64,12 @@ def enough(path_s: float, period_s: float) -> int:
 
 
 @pytest.mark.parametrize("rtt", [0.0, 0.05, 0.1, 0.2])
-def test_throughput_is_flat_over_latency_and_credit_is_what_the_way_needs(rtt: float) -> None:
+def test_throughput_is_flat_over_latency_and_send_window_is_what_the_way_needs(rtt: float) -> None:
     found = trained([rtt] * STAGES)
     path_s = STAGES * SERVICE_S + (STAGES - 1) * rtt
     assert found.rate * SERVICE_S >= 0.97
     assert found.path_s == pytest.approx(path_s, rel=0.02), "a round trip for each link, and no queue"
-    assert found.credit == pytest.approx(enough(path_s, SERVICE_S), abs=1)
+    assert found.send_window == pytest.approx(enough(path_s, SERVICE_S), abs=1)
 
 
 def test_what_lies_behind_the_next_peer_counts_too() -> None:
@@ -85,17 +85,17 @@ def test_transfers_are_part_of_the_way() -> None:
     assert found.path_s == pytest.approx(path_s, rel=0.1)
 
 
-def test_a_saturated_link_is_kept_busy_and_its_queue_asks_for_no_more_credit() -> None:
+def test_a_saturated_link_is_kept_busy_and_its_queue_asks_for_no_more_send_window() -> None:
     wire_s = 3 * SERVICE_S
     found = trained([0.05] * STAGES, wire_s=wire_s)
     assert found.rate * wire_s >= 0.97
     longest_s = STAGES * SERVICE_S + (STAGES - 1) * (0.05 + wire_s)
-    assert found.credit <= enough(longest_s, wire_s) + 1
+    assert found.send_window <= enough(longest_s, wire_s) + 1
 
 
 def test_memory_bounds_what_a_long_link_asks_for() -> None:
     found = trained([0.4] * STAGES, ceiling=8)
-    assert found.credit == 8 and found.rate == pytest.approx(8 / 1.6, rel=0.05)
+    assert found.send_window == 8 and found.rate == pytest.approx(8 / 1.6, rel=0.05)
 
 
 def test_a_link_is_known_by_its_shortest_waits() -> None:

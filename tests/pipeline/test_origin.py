@@ -1,4 +1,4 @@
-"""The origin: credit, both schedules, evaluation, pause, leaving, and the promise that nothing started is dropped."""
+"""The origin: send window, both schedules, evaluation, pause, leaving, and that nothing started is dropped."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def rerouted(events: list) -> list[MicrobatchRerouted]:
     return [e for e in events if isinstance(e, MicrobatchRerouted)]
 
 
-def test_credit_rises_by_at_most_one_for_each_completion() -> None:
+def test_send_window_rises_by_at_most_one_for_each_completion() -> None:
     async def work() -> None:
         entrance = Entrance(0.1, [24.0 + 0.1 * i for i in range(4)])  # the first trips wait for connections
         origin = origin_of(entrance, ceiling=500, path_s=24.0)
@@ -133,7 +133,7 @@ def test_origins_share_a_synchronous_step(rank: int, origins: int, expected: int
     run(work())
 
 
-def test_an_asynchronous_origin_keeps_its_credit_in_flight_without_a_flush() -> None:
+def test_an_asynchronous_origin_keeps_its_send_window_in_flight_without_a_flush() -> None:
     async def work() -> None:
         entrance = Entrance(1.0, [5.0])
         events: list = []
@@ -149,7 +149,7 @@ def test_an_asynchronous_origin_keeps_its_credit_in_flight_without_a_flush() -> 
     run(work())
 
 
-def test_measured_credit_fills_the_pipeline_and_no_more() -> None:
+def test_measured_send_window_fills_the_pipeline_and_no_more() -> None:
     async def work() -> None:
         world = World(4)
         nodes = [world.add(f"peer{i}", str(i), service_s=0.1) for i in range(4)]

@@ -23,6 +23,7 @@ from agora.swarm.directory_shards import (
     KnownReadings,
     ReaderIdentity,
     add_readings,
+    choose_shards_to_read,
     close_shards,
     depth_to_read,
     depths_to_publish,
@@ -30,7 +31,6 @@ from agora.swarm.directory_shards import (
     judge_reading,
     next_shards,
     own_shards,
-    plan_read,
     shards_to_publish,
 )
 
@@ -108,8 +108,8 @@ def test_ids_made_to_have_the_least_hashes_spoil_the_estimate_only_until_shards_
     assert depth_to_read(estimate_peers(known, 0)) == MAX_SHARD_BITS
     reader, reads = ReaderIdentity(hashes_of(1, seed=5)[0], 1, Span(0, 0), 7), 0
     while estimate_peers(known, 0) > 20_000:
-        plan, reads = plan_read(known, reader, 8.0 * reads, random.Random(reads)), reads + 1
-        found = {shard: judge_reading(shard, bottom(everybody, shard), 8.0 * reads) for shard in plan.shards}
+        to_read, reads = choose_shards_to_read(known, reader, 8.0 * reads, random.Random(reads)), reads + 1
+        found = {shard: judge_reading(shard, bottom(everybody, shard), 8.0 * reads) for shard in to_read.shards}
         known = add_readings(known, found)
     assert reads <= 30
 
@@ -164,15 +164,17 @@ def reader_of(peer_hash: int, span: Span | None, stages: int = 32) -> ReaderIden
 
 @pytest.mark.parametrize("peers", [0, 1, 3])
 def test_a_small_run_is_read_whole_each_time(peers: int) -> None:
-    plan = plan_read(knowing(dict.fromkeys(range(32), peers)), reader_of(7, Span(3, 4)), 5.0, random.Random(0))
-    assert plan.is_small
-    assert plan.shards == tuple(map(Shard, range(32)))
+    to_read = choose_shards_to_read(
+        knowing(dict.fromkeys(range(32), peers)), reader_of(7, Span(3, 4)), 5.0, random.Random(0)
+    )
+    assert to_read.is_small
+    assert to_read.shards == tuple(map(Shard, range(32)))
 
 
 def test_a_small_run_with_one_large_stage_is_read_whole_too() -> None:
-    plan = plan_read(knowing({0: 120, 1: 4}), reader_of(7, Span(1, 1), 2), 5.0, random.Random(0))
-    assert plan.is_small
-    assert set(plan.shards) == {Shard(1), *(Shard(0, bits) for bits in ("00", "01", "10", "11"))}
+    to_read = choose_shards_to_read(knowing({0: 120, 1: 4}), reader_of(7, Span(1, 1), 2), 5.0, random.Random(0))
+    assert to_read.is_small
+    assert set(to_read.shards) == {Shard(1), *(Shard(0, bits) for bits in ("00", "01", "10", "11"))}
 
 
 @pytest.mark.parametrize("stages", [1, 32, 1024])
@@ -181,11 +183,11 @@ def test_a_small_run_with_one_large_stage_is_read_whole_too() -> None:
 def test_a_read_and_a_cycle_are_bounded_for_any_number_of_peers(stages: int, per_stage: int, length: int) -> None:
     span = Span(0, min(length, stages) - 1) if length else None
     known = knowing(dict.fromkeys(range(stages), per_stage), depth_to_read(per_stage))
-    plan = plan_read(known, reader_of(123 << 50, span, stages), 0.0, random.Random(0))
-    assert not plan.is_small
-    assert len(plan.shards) <= SHARDS_PER_READ
-    assert plan.close_period <= (max(OWN_SHARDS, length) + MAX_NEXT_SHARDS + 8) / SHARDS_PER_READ
-    assert plan.other_period <= plan.close_period * max(4, stages / 8)
+    to_read = choose_shards_to_read(known, reader_of(123 << 50, span, stages), 0.0, random.Random(0))
+    assert not to_read.is_small
+    assert len(to_read.shards) <= SHARDS_PER_READ
+    assert to_read.close_period <= (max(OWN_SHARDS, length) + MAX_NEXT_SHARDS + 8) / SHARDS_PER_READ
+    assert to_read.other_period <= to_read.close_period * max(4, stages / 8)
 
 
 def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
@@ -195,19 +197,19 @@ def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
     gaps: dict[bool, int] = defaultdict(int)
     close = close_shards([1_000.0] * 32, reader, 0.0)
     for number in range(400):
-        plan = plan_read(known, reader, 2.0 * number, rng)
-        for shard in plan.shards:
+        to_read = choose_shards_to_read(known, reader, 2.0 * number, rng)
+        for shard in to_read.shards:
             if shard in last and shard.bits:
                 gaps[shard in close] = max(gaps[shard in close], number - last[shard])
             last[shard] = number
-        readings = {s: type(judge_reading(s, (), 0.0))(31, 0.5**s.depth, 2.0 * number) for s in plan.shards}
+        readings = {s: type(judge_reading(s, (), 0.0))(31, 0.5**s.depth, 2.0 * number) for s in to_read.shards}
         known = add_readings(known, readings)
         if 2.0 * number > OWN_SHARD_ROTATION_S - 10:
             break
     assert close <= last.keys()
     assert {shard.stage for shard in last} == set(range(32))
-    assert gaps[True] <= math.ceil(plan.close_period) + 2
-    assert gaps[False] <= math.ceil(plan.other_period) + 3
+    assert gaps[True] <= math.ceil(to_read.close_period) + 2
+    assert gaps[False] <= math.ceil(to_read.other_period) + 3
 
 
 @pytest.mark.parametrize("count", [10, 1_000, 30_000])
@@ -266,5 +268,5 @@ def test_in_time_all_replicas_of_a_huge_stage_are_connected() -> None:
 
 def test_the_bound_of_a_small_run_counts_the_claims_of_all_stages() -> None:
     exactly, more = knowing({0: 128, 1: SMALL_RUN - 128}), knowing({0: 128, 1: SMALL_RUN - 127})
-    assert plan_read(exactly, reader_of(1, None, 2), 0.0, random.Random(0)).is_small
-    assert not plan_read(more, reader_of(1, None, 2), 0.0, random.Random(0)).is_small
+    assert choose_shards_to_read(exactly, reader_of(1, None, 2), 0.0, random.Random(0)).is_small
+    assert not choose_shards_to_read(more, reader_of(1, None, 2), 0.0, random.Random(0)).is_small

@@ -92,7 +92,7 @@ def test_a_microbatch_computed_while_a_mean_is_awaited_has_the_gradient_at_the_p
 def test_a_microbatch_that_those_in_progress_push_into_the_next_step_is_computed_at_its_weights(closes: bool) -> None:
     bench, stage = bench_of()
     policy = StepPolicy(1 << 20, True, 0, 3 * TOKENS, closes_share=closes, alone=not closes)
-    stage.policy = policy
+    stage.set_policy(policy)
     bench.forward(0)
     bench.backward(0)
     for number in (1, 2):
@@ -111,7 +111,7 @@ def test_a_microbatch_that_those_in_progress_push_into_the_next_step_is_computed
     bench.backward(3)
     assert same(bench.sums(), bench.by_hand(3, predicted))
     assert stage.progress.tokens_predicted == TOKENS
-    stage.policy = StepPolicy(TOKENS)
+    stage.set_policy(StepPolicy(TOKENS))
     if closes:
         stage.step_with_gradient(0, mean_gradient(stage, 0), TOKENS)
     stage.step_if_due()
@@ -120,7 +120,7 @@ def test_a_microbatch_that_those_in_progress_push_into_the_next_step_is_computed
 
 def test_an_open_share_that_others_close_predicts_nothing() -> None:
     bench, stage = bench_of()
-    stage.policy = StepPolicy(1 << 20, True, 0, 2 * TOKENS)
+    stage.set_policy(StepPolicy(1 << 20, True, 0, 2 * TOKENS))
     bench.forward(0)
     bench.backward(0)
     assert stage.training_version(8 * TOKENS) is stage.weights.current
@@ -132,7 +132,7 @@ def test_two_closed_shares_predict_two_steps() -> None:
     once = stage.training_version().flat.clone()
     bench.forward(1)
     bench.backward(1)
-    stage.policy = StepPolicy(1 << 20, True, 1, TOKENS, closes_share=True)
+    stage.set_policy(StepPolicy(1 << 20, True, 1, TOKENS, closes_share=True))
     stage.step_if_due()
     assert stage.progress.open_step == 2
     twice = stage.training_version().flat

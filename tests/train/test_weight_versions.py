@@ -68,7 +68,7 @@ class Bench:
 
     def step_after(self, tokens: int) -> None:
         for stage in self.span.stages:
-            self.trainer.stage(stage).policy = StepPolicy(tokens)
+            self.trainer.stage(stage).set_policy(StepPolicy(tokens))
 
     def step_with(self, number: int) -> None:
         self.forward(number)

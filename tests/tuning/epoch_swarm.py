@@ -26,7 +26,7 @@ class SimulatedOrigin:
     name: str
     assigner: EpochAssigner
     seconds: float
-    credit: int
+    send_window: int
     open: set[int] = field(default_factory=set)
     heard: int = 0
     is_alive: bool = True
@@ -64,9 +64,11 @@ class EpochSwarm:
     def at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), action))
 
-    def join(self, name: str, seconds: float = 0.2, credit: int = 2, snapshot: tuple[int, ...] | None = None) -> None:
-        """seconds: how long one microbatch takes on average, with `credit` of them in flight."""
-        origin = SimulatedOrigin(name, EpochAssigner(self.seed, name, next(SESSIONS), self.count), seconds, credit)
+    def join(
+        self, name: str, seconds: float = 0.2, send_window: int = 2, snapshot: tuple[int, ...] | None = None
+    ) -> None:
+        """seconds: how long one microbatch takes on average, with `send_window` of them in flight."""
+        origin = SimulatedOrigin(name, EpochAssigner(self.seed, name, next(SESSIONS), self.count), seconds, send_window)
         if snapshot is not None:
             origin.assigner.restore(snapshot)
         self.origins[name] = origin
@@ -94,7 +96,7 @@ class EpochSwarm:
         for origin in former:
             origin.is_alive = False
         for origin, snapshot in zip(former, snapshots, strict=True):
-            self.join(origin.name, origin.seconds, origin.credit, snapshot)
+            self.join(origin.name, origin.seconds, origin.send_window, snapshot)
             self.origins[origin.name].heard = origin.heard
 
     def settle(self) -> None:
@@ -117,14 +119,14 @@ class EpochSwarm:
         }
 
     def _fill(self, origin: SimulatedOrigin) -> None:
-        while origin.is_alive and not origin.is_paused and len(origin.open) < origin.credit:
+        while origin.is_alive and not origin.is_paused and len(origin.open) < origin.send_window:
             number = origin.assigner.take_next(self.live_names())
             if number is None:
                 origin.stalls += 1
                 return
             self.collisions += number in self._known_done or any(number in other.open for other in self.alive())
             origin.open.add(number)
-            took = origin.seconds * self.rng.uniform(0.5, 1.5) * origin.credit
+            took = origin.seconds * self.rng.uniform(0.5, 1.5) * origin.send_window
             self.at(self.now + took, lambda number=number: self._complete(origin, number))
 
     def _complete(self, origin: SimulatedOrigin, number: int) -> None:

@@ -328,7 +328,7 @@ def test_a_restart_of_one_origin_repeats_nothing() -> None:
 def test_a_million_microbatches_fit_into_a_message() -> None:
     swarm = EpochSwarm(1_000_000, 1)
     for number in range(8):
-        swarm.join(f"peer{number}", 0.02, credit=16)
+        swarm.join(f"peer{number}", 0.02, send_window=16)
     finish(swarm, 5.0)
     assert len(swarm.log) > 1000
     assert swarm.longest_state < MAX_STATE_INTS / 4

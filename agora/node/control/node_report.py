@@ -48,7 +48,7 @@ class SpanReport:
     is_origin: bool
     loss: float | None  # the origin's average; None without an origin
     metrics: Mapping[str, float]  # the origin's averages; {} without an origin
-    credit: str  # in words, how many microbatches the origin may have in flight
+    send_window: str  # in words, how many microbatches the origin may have in flight
     shortage: str  # the setting that allows it fewer than it could use, in words; "" for none
     correction: str  # that it has more in flight than schedule.staleness, in words; "" if it has not
 
@@ -218,7 +218,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "tokens_per_second": round(report.tokens_per_second, 1),
         "loss": span.loss,
         "tuning": dict(span.metrics),
-        "credit": span.credit,
+        "credit": span.send_window,
     }
 
 

@@ -507,7 +507,7 @@ class LoadedSpan:
             is_origin=self.origin is not None,
             loss=self.origin.loss.value if self.origin else None,
             metrics=self.origin.mean_metrics if self.origin else {},
-            credit=self.origin.window.reason if self.origin else "",
+            send_window=self.origin.window.reason if self.origin else "",
             shortage=self.origin.window.shortage if self.origin else "",
             correction=self.origin.window.correction if self.origin else "",
         )

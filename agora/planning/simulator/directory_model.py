@@ -22,11 +22,11 @@ from agora.swarm.directory_shards import (
     KnownReadings,
     ReaderIdentity,
     Reading,
-    ReadPlan,
+    ShardsToRead,
     add_readings,
+    choose_shards_to_read,
     estimate_peers,
     judge_reading,
-    plan_read,
     shards_to_publish,
 )
 from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
@@ -161,7 +161,7 @@ class SimulatedReader:
         self._reader_hash = shard_hash(RUN, peer)
         self._readings: KnownReadings = {}
         self._known: dict[Shard, tuple[ShardContent, float]] = {}
-        self._plan = ReadPlan((), True)
+        self._to_read = ShardsToRead((), True)
 
     def read(self, span: Span | None, now: float) -> bool:
         """Reads the shards that are due; returns whether the known claims of the stage after `span` have changed.
@@ -171,11 +171,11 @@ class SimulatedReader:
         seconds.
         """
         reader = ReaderIdentity(self._reader_hash, self._directory.stage_count, span, self._seed)
-        self._plan = plan_read(self._readings, reader, now, self._rng)
+        self._to_read = choose_shards_to_read(self._readings, reader, now, self._rng)
         after = -1 if span is None else span.last + 1
         is_changed = False
         found = {}
-        for shard in self._plan.shards:
+        for shard in self._to_read.shards:
             content = self._directory.content(shard)
             found[shard] = Reading(content.count, content.covered, now)
             known = self._known.pop(shard, None)
@@ -194,17 +194,17 @@ class SimulatedReader:
         return any(shard.stage == after for shard in ended)
 
     def _linger_s(self, stage: int, span: Span | None) -> float:
-        if self._plan.is_small:
+        if self._to_read.is_small:
             return linger_s(0.0)
         is_close = span is not None and span.first <= stage <= span.last + 1
         return (
             linger_s(0.0)
-            + (1.0 + JITTER) * (self._plan.close_period if is_close else self._plan.other_period) * MAX_READ_S
+            + (1.0 + JITTER) * (self._to_read.close_period if is_close else self._to_read.other_period) * MAX_READ_S
         )
 
     def interval_s(self) -> float:
         """Returns the seconds until the next read: CALM_READ_S, or MAX_READ_S in a large run, varied by JITTER."""
-        return (CALM_READ_S if self._plan.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
+        return (CALM_READ_S if self._to_read.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     def records_published_per_s(self, span: Span | None) -> float:
         """Returns how many records per second the peer publishes: its claim and its progress, in each of its shards.
@@ -236,7 +236,7 @@ class SimulatedReader:
         own = self._directory.claim_of(self._peer)
         if own is not None:
             peers[self._peer] = own
-        return View(peers, {} if self._plan.is_small else dict(self._estimates(span)))
+        return View(peers, {} if self._to_read.is_small else dict(self._estimates(span)))
 
     def _estimates(self, span: Span | None) -> Iterator[tuple[int, StageEstimate]]:
         for stage in range(self._directory.stage_count):
