@@ -38,7 +38,7 @@ NOT_QUICK = (
     "protocol/test_fuzz.py",
     "replica/test_divergence.py",
     "replica/test_gossip.py",
-    "replica/test_run.py",
+    "replica/test_replica_group.py",
     "replica/test_shard_codec.py",
     "swarm/test_directory_shards.py",
     "swarm/test_handshakes.py",

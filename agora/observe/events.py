@@ -289,7 +289,7 @@ class StepPlanChanged(
 
 
 class PartFailed(Event):
-    """Event: this peer could use no mean of one part of an averaging round: no owner gave a plausible one in time."""
+    """Event: this peer could use no mean of one shard of a round: no reducer gave a plausible one in time."""
 
     stage: int
     what: str

@@ -27,13 +27,13 @@ POINTS: Final = {
     "hop.before-answer": "everything is counted, the answer is not sent",
     "device.job": "a job of the compute thread begins",
     "state.giving": "a joiner's request for state is understood, nothing is answered",
-    "averaging.sending": "a member is about to send a part",
-    "averaging.received": "an owner has a member's part and has not averaged it",
+    "averaging.sending": "a member is about to send a shard",
+    "averaging.received": "a reducer has a member's shard and has not averaged it",
     "averaging.answered": "a reducer has averaged a shard and not yet answered this member",
     "daemon.started": "the process has begun and has not read a clock yet",
     "clock.asked": "the other peers' clocks are about to be asked",
     "gossip.step": "the other replicas are told how many steps this one has taken",
-    "averaging.scale": "the values of a part are multiplied by this before they are sent: 1",
+    "averaging.scale": "the values of a shard are multiplied by this before they are sent: 1",
 }
 # The points at which a number is sent to peers: "say" is the only action at these points, and at no other point.
 FALSIFIED_POINTS: Final = ("gossip.step", "averaging.scale")

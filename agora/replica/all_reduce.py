@@ -355,7 +355,7 @@ class Round:
         self._bytes_out += encoded.nbytes
         reply = await self.all_reduce.caller.call(reducer, request, encoded.tensors, deadline=deadline)
         if not isinstance(reply.message, Averaged):
-            raise PeerFailed(f"the owner answered by {type(reply.message).__name__}")
+            raise PeerFailed(f"the reducer answered by {type(reply.message).__name__}")
         return self.all_reduce.codec.decode_mean(shard, reply.tensors, len(contribution.values), reply.message)
 
 
@@ -436,12 +436,12 @@ class AllReduce:
         self,
         config: RoundConfig,
         caller: Caller,
-        look: Callable[[Shard], RoundView],
+        view_of: Callable[[Shard], RoundView],
         wanted_fragments: Callable[[Shard], int],
         report: events.Report,
         reach_fault: faults.ReachFault = faults.reach,
     ) -> None:
-        """look: returns what is known of a shard's round. wanted_fragments: in how many fragments the shard's stage
+        """view_of: returns what is known of a shard's round. wanted_fragments: in how many fragments the shard's stage
         should agree later, or ALL_REDUCE. reach_fault: is called at named points, where tests may inject faults.
         """
         self.config = config
@@ -449,7 +449,7 @@ class AllReduce:
         self.report = report
         self.reach_fault = reach_fault
         self.codec = ShardCodec(config)
-        self.look = look
+        self.view_of = view_of
         self._wanted_fragments = wanted_fragments
         self._gatherings: dict[Shard, _Gathering] = {}
         self._rounds: dict[tuple[int, str, int], _RoundRecord] = {}
@@ -458,7 +458,7 @@ class AllReduce:
         self, stage: int, kind: str, number: int, values: Tensor, weight: float, fragments: int = ALL_REDUCE
     ) -> RoundResult:
         """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
-        view = self.look(Shard(stage, kind, number, 0, fragments))
+        view = self.view_of(Shard(stage, kind, number, 0, fragments))
         deadline = loop_time() + view.round_s
         return await Round(self, stage, kind, number, weight, view.members, deadline, fragments).run(values)
 
@@ -492,7 +492,7 @@ class AllReduce:
         TimeoutError if there is no mean by the loop time `deadline`.
         """
         shard = _shard_of(message)
-        view = self.look(shard)
+        view = self.view_of(shard)
         if view.refusal is not None:
             raise view.refusal
         if message.weight > self.config.max_weight:
@@ -512,7 +512,7 @@ class AllReduce:
     def _record_contribution(self, peer: PeerId, shard: Shard) -> None:
         record = self._record(shard)
         if peer in record.contributed[shard.position]:
-            raise ProtocolError("bad-message", "this part was contributed before")
+            raise ProtocolError("bad-message", "this shard was contributed before")
         record.contributed[shard.position].add(peer)
         record.unresponsive.discard(peer)
         # Whoever is in a later round by now has left the earlier ones. Syncs of fragments run side by side.
@@ -542,8 +542,8 @@ class AllReduce:
 
     def _open_gathering(self, shard: Shard, peer: PeerId, numel: int, is_second: bool) -> _Gathering:
         if len(self._gatherings) >= MAX_GATHERINGS:
-            raise Busy("too many parts are being averaged here; ask the second owner", 1000)
-        loop, view, record = asyncio.get_running_loop(), self.look(shard), self._record(shard)
+            raise Busy("too many shards are being averaged here; ask the second reducer", 1000)
+        loop, view, record = asyncio.get_running_loop(), self.view_of(shard), self._record(shard)
         # Members that are not awaited may still be alive: they are waited for if there is nobody else.
         members = frozenset(view.members)
         awaited = members - view.not_awaited
@@ -623,7 +623,7 @@ class AllReduce:
 
     def _remember_members(self, shard: Shard) -> Members:
         record = self._record(shard)
-        record.members = {**self.look(shard).members, **record.members}
+        record.members = {**self.view_of(shard).members, **record.members}
         return record.members
 
     def _first_reducer(self, shard: Shard) -> PeerId:
@@ -698,7 +698,7 @@ class AllReduce:
 
     async def _recall_mean(self, shard: Shard, gathering: _Gathering) -> None:
         # This peer is the second reducer: some members may have the first one's mean already, which must win.
-        deadline = loop_time() + RECALL_FRACTION * self.look(shard).round_s
+        deadline = loop_time() + RECALL_FRACTION * self.view_of(shard).round_s
         others = gathering.expected - {self.config.me}
         calls = [asyncio.create_task(self.recall_from(peer, shard, gathering.numel, deadline)) for peer in others]
         try:
@@ -720,9 +720,9 @@ class AllReduce:
         """
         for attempt in range(MAX_RECALLS):
             if attempt:
-                await asyncio.sleep(RECALL_PAUSE * self.look(first).round_s)
+                await asyncio.sleep(RECALL_PAUSE * self.view_of(first).round_s)
             await self.recall_failed_shards(first, result)
-            if not result.failed_shards or len(self.look(first).members) == 1:
+            if not result.failed_shards or len(self.view_of(first).members) == 1:
                 return
 
     async def recall_failed_shards(self, first: Shard, result: RoundResult) -> None:
@@ -734,7 +734,7 @@ class AllReduce:
         failed. first: shard 0 of the round. result: its failed shards hold this replica's own values, and keep them if
         no mean is found.
         """
-        view = self.look(first)
+        view = self.view_of(first)
         sources = sorted(view.live_others)
         cuts = cut_into_shards(len(result.mean))
         deadline = loop_time() + view.round_s

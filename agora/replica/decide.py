@@ -146,18 +146,18 @@ def decide(view: StageView, now: float, rule: StepRule) -> Decision:
     """
     if idle := wait_if_leaving(view) or wait_if_busy(view):
         return idle
-    at = _look_at(view, now, rule)
+    situation = _look_at(view, now, rule)
     return (
-        fetch_if_diverged(at)
-        or sync_fragment_if_due(at)
-        or fetch_if_far_behind(at)
-        or replay_if_behind(at)
-        or catch_up_with_replicas(at)
-        or catch_up_with_leading_stage(at)
-        or wait_for_tokens(at)
-        or step_alone(at)
-        or wait_for_answers(at)
-        or step_together(at)
+        fetch_if_diverged(situation)
+        or sync_fragment_if_due(situation)
+        or fetch_if_far_behind(situation)
+        or replay_if_behind(situation)
+        or catch_up_with_replicas(situation)
+        or catch_up_with_leading_stage(situation)
+        or wait_for_tokens(situation)
+        or step_alone(situation)
+        or wait_for_answers(situation)
+        or step_together(situation)
     )
 
 
@@ -184,48 +184,57 @@ def wait_if_busy(view: StageView) -> Decision | None:
     return (WAIT, "a step or a fetch is running") if view.is_busy else None
 
 
-def fetch_if_diverged(at: _Situation) -> Decision | None:
-    if not at.view.diverged_from:
+def fetch_if_diverged(situation: _Situation) -> Decision | None:
+    if not situation.view.diverged_from:
         return None
-    sources = at.view.diverged_from
-    return Action("fetch", at.step, at.step, sources), f"it has applied other means than {', '.join(sources)}"
+    sources = situation.view.diverged_from
+    return Action(
+        "fetch", situation.step, situation.step, sources
+    ), f"it has applied other means than {', '.join(sources)}"
 
 
-def sync_fragment_if_due(at: _Situation) -> Decision | None:
-    if (due := at.view.sync_due) is None:
+def sync_fragment_if_due(situation: _Situation) -> Decision | None:
+    if (due := situation.view.sync_due) is None:
         return None
     return Action("fragment sync", due), f"fragment sync {due} is due"
 
 
-def fetch_if_far_behind(at: _Situation) -> Decision | None:
-    behind = at.reached - at.step
-    if behind <= at.rule.max_steps_behind:
+def fetch_if_far_behind(situation: _Situation) -> Decision | None:
+    behind = situation.reached - situation.step
+    if behind <= situation.rule.max_steps_behind:
         return None
-    at_least = at.reached if at.rule.synchronous else at.step + 1
-    return Action("fetch", at.reached, at_least), f"{behind} steps behind the others"
+    at_least = situation.reached if situation.rule.synchronous else situation.step + 1
+    return Action("fetch", situation.reached, at_least), f"{behind} steps behind the others"
 
 
-def replay_if_behind(at: _Situation) -> Decision | None:
+def replay_if_behind(situation: _Situation) -> Decision | None:
     # While a share that was closed here awaits its mean, the stage only fetches: its reducers have the mean.
-    if at.is_share_closed or at.rule.synchronous or at.is_inner_step or at.reached <= at.step:
+    if (
+        situation.is_share_closed
+        or situation.rule.synchronous
+        or situation.is_inner_step
+        or situation.reached <= situation.step
+    ):
         return None
-    return Action("replay", at.step), f"the others have taken step {at.reached}"
+    return Action("replay", situation.step), f"the others have taken step {situation.reached}"
 
 
-def catch_up_with_replicas(at: _Situation) -> Decision | None:
-    if at.is_share_closed or not at.is_inner_step or at.reached - at.step <= MAX_LOCAL_LAG:
+def catch_up_with_replicas(situation: _Situation) -> Decision | None:
+    if situation.is_share_closed or not situation.is_inner_step or situation.reached - situation.step <= MAX_LOCAL_LAG:
         return None
-    return Action("catch up", at.reached), f"the others have taken step {at.reached}"
+    return Action("catch up", situation.reached), f"the others have taken step {situation.reached}"
 
 
-def catch_up_with_leading_stage(at: _Situation) -> Decision | None:
-    behind_since = at.view.behind_since
-    if at.is_share_closed or behind_since is None or at.now - behind_since < RESUME_AFTER_S:
+def catch_up_with_leading_stage(situation: _Situation) -> Decision | None:
+    behind_since = situation.view.behind_since
+    if situation.is_share_closed or behind_since is None or situation.now - behind_since < RESUME_AFTER_S:
         return None
-    return Action("catch up", at.view.leading_step), f"another stage of the run is at step {at.view.leading_step}"
+    return Action(
+        "catch up", situation.view.leading_step
+    ), f"another stage of the run is at step {situation.view.leading_step}"
 
 
-def wait_for_tokens(at: _Situation) -> Decision | None:
+def wait_for_tokens(situation: _Situation) -> Decision | None:
     """Waits while this replica still counts tokens for its step.
 
     | complete is | when |
@@ -234,37 +243,37 @@ def wait_for_tokens(at: _Situation) -> Decision | None:
     | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
     | the share, asynchronous | another replica closed its own CLOSE_AFTER_FRACTION of a step ago |
     """
-    view, tokens = at.view, at.view.counts.tokens
-    must_follow = at.reached > at.step and not at.is_inner_step
-    missing = at.rule.target_tokens - tokens - count_tokens(at.live, at.step)
-    if at.is_share_closed or must_follow or missing <= 0:
+    view, tokens = situation.view, situation.view.counts.tokens
+    must_follow = situation.reached > situation.step and not situation.is_inner_step
+    missing = situation.rule.target_tokens - tokens - count_tokens(situation.live, situation.step)
+    if situation.is_share_closed or must_follow or missing <= 0:
         return None
-    if at.rule.synchronous:
+    if situation.rule.synchronous:
         return WAIT, f"{missing} tokens are missing"
-    closed_at = first_closed_at(at.live, at.step)
+    closed_at = first_closed_at(situation.live, situation.step)
     timeout_s = min(CLOSE_AFTER_FRACTION * view.step_s, MAX_CLOSE_AFTER_S) if view.step_s else MAX_CLOSE_AFTER_S
-    is_late = closed_at is not None and at.now - closed_at >= timeout_s
+    is_late = closed_at is not None and situation.now - closed_at >= timeout_s
     if is_late or (0 < view.quota <= tokens and not view.in_progress):
         return None
     return WAIT, f"{tokens} of the {view.quota} tokens of its share are counted"
 
 
-def step_alone(at: _Situation) -> Decision | None:
-    if at.is_share_closed or (at.members and not at.is_inner_step):
+def step_alone(situation: _Situation) -> Decision | None:
+    if situation.is_share_closed or (situation.members and not situation.is_inner_step):
         return None
-    if at.view.counts.tokens == 0:
+    if situation.view.counts.tokens == 0:
         return WAIT, "nothing was counted here; the others take the step"
     return Action("step"), "all tokens are counted"
 
 
-def wait_for_answers(at: _Situation) -> Decision | None:
-    if not at.members or at.reachable:
+def wait_for_answers(situation: _Situation) -> Decision | None:
+    if not situation.members or situation.reachable:
         return None
-    return WAIT, f"{', '.join(sorted(at.members))} did not answer, and may still be alive"
+    return WAIT, f"{', '.join(sorted(situation.members))} did not answer, and may still be alive"
 
 
-def step_together(at: _Situation) -> Decision:
-    return Action("step together", at.step), f"all tokens of step {at.step} are counted"
+def step_together(situation: _Situation) -> Decision:
+    return Action("step together", situation.step), f"all tokens of step {situation.step} are counted"
 
 
 def step_policy(

@@ -521,13 +521,13 @@ class NumberFormat:
             return dequantise(list(tensors), numel, NORMAL_BITS[self.name])
         if self.name != "int8":
             if len(tensors) != 1:
-                raise ProtocolError("bad-tensor", f"a part is one tensor, not {len(tensors)}")
+                raise ProtocolError("bad-tensor", f"a shard is one tensor, not {len(tensors)}")
             values = decode_uncompressed(tensors[0], self.name, shape=(numel,))
             if not is_all_finite(values):
-                raise ProtocolError("bad-tensor", "a part holds values that are not finite")
+                raise ProtocolError("bad-tensor", "a shard holds values that are not finite")
             return values
         if len(tensors) != 2:
-            raise ProtocolError("bad-tensor", "an int8 part comes with its exponents")
+            raise ProtocolError("bad-tensor", "an int8 shard comes with its exponents")
         levels = torch.from_numpy(_from_int8(tensors[0], numel).astype(np.float32))
         if dither is not None:
             levels.sub_(dither_fractions(dither, numel))
@@ -548,7 +548,7 @@ def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
 
 def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
     if wire.dtype != "int8" or wire.shape != (numel,):
-        raise ProtocolError("bad-tensor", f"a part's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
+        raise ProtocolError("bad-tensor", f"a shard's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
     return np.frombuffer(wire.data, np.int8)
 
 
@@ -594,7 +594,7 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
     blocks = -(-numel // QUANTISER_BLOCK)
     shapes = [(1 + blocks,), (packed_bytes(numel, bits),)]
     if [(tensor.dtype, tensor.shape) for tensor in tensors] != [("uint8", shape) for shape in shapes]:
-        raise ProtocolError("bad-tensor", f"a part in {bits} bits is two uint8 tensors, {shapes[0]} and {shapes[1]}")
+        raise ProtocolError("bad-tensor", f"a shard in {bits} bits is two uint8 tensors, {shapes[0]} and {shapes[1]}")
     header = np.frombuffer(tensors[0].data, np.uint8)
     exponent = int(header[:1].view(np.int8)[0])
     if abs(exponent) > MAX_SCALE_EXPONENT:

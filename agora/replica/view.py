@@ -173,6 +173,10 @@ class StepMeter:
         self.quota_now = quota if others else 0
         return quota
 
+    def record_step(self, tokens: float) -> None:
+        """Corrects `token_plan` by the tokens that an all-reduced step had beyond the target, or lacked."""
+        self.token_plan = self.token_plan.after_step(tokens)
+
     def record_inner_step(self, tokens: int) -> None:
         """Corrects `token_plan` by the tokens that an inner step had beyond the target, or lacked.
 
@@ -180,7 +184,7 @@ class StepMeter:
         / the quota that this replica has of an uncorrected step. Changes nothing before the first update_quota.
         """
         if self._uncorrected_quota > 0:
-            self.token_plan = self.token_plan.after_step(self.token_plan.target * tokens / self._uncorrected_quota)
+            self.record_step(self.token_plan.target * tokens / self._uncorrected_quota)
 
     def on_share_closed(self, now: float) -> None:
         """Records that this replica closed a share now, unless an earlier one still awaits its mean."""

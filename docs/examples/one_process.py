@@ -43,7 +43,7 @@ from agora.pipeline.origin import Origin, OriginConfig
 from agora.pipeline.process_call import ProcessCall, WireRules
 from agora.pipeline.router import Router
 from agora.replica.gossip import SwarmView
-from agora.replica.run import ReplicaGroup
+from agora.replica.replica_group import ReplicaGroup
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
 from agora.train.device import DeviceOptions
@@ -169,7 +169,7 @@ class Peer:
         self.replicas = ReplicaGroup(
             SIGNED,
             me,
-            stages=device,
+            worker=device,
             caller=caller,
             swarm=swarm.view_for_replicas(),
             fetch_state=swarm.fetch,
@@ -200,16 +200,16 @@ class Peer:
         raise AssertionError(type(request).__name__)
 
     def _on_trained(self) -> None:
-        for loop in self.replicas.loops.values():
-            loop.on_microbatch_left(self.hop.training_count)
+        for stage in self.replicas.stages.values():
+            stage.on_microbatch_left(self.hop.training_count)
 
     async def follow_steps(self) -> None:
         """Tells the replicas what the device thread has done: it closed its share of a step, or took the step."""
         async for event in self.device.step_events():
             if isinstance(event, ShareClosed):
-                self.replicas.loops[event.stage].on_share_closed()
+                self.replicas.stages[event.stage].on_share_closed()
             else:
-                self.replicas.loops[event.stage].on_stepped(event.step, event.own_tokens)
+                self.replicas.stages[event.stage].on_stepped(event.step, event.own_tokens)
                 self._swarm.stepped.notify()
 
 

@@ -188,7 +188,7 @@ def test_a_join_and_a_death_each_cost_an_asynchronous_stage_less_than_half_a_ste
     """Of three replicas one dies, and loses what it had counted; then one of two, whose part of a step is half of it.
 
     The last one takes its next step within three steps' duration, and waits for nobody any more. The fast tier claims
-    the same in virtual time (tests/replica/test_run.py).
+    the same in virtual time (tests/replica/test_replica_group.py).
     """
     target = 32_768
     base = averaging(2, tokens=target).model_dump()

@@ -21,7 +21,7 @@ from agora.core.calls import Reply
 from agora.core.sync_mode import ChangeRule, StepPlan, StepPolicy, first_step_plan
 from agora.observe.events import Event
 from agora.replica.gossip import SwarmView
-from agora.replica.run import ReplicaGroup
+from agora.replica.replica_group import ReplicaGroup
 from agora.state.layout import Layout, lay_out
 from agora.swarm.peer_score import Violation
 from agora.train.diloco import OuterOptimizer
@@ -98,7 +98,7 @@ class FakeStage:
             self.counted += int(self.rate * TICK_S)
             self._take_due_step()
             if self.group is not None:
-                self.group.loops[0].on_microbatch_left(in_progress=0)
+                self.group.stages[0].on_microbatch_left(in_progress=0)
 
     def _take_due_step(self) -> None:
         """As train.Stage.step_if_due."""
@@ -120,7 +120,7 @@ class FakeStage:
         self.closed.append(self.tokens)
         self.tokens = 0
         assert self.group is not None
-        asyncio.get_running_loop().call_soon(self.group.loops[0].on_share_closed)
+        asyncio.get_running_loop().call_soon(self.group.stages[0].on_share_closed)
 
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
@@ -135,7 +135,7 @@ class FakeStage:
 
     def _tell(self, own: int) -> None:
         assert self.group is not None
-        asyncio.get_running_loop().call_soon(self.group.loops[0].on_stepped, self.step, own)
+        asyncio.get_running_loop().call_soon(self.group.stages[0].on_stepped, self.step, own)
 
     async def outer_gradient(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not self.plan.is_inner(self.step):
@@ -202,7 +202,7 @@ class GroupPeer:
         self.group = ReplicaGroup(
             world.signed,
             peer,
-            stages=self.stage,
+            worker=self.stage,
             caller=world.network.join(peer, self._answer),
             swarm=SwarmView(
                 self.replicas_in_view, self.has_connections, self.uplink_bytes_per_s, lambda: self.world.run_steps

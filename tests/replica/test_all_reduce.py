@@ -318,7 +318,7 @@ def asking(part: int, number: int = 0, second: bool = False) -> Contribute:
 
 @pytest.mark.parametrize("liar_begins", [True, False])
 def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_begins: bool) -> None:
-    """A member that says it comes to the second owner would be asked what the first one gave, whatever it is."""
+    """A member that says it comes to the second reducer would be asked what the first one gave, whatever it is."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS)
@@ -533,7 +533,7 @@ def test_an_owner_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest.
 
 
 def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
-    """Its answers are refused, the second owner's are taken: only these count as usual."""
+    """Its answers are refused, the second reducer's are taken: only these count as usual."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS)

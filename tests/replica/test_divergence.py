@@ -12,7 +12,7 @@ from agora.replica.trust import replicas_to_fetch_from
 from agora.replica.view import DirectReport, ReplicaCounts, ReplicaProgress
 from agora.train.stage import INITIAL_HASH, KEPT_STEPS, extend_history
 from tests.replica.group_world import GroupPeer, GroupWorld
-from tests.replica.test_run import EXACT, assert_equal_bits, at_one_step
+from tests.replica.test_replica_group import EXACT, assert_equal_bits, at_one_step
 from tests.virtual_time import run
 
 ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "z"))

@@ -25,7 +25,7 @@ from agora.replica.all_reduce import (
     RoundResult,
     RoundView,
 )
-from agora.replica.run import RECALL_FIRST, FragmentSyncs
+from agora.replica.fragment_syncs import RECALL_FIRST, FragmentSyncs
 from agora.replica.shard_codec import RoundConfig, Shard, ShardMean
 from agora.replica.view import SILENT_S
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY

@@ -29,7 +29,7 @@ from agora.core.clock import loop_time
 from agora.core.span_work import SpanWork
 from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.replica.gossip import SwarmView
-from agora.replica.run import ReplicaGroup
+from agora.replica.replica_group import ReplicaGroup
 from agora.replica.shard_codec import Shard
 from agora.swarm.peer_score import PeerScore, ReportViolation
 from agora.train.device_worker import DeviceWorker
@@ -78,7 +78,7 @@ async def beside(
             ReplicaGroup(
                 signed,
                 ME,
-                stages=worker,
+                worker=worker,
                 caller=cast(Any, liar),
                 swarm=SwarmView(lambda stage: listed, lambda: True, lambda: None, lambda: [[0]]),
                 fetch_state=nobody_gives,
@@ -155,9 +155,9 @@ def test_slices_are_averaged_of_local_steps_only_and_gradients_of_exact_ones(exa
     async def whole() -> None:
         async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
             for what, number, slices in (("slice", first - 1, 20), ("gradient", exact_steps, 0)):
-                refused = group.loops[0].look_at_round(Shard(0, what, number, 0, slices)).refusal
+                refused = group.stages[0].look_at_round(Shard(0, what, number, 0, slices)).refusal
                 assert isinstance(refused, ProtocolError) and f"averages no {what} {number} here" in str(refused)
-            assert group.loops[0].look_at_round(Shard(0, "slice", first, 0, 20)).numel > 0
+            assert group.stages[0].look_at_round(Shard(0, "slice", first, 0, 20)).numel > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -169,7 +169,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
 
         offences = PeerScore(recorded.append, loop_time)
         async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
-            size = group.loops[0].look_at_round(Shard(0, "slice", 1, 0, 2)).numel
+            size = group.stages[0].look_at_round(Shard(0, "slice", 1, 0, 2)).numel
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
                 message = Contribute(0, "slice", round_, 0, 2, weight, False, "float32", 1000)

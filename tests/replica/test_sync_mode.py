@@ -250,7 +250,7 @@ def test_one_slow_uplink_of_many_does_not_make_all_take_local_steps() -> None:
             set_uplinks(world, SLOW, FAST, FAST, FAST, FAST)
             await asyncio.sleep(60.0)
             assert not any(changes_of(peer) for peer in world.all)
-            assert [peer.group.loops[0].compression.fits for peer in world.all] == [False, *[True] * 4]
+            assert [peer.group.stages[0].compression.fits for peer in world.all] == [False, *[True] * 4]
 
     run(main())
 
@@ -323,11 +323,11 @@ def test_a_stage_without_replicas_says_nothing_of_what_its_peers_uplink_carries(
             set_uplinks(world, 3_000.0, FAST)
             await asyncio.sleep(2.0)
             slow = world.all[0].group
-            slow.loops[1].on_stepped(world.all[0].stage.step, 0)
-            assert slow.loops[0].compression.is_limited and not slow.loops[1].compression.is_limited
-            assert "MB in a step" in slow.loops[0].compression.reason
-            (carried,) = {slow.loops[0].compression.carried}
-            assert 0.1 < carried < 0.3 and slow.loops[1].compression.carried == math.inf
+            slow.stages[1].on_stepped(world.all[0].stage.step, 0)
+            assert slow.stages[0].compression.is_limited and not slow.stages[1].compression.is_limited
+            assert "MB in a step" in slow.stages[0].compression.reason
+            (carried,) = {slow.stages[0].compression.carried}
+            assert 0.1 < carried < 0.3 and slow.stages[1].compression.carried == math.inf
             told = world.all[1].group.gossip.known_progress(0)[world.all[0].peer].counts.bytes_carried
             assert told == pytest.approx(carried, rel=0.2)
 
@@ -357,7 +357,7 @@ def test_a_part_of_the_other_kind_is_refused_without_an_offence_where_stages_may
     async def main() -> None:
         async with world_of(4000.0, 4000.0) as world:
             await asyncio.sleep(5.0)
-            loop, step = world.all[0].group.loops[0], world.all[0].stage.step
+            loop, step = world.all[0].group.stages[0], world.all[0].stage.step
             refused = loop.look_at_round(Shard(0, "slice", step, 0, SLICES)).refusal
             assert isinstance(refused, Refused) and "averages no slice" in str(refused)
             accepted = loop.look_at_round(Shard(0, "gradient", step, 0))

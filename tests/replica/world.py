@@ -77,7 +77,7 @@ class Member:
         config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
         self.port = world.network.join(peer, self._answer)
         self.all_reduce = AllReduce(
-            config, self.port, self.look, lambda shard: shard.fragments, self.events.append, self._fault
+            config, self.port, self.view_of, lambda shard: shard.fragments, self.events.append, self._fault
         )
 
     async def take_part(
@@ -98,7 +98,7 @@ class Member:
     def view(self) -> dict[PeerId, float]:
         return self.sees if self.sees is not None else dict.fromkeys(self.world.members, 0.0)
 
-    def look(self, shard: Shard) -> RoundView:
+    def view_of(self, shard: Shard) -> RoundView:
         suspects = frozenset(self.suspects & {*self.view})
         live = frozenset({*self.view} - {self.peer})
         view = RoundView(self.view, live, suspects, self.world.round_s)

@@ -329,7 +329,7 @@ class LocalPeer:
         await self.directory.close()
 
     def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
-        """Returns, for each serving replica of a stage, the uplink in bytes/s with which it owns parts of an average.
+        """Returns, for each serving replica of a stage, the uplink in bytes/s with which it reduces shards.
 
         That is its published uplink; the median if it published none; less behind a relay. See reducing_bandwidths.
         """

@@ -43,7 +43,7 @@ from agora.pipeline.hop import Hop
 from agora.pipeline.origin import MicrobatchSource, Origin, OriginConfig
 from agora.pipeline.process_call import ProcessCall
 from agora.replica.gossip import SwarmView
-from agora.replica.run import ReplicaGroup
+from agora.replica.replica_group import ReplicaGroup
 from agora.replica.view import live_replicas
 from agora.state.collector import StageCollector
 from agora.state.keeper import StageHolders, StateKeeper
@@ -362,7 +362,7 @@ class LoadedSpan:
         self.replicas = ReplicaGroup(
             signed,
             startup.me,
-            stages=worker,
+            worker=worker,
             caller=local_peer.network,
             swarm=SwarmView(
                 local_peer.replicas_in_view,
@@ -374,13 +374,13 @@ class LoadedSpan:
             report=startup.report_event,
             report_violation=local_peer.peer_score.report_violation,
         )
-        loops = self.replicas.loops
+        stages = self.replicas.stages
         self._is_synchronous = manifest.schedule.kind == "synchronous"
         self._barrier: StepBarrier | MeanBarrier
         if self._is_synchronous:
             self._barrier = StepBarrier(worker.span, worker.step_of)
         else:
-            self._barrier = MeanBarrier(worker.span, lambda stage: loops[stage].is_awaiting_mean())
+            self._barrier = MeanBarrier(worker.span, lambda number: stages[number].is_awaiting_mean())
         self.hop = Hop(
             worker,
             local_peer.router,
@@ -468,13 +468,13 @@ class LoadedSpan:
         tokens_each = max(self._tokens_per_microbatch(), 1.0)
         per_step = math.ceil(manifest.optimizer.target_tokens / tokens_each)
         if not self._is_synchronous:
-            if (lacking_tokens := self.replicas.loops[0].tokens_until_origins_wait()) is not None:
+            if (lacking_tokens := self.replicas.stages[0].tokens_until_origins_wait()) is not None:
                 before_mean = math.ceil(lacking_tokens / tokens_each)
                 return SendInputs(ready, None, path_s, before_mean=before_mean)
             allowed, predicts = manifest.schedule.staleness, self.worker.predicts_weights
             staleness = flow_control.staleness_ceiling(allowed, per_step, rank, count, predicts=predicts)
             return SendInputs(ready, None, path_s, staleness)
-        lacking = math.ceil(self.replicas.loops[0].missing_tokens() / tokens_each)
+        lacking = math.ceil(self.replicas.stages[0].missing_tokens() / tokens_each)
         return SendInputs(ready, StepState(self.worker.step_of(0), per_step, lacking, rank, count), path_s)
 
     def _tokens_per_microbatch(self) -> float:
@@ -496,9 +496,9 @@ class LoadedSpan:
         return SpanReport(
             span=self.span,
             stages=self.worker.progress(),
-            waits_for={stage: loop.reason for stage, loop in self.replicas.loops.items()},
-            gradient_wires={stage: loop.compression for stage, loop in self.replicas.loops.items()},
-            agreement={stage: loop.agreement() for stage, loop in self.replicas.loops.items()},
+            waits_for={number: stage.reason for number, stage in self.replicas.stages.items()},
+            gradient_wires={number: stage.compression for number, stage in self.replicas.stages.items()},
+            agreement={number: stage.agreement() for number, stage in self.replicas.stages.items()},
             behind={stage: self._steps_behind(stage) for stage in self.span.stages},
             busy_fraction=self.worker.busy_fraction(),
             in_progress=self.in_progress,
@@ -543,8 +543,8 @@ class LoadedSpan:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
     def _on_trained(self) -> None:
-        for loop in self.replicas.loops.values():
-            loop.on_microbatch_left(self.hop.training_count)
+        for stage in self.replicas.stages.values():
+            stage.on_microbatch_left(self.hop.training_count)
 
     async def follow_steps(self) -> None:
         """Notifies replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled.
@@ -553,9 +553,9 @@ class LoadedSpan:
         """
         async for event in self.worker.step_events():
             if isinstance(event, ShareClosed):
-                self.replicas.loops[event.stage].on_share_closed()
+                self.replicas.stages[event.stage].on_share_closed()
                 continue
-            self.replicas.loops[event.stage].on_stepped(event.step, event.own_tokens)
+            self.replicas.stages[event.stage].on_stepped(event.step, event.own_tokens)
             if event.stage == 0:
                 self._record_epochs(event.step)
             self.keeper.on_stepped(event.stage, event.step)

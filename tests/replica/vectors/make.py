@@ -58,7 +58,7 @@ def cuts() -> list[dict[str, Any]]:
 
 
 def owned() -> list[dict[str, Any]]:
-    """First and second owners."""
+    """First and second reducers."""
     groups = [
         dict.fromkeys(PEERS[:1], 0.0),
         dict.fromkeys(PEERS[:3], 0.0),

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
-import numpy as np
 import torch
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.parts import slice_count
 from agora_protocol.tensors import WireTensor
-from numpy.typing import NDArray
-from torch import Tensor
 
 from agora.core.calls import Caller
 from agora.core.clock import loop_time, slept_s
-from agora.core.sync_mode import ALL_REDUCE, ChangeRule, StepPlan, StepPolicy
+from agora.core.sync_mode import ALL_REDUCE, ChangeRule, StepPolicy
 from agora.observe import events
-from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, Fragments, Members, RoundResult, RoundView
+from agora.replica.all_reduce import AllReduce, Fragments, Members, RoundResult, RoundView
 from agora.replica.decide import (
     Action,
     GradientCompression,
@@ -42,8 +38,10 @@ from agora.replica.decide import (
     step_policy,
     wanted_fragments,
 )
+from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmView
 from agora.replica.shard_codec import RoundConfig, Shard, cut_into_shards
+from agora.replica.stage_worker import StageWorker
 from agora.replica.trust import JOIN_S, LEAD, LOCAL_LEAD, OwnPace, replicas_to_fetch_from
 from agora.replica.view import (
     NEWCOMER_STEPS,
@@ -61,7 +59,6 @@ from agora.replica.view import (
     round_members,
     unreachable_replicas,
 )
-from agora.state.layout import Layout
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.gradients import GradientShare
 from agora.train.stage import StageProgress
@@ -79,81 +76,9 @@ MAX_REPORT_LAG: Final = 2
 ROUND_STEPS: Final = 2.0
 MIN_ROUND_S: Final = 4.0
 
-# In a fragment sync that begins this many rounds late or more, a replica first asks for the means, then takes part.
-RECALL_FIRST: Final = 2
-
 FETCH_AGAIN_S: Final = 1.0  # seconds of pause after a failed fetch of a state
 # Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it.
 FETCH_TRIES: Final = 3
-
-
-class Stages(Protocol):
-    """Protocol: this peer's stages, on the device or as arithmetic in tests. Raises NotMyStage for one not held."""
-
-    @property
-    def span(self) -> Span:
-        """The held stages."""
-
-    def layout(self, stage: int) -> Layout:
-        """Returns which tensors the stage's flat weights hold; `numel` counts their elements."""
-
-    def progress(self) -> Sequence[StageProgress]:
-        """Returns for each held stage: steps taken, tokens counted, history hashes."""
-
-    def step_of(self, stage: int) -> int:
-        """Returns how many optimizer steps the stage has taken."""
-
-    def step_plan(self, stage: int) -> StepPlan:
-        """Returns which steps of the stage are inner steps; a change of it is part of what the stage has learnt."""
-
-    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces the policy by which the device thread closes the stage's shares and takes its steps by itself."""
-
-    async def outer_gradient(self, stage: int, blocks: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
-        """Returns outer parameters - weights in the numbered `blocks`, and a copy of these weights, float32 [n] each.
-
-        None if the stage takes all-reduces now, for which there are no outer parameters.
-        """
-
-    async def outer_step(
-        self,
-        stage: int,
-        step: int,
-        blocks: NDArray[np.int64],
-        snapshot: Tensor,
-        averaged: tuple[Tensor, tuple[bool, ...]] | None,
-        wanted_fragments: int,
-    ) -> None:
-        """Moves outer parameters and weights in `blocks` by a round's mean difference, unless already done for `step`.
-
-        step: the step after which the round was due. averaged: the mean difference, and for each shard whether it was
-        averaged. None means that there is no other replica: then the weights become the outer parameters. snapshot: the
-        weights that the round began with. wanted_fragments: in how many fragments all means of the round want to agree.
-        """
-
-    async def catch_up(self, stage: int, step: int) -> None:
-        """Raises the stage's step count to `step`, that of the other replicas, without their means or states.
-
-        A stage that is one step behind, or takes inner steps, first steps along its own gradient sum; then the steps
-        still missing are skipped, and the sum is dropped. Does nothing if the stage is not behind or has a closed
-        share.
-        """
-
-    async def take_gradient_share(self, stage: int) -> GradientShare:
-        """Returns this replica's gradient and tokens of the next step, to be averaged.
-
-        First closes the share if it is still open; later gradients then go to the share of the step after it.
-        """
-
-    async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int
-    ) -> None:
-        """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
-
-        Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
-        are. wanted_fragments: in how many fragments all means of the step want to agree later. Takes no step and raises
-        LocalError if another step is next, ProtocolError for an unusable gradient.
-        """
 
 
 # Fetches a stage's state of at least some steps from sources and replaces the stage's state with it; returns a
@@ -161,160 +86,13 @@ class Stages(Protocol):
 FetchState = Callable[[int, Sequence[PeerId], int], Awaitable[object]]
 
 
-def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
-    """Starts work whose result nobody awaits; if it ends with an error, reports TaskFailed of "averaging".
-
-    The event's text is NAME: CODE: MESSAGE, with the type's name as the code of an error that is not an AgoraError;
-    without a `name`, the code comes first. A cancelled task is not reported.
-    """
-
-    def report_failure(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            code = error.code if isinstance(error, AgoraError) else type(error).__name__
-            report(events.TaskFailed("averaging", ": ".join(filter(None, (name, code, str(error))))))
-
-    task = asyncio.create_task(work)
-    task.add_done_callback(report_failure)
-    return task
-
-
-class FragmentSyncs:
-    """The fragment syncs of one stage with inner steps (DiLoCo): replicas average differences to the outer parameters.
-
-    Sync r begins after step r * every, over fragment r mod the number of fragments. Up to MAX_RUNNING_SYNCS run while
-    training goes on; their means are applied in the order of their numbers. A failed shard whose mean no replica keeps
-    changes nothing: the fragment's next sync averages that difference.
-    """
-
-    def __init__(
-        self,
-        stage: int,
-        every: int,
-        most_fragments: int,
-        stages: Stages,
-        all_reduce: AllReduce,
-        fragments_of: Callable[[int], Fragments],
-        report: events.Report,
-    ) -> None:
-        """every: optimizer steps from one sync to the next. most_fragments: how many the stage may have.
-
-        fragments_of: returns the fragments of the stage, of which sync number r averages one.
-        """
-        self._stage = stage
-        self._every = every
-        self._stages = stages
-        self._all_reduce = all_reduce
-        self._fragments_of = fragments_of
-        self._report = report
-        self._step_tokens: deque[int] = deque(maxlen=most_fragments * every)
-        self._last_begun = -1
-        self._last_contributed = -1
-        self._running: dict[int, asyncio.Task[None]] = {}
-
-    def record_inner_step(self, tokens: int) -> None:
-        """Records the tokens of an inner step; a sync's weight is the sum over the last fragments * every steps."""
-        self._step_tokens.append(tokens)
-
-    def forget_tokens(self) -> None:
-        """Forgets the recorded steps, because all-reduces came after them: what they learnt is in no difference."""
-        self._step_tokens.clear()
-
-    def next_due(self, step: int, agreed: int) -> int | None:
-        """Returns the number of the sync to begin now, after `step` steps; None if none is due or no more may run.
-
-        agreed: the step of the last sync whose mean was applied. At most MAX_RUNNING_SYNCS run at the same time, and
-        never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
-        """
-        number = max(self._last_begun, agreed // self._every) + 1
-        if number > step // self._every:
-            return None
-        count = self._fragments_of(number).count
-        is_of_running = all(self._fragments_of(running).count == count for running in self._running)
-        return number if is_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
-
-    def begin(self, number: int, step: int) -> None:
-        """Starts sync `number` as a background task, and reports an error in it as TaskFailed.
-
-        step: steps taken here by now, which show how late the sync begins.
-        """
-        self._last_begun = number
-        previous = self._running.get(number - 1)
-        work = self._sync(number, previous, rounds_late=step // self._every - number)
-        task = self._running[number] = start_reported(work, self._report, f"fragment sync {number}")
-        task.add_done_callback(lambda _: self._running.pop(number, None))
-
-    async def stop(self) -> None:
-        """Cancels the running syncs and waits for their end, because the state is replaced or the peer leaves.
-
-        Syncs whose means were not applied become due again. A cancelled one that begins again only asks other replicas
-        for its means, because this peer may have contributed some shards.
-        """
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._last_contributed = max(self._last_contributed, self._last_begun)
-        self._last_begun = -1
-
-    async def _sync(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
-        fragments = self._fragments_of(number)
-        blocks = fragments.blocks(number)
-        found = await self._stages.outer_gradient(self._stage, blocks)
-        if found is None:
-            return
-        difference, snapshot = found
-        result = None
-        first = Shard(self._stage, "slice", number, 0, fragments.count)
-        if len(self._all_reduce.look(first).members) > 1:
-            result = await self._average(first, difference, rounds_late)
-        if previous is not None:  # means are applied in order
-            await asyncio.wait([previous])
-        averaged = None if result is None else (result.mean, tuple(result.averaged))
-        wanted = fragments.count if result is None else result.wanted_fragments
-        await self._stages.outer_step(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
-
-    async def _average(self, first: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
-        # | rounds_late | the means come from |
-        # |---|---|
-        # | below RECALL_FIRST | the round; for failed shards, replicas that keep their means |
-        # | RECALL_FIRST or more | replicas that keep them; if a shard is missing then, as above |
-        # | `fragments` or more, contributions wait here | as for RECALL_FIRST or more |
-        # | `fragments` or more otherwise | replicas that keep them, which are asked once |
-        #
-        # The waiting contributions show which rounds the others are in: without that, replicas that are all late might
-        # take part in different rounds forever. Failed shards get the mean 0.
-        number, fragments = first.round, first.fragments
-        cuts = cut_into_shards(len(difference))
-        result = RoundResult.of_failed_shards(difference.clone(), fragments)
-        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first)
-        if rounds_late >= min(RECALL_FIRST, fragments):
-            await self._all_reduce.recall_failed_shards(first, result)
-        if result.failed_shards and number > self._last_contributed and not is_superseded:
-            weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
-            recalled = result
-            result = await self._all_reduce.run(self._stage, "slice", number, difference, weight, fragments)
-            for index, cut in enumerate(cuts):
-                if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
-                    result.mean[cut] = recalled.mean[cut]
-                    result.averaged[index], result.wanted[index] = True, recalled.wanted[index]
-        # When the fragment is due again, a failed sync must end at once: else this replica comes late to all later
-        # ones.
-        is_due_again = self._stages.step_of(self._stage) // self._every - number >= fragments
-        if result.failed_shards and not is_due_again:
-            await self._all_reduce.recall_repeatedly(first, result)
-        for cut, is_averaged in zip(cuts, result.averaged, strict=True):
-            if not is_averaged:
-                result.mean[cut] = 0.0
-        return result
-
-
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the loops of all stages of a span share. replicated_numel: elements of the stages that have replicas."""
+    """What all stages of a span share. replicated_numel: elements of the stages that have replicas."""
 
     signed: SignedManifest
     me: PeerId
-    stages: Stages
+    worker: StageWorker
     gossip: StepGossip
     all_reduce: AllReduce
     swarm: SwarmView
@@ -333,21 +111,13 @@ class StageReplicas:
     def __init__(self, stage: int, shared: _Shared) -> None:
         manifest = shared.signed.manifest
         self._stage = stage
-        self._me = shared.me
-        self._stages = shared.stages
-        self._gossip = shared.gossip
-        self._all_reduce = shared.all_reduce
-        self._swarm = shared.swarm
-        self._fetch = shared.fetch_state
-        self._replicated_numel = shared.replicated_numel
-        self._report = shared.report
-        self._report_violation = shared.report_violation
+        self._shared = shared
         self._seed = manifest.seed
         self._averaging = manifest.averaging
         self._rule = StepRule.from_manifest(manifest)
         self._change_rule = ChangeRule.from_manifest(manifest)
-        self._start_step = step = self._stages.step_of(stage)
-        self._plan = self._stages.step_plan(stage)
+        self._start_step = step = self._shared.worker.step_of(stage)
+        self._plan = self._shared.worker.step_plan(stage)
         self._present_fragments = self._plan.fragments_at(step)
         self._fragments: dict[int, Fragments] = {}
         self._wish = Wish(since=loop_time())
@@ -359,25 +129,25 @@ class StageReplicas:
         self._is_leaving = False
         self._task: asyncio.Task[None] | None = None  # the latest step, fetch or catch-up
         self.reason = ""
-        self.compression = GradientCompression(self._all_reduce.config.gradient_wire, "")
+        self.compression = GradientCompression(self._shared.all_reduce.config.gradient_wire, "")
         self.meter = StepMeter(manifest.quota_tokens, StepTokenPlan(self._rule.target_tokens))
         self._syncs = FragmentSyncs(
             stage,
             self._averaging.every,
             slice_count(self._averaging.fraction),
-            self._stages,
-            self._all_reduce,
+            self._shared.worker,
+            self._shared.all_reduce,
             self._fragments_of,
-            self._report,
+            self._shared.report,
         )
-        self._stages.set_step_policy(stage, StepPolicy(self._rule.target_tokens, averages=True))
+        self._shared.worker.set_step_policy(stage, StepPolicy(self._rule.target_tokens, averages=True))
 
     # --- events
 
     def on_share_closed(self) -> None:
         """Called when the device thread closed a share: notes the time, gossips immediately, starts what is due."""
         self.meter.on_share_closed(loop_time())
-        self._gossip.tick()
+        self._shared.gossip.tick()
 
     def on_microbatch_left(self, in_progress: int) -> None:
         """Called when a training microbatch has left. in_progress: how many are still in progress at this peer.
@@ -403,12 +173,12 @@ class StageReplicas:
         if self._plan.is_inner(step - 1):
             self.meter.record_inner_step(tokens)
             self._syncs.record_inner_step(tokens)
-        self._gossip.tick()
+        self._shared.gossip.tick()
 
     def on_leading_step(self, leading: int) -> None:
         """Called in synchronous runs with the step of the run's furthest stage; notes since when this one is behind."""
         self._leading_step = leading
-        step = self._stages.step_of(self._stage)
+        step = self._shared.worker.step_of(self._stage)
         if step >= leading:
             self._behind_at = None
         elif self._behind_at is None or self._behind_at[0] != step:
@@ -424,7 +194,7 @@ class StageReplicas:
         step = view.counts.open_step
         is_inner, by_device = view.plan.is_inner(step), not self._origins_wait()
         policy = step_policy(step, members, live, view.quota, self._rule, is_inner=is_inner, by_device=by_device)
-        self._stages.set_step_policy(self._stage, policy)
+        self._shared.worker.set_step_policy(self._stage, policy)
         action, self.reason = decide(view, now, self._rule)
         self._perform(action, view.counts.step)
 
@@ -443,17 +213,19 @@ class StageReplicas:
         )
 
     def _progress(self) -> StageProgress:
-        return next(progress for progress in self._stages.progress() if progress.stage == self._stage)
+        return next(progress for progress in self._shared.worker.progress() if progress.stage == self._stage)
 
     def _others(self) -> tuple[KnownReplicas, set[PeerId]]:
-        return self._gossip.known_progress(self._stage), self._gossip.others_in_view(self._stage)
+        return self._shared.gossip.known_progress(self._stage), self._shared.gossip.others_in_view(self._stage)
 
     def _look(self, now: float) -> StageView:
-        own, plan = self.counts(), self._stages.step_plan(self._stage)
+        own, plan = self.counts(), self._shared.worker.step_plan(self._stage)
         known, listed = self._others()
         live = live_replicas(known, round_members(known, listed, now), now)
         self.meter.measure(now, own.tokens_counted)
-        quota = self.meter.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
+        quota = self.meter.update_quota(
+            self._shared.me, {peer: last.direct.rate.per_second for peer, last in live.items()}
+        )
         takes_inner_steps = plan.is_inner(own.step - 1) and plan.is_inner(own.step)
         is_behind = self._behind_at is not None and self._behind_at[0] == own.step < self._leading_step
         return StageView(
@@ -468,7 +240,7 @@ class StageReplicas:
             is_busy=self._task is not None and not self._task.done(),
             sync_due=self._syncs.next_due(own.step, own.agreed) if takes_inner_steps else None,
             behind_since=self._behind_at[1] if self._behind_at and is_behind else None,
-            diverged_from=replicas_to_fetch_from(self._progress().history, self._me, live),
+            diverged_from=replicas_to_fetch_from(self._progress().history, self._shared.me, live),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
 
@@ -482,20 +254,20 @@ class StageReplicas:
                 self.consider()  # more may be due beside it
                 return
             case "catch up":
-                work = self._stages.catch_up(stage, action.number)
+                work = self._shared.worker.catch_up(stage, action.number)
             case "step":
-                work = self._stages.catch_up(stage, step + 1)
+                work = self._shared.worker.catch_up(stage, step + 1)
             case "replay":
                 work = self._replay(action.number)
             case "step together":
                 work = self._step_together(action.number)
             case "fetch":
                 if action.sources:
-                    self._report(events.StageDiverged(stage, step, ", ".join(action.sources)))
+                    self._shared.report(events.StageDiverged(stage, step, ", ".join(action.sources)))
                 else:
-                    self._report(events.StageFellBehind(stage, step, action.number))
+                    self._shared.report(events.StageFellBehind(stage, step, action.number))
                 work = self._fetch_or_catch_up(action.at_least, action.number, action.sources)
-        self._task = start_reported(work, self._report)
+        self._task = start_reported(work, self._shared.report)
 
     # --- all-reduces
 
@@ -506,10 +278,10 @@ class StageReplicas:
         # | there is no other replica | step along this peer's gradient | the same |
         # | no other replica keeps it | step along 0, see _fill_failed_shards | see _fetch_until_taken |
         stage, synchronous = self._stage, self._rule.synchronous
-        share = await self._stages.take_gradient_share(stage)
+        share = await self._shared.worker.take_gradient_share(stage)
         if share.step != step:
             return
-        result = await self._all_reduce.run(stage, "gradient", step, share.values, float(share.tokens))
+        result = await self._shared.all_reduce.run(stage, "gradient", step, share.values, float(share.tokens))
         nonzero_fraction = 1.0
         if result.failed_shards and not synchronous:
             nonzero_fraction = await self._fill_failed_shards(share, result)
@@ -517,15 +289,15 @@ class StageReplicas:
             return
         tokens = round(nonzero_fraction * max(share.tokens, result.weight))
         try:
-            await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
+            await self._shared.worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
         except ProtocolError:
             if synchronous:
                 raise
             # The step counts, but changes nothing.
-            await self._stages.step_with_gradient(stage, step, share.values, 0, ALL_REDUCE)
+            await self._shared.worker.step_with_gradient(stage, step, share.values, 0, ALL_REDUCE)
         else:
             if not result.failed_shards:
-                self.meter.token_plan = self.meter.token_plan.after_step(result.weight)
+                self.meter.record_step(result.weight)
 
     async def _fill_failed_shards(self, share: GradientShare, result: RoundResult) -> float:
         # Returns the fraction of all shards whose mean is not 0.
@@ -536,8 +308,8 @@ class StageReplicas:
         # | exists, but none keeps it | 0, which is kept here for others that ask |
         # | does not exist | this replica's own values |
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
-        first, codec = Shard(self._stage, "gradient", share.step, 0), self._all_reduce.codec
-        await self._all_reduce.recall_repeatedly(first, result)
+        first, codec = Shard(self._stage, "gradient", share.step, 0), self._shared.all_reduce.codec
+        await self._shared.all_reduce.recall_repeatedly(first, result)
         if len(self.members()) == 1:
             return 1.0
         cuts = cut_into_shards(len(result.mean))
@@ -546,7 +318,7 @@ class StageReplicas:
             shard, cut = first._replace(position=index), cuts[index]
             if not result.averaged[index]:
                 zero_mean = codec.zero_mean(shard, len(share.values[cut]))
-                self._all_reduce.keep_mean(shard, zero_mean)
+                self._shared.all_reduce.keep_mean(shard, zero_mean)
                 result.mean[cut] = zero_mean.values
             if not result.mean[cut].any():
                 zeros += 1
@@ -556,14 +328,14 @@ class StageReplicas:
     async def _replay(self, step: int) -> None:
         # The tokens in this replica's open share stay there, for a later step.
         stage = self._stage
-        result = RoundResult.of_failed_shards(torch.zeros(self._stages.layout(stage).numel), ALL_REDUCE)
-        await self._all_reduce.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
+        result = RoundResult.of_failed_shards(torch.zeros(self._shared.worker.layout(stage).numel), ALL_REDUCE)
+        await self._shared.all_reduce.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
         if result.failed_shards:
             await self._fetch_or_catch_up(step + 1, step + 1)
             return
         tokens = max(1, round(result.weight)) if result.mean.any() else 0
-        await self._stages.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
-        self.meter.token_plan = self.meter.token_plan.after_step(result.weight)
+        await self._shared.worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
+        self.meter.record_step(result.weight)
 
     # --- states of others
 
@@ -576,23 +348,23 @@ class StageReplicas:
         try:
             await self.fetch_state(sorted(sources), at_least)
         except Unavailable as error:
-            self._report(events.TaskFailed("fetch state", str(error)))
+            self._shared.report(events.TaskFailed("fetch state", str(error)))
             await asyncio.sleep(FETCH_AGAIN_S)
             if not self._rule.synchronous:
-                await self._stages.catch_up(self._stage, reached)
+                await self._shared.worker.catch_up(self._stage, reached)
 
     async def _fetch_until_taken(self, at_least: int) -> bool:
         # Tries until a member gives a state; False when no other member is left, or when FETCH_TRIES have failed and
         # this peer has the least id of all: then it takes the step itself, and the other members fetch its state.
         tries = 0
-        while others := sorted(self.members().keys() - {self._me}):
+        while others := sorted(self.members().keys() - {self._shared.me}):
             tries += 1
             try:
                 await self.fetch_state(others, at_least)
                 return True
             except Unavailable as error:
-                self._report(events.TaskFailed("fetch state", str(error)))
-            if tries >= FETCH_TRIES and self._me < others[0]:
+                self._shared.report(events.TaskFailed("fetch state", str(error)))
+            if tries >= FETCH_TRIES and self._shared.me < others[0]:
                 return False
             await asyncio.sleep(FETCH_AGAIN_S)
         return False
@@ -600,8 +372,8 @@ class StageReplicas:
     async def fetch_state(self, sources: Sequence[PeerId], at_least: int) -> None:
         """Stops the syncs and replaces the state by a source's; raises Unavailable if none has `at_least` steps."""
         await self._syncs.stop()
-        await self._fetch(self._stage, sources, at_least)
-        self._all_reduce.codec.drop_stage(self._stage)
+        await self._shared.fetch_state(self._stage, sources, at_least)
+        self._shared.all_reduce.codec.drop_stage(self._stage)
 
     # --- what rounds ask
 
@@ -612,15 +384,15 @@ class StageReplicas:
         them.
         """
         known, listed = self._others()
-        step = self._stages.step_of(self._stage)
+        step = self._shared.worker.step_of(self._stage)
         others = round_members(known, listed, loop_time())
-        if not self._stages.step_plan(self._stage).is_inner(step) and not self._rule.synchronous:
+        if not self._shared.worker.step_plan(self._stage).is_inner(step) and not self._rule.synchronous:
             others -= lagging_replicas(known, others, step)
         new = newcomers(known, others, step)
         if self._start_step > step - NEWCOMER_STEPS >= 0:
-            new.add(self._me)
-        bandwidths = self._swarm.replicas_in_view(self._stage)
-        return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._me}}
+            new.add(self._shared.me)
+        bandwidths = self._shared.swarm.replicas_in_view(self._stage)
+        return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._shared.me}}
 
     def round_s(self) -> float:
         """Returns the seconds that a round may take: the manifest's `averaging.round_s`.
@@ -643,7 +415,7 @@ class StageReplicas:
         if not self._rule.synchronous:
             is_gradient = shard.kind == "gradient"
             step = shard.round if is_gradient else shard.round * self._averaging.every - MAX_REPORT_LAG
-            not_awaited |= lagging_or_unheard_replicas(known, members.keys() - {self._me}, step)
+            not_awaited |= lagging_or_unheard_replicas(known, members.keys() - {self._shared.me}, step)
         numel, refusal = self._check(shard)
         live = frozenset(live_replicas(known, listed, now))
         return RoundView(members, live, frozenset(not_awaited), self.round_s(), numel, refusal)
@@ -652,39 +424,39 @@ class StageReplicas:
         stage, is_gradient = self._stage, shard.kind == "gradient"
         every, fragments = self._averaging.every, shard.fragments
         if is_gradient != (fragments == ALL_REDUCE):
-            return 0, ProtocolError("bad-message", f"no {shard.kind} of {fragments} slices is averaged in {stage}")
+            return 0, ProtocolError("bad-message", f"no {shard.kind} of {fragments} fragments is averaged in {stage}")
         averaged_step = shard.round if is_gradient else shard.round * every - 1
-        if self._stages.step_plan(stage).fragments_at(averaged_step) != fragments:
+        if self._shared.worker.step_plan(stage).fragments_at(averaged_step) != fragments:
             problem = f"stage {stage} averages no {shard.kind} {shard.round} here"
             # Where plans change, an honest member may not know of the change yet.
             return 0, Refused(problem) if self._change_rule.may_change else ProtocolError("bad-message", problem)
-        numel = self._stages.layout(stage).numel
+        numel = self._shared.worker.layout(stage).numel
         if not is_gradient:
             numel = self._fragments_of(shard.round).numel_of(shard.round)
         cuts = cut_into_shards(numel)
         if shard.position >= len(cuts):
-            problem = f"round {shard.round} has {len(cuts)} parts, not {shard.position + 1}"
+            problem = f"round {shard.round} has {len(cuts)} shards, not {shard.position + 1}"
             return 0, ProtocolError("bad-message", problem)
-        step = self._stages.step_of(stage)
+        step = self._shared.worker.step_of(stage)
         own_number = step if is_gradient else step // every
         if abs(shard.round - own_number) > MAX_ROUNDS_APART * max(fragments, 1):
             return 0, Refused(f"round {shard.round} is too far from this peer's round {own_number}")
         return len(range(numel)[cuts[shard.position]]), None
 
     def _fragments_of(self, number: int) -> Fragments:
-        count = self._stages.step_plan(self._stage).fragments_at(number * self._averaging.every - 1)
+        count = self._shared.worker.step_plan(self._stage).fragments_at(number * self._averaging.every - 1)
         if count not in self._fragments:
-            self._fragments[count] = Fragments(self._stages.layout(self._stage).numel, count, self._seed)
+            self._fragments[count] = Fragments(self._shared.worker.layout(self._stage).numel, count, self._seed)
         return self._fragments[count]
 
     # --- what gossip asks
 
     def highest_plausible_step(self) -> int:
         """Returns the highest step that another replica can have taken by now; see OwnPace, which it also updates."""
-        now, step = _time_with_suspend(), self._stages.step_of(self._stage)
-        furthest = self._gossip.furthest_step(self._stage)
+        now, step = _time_with_suspend(), self._shared.worker.step_of(self._stage)
+        furthest = self._shared.gossip.furthest_step(self._stage)
         self._pace = self._pace.with_step(step, now, self.meter.step_s.value, furthest)
-        lead = LOCAL_LEAD if self._stages.step_plan(self._stage).is_inner(step) else LEAD
+        lead = LOCAL_LEAD if self._shared.worker.step_plan(self._stage).is_inner(step) else LEAD
         return self._pace.highest_plausible_step(now, self._rule.target_tokens, lead)
 
     def report_implausible(self, peer: PeerId, step: int) -> None:
@@ -692,21 +464,21 @@ class StageReplicas:
         highest = self.highest_plausible_step()
         text = f"says that it is at step {step} of stage {self._stage}; {highest} is the most that time allows"
         dedup_key = f"stage {self._stage}, minute {loop_time() // 60:.0f}"
-        self._report_violation(peer, Violation.IMPLAUSIBLE_STEP, text, dedup_key)
+        self._shared.report_violation(peer, Violation.IMPLAUSIBLE_STEP, text, dedup_key)
 
     # --- gradient compression; all-reduces or inner steps
 
     def _choose_compression(self) -> None:
         if self._rule.synchronous:
             return
-        self._uplink = self._uplink.after_step(self._swarm.uplink_bytes_per_s())
+        self._uplink = self._uplink.after_step(self._shared.swarm.uplink_bytes_per_s())
         replicas, step_s = len(self.members()), self.meter.expected_s or None
         if step_s is None and self._uplink.rate is not None and replicas > 1:
             return  # the rate of a replica is unknown, as after a join: the last choice stays
         section = self._averaging
         chosen = choose_gradient_compression(
             section.gradient_wire,
-            self._replicated_numel(),
+            self._shared.replicated_numel(),
             replicas,
             self._uplink,
             step_s,
@@ -714,26 +486,26 @@ class StageReplicas:
         )
         # During inner steps no gradient is sent; the choice still says what the uplink carries.
         if chosen.name != self.compression.name and not self._takes_inner_step_now():
-            self._report(events.GradientWireChosen(self._stage, chosen.name, chosen.reason))
+            self._shared.report(events.GradientWireChosen(self._stage, chosen.name, chosen.reason))
         self.compression = chosen
-        self._all_reduce.codec.send_gradients_as(self._stage, chosen.name)
+        self._shared.all_reduce.codec.send_gradients_as(self._stage, chosen.name)
 
     def _takes_inner_step_now(self) -> bool:
-        return self._stages.step_plan(self._stage).is_inner(self._stages.step_of(self._stage))
+        return self._shared.worker.step_plan(self._stage).is_inner(self._shared.worker.step_of(self._stage))
 
     def _notice_change(self, step: int) -> None:
-        plan = self._stages.step_plan(self._stage)
+        plan = self._shared.worker.step_plan(self._stage)
         if plan != self._plan:
             _, reason = self._explain_fragments(plan.fragments)
             change = events.StepPlanChanged(self._stage, plan.change_at, plan.fragments, plan.later_fragments, reason)
-            self._report(change)
+            self._shared.report(change)
         before, fragments = self._present_fragments, plan.fragments_at(step)
         if fragments != before:
-            self._all_reduce.codec.drop_stage(self._stage)
+            self._shared.all_reduce.codec.drop_stage(self._stage)
         if before == ALL_REDUCE != fragments:
             self._syncs.forget_tokens()
         elif before != ALL_REDUCE == fragments:
-            start_reported(self._syncs.stop(), self._report, "end of fragment syncs")
+            start_reported(self._syncs.stop(), self._shared.report, "end of fragment syncs")
         self._plan, self._present_fragments = plan, fragments
 
     def wanted_fragments(self, shard: Shard) -> int:
@@ -796,7 +568,7 @@ class StageReplicas:
 
     def agreement(self) -> str:
         """Returns in words how the stage agrees with its replicas now: by gradients or by fragments, and why."""
-        fragments = self._stages.step_plan(self._stage).fragments_at(self._stages.step_of(self._stage))
+        fragments = self._shared.worker.step_plan(self._stage).fragments_at(self._shared.worker.step_of(self._stage))
         if fragments == ALL_REDUCE:
             return f"mean gradients, sent as {self.compression.reason or self.compression.name}"
         text = f"local steps, all weights in {fragments * self._averaging.every} as {self._averaging.slice_wire}"
@@ -818,10 +590,9 @@ class StageReplicas:
 
 
 class ReplicaGroup:
-    """This peer's stages among their replicas. `loops`: each stage's own, by number.
+    """This peer's stages among their replicas.
 
-    The daemon runs `run` until it cancels it, and calls the loops' `on_...` methods; everything happens on the event
-    loop.
+    stages: by number; the daemon calls their `on_...` methods, on the event loop. It runs `run` until it cancels it.
     """
 
     def __init__(
@@ -829,7 +600,7 @@ class ReplicaGroup:
         signed: SignedManifest,
         me: PeerId,
         *,
-        stages: Stages,
+        worker: StageWorker,
         caller: Caller,
         swarm: SwarmView,
         fetch_state: FetchState,
@@ -837,42 +608,42 @@ class ReplicaGroup:
         report_violation: ReportViolation,
     ) -> None:
         """report_violation: is called for replicas that break the protocol."""
-        self._stages = stages
+        self._worker = worker
         self._swarm = swarm
         self._report = report
         self._report_violation = report_violation
         self._synchronous = signed.manifest.schedule.kind == "synchronous"
         self.gossip = StepGossip(
             me,
-            stages.span,
+            worker.span,
             caller,
             swarm,
-            lambda: {stage: loop.counts() for stage, loop in self.loops.items()},
-            lambda stage: self.loops[stage].consider(),
-            highest_plausible=lambda stage: self.loops[stage].highest_plausible_step(),
-            report_implausible=lambda stage, peer, step: self.loops[stage].report_implausible(peer, step),
+            lambda: {number: stage.counts() for number, stage in self.stages.items()},
+            lambda stage: self.stages[stage].consider(),
+            highest_plausible=lambda stage: self.stages[stage].highest_plausible_step(),
+            report_implausible=lambda stage, peer, step: self.stages[stage].report_implausible(peer, step),
             interval_s=SYNCHRONOUS_INTERVAL_S if self._synchronous else INTERVAL_S,
         )
         self.all_reduce = AllReduce(
             RoundConfig.from_manifest(signed, me),
             caller,
             self._look_at_round,
-            lambda shard: self.loops[shard.stage].wanted_fragments(shard),
+            lambda shard: self.stages[shard.stage].wanted_fragments(shard),
             report,
         )
         shared = _Shared(
-            signed,
-            me,
-            stages,
-            self.gossip,
-            self.all_reduce,
-            swarm,
-            fetch_state,
-            self._replicated_numel,
-            report,
-            report_violation,
+            signed=signed,
+            me=me,
+            worker=worker,
+            gossip=self.gossip,
+            all_reduce=self.all_reduce,
+            swarm=swarm,
+            fetch_state=fetch_state,
+            replicated_numel=self._replicated_numel,
+            report=report,
+            report_violation=report_violation,
         )
-        self.loops: Mapping[int, StageReplicas] = {stage: StageReplicas(stage, shared) for stage in stages.span.stages}
+        self.stages: Mapping[int, StageReplicas] = {stage: StageReplicas(stage, shared) for stage in worker.span.stages}
 
     async def run(self) -> None:
         """Gossips, steps and averages until cancelled; then cancels all running work, and awaits it."""
@@ -881,7 +652,7 @@ class ReplicaGroup:
             await self.gossip.run()
         finally:
             watching.cancel()
-            stops = [loop.stop() for loop in self.loops.values()]
+            stops = [stage.stop() for stage in self.stages.values()]
             await asyncio.gather(watching, *stops, return_exceptions=True)
             await self.all_reduce.close()
 
@@ -890,7 +661,7 @@ class ReplicaGroup:
 
         Running fragment syncs go on: a state that is exported afterwards may lack their means.
         """
-        if running := [task for loop in self.loops.values() if (task := loop.leave()) is not None]:
+        if running := [task for stage in self.stages.values() if (task := stage.leave()) is not None]:
             _, unfinished = await asyncio.wait(running, timeout=within_s)
             for task in unfinished:
                 task.cancel()
@@ -910,25 +681,27 @@ class ReplicaGroup:
             raise
 
     def _look_at_round(self, shard: Shard) -> RoundView:
-        if loop := self.loops.get(shard.stage):
-            return loop.look_at_round(shard)
-        problem = f"no {shard.kind} of {shard.fragments} slices is averaged in {shard.stage}"
+        if stage := self.stages.get(shard.stage):
+            return stage.look_at_round(shard)
+        problem = f"no {shard.kind} of {shard.fragments} fragments is averaged in {shard.stage}"
         return RoundView({}, frozenset(), frozenset(), 0.0, refusal=ProtocolError("bad-message", problem))
 
     def _replicated_numel(self) -> int:
-        return sum(self._stages.layout(stage).numel for stage, loop in self.loops.items() if len(loop.members()) > 1)
+        return sum(
+            self._worker.layout(number).numel for number, stage in self.stages.items() if len(stage.members()) > 1
+        )
 
     async def _watch_other_stages(self) -> None:
         # Without this, stages that begin from checkpoints of different steps would wait for one another forever.
         while self._synchronous:
             await asyncio.sleep(LEADING_STEP_INTERVAL_S)
             # All stages step together, so the bound is the highest step that is plausible in any stage here.
-            highest = max(loop.highest_plausible_step() for loop in self.loops.values())
+            highest = max(stage.highest_plausible_step() for stage in self.stages.values())
             leading = leading_step(
                 [[step for step in steps if step <= highest] for steps in self._swarm.steps_of_run()]
             )
-            for loop in self.loops.values():
-                loop.on_leading_step(leading)
+            for stage in self.stages.values():
+                stage.on_leading_step(leading)
 
 
 def _time_with_suspend() -> float:

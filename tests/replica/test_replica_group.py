@@ -11,7 +11,7 @@ from agora_protocol.messages import Contribute
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
 from agora.replica import all_reduce
 from agora.replica.decide import RESUME_AFTER_S
-from agora.replica.run import FETCH_TRIES, LEADING_STEP_INTERVAL_S
+from agora.replica.replica_group import FETCH_TRIES, LEADING_STEP_INTERVAL_S
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
 from agora.replica.view import GONE_S, SILENT_S
 from tests.replica.group_world import GroupPeer, GroupWorld
@@ -125,7 +125,7 @@ def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_agai
 
 
 def test_a_replica_that_hangs_costs_an_asynchronous_step_less_than_its_own_duration() -> None:
-    """Its calls get no answer: the owners' windows end after a part of a step, and the others have computed on."""
+    """Its calls get no answer: the reducers' windows end after a part of a step, and the others have computed on."""
 
     async def main() -> None:
         async with GroupWorld([1000.0, 1000.0, 1000.0], target=12_000, **EXACT) as world:
@@ -241,7 +241,7 @@ def test_the_last_replica_steps_alone_once_the_others_are_silent(sections: dict)
             step = first.stage.step
             await asyncio.sleep(0.8 * SILENT_S)
             assert first.stage.step <= step + 1 and not first.stage.alone_at
-            assert "may still be alive" in first.group.loops[0].reason
+            assert "may still be alive" in first.group.stages[0].reason
             await asyncio.sleep(SILENT_S + 6.0)
             assert first.stage.step >= step + 2 and first.stage.alone_at
 
@@ -296,7 +296,7 @@ def test_what_encoding_had_lost_is_dropped_with_the_state_that_a_fetch_replaces(
         made = averager.contribution(part, gradient, 1.0)
         averager.record_outcome(part, made, counted=True)
         assert not torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
-        await peer.group.loops[0].fetch_state([other.peer], 0)
+        await peer.group.stages[0].fetch_state([other.peer], 0)
         assert torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
 
     run(main())
@@ -336,7 +336,7 @@ def test_a_leaving_replica_follows_no_step() -> None:
             leaving.stage.rate, step = 0.0, leaving.stage.step
             await asyncio.sleep(10.0)
             assert leaving.stage.step <= step + 1 and other.stage.step > step + 1
-            assert leaving.group.loops[0].reason == "this peer is leaving"
+            assert leaving.group.stages[0].reason == "this peer is leaving"
 
     run(main())
 
@@ -369,13 +369,13 @@ def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_sa
             slow.uplink_rate = 5_000.0
             await asyncio.sleep(20.0)
             chosen = [[event.wire for event in peer.of(GradientWireChosen)] for peer in world.all]
-            assert chosen == [[], ["normal2"], []] and slow.group.loops[0].compression.is_limited
+            assert chosen == [[], ["normal2"], []] and slow.group.stages[0].compression.is_limited
             sent = [gradient_rounds(peer)[-1].bytes_out for peer in world.all]
             assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it owns the part"
             slow.uplink_rate = 10**9
             await asyncio.sleep(20.0)
             await at_one_step(*world.all)
-            assert slow.group.loops[0].compression.name == "int8"
+            assert slow.group.stages[0].compression.name == "int8"
             assert_equal_bits(*world.all)
 
     run(main())

@@ -1,0 +1,166 @@
+"""The fragment syncs of a stage with inner steps: which one is due, which run, in what order means are applied."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from agora_protocol.errors import AgoraError
+from torch import Tensor
+
+from agora.observe import events
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, Fragments, RoundResult
+from agora.replica.shard_codec import Shard, cut_into_shards
+from agora.replica.stage_worker import StageWorker
+
+# In a fragment sync that begins this many rounds late or more, a replica first asks for the means, then takes part.
+RECALL_FIRST: Final = 2
+
+
+def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
+    """Starts work whose result nobody awaits; if it ends with an error, reports TaskFailed of "averaging".
+
+    The event's text is NAME: CODE: MESSAGE, with the type's name as the code of an error that is not an AgoraError;
+    without a `name`, the code comes first. A cancelled task is not reported.
+    """
+
+    def report_failure(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            code = error.code if isinstance(error, AgoraError) else type(error).__name__
+            report(events.TaskFailed("averaging", ": ".join(filter(None, (name, code, str(error))))))
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(report_failure)
+    return task
+
+
+class FragmentSyncs:
+    """The fragment syncs of one stage with inner steps (DiLoCo): replicas average differences to the outer parameters.
+
+    Sync r begins after step r * every, over fragment r mod the number of fragments. Up to MAX_RUNNING_SYNCS run while
+    training goes on; their means are applied in the order of their numbers. A failed shard whose mean no replica keeps
+    changes nothing: the fragment's next sync averages that difference.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        every: int,
+        most_fragments: int,
+        worker: StageWorker,
+        all_reduce: AllReduce,
+        fragments_of: Callable[[int], Fragments],
+        report: events.Report,
+    ) -> None:
+        """every: optimizer steps from one sync to the next. most_fragments: how many the stage may have.
+
+        fragments_of: returns the fragments of the stage, of which sync number r averages one.
+        """
+        self._stage = stage
+        self._every = every
+        self._worker = worker
+        self._all_reduce = all_reduce
+        self._fragments_of = fragments_of
+        self._report = report
+        self._step_tokens: deque[int] = deque(maxlen=most_fragments * every)
+        self._last_begun = -1
+        self._last_contributed = -1
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def record_inner_step(self, tokens: int) -> None:
+        """Records the tokens of an inner step; a sync's weight is the sum over the last fragments * every steps."""
+        self._step_tokens.append(tokens)
+
+    def forget_tokens(self) -> None:
+        """Forgets the recorded steps, because all-reduces came after them: what they learnt is in no difference."""
+        self._step_tokens.clear()
+
+    def next_due(self, step: int, agreed: int) -> int | None:
+        """Returns the number of the sync to begin now, after `step` steps; None if none is due or no more may run.
+
+        agreed: the step of the last sync whose mean was applied. At most MAX_RUNNING_SYNCS run at the same time, and
+        never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
+        """
+        number = max(self._last_begun, agreed // self._every) + 1
+        if number > step // self._every:
+            return None
+        count = self._fragments_of(number).count
+        is_of_running = all(self._fragments_of(running).count == count for running in self._running)
+        return number if is_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
+
+    def begin(self, number: int, step: int) -> None:
+        """Starts sync `number` as a background task, and reports an error in it as TaskFailed.
+
+        step: steps taken here by now, which show how late the sync begins.
+        """
+        self._last_begun = number
+        previous = self._running.get(number - 1)
+        work = self._sync(number, previous, rounds_late=step // self._every - number)
+        task = self._running[number] = start_reported(work, self._report, f"fragment sync {number}")
+        task.add_done_callback(lambda _: self._running.pop(number, None))
+
+    async def stop(self) -> None:
+        """Cancels the running syncs and waits for their end, because the state is replaced or the peer leaves.
+
+        Syncs whose means were not applied become due again. A cancelled one that begins again only asks other replicas
+        for its means, because this peer may have contributed some shards.
+        """
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._last_contributed = max(self._last_contributed, self._last_begun)
+        self._last_begun = -1
+
+    async def _sync(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
+        fragments = self._fragments_of(number)
+        blocks = fragments.blocks(number)
+        found = await self._worker.outer_gradient(self._stage, blocks)
+        if found is None:
+            return
+        difference, snapshot = found
+        result = None
+        first = Shard(self._stage, "slice", number, 0, fragments.count)
+        if len(self._all_reduce.view_of(first).members) > 1:
+            result = await self._average(first, difference, rounds_late)
+        if previous is not None:  # means are applied in order
+            await asyncio.wait([previous])
+        averaged = None if result is None else (result.mean, tuple(result.averaged))
+        wanted = fragments.count if result is None else result.wanted_fragments
+        await self._worker.outer_step(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
+
+    async def _average(self, first: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
+        # | rounds_late | the means come from |
+        # |---|---|
+        # | below RECALL_FIRST | the round; for failed shards, replicas that keep their means |
+        # | RECALL_FIRST or more | replicas that keep them; if a shard is missing then, as above |
+        # | `fragments` or more, contributions wait here | as for RECALL_FIRST or more |
+        # | `fragments` or more otherwise | replicas that keep them, which are asked once |
+        #
+        # The waiting contributions show which rounds the others are in: without that, replicas that are all late might
+        # take part in different rounds forever. Failed shards get the mean 0.
+        number, fragments = first.round, first.fragments
+        cuts = cut_into_shards(len(difference))
+        result = RoundResult.of_failed_shards(difference.clone(), fragments)
+        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first)
+        if rounds_late >= min(RECALL_FIRST, fragments):
+            await self._all_reduce.recall_failed_shards(first, result)
+        if result.failed_shards and number > self._last_contributed and not is_superseded:
+            weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
+            recalled = result
+            result = await self._all_reduce.run(self._stage, "slice", number, difference, weight, fragments)
+            for index, cut in enumerate(cuts):
+                if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
+                    result.mean[cut] = recalled.mean[cut]
+                    result.averaged[index], result.wanted[index] = True, recalled.wanted[index]
+        # When the fragment is due again, a failed sync must end at once: else this replica comes late to all later
+        # ones.
+        is_due_again = self._worker.step_of(self._stage) // self._every - number >= fragments
+        if result.failed_shards and not is_due_again:
+            await self._all_reduce.recall_repeatedly(first, result)
+        for cut, is_averaged in zip(cuts, result.averaged, strict=True):
+            if not is_averaged:
+                result.mean[cut] = 0.0
+        return result

@@ -1,0 +1,85 @@
+"""What this room asks of the worker that holds this peer's stages: its progress, gradients, and steps along means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from agora_protocol.ids import Span
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agora.core.sync_mode import StepPlan, StepPolicy
+from agora.state.layout import Layout
+from agora.train.gradients import GradientShare
+from agora.train.stage import AveragedFragment, StageProgress
+
+
+class StageWorker(Protocol):
+    """Protocol: this peer's stages, on the device or as arithmetic in tests. Raises NotMyStage for one not held."""
+
+    @property
+    def span(self) -> Span:
+        """The held stages."""
+
+    def layout(self, stage: int) -> Layout:
+        """Returns which tensors the stage's flat weights hold; `numel` counts their elements."""
+
+    def progress(self) -> Sequence[StageProgress]:
+        """Returns for each held stage: steps taken, tokens counted, history hashes."""
+
+    def step_of(self, stage: int) -> int:
+        """Returns how many optimizer steps the stage has taken."""
+
+    def step_plan(self, stage: int) -> StepPlan:
+        """Returns which steps of the stage are inner steps; a change of it is part of what the stage has learnt."""
+
+    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
+        """Replaces the policy by which the device thread closes the stage's shares and takes its steps by itself."""
+
+    async def outer_gradient(self, stage: int, blocks: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
+        """Returns outer parameters - weights in the numbered `blocks`, and a copy of these weights, float32 [n] each.
+
+        None if the stage takes all-reduces now, for which there are no outer parameters.
+        """
+
+    async def outer_step(
+        self,
+        stage: int,
+        step: int,
+        blocks: NDArray[np.int64],
+        snapshot: Tensor,
+        averaged: AveragedFragment | None,
+        wanted_fragments: int,
+    ) -> None:
+        """Moves outer parameters and weights in `blocks` by a round's mean difference, unless already done for `step`.
+
+        step: the step after which the round was due. averaged: the mean difference, and for each shard whether it was
+        averaged. None means that there is no other replica: then the weights become the outer parameters. snapshot: the
+        weights that the round began with. wanted_fragments: in how many fragments all means of the round want to agree.
+        """
+
+    async def catch_up(self, stage: int, step: int) -> None:
+        """Raises the stage's step count to `step`, that of the other replicas, without their means or states.
+
+        A stage that is one step behind, or takes inner steps, first steps along its own gradient sum; then the steps
+        still missing are skipped, and the sum is dropped. Does nothing if the stage is not behind or has a closed
+        share.
+        """
+
+    async def take_gradient_share(self, stage: int) -> GradientShare:
+        """Returns this replica's gradient and tokens of the next step, to be averaged.
+
+        First closes the share if it is still open; later gradients then go to the share of the step after it.
+        """
+
+    async def step_with_gradient(
+        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int
+    ) -> None:
+        """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
+
+        Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
+        are. wanted_fragments: in how many fragments all means of the step want to agree later. Takes no step and raises
+        LocalError if another step is next, ProtocolError for an unusable gradient.
+        """
