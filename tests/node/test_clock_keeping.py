@@ -13,6 +13,7 @@ from agora_protocol.messages import Message, Pong
 
 from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
+from agora.net.nat.dialling import AddressBook
 from agora.node.peer.local_peer import CLOCK_ANSWER_S, MORE_ANSWERS_S, ClockKeeper
 from agora.node.process.startup import StartPhases
 from agora.node.process.watchdog import Notifier
@@ -27,9 +28,7 @@ class AskedNetwork:
 
     def __init__(self) -> None:
         self.open_calls = 0
-
-    def learn(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        pass
+        self.address_book = AddressBook()
 
     async def call(self, peer: PeerId, request: Message, *, deadline: float) -> Reply:
         self.open_calls += 1
