@@ -297,11 +297,6 @@ class Round:
         return result
 
     async def _average_shard(self, position: int, values: Tensor) -> _Answer | None:
-        # | a reducer's answer | what follows |
-        # |---|---|
-        # | is plausible | it is used, and kept for Recall |
-        # | is implausible, or an error, or does not come | the second reducer is asked |
-        # | has nobody else's values | the shard failed: the others may have the second reducer's mean |
         shard = Shard(self.stage, self.kind, self.number, position, self.fragments)
         codec = self.all_reduce.codec
         async with self._free_calls:
@@ -314,6 +309,7 @@ class Round:
                 try:
                     mean = await self._send(shard, reducer, rank == 1, contribution)
                     if mean.message.contributors < 2 and len(self.members) > 1:
+                        # The shard failed, although there is an answer: the others may have the second reducer's mean.
                         reasons.append(f"{reducer}: nobody else contributed in time")
                         break
                     codec.check_magnitude(shard, contribution.values, mean.values)
@@ -459,8 +455,17 @@ class AllReduce:
     ) -> RoundResult:
         """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
         view = self.view_of(Shard(stage, kind, number, 0, fragments))
-        deadline = loop_time() + view.round_s
-        return await Round(self, stage, kind, number, weight, view.members, deadline, fragments).run(values)
+        members_round = Round(
+            all_reduce=self,
+            stage=stage,
+            kind=kind,
+            number=number,
+            weight=weight,
+            members=view.members,
+            deadline=loop_time() + view.round_s,
+            fragments=fragments,
+        )
+        return await members_round.run(values)
 
     async def close(self) -> None:
         """Cancels all gatherings and recalls, and awaits the recalls; callers waiting for a mean get CancelledError."""

@@ -132,19 +132,13 @@ class FragmentSyncs:
         await self._worker.outer_step(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
 
     async def _average(self, first: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
-        # | rounds_late | the means come from |
-        # |---|---|
-        # | below RECALL_FIRST | the round; for failed shards, replicas that keep their means |
-        # | RECALL_FIRST or more | replicas that keep them; if a shard is missing then, as above |
-        # | `fragments` or more, contributions wait here | as for RECALL_FIRST or more |
-        # | `fragments` or more otherwise | replicas that keep them, which are asked once |
-        #
-        # The waiting contributions show which rounds the others are in: without that, replicas that are all late might
-        # take part in different rounds forever. Failed shards get the mean 0.
         number, fragments = first.round, first.fragments
         cuts = cut_into_shards(len(difference))
         result = RoundResult.of_failed_shards(difference.clone(), fragments)
+        # A sync whose fragment is due again takes part only if contributions wait here: they show which rounds the
+        # others are in. Without that, replicas that are all late might take part in different rounds forever.
         is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first)
+        # The others may be done with a late round, and keep its means.
         if rounds_late >= min(RECALL_FIRST, fragments):
             await self._all_reduce.recall_failed_shards(first, result)
         if result.failed_shards and number > self._last_contributed and not is_superseded:
@@ -160,6 +154,7 @@ class FragmentSyncs:
         is_due_again = self._worker.step_of(self._stage) // self._every - number >= fragments
         if result.failed_shards and not is_due_again:
             await self._all_reduce.recall_repeatedly(first, result)
+        # A failed shard changes nothing.
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:
                 result.mean[cut] = 0.0

@@ -240,6 +240,20 @@ class ReplicaCounts(NamedTuple):
     start_step: int = 0  # steps of the state that it started with
     carried: int = 0  # 1 + thousandths of a byte that its uplink carries for each value and step; 0: it is never full
 
+    @classmethod
+    def from_entry(cls, entry: GossipEntry) -> ReplicaCounts:
+        _, step, open_step, tokens, tokens_counted, agreed, history_hash, start_step, carried, _ = entry
+        return cls(
+            step=step,
+            open_step=open_step,
+            tokens=tokens,
+            tokens_counted=tokens_counted,
+            agreed=agreed,
+            history_hash=history_hash,
+            start_step=start_step,
+            carried=carried,
+        )
+
     @property
     def bytes_carried(self) -> float:
         # Bytes that its uplink carries for each value and step; infinite if it is never full.
@@ -380,8 +394,9 @@ def merge_gossip(
     An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.
     """
     merged = dict(known)
-    for peer, *numbers, age_ms in entries:
-        counts = ReplicaCounts(*numbers)
+    for entry in entries:
+        peer, *_, age_ms = entry
+        counts = ReplicaCounts.from_entry(entry)
         reported_at = now if peer == sender else now - age_ms / 1000
         if peer == me or now - reported_at > SILENT_S:
             continue
