@@ -167,12 +167,12 @@ def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_
 
 def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
     """It contributes what it has, so that the mean is not made without it."""
-    closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0)], A, ME, NOW)
+    closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0, 0, 0)], A, ME, NOW)
     heard = Others(closed, (A,))
     own = StageView(at(5, 300), quota=400, step_s=4.0)
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, heard, EXACT)[0] == Action("wait")
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, heard, EXACT)[0] == Action("step together", 5)
-    stepped = Others(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0)], A, ME, NOW), (A,))
+    stepped = Others(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0, 0, 0)], A, ME, NOW), (A,))
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, LOCAL)[0] == Action("wait")
     assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, LOCAL)[0] == Action("step"), (
         "along its own gradient"
