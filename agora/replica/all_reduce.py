@@ -26,7 +26,7 @@ from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.calls import Caller, ConnectionBroken
+from agora.core.calls import Caller, ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.core.sync_mode import ALL_REDUCE
 from agora.observe import events, faults
@@ -480,10 +480,10 @@ class AllReduce:
 
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
-    ) -> tuple[Averaged, list[WireTensor]]:
+    ) -> Reply:
         """Answers a member's Contribute with the shard's mean; raises what `contribute` raises."""
         mean = await self.contribute(peer, message, tensors, deadline)
-        return mean.message, list(mean.encoded.tensors if mean.encoded else ())
+        return Reply(mean.message, list(mean.encoded.tensors if mean.encoded else ()))
 
     async def contribute(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
@@ -661,14 +661,14 @@ class AllReduce:
 
     # --- recalls: the means that other replicas keep
 
-    def answer_recall(self, message: Recall) -> tuple[Recalled, list[WireTensor]]:
+    def answer_recall(self, message: Recall) -> Reply:
         """Returns the answer to Recall: the shard's kept mean, or a message without tensors if none is kept here."""
         kept = self._find_kept_mean(_shard_of(message))
         if kept is None:
-            return Recalled(0, 0, 0.0, "float32"), []
+            return Reply(Recalled(0, 0, 0.0, "float32"))
         said = kept.message
         recalled = Recalled(said.in_mean, said.contributors, said.weight, said.wire, said.wanted_slices)
-        return recalled, list(kept.tensors)
+        return Reply(recalled, list(kept.tensors))
 
     async def recall_from(self, peer: PeerId, shard: Shard, numel: int, deadline: float) -> ShardMean | None:
         """Asks a member by Recall for a shard's mean of `numel` elements, and returns it.

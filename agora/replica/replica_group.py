@@ -16,11 +16,11 @@ import torch
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Averaged, Contribute
+from agora_protocol.messages import Contribute
 from agora_protocol.parts import slice_count
 from agora_protocol.tensors import WireTensor
 
-from agora.core.calls import Caller
+from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time, slept_s
 from agora.core.sync_mode import ALL_REDUCE, ChangeRule, StepPolicy
 from agora.observe import events
@@ -669,7 +669,7 @@ class ReplicaGroup:
 
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: list[WireTensor], deadline: float
-    ) -> tuple[Averaged, list[WireTensor]]:
+    ) -> Reply:
         """Answers Contribute with the mean, see AllReduce.contribute; reports ProtocolErrors as violations."""
         try:
             return await self.all_reduce.answer_contribution(peer, message, tensors, deadline)

@@ -194,9 +194,9 @@ class Peer:
             case GossipSteps():  # how far a replica of a stage is
                 return Reply(self.replicas.gossip.answer(caller, request))
             case Contribute():  # its shard of a gradient, for which it gets the mean
-                return Reply(*await self.replicas.answer_contribution(caller, request, tensors, deadline))
+                return await self.replicas.answer_contribution(caller, request, tensors, deadline)
             case Recall():  # a mean that it missed
-                return Reply(*self.replicas.all_reduce.answer_recall(request))
+                return self.replicas.all_reduce.answer_recall(request)
         raise AssertionError(type(request).__name__)
 
     def _on_trained(self) -> None:

@@ -16,7 +16,7 @@ import uvloop
 from agora_protocol.errors import PeerFailed, ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest_sections import AveragingSection
-from agora_protocol.messages import Contribute, Message, Recall
+from agora_protocol.messages import Contribute, Recall
 
 from agora.core.calls import Reply
 from agora.net.rpc.connection import IncomingCall
@@ -77,19 +77,14 @@ class Member:
 
     async def _answer(self, call: IncomingCall) -> Reply:
         assert self._reducer is not None
-        message: Message
         if isinstance(call.message, Recall):
-            message, tensors = self._reducer.answer_recall(call.message)
-        elif isinstance(call.message, Contribute):
-            try:
-                message, tensors = await self._reducer.answer_contribution(
-                    call.peer, call.message, call.tensors, call.deadline
-                )
-            except TimeoutError:
-                raise PeerFailed("the part was not averaged before its deadline") from None
-        else:
+            return self._reducer.answer_recall(call.message)
+        if not isinstance(call.message, Contribute):
             raise ProtocolError("bad-message", "only rounds are answered here")
-        return Reply(message, tensors)
+        try:
+            return await self._reducer.answer_contribution(call.peer, call.message, call.tensors, call.deadline)
+        except TimeoutError:
+            raise PeerFailed("the part was not averaged before its deadline") from None
 
     async def _meet(self, me: PeerId, network: Network, members: list[tuple[str, list[str]]]) -> None:
         self._members = {PeerId(peer): 0.0 for peer, _ in members}

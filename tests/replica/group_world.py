@@ -263,9 +263,9 @@ class GroupPeer:
             case GossipSteps() as request:
                 return Reply(self.group.gossip.answer(call.peer, request), [])
             case Recall() as request:
-                return Reply(*self.group.all_reduce.answer_recall(request))
+                return self.group.all_reduce.answer_recall(request)
             case Contribute() as request:
-                return Reply(*await self.group.answer_contribution(call.peer, request, call.tensors, call.deadline))
+                return await self.group.answer_contribution(call.peer, request, call.tensors, call.deadline)
         raise AssertionError(call.message)
 
 

@@ -13,8 +13,8 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.messages import Averaged, Contribute, Recall
-from agora_protocol.tensors import WireTensor
 
+from agora.core.calls import Reply
 from agora.observe.events import PartFailed, RoundDone
 from agora.replica import all_reduce
 from agora.replica.all_reduce import (
@@ -543,13 +543,13 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             member.sees = {peer.peer: 1e15 if peer is liar else 1.0 for peer in members}
         contribute = liar.all_reduce.answer_contribution
 
-        async def lying(peer: PeerId, message: Contribute, *rest: Any) -> tuple[Averaged, list[WireTensor]]:
+        async def lying(peer: PeerId, message: Contribute, *rest: Any) -> Reply:
             nonlocal lies
-            answer, values = await contribute(peer, message, *rest)
+            answer = await contribute(peer, message, *rest)
             if peer == liar.peer or message.round == 0:
-                return answer, values
+                return answer
             lies += 1
-            return answer, NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
+            return replace(answer, tensors=NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0)))
 
         liar.all_reduce.answer_contribution = lying  # type: ignore[method-assign]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -567,7 +567,7 @@ def kept_rounds(member: Member, what: str) -> list[int]:
     return [
         number
         for number in range(12)
-        if member.all_reduce.answer_recall(Recall(0, what, number, 0, int(what == "slice")))[1]
+        if member.all_reduce.answer_recall(Recall(0, what, number, 0, int(what == "slice"))).tensors
     ]
 
 

@@ -117,11 +117,9 @@ class Member:
     async def _answer(self, call: MemoryCall) -> Reply:
         try:
             if isinstance(call.message, Recall):
-                return Reply(*self.all_reduce.answer_recall(call.message))
+                return self.all_reduce.answer_recall(call.message)
             assert isinstance(call.message, Contribute)
-            return Reply(
-                *await self.all_reduce.answer_contribution(call.peer, call.message, call.tensors, call.deadline)
-            )
+            return await self.all_reduce.answer_contribution(call.peer, call.message, call.tensors, call.deadline)
         except ProtocolError as error:
             self.world.strikes.append((call.peer, error))
             raise

@@ -536,9 +536,9 @@ class LoadedSpan:
                     raise NotMyStage("this peer draws no samples; ask those that hold stage 0")
                 return Reply(self.epoch_gossip.answer(call.peer, request))
             case Contribute() as request:
-                return Reply(*await self.replicas.answer_contribution(call.peer, request, call.tensors, call.deadline))
+                return await self.replicas.answer_contribution(call.peer, request, call.tensors, call.deadline)
             case Recall() as request:
-                return Reply(*self.replicas.all_reduce.answer_recall(request))
+                return self.replicas.all_reduce.answer_recall(request)
             case other:
                 raise AssertionError(f"{type(other).__name__} is not among WORK_REQUESTS")
 
