@@ -1,14 +1,14 @@
-"""Predicts how the replicas of a planned run agree: the format of each machine's gradients, or local steps. Pure.
+"""Predicts how the replicas of a planned run agree: the format of each machine's gradients, or inner steps. Pure.
 
 | the manifest says | some machine's upload carries not even the smallest format | then |
 |---|---|---|
 | synchronous | - | gradients in float32, whatever the uploads carry |
 | gradients of all steps | no | each machine sends the largest format that its upload carries in a step |
-| gradients of all steps | yes, and they do much of a stage's work (ChangeRule) | the stage takes local steps |
+| gradients of all steps | yes, and they do much of a stage's work (ChangeRule) | the stage takes inner steps |
 | gradients of all steps | yes, but they do little of it | their gradients come late, and are lost in part |
-| the same, and `averaging.local_steps` is never | yes | steps last longer; the advice is local steps |
-| gradients of the first steps | as in the row above | as above; later steps are local, with slices |
-| local steps | - | slices of the weights; the advice is gradients if every upload carries the manifest's format |
+| the same, and `averaging.local_steps` is never | yes | steps last longer; the advice is inner steps |
+| gradients of the first steps | as in the row above | as above; later ones are inner steps, with slices |
+| inner steps | - | slices of the weights; the advice is gradients if every upload carries the manifest's format |
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
         return "no stage has two machines; nothing is averaged."
     too_slow = [place for place, wire in wires.items() if not wire.fits]
     if manifest.exact_steps == 0:
-        sentence = "local steps, and slices of the weights are averaged"
+        sentence = "inner steps, and slices of the weights are averaged"
         is_needless = not any(wire.is_limited for wire in wires.values())
         return (
             f"{sentence}; every upload carries gradients: {GRADIENTS} learns more." if is_needless else f"{sentence}."
@@ -91,7 +91,7 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
     steps = "every step" if manifest.exact_steps == ALL_STEPS else f"the first {manifest.exact_steps:,} steps"
     sentence = f"gradients of {steps} of {step_s:,.3g} s: {formats}"
     if manifest.exact_steps < ALL_STEPS:
-        sentence += "; later steps are local, with slices of the weights"
+        sentence += "; later ones are inner steps, with slices of the weights"
     if not too_slow:
         return f"{sentence}."
     slowest = min(too_slow, key=lambda place: plan.assignments[place].machine.upload)
@@ -103,7 +103,7 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
 def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientCompression]) -> str:
     rule = ChangeRule.from_manifest(manifest)
     if not rule.may_change:
-        return "so that steps last longer: local steps (averaging.exact_steps = 0) need a twentieth"
+        return "so that steps last longer: inner steps (averaging.exact_steps = 0) need a twentieth"
     local = []
     for stage in range(manifest.stage_count):
         uplinks = [
@@ -116,4 +116,4 @@ def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientCompre
             local.append(f"stage {stage} in {slices} slices")
     if not local:
         return "so that their gradients come late and are lost in part"
-    return f"so that local steps will be taken: {', '.join(local)}"
+    return f"so that inner steps will be taken: {', '.join(local)}"

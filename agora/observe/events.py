@@ -278,7 +278,7 @@ class StepPlanChanged(
 ):
     """Event: a stage's replicas have decided to agree in another number of slices from step `change_at` on.
 
-    0 slices stand for exact steps, along mean gradients; any other number for inner steps. See sync_mode.
+    0 slices stand for all-reduce steps, any other number for inner steps.
     """
 
     stage: int

@@ -571,7 +571,7 @@ class StageReplicas:
         fragments = self._shared.worker.step_plan(self._stage).fragments_at(self._shared.worker.step_of(self._stage))
         if fragments == ALL_REDUCE:
             return f"mean gradients, sent as {self.compression.reason or self.compression.name}"
-        text = f"local steps, all weights in {fragments * self._averaging.every} as {self._averaging.slice_wire}"
+        text = f"inner steps, all weights in {fragments * self._averaging.every} as {self._averaging.slice_wire}"
         return f"{text}: {self._explain_fragments(fragments)[1]}"
 
     # --- the end

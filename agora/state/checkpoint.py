@@ -167,7 +167,7 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
 def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
     """Reads the checkpoint's weights and moments, and returns the stage's state; does not check hashes.
 
-    exact_layout: of the stage during exact steps. Raises CheckpointError when the files cannot be read or do not fit
+    exact_layout: in all-reduce steps. Raises CheckpointError when the files cannot be read or do not fit
     the stage.
     """
     layout = exact_layout.at_step(checkpoint.step, checkpoint.plan)

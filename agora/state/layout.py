@@ -151,9 +151,9 @@ class Layout:
         return Layout(moment.numel, [replace(slot, offset=moment.array_range(slot.elements).start) for slot in slots])
 
     def at_step(self, step: int, plan: StepPlan) -> Layout:
-        """Returns the layout of a state that has taken `step` steps: with two moments more if step `step` is local.
+        """The layout after `step` steps: with two moments more if step number `step` is an inner step.
 
-        self: the stage's layout during exact steps.
+        self: the stage's layout during all-reduce steps.
         """
         if not plan.is_inner(step):
             return self

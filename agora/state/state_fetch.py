@@ -106,7 +106,7 @@ class StateFetch:
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """layout: of the stage during exact steps. report_violation: called for sources that send corrupt data.
+        """layout: of the stage during all-reduce steps. report_violation: called for sources that send corrupt data.
 
         change_rule: of the run; offers whose step plan it does not allow are corrupt.
         highest_plausible_step: offers above the step that it returns are not used.
@@ -383,9 +383,9 @@ class PartialState:
 
 
 def check_offer(reply: Reply, exact_layout: Layout, change_rule: ChangeRule) -> Offer:
-    """Returns the offer in an answer to GetState. exact_layout: that of the stage during exact steps.
+    """Returns the offer in an answer to GetState. exact_layout: that of the stage during all-reduce steps.
 
-    Raises Refused if the source has no snapshot, or none that takes part in local steps since they began.
+    Raises Refused if the source has no snapshot, or none that takes part in inner steps since they began.
     Raises CorruptStateError for another message and for an offer whose size or number of hashes does not fit the stage,
     whose name is not the hash of the hashes, whose moments have more updates than steps were taken, or whose step plan
     no stage of the run can have. Whether the steps themselves are plausible is not checked.
@@ -399,7 +399,7 @@ def check_offer(reply: Reply, exact_layout: Layout, change_rule: ChangeRule) -> 
     if not change_rule.is_possible(plan, index.step):
         raise CorruptStateError("bad-message", f"No stage of this run has the plan {tuple(plan)} at step {index.step}.")
     if plan.fragments == ALL_REDUCE and plan.is_inner(index.step) and index.agreed < plan.change_at:
-        raise Refused("has a snapshot without the weights at which its local steps began")
+        raise Refused("has a snapshot without the weights at which its inner steps began")
     layout = exact_layout.at_step(index.step, plan)
     if index.size != layout.nbytes:
         raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")

@@ -70,11 +70,11 @@ BOUNDARY_BLOCK: Final = 64  # values of a token in a quantised boundary that sha
 # Averaging and state
 MAX_GOSSIPED_REPLICAS: Final = 64
 SLICE_BLOCK: Final = 1024  # elements of a stage's weights that belong to one slice together
-MAX_SLICES: Final = 1000  # slices into which local steps may divide a stage's weights
-PART_ELEMENTS: Final = 131_072  # elements of a small part, which one reducer averages in one call
-MAX_SMALL_PARTS: Final = 64  # of a gradient or slice; in more parts than these it is cut into larger ones
-MAX_PART_ELEMENTS: Final = 524_288  # elements of the largest part
-QUANTISER_BLOCK: Final = 64  # elements of an int8 part that share one exponent
+MAX_SLICES: Final = 1000  # slices into which inner steps may divide a stage's weights
+PART_ELEMENTS: Final = 131_072  # elements of a small shard, which one reducer averages in one call
+MAX_SMALL_PARTS: Final = 64  # of a gradient or slice; in more shards than these it is cut into larger ones
+MAX_PART_ELEMENTS: Final = 524_288  # elements of the largest shard
+QUANTISER_BLOCK: Final = 64  # elements of an int8 shard that share one exponent
 STATE_CHUNK_BYTES: Final = 4_194_304
 
 # The base model

@@ -106,7 +106,7 @@ class ScheduleSection(Section):
     )
 
 
-ALL_STEPS: Final = 10**9  # as `averaging.exact_steps`: no step is local
+ALL_STEPS: Final = 10**9  # as `averaging.exact_steps`: no step is an inner step
 
 
 class AveragingSection(Section):
@@ -116,16 +116,16 @@ class AveragingSection(Section):
         default=ALL_STEPS,
         ge=0,
         le=ALL_STEPS,
-        description="first optimizer steps along the mean gradient of all replicas; later ones are local, with slices",
+        description="first optimizer steps along the mean gradient of all replicas; later ones are inner steps",
     )
     local_steps: Literal["auto", "never"] = Field(
         default="auto",
-        description="auto: a stage whose uplinks carry no gradients takes local steps until they do, although all "
-        "steps are exact; never",
+        description="auto: a stage whose uplinks carry no gradients takes inner steps until they do, although all "
+        "steps are all-reduce steps; never",
     )
     fraction: float = Field(default=0.05, ge=0.001, le=1, description="share of a stage's weights that one slice has")
-    every: int = Field(default=1, ge=1, le=10**6, description="local optimizer steps from one slice to the next")
-    outer_rate: float = Field(default=1.0, gt=0, le=2, description="learning rate of the anchor of local steps")
+    every: int = Field(default=1, ge=1, le=10**6, description="inner steps from one slice to the next")
+    outer_rate: float = Field(default=1.0, gt=0, le=2, description="learning rate of the anchor of inner steps")
     outer_momentum: float = Field(
         default=0.02, ge=0, lt=1, description="its Nesterov momentum for each step of a pass over all slices"
     )

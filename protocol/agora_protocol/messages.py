@@ -281,19 +281,19 @@ class GossipedSteps(Message, kind=13, frames=(FrameType.ANSWER,)):
 
 
 class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
-    """Sends the sender's values of one part (shard) of a round to the part's reducer. Answered by Averaged.
+    """Sends the sender's values of one shard of a round to the shard's reducer. Answered by Averaged.
 
-    Tensors: the part as `wire` says: float32 [n]; bf16 [n]; of int8 levels, int8 [n], and exponents, int8 [blocks]; of
+    Tensors: the shard as `wire` says: float32 [n]; bf16 [n]; of int8 levels, int8 [n], and exponents, int8 [blocks]; of
     normal2 to normal4 scales, uint8 [1 + blocks], and packed levels, uint8. A block has QUANTISER_BLOCK elements.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas average")
     what: str = choice_field(
         *_WHAT,
-        doc="what is averaged: the gradient of an exact step, or a slice's (fragment's) difference to the anchor",
+        doc="what is averaged: the gradient of an all-reduce step, or a slice's (fragment's) difference to the anchor",
     )
     round: int = int_field(0, MAX_UINT, doc="number of the round")
-    part: int = int_field(0, MAX_UINT, doc="number of the part within the round")
+    part: int = int_field(0, MAX_UINT, doc="number of the shard within the round")
     slices: int = int_field(
         0, MAX_SLICES, doc="number of slices of the stage, of which the round averages one; 0: a whole gradient"
     )
@@ -301,7 +301,7 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
         0, 1e18, doc="supervised tokens behind these values; with 0 they do not count in the mean"
     )
     first_owner_failed: bool = bool_field(
-        doc="whether the part's first reducer has failed the sender: the receiver is the second one"
+        doc="whether the shard's first reducer has failed the sender: the receiver is the second one"
     )
     wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the sender chooses")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
@@ -316,12 +316,15 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
     counted: bool = bool_field(doc="whether the sender's values are in the mean: false when they came too late")
     wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the reducer chooses")
     wanted_slices: int = int_field(
-        0, MAX_SLICES, default=0, doc="in how many slices the reducer wants the stage to agree later, 0: in exact steps"
+        0,
+        MAX_SLICES,
+        default=0,
+        doc="in how many slices the reducer wants the stage to agree later, 0: by all-reduce steps",
     )
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
-    """Asks a member of a round for the mean of a part, which it has from the part's reducer.
+    """Asks a member of a round for the mean of a shard, which it has from the shard's reducer.
 
     Sent by the second reducer after the first has failed, and by replicas that miss a mean or replay a step. Answered
     by Recalled.
@@ -336,7 +339,7 @@ class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
 
 
 class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
-    """Answers Recall. Tensors: those with which the part's reducer has answered Contribute; none when the answering
+    """Answers Recall. Tensors: those with which the shard's reducer has answered Contribute; none when the answering
     peer does not have them."""
 
     in_mean: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without a mean")
@@ -370,7 +373,7 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     change_at: int = int_field(
         0, MAX_UINT, doc="number of the step from which `later_slices` hold; 10^9 when none does"
     )
-    later_slices: int = int_field(0, MAX_SLICES, doc="slices from that step on; 0: exact steps")
+    later_slices: int = int_field(0, MAX_SLICES, doc="slices from that step on; 0: all-reduce steps")
     size: int = int_field(0, MAX_UINT, doc="bytes of the snapshot; 0 when there is none to give")
 
 

@@ -1,4 +1,4 @@
-"""How a stage's weights are cut into slices, and a gradient or a slice into parts: one reducer averages one part."""
+"""How a stage's weights are cut into slices, and a gradient or a slice into shards: one reducer averages one shard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def slice_count(fraction: float) -> int:
 
 
 def part_elements(numel: int) -> int:
-    """Returns the number of elements of each part of a vector of `numel` elements; the last part may be shorter.
+    """Returns the number of elements of each shard of a vector of `numel` elements; the last one may be shorter.
 
-    That is PART_ELEMENTS, doubled until there are at most MAX_SMALL_PARTS parts, but not beyond MAX_PART_ELEMENTS: a
-    call costs time whatever its size, and many small parts spread a small vector over all reducers.
+    That is PART_ELEMENTS, doubled until there are at most MAX_SMALL_PARTS shards, but not beyond MAX_PART_ELEMENTS: a
+    call costs time whatever its size, and many small shards spread a small vector over all reducers.
     """
     size = PART_ELEMENTS
     while size < MAX_PART_ELEMENTS and numel > MAX_SMALL_PARTS * size:

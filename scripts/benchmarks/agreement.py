@@ -133,7 +133,7 @@ def notes(effort: Effort) -> list[str]:
         "alone on its share of the tokens. `every gradient as`: the same mean in few bits, by the code that the "
         "daemons run: contributions with error feedback, the owner's mean with its own, the same bytes to all; a "
         f"share of a step's sequences ({DELAY} unless told, more than measured of daemons) begins before the mean "
-        "of the step before is applied, at predicted weights as in daemons. `all weights in n local steps`: a slice "
+        "of the step before is applied, at predicted weights as in daemons. `all weights in n inner steps`: a slice "
         "after each step, as its difference to the anchor, taken in a step later.",
         "unequal shares: replica i of n computes in proportion to i + 1. missing: an owner does not count these "
         "contributions, drawn at random; each is in the next round.",

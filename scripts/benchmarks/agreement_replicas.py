@@ -1,6 +1,6 @@
 """Replicas of one small model that agree in a given way, in one process: what loss they reach, and at how many bytes.
 
-A round does what it does between daemons: each member contributes its gradients of an exact step, or a slice's
+A round does what it does between daemons: each member contributes its gradients of an all-reduce step, or a slice's
 differences to the anchor, plus what was lost before; all get the mean in the same bytes, and apply that of a slice
 `delay` steps later.
 """
@@ -251,7 +251,7 @@ class Anchored:
     @staticmethod
     def _difference_of(replica: Replica, blocks: Blocks) -> tuple[Tensor, Tensor]:
         found = replica.stage.outer_gradient(blocks)
-        assert found is not None, "the manifest of a setting with slices has local steps"
+        assert found is not None, "the manifest of a setting with slices has inner steps"
         return found
 
     def _land(self, step: int) -> None:

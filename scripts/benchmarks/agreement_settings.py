@@ -57,7 +57,7 @@ class Setting:
     def name(self) -> str:
         label: str = self.scheme
         if self.scheme == "slices":
-            label = f"all weights in {self.slices * self.every} local steps as {self.wire}"
+            label = f"all weights in {self.slices * self.every} inner steps as {self.wire}"
         elif self.scheme == "gradients":
             label = f"every gradient as {self.wire}"
         more = [f"delay {self.delay}"] if self.delay != 1 else []

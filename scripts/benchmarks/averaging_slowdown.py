@@ -81,7 +81,7 @@ def summary(swarms: list[AveragingSwarm], found: dict[str, Readings], manifest: 
     slowdown.notes = [
         f"`swarm_`: {STAGES} stages of {REPLICAS} agora-node daemons each, the pipeline benchmark's model, steps of "
         f"{manifest.optimizer.target_tokens:,} tokens. One averages by the defaults, on loopback the gradient of every "
-        f"step ({section.gradient_wire}); one takes local steps with slices "
+        f"step ({section.gradient_wire}); one takes inner steps with slices "
         f"({section.fraction:.0%} every {section.every} steps, {section.slice_wire}), which costs {local:.1%} of the "
         "throughput; one never averages. They take turns. "
         f"averaged: the share of replicas in a round, over {len(averaging.done)} rounds seen by a replica. "

@@ -151,7 +151,7 @@ def test_settings_have_names_of_their_own_and_the_ratios_what_they_need() -> Non
     assert len(set(names)) == len(names)
     sixteen = Setting("gradients", "normal2", replicas=16, optimizer="adamw")
     assert sixteen.name == "adamw: every gradient as normal2, 16 replicas"
-    assert Setting("slices", "normal2", 10, every=2).name == "muon: all weights in 20 local steps as normal2"
+    assert Setting("slices", "normal2", 10, every=2).name == "muon: all weights in 20 inner steps as normal2"
     for effort in (QUICK, FULL):
         assert len(set(effort.jobs)) == len(effort.jobs) and effort.manifest().optimizer.total_steps == effort.steps
         found = {setting: [{"loss_of_replica": 2.0, "bytes": 0.5}] for setting, _ in effort.jobs}

@@ -78,9 +78,14 @@ def test_machines_get_one_json_object(run: str, tmp_path: Path, capsys: pytest.C
     [
         (100_000, ALL_STEPS, "int8", "gradients of every step of {} s: 4 in int8."),
         (2_000, ALL_STEPS, "normal4", "2 in int8, 2 in normal4."),
-        (20, ALL_STEPS, "normal2", "so that local steps will be taken: stage 0 in "),
-        (100_000, 1000, "int8", "gradients of the first 1,000 steps of {} s: 4 in int8; later steps are local, with"),
-        (20, 0, "normal2", "local steps, and slices of the weights are averaged."),
+        (20, ALL_STEPS, "normal2", "so that inner steps will be taken: stage 0 in "),
+        (
+            100_000,
+            1000,
+            "int8",
+            "gradients of the first 1,000 steps of {} s: 4 in int8; later ones are inner steps, with",
+        ),
+        (20, 0, "normal2", "inner steps, and slices of the weights are averaged."),
         (100_000, 0, "int8", "every upload carries gradients: averaging.exact_steps = 1000000000 learns more."),
     ],
 )
@@ -102,11 +107,11 @@ def test_a_plan_says_which_way_to_agree_the_uploads_carry(
     assert fields["agreement"] == {"step_seconds": planned.agreement.step_s, "why": planned.agreement.sentence}
 
 
-def test_a_plan_says_that_steps_last_longer_where_the_manifest_allows_no_local_ones() -> None:
+def test_a_plan_says_that_steps_last_longer_where_the_manifest_allows_no_inner_steps() -> None:
     manifest = preset("small", averaging={"local_steps": "never"})
     machine = '[[machine]]\nname = "{}"\ncount = 2\nflops_tflops = 10\nmemory_gb = 8\nupload_mbps = {}\n'
     peers = read_peers(machine.format("box", 100_000) + machine.format("attic", 20), "peers.toml")
-    assert "so that steps last longer: local steps" in plan_run(manifest, peers).agreement.sentence
+    assert "so that steps last longer: inner steps" in plan_run(manifest, peers).agreement.sentence
 
 
 def test_a_machine_alone_with_its_stages_averages_nothing() -> None:

@@ -32,7 +32,7 @@ def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> Non
         (ALL_STEPS, False, ALL_STEPS - 1, True),
     ],
 )
-def test_an_exact_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
+def test_an_all_reduce_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
     first_local: int, alone: bool, step: int, waits: bool
 ) -> None:
     assert replace(KNOWN, alone=alone).uses_mean_gradient(step, StepPlan(0, first_local, 20)) == waits

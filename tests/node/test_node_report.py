@@ -45,7 +45,7 @@ SPAN = SpanReport(
         0: GradientCompression("normal4", "normal4: nothing waits for its uplink"),
         1: GradientCompression("int8", ""),
     },
-    agreement={0: "mean gradients, sent as normal4", 1: "local steps since step 3"},
+    agreement={0: "mean gradients, sent as normal4", 1: "inner steps since step 3"},
     busy_fraction=0.51239,
     in_progress=2,
     queue=1,
@@ -143,13 +143,13 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
     second = dataclasses.replace(second, plan=StepPlan(0, 3, 20))
     partly_local = dataclasses.replace(short, stages=(first, second))
     assert notes_of(report(span=partly_local)) == [
-        "stage 1 takes local steps since step 3",
+        "stage 1 takes inner steps since step 3",
         "stage 0 sends gradients as normal2: too slow",
     ]
     corrected = dataclasses.replace(SPAN, behind={}, correction="it has 4 in flight, at predicted weights")
     assert notes_of(report(span=corrected)) == ["it has 4 in flight, at predicted weights"]
     local = dataclasses.replace(short, span=Span(1, 1), stages=(second,), gradient_wires={1: slow})
-    assert notes_of(report(span=local)) == ["stage 1 takes local steps since step 3"], "no gradients are sent"
+    assert notes_of(report(span=local)) == ["stage 1 takes inner steps since step 3"], "no gradients are sent"
 
 
 def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:

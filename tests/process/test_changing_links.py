@@ -1,4 +1,4 @@
-"""Replicas in real processes whose links get too slow for gradients: local steps; and fast again: exact steps."""
+"""Replicas in real processes whose links get too slow for gradients: inner steps; and fast again: all-reduce steps."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ def are_past(daemons: list[Daemon], step: int) -> bool:
 
 
 @pytest.mark.slow
-def test_links_that_get_slow_bring_local_steps_and_links_that_get_fast_exact_ones(tmp_path: Path) -> None:
+def test_links_that_get_slow_bring_inner_steps_and_links_that_get_fast_all_reduce_steps(tmp_path: Path) -> None:
     """All change at the same step, as often as links do; no microbatch is lost, and their means are the same bits."""
     with swarm(tmp_path, manifest_of_one_stage()) as made:
         peers = [made.start(name, "0", flags=["--link", FAST]) for name in ("a", "b", "c")]
-        made.until(partial(are_past, peers, 5), "exact steps of three")
+        made.until(partial(are_past, peers, 5), "all-reduce steps of three")
         assert [changes_of(peer) for peer in peers] == [[], [], []]
         set_links(peers, SLOW)
-        made.until(lambda: all(map(changes_of, peers)), "a decision for local steps")
+        made.until(lambda: all(map(changes_of, peers)), "a decision for inner steps")
         (change_at, before, slices) = changes_of(peers[0])[0]
         assert before == ALL_REDUCE and slices > ALL_REDUCE
-        made.until(partial(are_past, peers, change_at + 5), "local steps of three")
-        assert all("local steps" in " ".join(peer.ask("report")["notes"]) for peer in peers)
-        made.until(partial(are_past, peers, change_at + MIN_STEPS_BETWEEN), "many local steps")
+        made.until(partial(are_past, peers, change_at + 5), "inner steps of three")
+        assert all("inner steps" in " ".join(peer.ask("report")["notes"]) for peer in peers)
+        made.until(partial(are_past, peers, change_at + MIN_STEPS_BETWEEN), "many inner steps")
         set_links(peers, FAST)
-        made.until(lambda: all(map(returns_of, peers)), "a decision for exact steps")
+        made.until(lambda: all(map(returns_of, peers)), "a decision for all-reduce steps")
         back = returns_of(peers[0])[0]
-        made.until(partial(are_past, peers, back + 20), "exact steps again")
+        made.until(partial(are_past, peers, back + 20), "all-reduce steps again")
         common = made.until(lambda: step if (step := newest_common(peers)) > back + 10 else 0, "states of all after")
         first, *others = (checkpoint_at(peer, 0, common) for peer in peers)
         assert all(np.array_equal(first[name], other[name]) for other in others for name in first)

@@ -95,7 +95,7 @@ def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(
                 assert relative_difference(weights[name], expected) < 1e-4, f"stage {stage} {name}"
 
 
-def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_around_an_anchor(tmp_path: Path) -> None:
+def test_an_asynchronous_run_begins_with_all_reduce_steps_and_goes_on_around_an_anchor(tmp_path: Path) -> None:
     """Replicas are equal to the bit until `exact_steps`, though their pipelines do not wait; then each is its own.
 
     What they have agreed on after that is the same bits again: their lineages say so.
@@ -117,7 +117,7 @@ def test_an_asynchronous_run_begins_with_exact_steps_and_goes_on_around_an_ancho
             one, two = (agreed_in_checkpoints(daemon).keys() for daemon in both)
             return {agreed for agreed in one & two if agreed > exact}
 
-        made.until(lambda: max(common(), default=0) >= later, "states of both after the exact steps")
+        made.until(lambda: max(common(), default=0) >= later, "states of both after the all-reduce steps")
         made.until(common_agreed, "states of both that have agreed on a slice")
         steps = common()
         made.stop()
@@ -264,7 +264,7 @@ def tokens_of_latest_steps(replicas: list[Daemon]) -> float:
     return sum(event["tokens"] for event in steps) / LATEST if last >= 2 * LATEST else 0.0
 
 
-def test_replicas_with_local_steps_step_together_and_agree_on_slices(tmp_path: Path) -> None:
+def test_replicas_with_inner_steps_step_together_and_agree_on_slices(tmp_path: Path) -> None:
     """Sooner or later: a process that stands still for some seconds misses rounds, and is followed up by later ones."""
     target = 8192
     with swarm(tmp_path, averaging(2, target).with_values(averaging={"round_s": 20.0})) as made:
@@ -331,10 +331,10 @@ FAULTS = (
 def test_members_that_die_or_hang_in_a_round_stall_nobody(
     what: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """An owner killed in the middle, a sender in the middle of its parts, a member that hangs: rounds still end.
+    """A reducer killed in the middle, a sender in the middle of its shards, a member that hangs: rounds still end.
 
-    Those of slices, and those of the exact steps that a run begins with. `--slow` injects all faults into both, and an
-    owner killed before it has averaged anything.
+    Those of slices, and those of the all-reduce steps that a run begins with. `--slow` injects all faults into both,
+    and a reducer killed before it has averaged anything.
     """
     quick = FAULTS[:2] if what == "gradient" else FAULTS[1:3]
     faults = FAULTS if request.config.getoption("--slow") else quick

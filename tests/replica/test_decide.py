@@ -29,7 +29,7 @@ NOW = 100.0
 
 @dataclass(frozen=True)
 class Run:
-    """A run's settings for steps, and which of a stage's steps are local."""
+    """A run's settings for steps, and which of a stage's steps are inner steps."""
 
     config: StepRule
     plan: StepPlan = ONLY_ALL_REDUCE
@@ -116,7 +116,7 @@ def test_a_stage_that_is_behind_follows() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 10, 1000])
-def test_a_stage_that_is_behind_at_an_exact_step_of_an_asynchronous_run_replays_it(tokens: int) -> None:
+def test_a_stage_that_is_behind_at_an_all_reduce_step_of_an_asynchronous_run_replays_it(tokens: int) -> None:
     for step in (6, 7, 25):
         assert next_action(NOW, StageView(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
     closed = StageView(at(5, tokens, share=6))
@@ -146,7 +146,7 @@ def test_an_incomplete_synchronous_step_waits_for_tokens() -> None:
     assert action == Action("wait") and reason == "100 tokens are missing"
 
 
-def test_a_share_of_an_exact_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
+def test_a_share_of_an_all_reduce_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
     own = StageView(at(5, 300), quota=400)
     action, reason = next_action(NOW, own, others((A, 5, 300)), EXACT)
     assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
@@ -198,7 +198,7 @@ def test_the_device_closes_a_share_only_where_its_quota_is_known() -> None:
     assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, True, 5, 400, closes_share=True)
     assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_share
     assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, True, 5, 700)
-    assert step_policy(5, {A}, heard.known, 400, LOCAL) == StepPolicy(1000, True, 5, 400), "a local step"
+    assert step_policy(5, {A}, heard.known, 400, LOCAL) == StepPolicy(1000, True, 5, 400), "an inner step"
     assert step_policy(5, {A}, heard.known, 0, LOCAL) == StepPolicy(1000, True, 5, 1000)
     assert step_policy(5, set(), {}, 400, EXACT) == StepPolicy(1000, True, 5, 1000, alone=True)
 
@@ -209,7 +209,7 @@ def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> N
 
 
 @pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
-def test_a_complete_exact_step_is_taken_together(run: Run) -> None:
+def test_a_complete_all_reduce_step_is_taken_together(run: Run) -> None:
     assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), run)[0] == Action("step together", 5)
     assert next_action(NOW, StageView(at(5, 0)), others((A, 5, 1000)), run)[0] == Action("step together", 5)
     last = replace(EXACT, plan=StepPlan(0, 6, 20))
@@ -226,7 +226,7 @@ def test_a_replica_without_others_steps_alone(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
-def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(run: Run) -> None:
+def test_an_all_reduce_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(run: Run) -> None:
     heard = others((A, 5, 700), (B, 5, 100))
     failed = replace(heard, known=record_failure(record_failure(heard.known, A, NOW), B, NOW))
     own = StageView(at(5, 1000))
@@ -238,7 +238,7 @@ def test_an_exact_step_waits_for_replicas_that_did_not_answer_until_they_are_sil
 
 
 @pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
-def test_an_exact_step_counts_a_replica_that_the_view_does_not_list_yet(run: Run) -> None:
+def test_an_all_reduce_step_counts_a_replica_that_the_view_does_not_list_yet(run: Run) -> None:
     late = others((A, 5, 700), listed=())
     assert next_action(NOW, StageView(at(5, 300)), late, run)[0] == Action("step together", 5)
     assert next_action(NOW, StageView(at(5, 200), quota=400), late, run)[0] == Action("wait")

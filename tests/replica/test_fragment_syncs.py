@@ -1,4 +1,4 @@
-"""Replicas with local steps keep one anchor, the same bits at all of them, whoever dies, hangs, comes or is apart."""
+"""Replicas with inner steps keep one anchor, the same bits at all of them, whoever dies, hangs, comes or is apart."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def slice_rounds(peer: GroupPeer) -> list[RoundDone]:
 
 @pytest.mark.parametrize("exact_steps", [0, EXACT_STEPS])
 @pytest.mark.parametrize("every", [1, 3])
-def test_after_the_exact_steps_replicas_step_alone_around_one_anchor(exact_steps: int, every: int) -> None:
+def test_after_the_all_reduce_steps_replicas_step_alone_around_one_anchor(exact_steps: int, every: int) -> None:
     async def main() -> None:
         async with world_of(4000.0, 2000.0, 6000.0, exact_steps=exact_steps, every=every) as world:
             await asyncio.sleep(40.0)
@@ -98,7 +98,7 @@ def test_a_stage_with_fewer_blocks_than_slices_has_empty_ones() -> None:
     run(main())
 
 
-def test_local_steps_hold_their_target_and_no_token_is_lost() -> None:
+def test_inner_steps_hold_their_target_and_no_token_is_lost() -> None:
     async def main() -> None:
         async with world_of(4000.0, 2000.0, 6000.0) as world:
             await asyncio.sleep(60.0)

@@ -56,7 +56,7 @@ def test_replicas_step_along_the_same_bits(sections: dict) -> None:
 
 
 @pytest.mark.parametrize("rates", [[4000.0] * 4, [2000.0, 8000.0, 1000.0, 4000.0], [4000.0, 8000.0, 0.0]])
-def test_asynchronous_exact_steps_hold_their_target_and_no_token_is_lost(rates: list[float]) -> None:
+def test_asynchronous_all_reduce_steps_hold_their_target_and_no_token_is_lost(rates: list[float]) -> None:
     """Each replica closes its part at its quota, and counts for the next step while the mean is formed."""
     target = 8192
 

@@ -70,7 +70,7 @@ def test_a_round_may_take_as_long_as_some_steps_last(kind: str, expected: float)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_train_with_muon_and_no_weight_waits_for_more_than_twenty_local_steps(name: str) -> None:
+def test_presets_train_with_muon_and_no_weight_waits_for_more_than_twenty_inner_steps(name: str) -> None:
     manifest = preset(name)
     assert manifest.optimizer.name == "muon"
     assert slice_count(manifest.averaging.fraction) * manifest.averaging.every <= 20

@@ -149,7 +149,9 @@ def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other
 
 
 @pytest.mark.parametrize(("exact_steps", "first"), [(0, 1), (5, 3), (6, 4)])
-def test_slices_are_averaged_of_local_steps_only_and_gradients_of_exact_ones(exact_steps: int, first: int) -> None:
+def test_slices_are_averaged_of_inner_steps_only_and_gradients_of_all_reduce_steps(
+    exact_steps: int, first: int
+) -> None:
     """Round n is of step 2 n; a slice of a step that the replicas have taken together would bring nothing."""
 
     async def whole() -> None:

@@ -1,4 +1,4 @@
-"""Exact or local steps: the rule, and replicas whose uplinks get slow, and fast again, while they train."""
+"""All-reduce or inner steps: the rule, and replicas whose uplinks get slow, and fast again, while they train."""
 
 from __future__ import annotations
 
@@ -109,18 +109,18 @@ def test_the_number_of_slices_is_what_the_uplinks_carry(present: int, carried: f
     assert ("never full" in reason) == math.isinf(carried) and (math.isinf(carried) or f"{carried:.2g}" in reason)
 
 
-def test_a_replica_without_others_keeps_its_local_steps() -> None:
+def test_a_replica_without_others_keeps_its_inner_steps() -> None:
     assert wanted_fragments(20, uplinks_of(1), 20)[0] == 20
 
 
-def test_the_first_local_step_comes_after_the_shares_that_may_be_closed_already() -> None:
+def test_the_first_inner_step_comes_after_the_shares_that_may_be_closed_already() -> None:
     decided = RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, 6)
     assert decided == StepPlan(ALL_REDUCE, 40 + NOTICE_STEPS, 6)
     assert RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, ALL_REDUCE) == ONLY_ALL_REDUCE
     assert RULE.after_all_reduce(decided, 41, 12) == decided, "it is decided once"
 
 
-def test_local_steps_change_after_every_slice_had_its_turn_twice() -> None:
+def test_inner_steps_change_after_every_slice_had_its_turn_twice() -> None:
     plan = StepPlan(ALL_REDUCE, 10, 6)
     step = 10 + MIN_STEPS_BETWEEN
     for wanted in (ALL_REDUCE, 12):
@@ -224,7 +224,7 @@ def changes_of(peer: GroupPeer) -> list[StepPlan]:
     return [StepPlan(event.slices, event.change_at, event.later_slices) for event in peer.of(StepPlanChanged)]
 
 
-def test_replicas_with_slow_uplinks_change_to_local_steps_at_the_same_step_and_lose_no_token() -> None:
+def test_replicas_with_slow_uplinks_change_to_inner_steps_at_the_same_step_and_lose_no_token() -> None:
     async def main() -> None:
         async with world_of(4000.0, 4000.0, 4000.0) as world:
             await asyncio.sleep(10.0)
@@ -243,7 +243,7 @@ def test_replicas_with_slow_uplinks_change_to_local_steps_at_the_same_step_and_l
     run(main())
 
 
-def test_one_slow_uplink_of_many_does_not_make_all_take_local_steps() -> None:
+def test_one_slow_uplink_of_many_does_not_make_all_take_inner_steps() -> None:
     async def main() -> None:
         async with world_of(*[2000.0] * 5) as world:
             await asyncio.sleep(10.0)
@@ -255,7 +255,7 @@ def test_one_slow_uplink_of_many_does_not_make_all_take_local_steps() -> None:
     run(main())
 
 
-def test_replicas_return_to_exact_steps_and_are_equal_again_once_the_slow_one_is_gone() -> None:
+def test_replicas_return_to_all_reduce_steps_and_are_equal_again_once_the_slow_one_is_gone() -> None:
     async def main() -> None:
         async with world_of(4000.0, 4000.0, 4000.0) as world:
             await asyncio.sleep(10.0)
@@ -278,7 +278,7 @@ def test_replicas_return_to_exact_steps_and_are_equal_again_once_the_slow_one_is
     run(main())
 
 
-def test_a_replica_that_joins_during_local_steps_takes_them_over_with_the_state() -> None:
+def test_a_replica_that_joins_during_inner_steps_takes_them_over_with_the_state() -> None:
     """It joins when a change is allowed again. As long as its rate is unknown, uplinks carry what they carried."""
 
     async def main() -> None:
@@ -335,7 +335,7 @@ def test_a_stage_without_replicas_says_nothing_of_what_its_peers_uplink_carries(
 
 
 def test_a_replica_that_missed_the_decision_is_brought_back_to_the_others() -> None:
-    """It is cut off while the others change, and comes back when their steps are local."""
+    """It is cut off while the others change, and comes back when they take inner steps."""
 
     async def main() -> None:
         async with world_of(4000.0, 4000.0, 4000.0) as world:

@@ -201,7 +201,7 @@ def test_gossip_about_others_is_no_majority() -> None:
     assert step_to_catch_up_to(live_replicas(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
 
 
-def test_a_replica_whose_call_failed_belongs_to_an_exact_step_until_it_is_silent() -> None:
+def test_a_replica_whose_call_failed_belongs_to_an_all_reduce_step_until_it_is_silent() -> None:
     table = record_failure(known((A, 5, 300, 0)), A, 1.0)
     assert unreachable_replicas(table, [A], 1.0) == {A}
     assert round_members(table, [A, B], SILENT_S) == {A, B}, "it may be alive; of the other nothing is known yet"
@@ -211,7 +211,9 @@ def test_a_replica_whose_call_failed_belongs_to_an_exact_step_until_it_is_silent
     assert not round_members(never_heard, [A], 7.1)
 
 
-def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_exact_step_and_one_that_has_left_does_not() -> None:
+def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_all_reduce_step_and_one_that_has_left_does_not() -> (
+    None
+):
     table = known((A, 5, 300, 0))
     assert round_members(table, [], 1.0) == {A}, "the view lags"
     assert round_members(merge_gossip({}, [entry(A, 5, 300, 0)], B, ME, 0.0), [], 1.0) == set(), (

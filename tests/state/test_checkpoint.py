@@ -78,7 +78,7 @@ def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
 # --- what is written
 
 
-def test_a_checkpoint_of_local_steps_holds_the_anchor_and_when_the_steps_are_local(tmp_path: Path) -> None:
+def test_a_checkpoint_of_inner_steps_holds_the_anchor_and_when_the_steps_are_local(tmp_path: Path) -> None:
     exact = trained(7)
     layout = LAYOUT.at_step(7, StepPlan(0, 5, 9))
     moments = {**exact.moments, OUTER_PARAMETERS: exact.weights, VELOCITY: 2 * exact.weights}

@@ -308,7 +308,7 @@ def test_where_the_history_is_unknown_only_snapshots_of_one_step_are_mixed() -> 
 
 
 @pytest.mark.parametrize("step", [38, 50])
-def test_a_state_of_local_steps_comes_with_anchor_and_velocity(step: int) -> None:
+def test_a_state_of_inner_steps_comes_with_anchor_and_velocity(step: int) -> None:
     """The fetch learns from the offers that there are such arrays; sources without them are not mixed in."""
 
     async def work() -> None:
@@ -344,7 +344,7 @@ def test_a_plan_that_no_stage_of_the_run_can_have_is_an_offence(plan: StepPlan) 
     run(work())
 
 
-def test_a_snapshot_that_slept_through_the_first_local_step_is_not_used() -> None:
+def test_a_snapshot_that_slept_through_the_first_inner_step_is_not_used() -> None:
     """Its replica has no anchor that is anybody's; that is no offence, and it fetches a state itself."""
 
     async def work() -> None:
@@ -357,7 +357,7 @@ def test_a_snapshot_that_slept_through_the_first_local_step_is_not_used() -> Non
     run(work())
 
 
-def test_when_sources_of_local_steps_die_a_state_of_exact_steps_is_fetched_instead() -> None:
+def test_when_sources_of_inner_steps_die_a_state_of_all_reduce_steps_is_fetched_instead() -> None:
     async def work() -> None:
         world = World()
         plan = StepPlan(0, 40, 20)

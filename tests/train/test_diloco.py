@@ -102,7 +102,7 @@ def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
     )
 
 
-def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state_during_local_steps() -> None:
+def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state_during_inner_steps() -> None:
     for plan in (StepPlan(0, 6, 20), StepPlan(20, 5, 0)):
         assert LAYOUT.at_step(5, plan) == LAYOUT
     assert [(moment.name, moment.numel) for moment in LAYOUT.at_step(5, StepPlan(0, 5, 20)).moments] == [

@@ -1,4 +1,4 @@
-"""A real stage that changes from exact to local steps and back: its anchor, its lineage, the state that it gives."""
+"""A real stage that changes from all-reduce to inner steps and back: its anchor, its history hash, its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.train.test_weight_versions import Bench
 
 SLICES = 4
 FIRST = NOTICE_STEPS
-"""The first local step where the mean of step 0 wants slices."""
+"""The first inner step where the mean of step 0 wants slices."""
 PLAN = StepPlan(ALL_REDUCE, FIRST, SLICES)
 
 
@@ -53,7 +53,7 @@ def average_slice(stage: Stage, wanted: int = SLICES) -> None:
     stage.outer_step(stage.step, blocks, snapshot, (torch.zeros(SLICE_BLOCK), (True,)), wanted)
 
 
-def test_the_anchor_is_what_the_last_exact_step_leaves_and_exists_only_during_local_steps() -> None:
+def test_the_anchor_is_what_the_last_all_reduce_step_leaves_and_exists_only_during_inner_steps() -> None:
     stage = stage_of()
     take_exact_step(stage, wanted=SLICES)
     assert stage.progress.plan == PLAN and OUTER_PARAMETERS not in stage.moments
@@ -76,7 +76,7 @@ def test_what_the_means_want_enters_the_lineage() -> None:
     assert stages[0].progress.history_hash != stages[1].progress.history_hash
 
 
-def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none() -> None:
+def test_a_state_of_inner_steps_has_the_anchor_and_one_of_all_reduce_steps_has_none() -> None:
     giver, taker = stage_of(), stage_of()
     exact = giver.export_state()
     change_to_local(giver)
@@ -96,7 +96,7 @@ def test_a_state_of_local_steps_has_the_anchor_and_one_of_exact_steps_has_none()
     assert taker.progress.plan == ONLY_ALL_REDUCE
 
 
-def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() -> None:
+def test_after_the_last_inner_step_replicas_differ_until_they_fetch_one_state() -> None:
     stages = stage_of(), stage_of()
     for seed, stage in enumerate(stages):
         change_to_local(stage)
@@ -114,7 +114,7 @@ def test_after_the_last_local_step_replicas_differ_until_they_fetch_one_state() 
     assert first.progress.history_hash == second.progress.history_hash
 
 
-def test_a_round_of_slices_ends_local_steps_no_sooner_than_the_rule_says() -> None:
+def test_a_round_of_slices_ends_inner_steps_no_sooner_than_the_rule_says() -> None:
     stage = stage_of()
     change_to_local(stage)
     average_slice(stage, wanted=ALL_REDUCE)
@@ -140,7 +140,7 @@ def test_another_number_of_slices_keeps_anchor_and_lineage() -> None:
     assert torch.equal(stage.moments[OUTER_PARAMETERS], anchor) and stage.progress.history_hash == lineage
 
 
-def test_a_stage_that_skips_into_local_steps_does_not_take_itself_for_a_replica_of_the_others() -> None:
+def test_a_stage_that_skips_into_inner_steps_does_not_take_itself_for_a_replica_of_the_others() -> None:
     """Its anchor would be its own weights."""
     stage, other = stage_of(), stage_of()
     for each in (stage, other):

@@ -96,7 +96,7 @@ def test_a_step_without_a_gradient_leaves_the_average_as_it_was() -> None:
     assert after.step == START + 6 and np.array_equal(after.averaged_weights, before.averaged_weights)
 
 
-def test_replicas_of_exact_steps_have_the_same_bits_in_their_averages() -> None:
+def test_replicas_of_all_reduce_steps_have_the_same_bits_in_their_averages() -> None:
     one, other = (trainer_of(one_stage(name="muon")).stage(0) for _ in range(2))
     take_steps(one, 0, 4)
     take_steps(other, 0, 2)

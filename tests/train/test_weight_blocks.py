@@ -82,7 +82,7 @@ def test_a_round_is_taken_in_once_and_makes_the_lineage_another() -> None:
     for stage in (bench, other):
         stage.step_with(0)
         before = stage.stage.progress
-        assert (before.agreed, stage.stage.step) == (0, 1), "a local step is agreed on with nobody"
+        assert (before.agreed, stage.stage.step) == (0, 1), "an inner step is agreed on with nobody"
         stage.take_in(1, mean, stage.slice())
     assert bench.stage.progress.agreed == 1 and bench.stage.progress.history_hash not in (0, before.history_hash)
     assert bench.stage.progress.history_hash == other.stage.progress.history_hash
@@ -108,7 +108,7 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
     assert other.stage.progress.history == {1: bench.stage.progress.history_hash}
 
 
-def test_a_run_of_exact_steps_keeps_no_anchor() -> None:
+def test_a_run_of_all_reduce_steps_keeps_no_anchor() -> None:
     stage = Bench("keep").trainer.stage(0)
     assert stage.moments.keys() == {"mean", "square", "average"}
     assert stage.outer_gradient(np.array([0])) is None

@@ -134,7 +134,7 @@ def notes_of(report: NodeReport) -> list[str]:
     """Returns remarks on this daemon, [] for none.
 
     They are: why it is paused, its emulated link, that its clock is wrong; and, while a span is loaded, stages that are
-    MIN_BEHIND or more steps behind their replicas, local steps, a limited format of gradients, more microbatches in
+    MIN_BEHIND or more steps behind their replicas, inner steps, a limited format of gradients, more microbatches in
     flight than the manifest's staleness, and what keeps its device idle.
     """
     link_note = f"link {report.link}" if report.link else ""
@@ -147,7 +147,7 @@ def notes_of(report: NodeReport) -> list[str]:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
     local_stages = {stage.stage for stage in span.stages if stage.plan.is_inner(stage.step)}
     for stage in sorted(local_stages):
-        notes.append(f"stage {stage} takes {span.agreement.get(stage, 'local steps')}")
+        notes.append(f"stage {stage} takes {span.agreement.get(stage, 'inner steps')}")
     for stage, wire in span.gradient_wires.items():
         if wire.is_limited and stage not in local_stages:
             notes.append(f"stage {stage} sends gradients as {wire.reason}")

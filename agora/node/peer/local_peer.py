@@ -449,7 +449,7 @@ class ClockKeeper:
         """Asks peers for the time and corrects the clock, so that even the first records are judged by true time.
 
         known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * CLOCK_ANSWER_S at most, as the
-        step "clock" of the start. Without an answer the clock is settled uncorrected.
+        phase "clock" of the start. Without an answer the clock is settled uncorrected.
         """
         with self._startup.phases.enter("clock") as note:
             peers = list(known)[:MAX_CLOCKS]
