@@ -32,7 +32,7 @@ from agora.net.p2pd.host import Host
 from agora.swarm.directory_reader import CALM_READ_S, MAX_READ_S, DirectoryReader
 from agora.swarm.directory_shards import SMALL_RUN, Reading, add_readings, shards_to_publish
 from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
-from tests.net.helpers import RUN, make_host, run
+from tests.net.helpers import RUN, make_host, open_directory, run
 
 RUN_ID = RunId(RUN)
 NODES, STAGES, READS = 7, 4, 8
@@ -83,7 +83,7 @@ async def nodes(count: int) -> AsyncIterator[list[Node]]:
             stack.push_async_callback(host.close)
             known[host.peer] = await host.addresses()
             bootstrap = known[made[0].host.peer] if made else ()
-            place = await Directory.create(host, RUN_ID, bootstrap, stages=STAGES, rules=introducing(host, known))
+            place = await open_directory(host, RUN_ID, bootstrap, stages=STAGES, rules=introducing(host, known))
             made.append(Node(host, identity, place))
             stack.push_async_callback(made[-1].close)
         yield made

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from agora_protocol.tensors import WireTensor
 from agora_protocol.tickets import READER
 
 from agora.core.calls import Reply
+from agora.net.dht.directory import Directory
 from agora.net.nat.dialling import DialStrategy
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import NetLimits
@@ -128,6 +129,14 @@ async def make_peer(
         await host.close()
         raise
     return Peer(host, network, identity, addresses, violations, failures)
+
+
+async def open_directory(host: Host, run: RunId, bootstrap: Sequence[str], **options: Any) -> Directory:
+    """A started node of the DHT, joined through whoever answers at `bootstrap`."""
+    directory = Directory(host, run, **options)
+    await directory.start()
+    await directory.bootstrap(bootstrap)
+    return directory
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from agora.net.dht.directory import HOLDERS, Directory
 from agora.net.dht.stored_records import BoundedStorage, SignedRecords
 from agora.net.p2pd.hivemind_shim import set_dht_time
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
-from tests.net.helpers import kill_p2pd, make_host, run
+from tests.net.helpers import kill_p2pd, make_host, open_directory, run
 
 
 def names(records: list[Record]) -> set[Any]:
@@ -65,7 +65,7 @@ def test_a_peer_whose_clock_was_ahead_before_its_restart_is_heard_at_once() -> N
             async with nodes(1) as (seed,):
                 for incarnation, lifetime_s in ((1, 300.0), (2, 20.0)):
                     host, identity = await make_host(Path(folder), "peer")
-                    place = await Directory.create(host, RUN_ID, await seed.host.addresses(), stages=2)
+                    place = await open_directory(host, RUN_ID, await seed.host.addresses(), stages=2)
                     peer = Node(host, identity, place)
                     await read(place, Claim, 0)
                     assert await peer.publish("0-0", incarnation, lifetime_s)
@@ -84,7 +84,7 @@ def test_records_are_published_and_judged_by_the_time_that_a_node_was_given() ->
             async with nodes(1) as (seed,):
                 host, identity = await make_host(Path(folder), "peer")
                 try:
-                    place = await Directory.create(host, RUN_ID, (), stages=2, unix=lambda: time.time() - 3600.0)
+                    place = await open_directory(host, RUN_ID, (), stages=2, unix=lambda: time.time() - 3600.0)
                     peer = Node(host, identity, place)
                     assert await peer.publish("0-0", lifetime_s=20.0)
                     assert names(await read(place, Claim, 0)) == {identity.peer}
@@ -111,7 +111,7 @@ def test_a_node_alone_works_and_newcomers_find_what_it_has() -> None:
             with TemporaryDirectory(prefix="agora-test-") as folder:
                 host, identity = await make_host(Path(folder), "second")
                 entrance = await first.host.addresses()
-                second = Node(host, identity, await Directory.create(host, RUN_ID, entrance, stages=4))
+                second = Node(host, identity, await open_directory(host, RUN_ID, entrance, stages=4))
                 try:
                     assert names(await read(second.directory, Claim, 1)) == {first.identity.peer}
                     assert not second.directory._node.protocol.storage.data, "each publishes its records itself"
@@ -135,7 +135,7 @@ def test_the_swarm_goes_on_when_the_first_peer_is_killed_and_newcomers_enter_thr
 
             with TemporaryDirectory(prefix="agora-test-") as folder:
                 host, identity = await make_host(Path(folder), "late")
-                late = Node(host, identity, await Directory.create(host, RUN_ID, dead, stages=4))
+                late = Node(host, identity, await open_directory(host, RUN_ID, dead, stages=4))
                 try:
                     assert late.directory.neighbours == 0
                     assert await late.publish()

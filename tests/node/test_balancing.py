@@ -56,6 +56,11 @@ class FakePeer:
             record_measurement=lambda span, service_s, uplink: 1 / service_s,
         )
 
+    @property
+    def view(self) -> View:
+        view: View = self.membership.view
+        return view
+
     async def _refresh(self) -> None:
         self.reads += 1
         if self.fresh is not None:

@@ -28,7 +28,7 @@ def answers_of(home: Path, banned_now: list[PeerId] | None = None, pause_reason:
         local_peer=None,
     )
     if banned_now is not None:
-        daemon.local_peer = cast(Any, SimpleNamespace(admission=SimpleNamespace(ban_here=banned_now.append)))
+        daemon.local_peer = cast(Any, SimpleNamespace(bans=SimpleNamespace(ban_here=banned_now.append)))
     return ControlApi(cast(Any, daemon))
 
 

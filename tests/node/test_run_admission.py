@@ -36,9 +36,9 @@ from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import runs
 from agora.node.paths import Home
-from agora.node.peer.run_admission import RunAdmission
+from agora.node.peer.run_admission import Bans, RunAdmission
 from agora.node.process import joining
-from tests.net.helpers import Peer, after, echo, introduce, make_host, run, until
+from tests.net.helpers import Peer, after, echo, introduce, make_host, open_directory, run, until
 from tests.net.test_hostile import raw_stream
 from tests.protocol.conftest import PROTOCOL
 
@@ -73,6 +73,7 @@ class Member(Peer):
     """A peer with its admission and its node of the DHT, as a daemon has them. answered: what its handler answered."""
 
     admission: RunAdmission
+    bans: Bans
     directory: Directory
     home: Home
     answered: list[Message]
@@ -105,19 +106,19 @@ async def make_member(
         answered.append(call.message)
         if isinstance(call.message, GetAddresses):
             return Reply(PeerAddresses(network.addresses_of(call.message.peer)))
-        return await (admission.answer if isinstance(call.message, ShareRevocations) else echo)(call)
+        return await (bans.answer if isinstance(call.message, ShareRevocations) else echo)(call)
 
-    network = Network(host, admission.gate, answer, on_handshake=admission.send_revocations)
+    network = Network(host, admission.gate, answer, on_handshake=lambda peer: bans.send_revocations(peer))
     rules = DhtRules(
         may_call=admission.may_call,
         is_admitted_member=admission.gate.is_admitted_member,
         is_from_member=admission.is_from_member,
         greet=network.greet,
     )
-    directory = await Directory.create(host, manifest.run_id, (), stages=2, rules=rules)
-    admission.attach(network, directory)
+    directory = await open_directory(host, manifest.run_id, (), stages=2, rules=rules)
+    bans = Bans(startup, manifest.run_id, admission.book, network, [directory], unix=unix)
     await network.start()
-    return Member(host, network, identity, addresses, [], [], admission, directory, home, answered, startup)
+    return Member(host, network, identity, addresses, [], [], admission, bans, directory, home, answered, startup)
 
 
 @asynccontextmanager
@@ -297,7 +298,7 @@ def test_a_ban_ends_everything_at_every_neighbour_and_outlasts_the_daemon(tmp_pa
             await first.network.call(banned.id, GetStatus(), deadline=after(5))
             await second.network.call(first.id, GetStatus(), deadline=after(5))
             assert await first.claimants() == {second.id, banned.id}
-            assert first.admission.take_revocations([ban_of(manifest.run_id, banned.id)]) == (1, 0)
+            assert first.bans.take_revocations([ban_of(manifest.run_id, banned.id)]) == (1, 0)
             for member in (first, second):
                 await until(lambda member=member: not member.admission.is_member(banned.id))
                 await until(lambda member=member: banned.id not in member.network.paths)
@@ -325,7 +326,7 @@ def test_a_member_that_connects_later_is_told_of_every_ban_and_ends_with_its_tic
         manifest, now = signed(), [time.time()]
         async with swarm(tmp_path, manifest, [None, None], lambda: now[0]) as (first, second):
             bans = [ban_of(manifest.run_id, Identity.generate().peer) for _ in range(30)]
-            first.admission.take_revocations(bans)
+            first.bans.take_revocations(bans)
             await second.network.call(first.id, GetStatus(), deadline=after(5))
             await until(lambda: len(second.admission.book.signed_revocations()) == 30)
             assert second.home.revocations(manifest.run_id).stat().st_mode & 0o777 == 0o600
@@ -347,7 +348,7 @@ def test_an_owner_bans_a_peer_from_this_machine_alone(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, signed("open"), [b"", b"", b""]) as (first, second, third):
             await first.network.call(third.id, GetStatus(), deadline=after(5))
-            first.admission.ban_here(runs.add_banned(first.home, third.id))
+            first.bans.ban_here(runs.add_banned(first.home, third.id))
             await until(lambda: third.id not in first.network.paths)
             with pytest.raises(NotAdmitted, match="owner"):
                 await first.network.call(third.id, GetStatus(), deadline=after(5))

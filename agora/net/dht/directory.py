@@ -172,56 +172,35 @@ class Directory:
         self,
         host: Host,
         run: RunId,
-        node: Any,
-        validator: SignedRecords,
-        bounds: BoundedP2P,
-        rules: DhtRules,
-        unix: Callable[[], float],
-    ) -> None:
-        """node: hivemind's DHTNode, made with `bounds` as its P2P. unix: the time by which records are published."""
-        self.bounds = bounds
-        self._rules = rules
-        self.refused = validator.refused  # how many records this node refused, by the code of their error
-        self._run = run
-        self._host = host
-        self._node = node
-        self._validator = validator
-        self._unix = unix
-        self._holders = KeyHolders(node)
-        self._last_expiry: dict[Any, float] = {}  # by hashed key, in unix seconds
-        self._open_requests: set[asyncio.Task[Any]] = set()
-
-    @classmethod
-    async def create(
-        cls,
-        host: Host,
-        run: RunId,
-        bootstrap: Sequence[str],
         *,
         stages: int,
         rules: DhtRules | None = None,
         unix: Callable[[], float] | None = None,
-    ) -> Directory:
-        """Starts a node on `host` for a run of `stages` stages; joins the DHT if a peer at `bootstrap` answers.
+    ) -> None:
+        """stages: how many the run has. rules: None answers and calls all peers, and keeps their records.
 
-        rules: None answers and calls all peers, and keeps their records. unix: the time by
-        which records are published and judged, for all nodes of this process; None: the wall clock.
+        unix: the time by which records are published and judged, for all nodes of this process; None: the wall clock.
         """
-        rules = rules or DhtRules()
         if unix is not None:
             set_dht_time(unix)
-        validator = SignedRecords(run, stages, unix or time.time)
-        storage = BoundedStorage(run)
-        bounds = BoundedP2P(
-            host.p2p,
-            validator,
-            stages,
-            rules,
-            stored_bytes=storage.bytes_under,
-        )
-        node = await DHTNode.create(
-            p2p=bounds,
-            node_id=node_id_of(host.p2p.peer_id),
+        self._rules = rules or DhtRules()
+        self._run = run
+        self._host = host
+        self._unix = unix or time.time
+        self._validator = SignedRecords(run, stages, self._unix)
+        self.refused = self._validator.refused  # how many records this node refused, by the code of their error
+        self._storage = BoundedStorage(run)
+        self.bounds = BoundedP2P(host.p2p, self._validator, stages, self._rules, stored_bytes=self._storage.bytes_under)
+        self._node: Any = None  # hivemind's DHTNode, from `start` on
+        self._holders = KeyHolders(None)
+        self._last_expiry: dict[Any, float] = {}  # by hashed key, in unix seconds
+        self._open_requests: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Starts the node, which then knows no other; see `bootstrap`."""
+        self._node = node = await DHTNode.create(
+            p2p=self.bounds,
+            node_id=node_id_of(self._host.p2p.peer_id),
             # Nothing is cached: a cached stage hides newcomers. No search waits for another to reuse its results.
             cache_locally=False,
             cache_nearest=0,
@@ -232,13 +211,11 @@ class Directory:
             wait_timeout=GREET_S + RPC_S,  # then a node is skipped, and not asked for a while
             blacklist_time=2.0,
             num_workers=8,
-            record_validator=validator,
+            record_validator=self._validator,
         )
-        node.protocol.storage = storage
-        node.protocol.cache = BoundedStorage(run, maxsize=1)
-        directory = cls(host, run, node, validator, bounds, rules, unix or time.time)
-        await directory.bootstrap(bootstrap)
-        return directory
+        node.protocol.storage = self._storage
+        node.protocol.cache = BoundedStorage(self._run, maxsize=1)
+        self._holders = KeyHolders(node)
 
     @property
     def neighbours(self) -> int:
@@ -366,8 +343,10 @@ class Directory:
     async def close(self) -> None:
         """Stops this node and cancels its open requests to other nodes; does not close the host.
 
-        If p2pd has ended, hivemind's node is not shut down.
+        If p2pd has ended, hivemind's node is not shut down. Does nothing before `start`.
         """
+        if self._node is None:
+            return
         self._node.is_alive = False
         for task in self._open_requests:
             task.cancel()

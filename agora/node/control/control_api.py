@@ -30,7 +30,7 @@ from agora.state.collector import COLLECT_S
 from agora.state.files import replace_tensors
 
 if TYPE_CHECKING:
-    from agora.node.peer.run_admission import RunAdmission
+    from agora.node.peer.run_admission import Bans
     from agora.node.process.daemon import Daemon
 
 MAX_LINE_BYTES = 16 * 1024
@@ -273,10 +273,10 @@ class ControlApi:
         written; LocalError while the daemon starts, and then adds nothing.
         """
         is_closed = self._daemon.local_peer is None and self._daemon.pause.reason
-        admission = None if is_closed else self._require_admission()
+        bans = None if is_closed else self._require_bans()
         banned = runs.add_banned(self._daemon.startup.home, peer)
-        if admission is not None:
-            admission.ban_here(banned)
+        if bans is not None:
+            bans.ban_here(banned)
         return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}
 
     async def revoke(self, revocation: str = "") -> Answer:
@@ -285,17 +285,17 @@ class ControlApi:
         Raises InputError for malformed hex or an invalid revocation, LocalError while the daemon starts or is paused.
         """
         try:
-            new, refused = self._require_admission().take_revocations([bytes.fromhex(revocation)])
+            new, refused = self._require_bans().take_revocations([bytes.fromhex(revocation)])
         except ValueError:
             raise InputError("A revocation is hex, as `swarm ban` sends it.") from None
         if refused:
             raise InputError("The revocation does not count; it must be signed by the run's founder or a delegate.")
         return {"new": new}
 
-    def _require_admission(self) -> RunAdmission:
+    def _require_bans(self) -> Bans:
         if self._daemon.local_peer is None:
             raise LocalError(f"this daemon is {self._daemon.describe_state()}; ask again when it serves")
-        return self._daemon.local_peer.admission
+        return self._daemon.local_peer.bans
 
     async def link(self, rate: str = "") -> Answer:
         """Changes the rate of this peer's emulated link, such as "20Mbit"; returns {"link": its new RATE,RTT text}.

@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Final
 
 from agora_protocol.addresses import peer_of_address
@@ -37,7 +36,7 @@ from agora.node import runs
 from agora.node.control.node_report import NodeReport, progress_record, status_json
 from agora.node.limits.memory import MemoryGuard, measure_budget
 from agora.node.peer.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
-from agora.node.peer.run_admission import RunAdmission
+from agora.node.peer.run_admission import Bans, RunAdmission
 from agora.node.process.startup import Startup
 from agora.node.span.base_supply import BaseSupply
 from agora.node.span.capacity_probe import CapacityProbe
@@ -70,222 +69,168 @@ FIRST_CLOCK_S: Final = 5.0
 CLOCK_AGAIN_S: Final = 20.0  # seconds between two such questions after the first
 
 
-class Neighbours:
-    """Which peers this one has met, and how it meets more."""
-
-    def __init__(self, network: Network, peer_score: PeerScore) -> None:
-        self._network = network
-        self._peer_score = peer_score
-
-    def is_verified(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has exchanged HELLO as a member (Network.has_handshaken), and is not suspended."""
-        return self._network.has_handshaken(peer) and self._peer_score.suspended_s(peer) <= 0.0
-
-    def may_use_relay(self, peer: PeerId) -> bool:
-        """Returns whether this peer relays for `peer`: it is connected as a member, and not suspended."""
-        connection = self._network.connection_to(peer)
-        return connection is not None and not connection.is_reader and self._peer_score.suspended_s(peer) == 0
-
-    async def dial_unverified(self, unverified: Sequence[PeerView]) -> None:
-        """Dials peers whose claims were read, concurrently, for a HELLO. Waits MEET_S at most; slower dials go on.
-
-        unverified: at least one. Errors are ignored: `is_verified` says with which it was exchanged.
-        """
-        dials = [asyncio.create_task(self._network.connect_announced(seen.peer, seen.addresses)) for seen in unverified]
-        _, late = await asyncio.wait(dials, timeout=MEET_S)
-        for dial in late:
-            dial.cancel()  # the dial itself goes on
-        await asyncio.gather(*dials, return_exceptions=True)
-
-
-def announcements(view: View) -> dict[PeerId, Announcement]:
-    """Returns what each peer of the view announces on how to connect to it; one that is leaving offers no relay."""
-    return {
-        seen.peer: Announcement(
-            seen.reachability, seen.addresses, relays_for=0 if seen.state == "leaving" else seen.relays_for
-        )
-        for seen in view.peers.values()
-    }
-
-
-@dataclass(eq=False)
 class LocalPeer:
     """What lives as long as the daemon works, whichever stages it holds: network, membership, router, ledger and more.
 
-    `create` makes it, `start` starts it, `close` ends it. slots: how many microbatches may be in progress here at the
-    same time.
+    slots: how many microbatches may be in progress here at the same time.
     """
 
-    startup: Startup
-    signed: SignedManifest
-    host: Host
-    admission: RunAdmission
-    peer_score: PeerScore
-    slots: int
-    ledger: WorkLedger
-    requests: RequestHandler
-    network: Network
-    directory: Directory
-    membership: Membership
-    reachability: ReachabilityKeeper
-    relay: RelayService
-    router: Router
-    base_supply: BaseSupply
-    capacity_probe: CapacityProbe
-    sent: SentTensors
-    tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
-    _redialling: Redialling = field(init=False)
-    _closing: ExitStack = field(default_factory=ExitStack)
-    _uplink: UplinkMeter = field(default_factory=UplinkMeter)
-
-    def __post_init__(self) -> None:
-        self._redialling = Redialling(self.startup.me, random.Random())
-
-    @classmethod
-    async def create(
-        cls,
+    def __init__(
+        self,
         startup: Startup,
         signed: SignedManifest,
         host: Host,
         proof: bytes,
         take_node_report: Callable[[], NodeReport],
-    ) -> LocalPeer:
+    ) -> None:
         """Wires a peer of the run on `host`, which its creator closes after it. Nothing runs until `start`.
 
         proof: this machine's tickets, b"" for none. take_node_report: what other peers are told of this one. Raises
         DiskError when the bans or revocations on this disk cannot be read.
         """
-        manifest, settings, report = signed.manifest, startup.settings, startup.report_event
+        settings, manifest, me, unix = startup.settings, signed.manifest, startup.me, startup.clock.unix
+        self.startup, self.signed, self.host, self._report = startup, signed, host, startup.report_event
 
-        # --- how requests are judged and answered
-        peer_score = PeerScore(report, loop_time)
-        admission = RunAdmission(
-            startup,
-            signed,
-            proof,
-            addresses=lambda: reachability.announcement().addresses,
-            unix=startup.clock.unix,
+        # Who may take part, how peers behave, and what they ask.
+        self.peer_score = score = PeerScore(self._report, loop_time)
+        self.admission = RunAdmission(startup, signed, proof, addresses=self._own_addresses, unix=unix)
+        self.slots = compute_slots(manifest, measure_budget("cpu", settings.memory_gib).host)
+        self.ledger = WorkLedger(me, self.slots, self._report)
+        self.requests = RequestHandler(
+            signed, lambda: status_json(take_node_report()), score.report_violation, self.ledger
         )
-        slots = compute_slots(manifest, measure_budget("cpu", settings.memory_gib).host)
-        ledger = WorkLedger(startup.me, slots, report)
-        requests = RequestHandler(signed, lambda: status_json(take_node_report()), peer_score.report_violation, ledger)
 
-        # --- the network
-        def report_failure(caller: PeerId, error: Exception) -> None:
-            report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
-
-        def on_handshake(peer: PeerId) -> None:
-            membership.promote_verified()
-            admission.send_revocations(peer)
-
+        # Connections to other peers.
         payload = manifest.max_payload_bytes
-        sent = SentTensors()
-        network = Network(
+        self.sent = SentTensors()
+        self.network = Network(
             host,
-            admission.gate,
-            requests.answer,
-            NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * slots * payload)),
-            report_protocol_error=peer_score.report_protocol_error,
-            suspended_s=peer_score.suspended_s,
-            report_failure=report_failure,
-            count_sent=sent.add,
+            self.admission.gate,
+            self.requests.answer,
+            NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * self.slots * payload)),
+            report_protocol_error=score.report_protocol_error,
+            suspended_s=score.suspended_s,
+            report_failure=self._report_failure,
+            count_sent=self.sent.add,
             tell_time=startup.clock.time_for_others_unix,
-            on_handshake=on_handshake,
-            dial_strategy=DialStrategy(
-                may_dial=lambda address: reachability.may_dial(address),
-                punch_hole=lambda peer, relay_peer: reachability.punch_hole(peer, relay_peer),
-            ),
+            on_handshake=self._on_handshake,
+            dial_strategy=DialStrategy(self._may_dial, self._punch_hole),
         )
-        neighbours = Neighbours(network, peer_score)
+        self.relay = RelayService(host, settings.relay_peers, self._may_use_relay, settings.relay_mbit * 125e3)
 
-        # --- who is in the run, and how they are reached
-        directory = await Directory.create(
+        # Who is in the run, and how they and this peer are reached.
+        self.directory = Directory(
             host,
             signed.run_id,
-            (),
             stages=manifest.stage_count,
             rules=DhtRules(
-                may_call=admission.may_call,
-                is_admitted_member=admission.gate.is_admitted_member,
-                is_verified=neighbours.is_verified,
-                is_from_member=admission.is_from_member,
-                greet=network.greet,
-                report_protocol_error=peer_score.report_protocol_error,
+                may_call=self.admission.may_call,
+                is_admitted_member=self.admission.gate.is_admitted_member,
+                is_verified=self._is_verified,
+                is_from_member=self.admission.is_from_member,
+                greet=self.network.greet,
+                report_protocol_error=score.report_protocol_error,
             ),
-            unix=startup.clock.unix,
+            unix=unix,
         )
-
-        def on_view_change() -> None:
-            for peer, seen in membership.view.peers.items():
-                if peer != startup.me:
-                    network.address_book.learn_announced(peer, seen.addresses)
-            router.on_view_changed()
-
-        membership = Membership(
+        self.membership = Membership(
             MembershipConfig(
                 run=signed.run_id,
                 stage_count=manifest.stage_count,
                 incarnation=startup.incarnation,
                 addresses=first_addresses(host, settings.allow_private),
-                proof=admission.proof,
-                is_member=admission.is_member,
+                proof=proof,
+                is_member=self.admission.is_member,
             ),
-            directory,
+            self.directory,
             startup.identity,
-            report,
+            self._report,
             progress=lambda: progress_record(take_node_report()),
-            on_change=on_view_change,
-            is_verified=neighbours.is_verified,
-            dial_unverified=neighbours.dial_unverified,
-            unix=startup.clock.unix,
+            on_change=self._on_view_change,
+            is_verified=self._is_verified,
+            dial_unverified=self._dial_unverified,
+            unix=unix,
         )
-        reachability = ReachabilityKeeper(
+        self.reachability = ReachabilityKeeper(
             host,
-            network,
-            known=lambda: announcements(membership.view),
-            announce=membership.announce_addresses,
+            self.network,
+            known=lambda: announcements(self.view),
+            announce=self.membership.announce_addresses,
             allow_private=settings.allow_private,
             upnp=settings.upnp,
             relays_for=settings.relay_peers,
         )
-        relay = RelayService(host, settings.relay_peers, neighbours.may_use_relay, settings.relay_mbit * 125e3)
-        admission.attach(network, membership, directory)
+        self._redialling = Redialling(me, random.Random())
+        self.bans = Bans(
+            startup, signed.run_id, self.admission.book, self.network, (self.membership, self.directory), unix=unix
+        )
 
-        # --- work
-        router = Router(
-            network,
-            lambda: membership.view,
-            me=startup.me,
+        # What a span works with, whichever it is.
+        self.router = Router(
+            self.network,
+            lambda: self.view,
+            me=me,
             stage_count=manifest.stage_count,
             wire_rules=WireRules.of_run(manifest),
-            report=report,
-            peer_score=peer_score,
-            round_trip_s=network.round_trip_s,
+            report=self._report,
+            peer_score=score,
+            round_trip_s=self.network.round_trip_s,
         )
-        base_supply = BaseSupply(startup, manifest, network, lambda: membership.view, peer_score.report_violation)
-        return cls(
-            startup=startup,
-            signed=signed,
-            host=host,
-            admission=admission,
-            peer_score=peer_score,
-            slots=slots,
-            ledger=ledger,
-            requests=requests,
-            network=network,
-            directory=directory,
-            membership=membership,
-            reachability=reachability,
-            relay=relay,
-            router=router,
-            base_supply=base_supply,
-            capacity_probe=CapacityProbe(manifest, settings, startup.home.root),
-            sent=sent,
-        )
+        self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.view, score.report_violation)
+        self.capacity_probe = CapacityProbe(manifest, settings, startup.home.root)
+
+        self.tasks = BackgroundTasks()
+        self._closing = ExitStack()
+        self._uplink = UplinkMeter()
+
+    # --- what an object asks of others that are made after it; none of them asks before `start`
+
+    def _own_addresses(self) -> Sequence[str]:
+        return self.reachability.announcement().addresses
+
+    def _may_dial(self, address: str) -> bool:
+        return self.reachability.may_dial(address)
+
+    async def _punch_hole(self, peer: PeerId, relay_peer: PeerId) -> None:
+        await self.reachability.punch_hole(peer, relay_peer)
+
+    def _on_handshake(self, peer: PeerId) -> None:
+        self.membership.promote_verified()
+        self.bans.send_revocations(peer)
+
+    def _on_view_change(self) -> None:
+        for peer, seen in self.view.peers.items():
+            if peer != self.startup.me:
+                self.network.address_book.learn_announced(peer, seen.addresses)
+        self.router.on_view_changed()
+
+    # --- what they ask of several
+
+    def _report_failure(self, caller: PeerId, error: Exception) -> None:
+        self._report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
+
+    def _is_verified(self, peer: PeerId) -> bool:
+        return self.network.has_handshaken(peer) and self.peer_score.suspended_s(peer) <= 0.0
+
+    def _may_use_relay(self, peer: PeerId) -> bool:
+        connection = self.network.connection_to(peer)
+        return connection is not None and not connection.is_reader and self.peer_score.suspended_s(peer) == 0
+
+    async def _dial_unverified(self, unverified: Sequence[PeerView]) -> None:
+        # Errors are ignored: `_is_verified` says with which peer HELLO was exchanged.
+        dials = [asyncio.create_task(self.network.connect_announced(seen.peer, seen.addresses)) for seen in unverified]
+        _, late = await asyncio.wait(dials, timeout=MEET_S)
+        for dial in late:
+            dial.cancel()  # the dial itself goes on
+        await asyncio.gather(*dials, return_exceptions=True)
 
     @property
     def manifest(self) -> Manifest:
         return self.signed.manifest
+
+    @property
+    def view(self) -> View:
+        return self.membership.view
 
     async def start(self, others: tuple[str, ...]) -> None:
         """Starts serving requests, asks peers for the time, joins the DHT, and starts the background tasks.
@@ -294,8 +239,9 @@ class LocalPeer:
         are missing from the view.
         """
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
-        self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.admission.answer))
+        self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.bans.answer))
         self._closing.enter_context(self.requests.answering(REACH_REQUESTS, self.reachability.answer))
+        await self.directory.start()
         await self.network.start()
         await self.relay.start()
         self.tasks.start("reachability", self.reachability.run())
@@ -307,12 +253,12 @@ class LocalPeer:
         await clock.ask_at_start(by_peer)
         await self.directory.bootstrap(others)
         self.tasks.start("membership", self.membership.run())
-        self.tasks.start("bans", self.admission.exchange_ban_lists(self.directory))
+        self.tasks.start("bans", self.bans.exchange_lists(self.directory))
         self.tasks.start("redial", self._redial_missing_peers())
         members = self.membership
         self.tasks.start(
             "connections",
-            watch_connections(self.host, lambda: members.view, members.lost_peers, on_lost=members.forget_lost),
+            watch_connections(self.host, lambda: self.view, members.lost_peers, on_lost=members.forget_lost),
         )
         self.tasks.start("addresses", self._keep_writing_addresses())
         self.tasks.start("uplink", self._measure_uplink())
@@ -333,12 +279,12 @@ class LocalPeer:
 
         That is its published uplink; the median if it published none; less behind a relay. See reducing_bandwidths.
         """
-        replicas = self.membership.view.replicas(stage)
+        replicas = self.view.replicas(stage)
         return reducing_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
         """Returns, for each serving replica of a stage, how many steps it has published there; 0 if none is known."""
-        return {seen.peer: seen.step_of(stage) for seen in self.membership.view.replicas(stage)}
+        return {seen.peer: seen.step_of(stage) for seen in self.view.replicas(stage)}
 
     def steps_of_run(self) -> list[Collection[int]]:
         """Returns, for each stage in turn, the steps of its serving replicas in no order; 0 if unknown.
@@ -369,7 +315,7 @@ class LocalPeer:
         while True:
             await asyncio.sleep(REDIAL_S)
             now = loop_time()
-            view = self.membership.view
+            view = self.view
             self._redialling.remember_view(now, view, self.reachability.may_dial)
             due = self._redialling.take_due_peers(now, view)
             addresses = [address for peer in due for address in self._redialling.addresses_of(peer)]
@@ -390,6 +336,16 @@ class LocalPeer:
                 except OSError as error:
                     trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
                     self.startup.report_event(trouble)
+
+
+def announcements(view: View) -> dict[PeerId, Announcement]:
+    """Returns what each peer of the view announces on how to connect to it; one that is leaving offers no relay."""
+    return {
+        seen.peer: Announcement(
+            seen.reachability, seen.addresses, relays_for=0 if seen.state == "leaving" else seen.relays_for
+        )
+        for seen in view.peers.values()
+    }
 
 
 def first_addresses(host: Host, allow_private: bool) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agora_protocol.errors import AgoraError, DiskError, NotAdmitted, ProtocolError
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.limits import MAX_SHARED_REVOCATIONS
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import ShareRevocations, TookRevocations
@@ -61,10 +61,10 @@ class PeerDataHolder(Protocol):
 
 
 class RunAdmission:
-    """Who may take part in the run: judges peers, keeps the run's bans, and says whose records its DHT keeps.
+    """Who may take part in the run: judges peers, and says whose records its DHT keeps.
 
     gate: judges HELLOs for the network. proof: this machine's own tickets, b"" for none. book: what is known of the
-    run's admission. Bans end connections, and are passed on, only after `attach`.
+    run's admission.
     """
 
     def __init__(
@@ -80,33 +80,18 @@ class RunAdmission:
 
         addresses: returns where this peer can be dialled, sent in HELLO. unix: returns the present unix time.
         """
-        self._startup = startup
-        self._run = run = signed.run_id
         self._unix = unix
         self.proof = proof
         self.book = load_book(startup.home, signed, unix())
         self.gate = Gate(
             startup.me,
-            run,
+            signed.run_id,
             f"agora {__version__}",
             addresses,
             proof=proof,
             judge=lambda peer, shown: self.book.judge(peer, shown, self._unix()).role,
             refusal_reason=lambda peer: self.book.refusal_reason(peer, self._unix()),
         )
-        self._network: Network | None = None
-        self._data_holders: tuple[PeerDataHolder, ...] = ()
-
-    def attach(self, network: Network, *data_holders: PeerDataHolder) -> None:
-        """Connects this object with the network and the holders of peers' data, for later bans; itself bans no peer.
-
-        From now on `enforce` ends connections of `network` with peers that are not admitted any more, and has
-        `data_holders` forget them.
-        """
-        self._network = network
-        self._data_holders = data_holders
-
-    # --- who takes part
 
     def is_member(self, peer: PeerId) -> bool:
         """Returns whether `peer` is a member now, by the last proof that it has shown; in an open run it needs none."""
@@ -126,7 +111,30 @@ class RunAdmission:
             return self.book.is_member_by_proof(record.peer, record.proof, self._unix())
         return isinstance(record, BanList) or self.is_member(record.peer)
 
-    # --- bans
+
+class Bans:
+    """Takes, enforces and passes on the bans of a run, and those of this machine's owner.
+
+    To enforce is to end the network's connections with peers that are not admitted any more, and to have the holders of
+    peers' data forget them.
+    """
+
+    def __init__(
+        self,
+        startup: Startup,
+        run: RunId,
+        book: AdmissionBook,
+        network: Network,
+        data_holders: Sequence[PeerDataHolder],
+        *,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        self._startup = startup
+        self._run = run
+        self._book = book
+        self._network = network
+        self._data_holders = data_holders
+        self._unix = unix
 
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers a ShareRevocations request: takes the revocations; replies how many are new and how many invalid."""
@@ -143,7 +151,7 @@ class RunAdmission:
         refused = 0
         for data in sealed:
             try:
-                revocation = self.book.add_revocation(data, self._unix())
+                revocation = self._book.add_revocation(data, self._unix())
             except (NotAdmitted, ProtocolError):
                 refused += 1
                 continue
@@ -153,51 +161,44 @@ class RunAdmission:
         if new:
             self._write_revocations()
             self.enforce()
-            for peer in self._network.members() if self._network is not None else ():
+            for peer in self._network.members():
                 self._start_sending(peer, new)
         return len(new), refused
 
     def ban_here(self, peer: PeerId) -> None:
         """Bans a peer from this machine from now on, and reports it. The caller writes banned.txt, for later starts."""
-        self.book.banned_here.add(peer)
+        self._book.banned_here.add(peer)
         self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
         self.enforce()
 
     def enforce(self) -> None:
-        """Ends connections with peers that are not admitted any more, and has the attached data holders forget them.
-
-        Does nothing before `attach`.
-        """
-        if self._network is not None:
-            self._network.end_refused()
+        """Ends connections with peers that are not admitted any more, and has the data holders forget them."""
+        self._network.end_refused()
         for each in self._data_holders:
             each.forget_refused()
 
     def _write_revocations(self) -> None:
         try:
-            runs.write_revocations(self._startup.home, self._run, self.book.signed_revocations())
+            runs.write_revocations(self._startup.home, self._run, self._book.signed_revocations())
         except DiskError as error:  # they then hold only until the daemon ends
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 
     def send_revocations(self, peer: PeerId) -> None:
         """Starts to send all revocations to a member that has said HELLO."""
-        if sealed := self.book.signed_revocations():
+        if sealed := self._book.signed_revocations():
             self._start_sending(peer, sealed)
 
     def _start_sending(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
         # A failure costs nothing: the neighbour gets the revocations at its next HELLO, or from the DHT.
-        if self._network is not None:
-            self._network.spawn(self._call_in_parts(self._network.call, peer, sealed))
+        self._network.spawn(self._call_in_parts(peer, sealed))
 
-    async def _call_in_parts(
-        self, call: Callable[..., Awaitable[Reply]], peer: PeerId, sealed: Sequence[bytes]
-    ) -> None:
+    async def _call_in_parts(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
         with contextlib.suppress(AgoraError):
             for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
                 request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))
-                await call(peer, request, deadline=loop_time() + SHARE_S)
+                await self._network.call(peer, request, deadline=loop_time() + SHARE_S)
 
-    async def exchange_ban_lists(self, directory: Directory) -> None:
+    async def exchange_lists(self, directory: Directory) -> None:
         """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes others' from there.
 
         Then ends connections with peers whose tickets have expired. Ignores failures of the DHT until the next time.
@@ -205,7 +206,7 @@ class RunAdmission:
         while True:
             await asyncio.sleep(BAN_LIST_S)
             with contextlib.suppress(AgoraError):
-                if newest := self.book.signed_revocations()[-MAX_SHARED_REVOCATIONS:]:
+                if newest := self._book.signed_revocations()[-MAX_SHARED_REVOCATIONS:]:
                     record = BanList(self._startup.me, Span(0, 0), tuple(newest))
                     await directory.publish(record, self._startup.identity, BAN_LIST_LIFETIME_S, [BAN_SHARD])
                 found = await directory.read_many(BanList, [BAN_SHARD])

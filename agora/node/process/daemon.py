@@ -127,7 +127,7 @@ class Daemon:
         if self.signed is None or not self._addresses:
             missing = "know its run" if self.signed is None else "have an address"
             raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
-        known = self.local_peer.membership.view if self.local_peer is not None else View()
+        known = self.local_peer.view if self.local_peer is not None else View()
         announced = self.local_peer.reachability.announcement().addresses if self.local_peer is not None else ()
         own = tuple(dict.fromkeys((*announced, *self._addresses)))
         return joining.make_invite(self.signed, self.startup.me, own, known)
@@ -137,7 +137,7 @@ class Daemon:
         startup, local_peer = self.startup, self.local_peer
         counters = startup.reporter.snapshot()
         now_unix = startup.clock.unix()
-        view = local_peer.membership.view if local_peer else View()
+        view = local_peer.view if local_peer else View()
         claim = local_peer.membership.claim if local_peer else None
         link = local_peer.host.link if local_peer else None
         run = RunIdentity(startup.reference.run, startup.reference.name, 0, 0)
@@ -230,7 +230,7 @@ class Daemon:
             await asyncio.to_thread(disk.make_room, self.signed.manifest, None, MIN_FREE_BYTES)
         proof = joining.own_proof(startup, self.signed.run_id)
         with startup.phases.enter("directory"):
-            local_peer = await LocalPeer.create(startup, self.signed, host, proof, self.take_node_report)
+            local_peer = LocalPeer(startup, self.signed, host, proof, self.take_node_report)
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
         self.local_peer = local_peer
@@ -420,7 +420,7 @@ async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: flo
         if is_fresh:
             await local_peer.membership.refresh()
         own = local_peer.capacity_probe
-        view = local_peer.membership.view
+        view = local_peer.view
         served_s = loop_time() - loaded_at
         placement = judge_move(view, local_peer.startup.me, own.needs, own.machine, random.Random(seed), served_s)
         if placement is None:

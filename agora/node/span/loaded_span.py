@@ -459,7 +459,7 @@ class LoadedSpan:
     def _gather_opening_inputs(self) -> SendInputs:
         local_peer, manifest = self._local_peer, self._local_peer.manifest
         me = local_peer.startup.me
-        view = local_peer.membership.view
+        view = local_peer.view
         path_s = self.hop.path_s()
         needed = manifest.schedule.least_replicas
         ready = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
