@@ -31,9 +31,11 @@ from agora.core.clock import loop_time
 from agora.core.sync_mode import ALL_REDUCE
 from agora.observe import events, faults
 from agora.replica.shard_codec import (
+    WIRE_KINDS,
     Contribution,
     EncodedShard,
     RoundConfig,
+    RoundKind,
     Shard,
     ShardCodec,
     ShardMean,
@@ -43,7 +45,8 @@ from agora.replica.shard_codec import (
 # Number of successive rounds, of gradients or of one fragment, in which a shard has the same reducer: a reducer keeps
 # the residual of its means for the next round.
 ROUNDS_PER_REDUCER: Final = 16
-RELAYED_SHARE: Final = 0.25  # fraction of a replica's bandwidth that counts if others reach it only through a relay
+# What a replica's bandwidth is multiplied by if others reach it only through a relay.
+RELAYED_BANDWIDTH_FACTOR: Final = 0.25
 MAX_RUNNING_SYNCS: Final = 4  # maximum number of fragment syncs that one replica may be running at the same time
 
 # Fraction of a round's remaining time for which a member waits for the first reducer before it asks the second.
@@ -66,7 +69,7 @@ MAX_GATHERINGS: Final = 4096  # maximum number of shards whose contributions are
 
 # A round is remembered for this many times round_s after it began here, for late contributions and for Recall.
 RECORD_LIFETIME: Final = 10.0
-# Number of newest rounds of a stage and kind ("gradient" or "slice") whose means are kept, whatever their size.
+# Number of newest rounds of a stage and kind whose means are kept, whatever their size.
 MIN_KEPT_ROUNDS: Final = 4
 # Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
 # replica that has just joined asks for the means of the steps that were taken while it fetched the state.
@@ -81,13 +84,11 @@ MAX_RECALLS: Final = 8  # maximum number of times that failed shards are asked f
 class Fragments:
     """The division of a vector into `count` fragments of whole blocks; sync number r averages fragment r mod `count`.
 
-    A block has SLICE_BLOCK elements. Block i is in fragment ((a i + b) mod blocks) mod count. If there are fewer blocks
-    than fragments, the last fragments are empty. a and b are integers from a hash of the run's seed, so that every
-    version of every library computes the same.
+    Block i, of SLICE_BLOCK elements, is in fragment ((a i + b) mod blocks) mod count. The last fragments may be empty.
     """
 
     def __init__(self, numel: int, count: int, seed: int) -> None:
-        """seed: the run's. Raises ValueError if `numel` is not a positive multiple of SLICE_BLOCK."""
+        """seed: the run's, of which a and b are hashes: every version of every library computes the same."""
         if numel <= 0 or numel % SLICE_BLOCK:
             raise ValueError(f"{numel} elements are not a multiple of {SLICE_BLOCK}")
         self._blocks = numel // SLICE_BLOCK
@@ -113,30 +114,20 @@ Members = Mapping[PeerId, float | None]
 
 
 def reducing_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
-    """Returns for each replica, by id, the bandwidth by which reducers are to be chosen, in bytes per second.
+    """Returns the bandwidths by which reducers are to be chosen, in bytes per second, by id.
 
-    claimed: by id, (bandwidth, reachability) of the replica's claim; a bandwidth of 0 is unknown and counts as the
-    median of the known ones, or as 1.0 if none is known. The bandwidth of a relayed or unreachable replica is
-    multiplied by RELAYED_SHARE, so that most shards go to directly reachable ones.
+    claimed: by id, bandwidth and reachability as the replica claims them; 0 is unknown and counts as the median.
     """
     known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0
     return {
-        peer: (bandwidth or median) * (RELAYED_SHARE if reachability in ("relayed", "unreachable") else 1.0)
+        peer: (bandwidth or median) * (RELAYED_BANDWIDTH_FACTOR if reachability in ("relayed", "unreachable") else 1.0)
         for peer, (bandwidth, reachability) in claimed.items()
     }
 
 
 def reducing_epoch(number: int, fragments: int) -> str:
-    """Returns the label of the epoch that round `number` belongs to. Within an epoch a shard keeps its reducers.
-
-    An epoch is ROUNDS_PER_REDUCER rounds of gradients, or of one fragment. fragments: of the stage, 0 for gradients.
-
-    | round | label |
-    |---|---|
-    | of gradients | number // ROUNDS_PER_REDUCER |
-    | of a fragment | (number % fragments).(number // fragments // ROUNDS_PER_REDUCER) |
-    """
+    """Returns the label of the ROUNDS_PER_REDUCER rounds, of gradients or one fragment, in which reducers stay."""
     if not fragments:
         return str(number // ROUNDS_PER_REDUCER)
     return f"{number % fragments}.{number // fragments // ROUNDS_PER_REDUCER}"
@@ -145,17 +136,15 @@ def reducing_epoch(number: int, fragments: int) -> str:
 def reducers_of(run: RunId, shard: Shard, members: Members) -> tuple[PeerId, PeerId | None]:
     """Returns the first and the second reducer of a shard, by a weighted rendezvous hash.
 
-    The member with the least -ln(u) / bandwidth is the first reducer, the next one the second; u in (0, 1) is the hash
-    of (run, stage, kind, epoch, position, peer). So a peer reduces shards in proportion to its bandwidth. An unknown
-    bandwidth counts as the median of the known ones. If no member may reduce shards, all may. The second one is None if
-    only one member may. `members` must not be empty.
+    They have the least -ln(u) / bandwidth, so that a peer reduces shards in proportion to its bandwidth; u in (0, 1) is
+    a hash. If no member may reduce shards, all may; if only one may, there is no second one.
     """
     eligible = {peer: bandwidth for peer, bandwidth in members.items() if bandwidth is not None}
     eligible = eligible or dict.fromkeys(members, 0.0)
     known = [bandwidth for bandwidth in eligible.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0
     epoch = reducing_epoch(shard.round, shard.fragments)
-    label = f"agora owner 1\0{run}\0{shard.stage}\0{shard.kind}\0{epoch}\0{shard.position}\0"
+    label = f"agora owner 1\0{run}\0{shard.stage}\0{shard.what}\0{epoch}\0{shard.position}\0"
 
     def rendezvous_key(peer: PeerId) -> tuple[float, PeerId]:
         hashed = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
@@ -170,41 +159,27 @@ def reducers_of(run: RunId, shard: Shard, members: Members) -> tuple[PeerId, Pee
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """What this peer knows of a shard's round now.
+    """What this peer knows of a shard's round now."""
 
-    members: of the round, this peer included. live_others: the other replicas that are live.
-    not_awaited: members whose contributions need not be waited for. round_s: seconds that the round may take.
-    numel: elements of the shard, 0 if `refusal` says why it is not averaged here now.
-    """
-
-    members: Members
+    members: Members  # this peer included
     live_others: frozenset[PeerId]
-    not_awaited: frozenset[PeerId]
-    round_s: float
-    numel: int = 0
-    refusal: AgoraError | None = None
+    not_awaited: frozenset[PeerId]  # members whose contributions need not be waited for
+    round_s: float  # seconds that the round may take
+    numel: int = 0  # elements of the shard
+    refusal: AgoraError | None = None  # why the shard is not averaged here now
 
 
 @dataclass(slots=True)
 class RoundResult:
-    """The result of a round for one member. AllReduce.recall_failed_shards changes it in place.
+    """The result of a round for one member. AllReduce.recall_failed_shards changes it in place."""
 
-    mean: float32 [n]; in a failed shard, this replica's own values.
-    averaged: for each shard, whether it was averaged.
-    fragments: how many the stage has in this round, ALL_REDUCE for a gradient.
-    wanted: for each shard, how many its reducer wants later; of a failed shard the present number.
-    contributors: average over all shards of the number of members that contributed in time, 0 for a failed shard.
-    lost: average over all shards of this peer's tokens that were too late for this round and the one before.
-    weight: average over the averaged shards of the tokens behind their means, each at most RoundConfig.max_weight.
-    """
-
-    mean: Tensor
-    averaged: list[bool]
-    fragments: int
-    wanted: list[int]
-    contributors: float = 0.0
-    lost: float = 0.0
-    weight: float = 0.0
+    mean: Tensor  # float32 [n]; in a failed shard, this replica's own values
+    averaged: list[bool]  # for each shard
+    fragments: int  # how many the stage has in this round, ALL_REDUCE for a gradient
+    wanted: list[int]  # for each shard, how many its reducer wants later; of a failed shard the present number
+    contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
+    lost: float = 0.0  # this peer's tokens that were too late for this round and the one before: average over shards
+    weight: float = 0.0  # tokens behind the means: average over the averaged shards
 
     @property
     def failed_shards(self) -> int:
@@ -217,7 +192,6 @@ class RoundResult:
 
     @classmethod
     def of_failed_shards(cls, own: Tensor, fragments: int) -> RoundResult:
-        """Returns the result of a round over `own`, float32 [n], in which every shard has failed."""
         shards = len(cut_into_shards(len(own)))
         return cls(own, [False] * shards, fragments, [fragments] * shards)
 
@@ -234,32 +208,23 @@ class _Answer(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """One round in which this peer is a member; call `run` once.
-
-    kind: "gradient" or "slice".
-    number: counts the rounds of the stage and kind.
-    weight: tokens behind the values; with 0 they do not enter the mean.
-    members: this peer included, with bandwidths.
-    deadline: loop time by which the round ends, whichever reducers have answered.
-    fragments: how many the stage has, ALL_REDUCE for a gradient.
-    """
+    """One round in which this peer is a member; call `run` once."""
 
     all_reduce: AllReduce
     stage: int
-    kind: str
-    number: int
-    weight: float
-    members: Members
-    deadline: float
+    kind: RoundKind
+    number: int  # counts the rounds of the stage and kind
+    weight: float  # tokens behind the values; with 0 they do not enter the mean
+    members: Members  # this peer included
+    deadline: float  # loop time by which the round ends, whichever reducers have answered
     fragments: int = ALL_REDUCE
     _bytes_out: int = field(default=0, init=False)
     _unresponsive: set[PeerId] = field(default_factory=set, init=False)
     _free_calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_OPEN_SHARDS), init=False)
 
     async def run(self, values: Tensor) -> RoundResult:
-        """Averages `values` with those of the other members, reports RoundDone, and returns the result by the deadline.
+        """Averages `values` with those of the other members, by the deadline.
 
-        Averages up to MAX_OPEN_SHARDS shards at the same time. Shards that were not averaged keep this peer's values.
         values: float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
         """
         started_at = loop_time()
@@ -282,7 +247,7 @@ class Round:
         self.all_reduce.report(
             events.RoundDone(
                 stage=self.stage,
-                what=self.kind,
+                what=WIRE_KINDS[self.kind],
                 round=self.number,
                 parts=len(shards),
                 failed_parts=result.failed_shards,
@@ -323,7 +288,7 @@ class Round:
                 return _Answer(mean, codec.record_outcome(shard, contribution, mean.message.counted))
         codec.record_outcome(shard, contribution, None)
         self.all_reduce.report(
-            events.PartFailed(self.stage, self.kind, self.number, position, "; ".join(reasons)[:500])
+            events.PartFailed(self.stage, shard.what, self.number, position, "; ".join(reasons)[:500])
         )
         return None
 
@@ -336,7 +301,7 @@ class Round:
         encoded = contribution.encoded
         request = Contribute(
             stage=shard.stage,
-            what=shard.kind,
+            what=shard.what,
             round=shard.round,
             part=shard.position,
             slices=shard.fragments,
@@ -360,23 +325,15 @@ class Round:
 
 @dataclass(slots=True)
 class _Gathering:
-    """The collection of the members' contributions to one shard, while this reducer waits for more of them.
-
-    numel: elements of the shard.
-    expected: the members that are waited for.
-    result: the future mean, which all contributors await.
-    timer: ends the window.
-    values, weights: the contributions so far, by member.
-    recall: the task that asks the members for the mean that the first reducer may have given them, or None.
-    """
+    """The members' contributions to one shard, while this reducer waits for more of them."""
 
     numel: int
-    expected: frozenset[PeerId]
-    result: asyncio.Future[ShardMean]
-    timer: asyncio.TimerHandle
+    expected: frozenset[PeerId]  # the members that are waited for
+    result: asyncio.Future[ShardMean]  # awaited by all contributors
+    timer: asyncio.TimerHandle  # ends the window
     values: dict[PeerId, Tensor] = field(default_factory=dict)
     weights: dict[PeerId, float] = field(default_factory=dict)
-    recall: asyncio.Task[None] | None = None
+    recall: asyncio.Task[None] | None = None  # asks for the mean that the first reducer may have given to members
 
     @property
     def is_complete(self) -> bool:
@@ -398,16 +355,10 @@ class _KeptMean(NamedTuple):
 
 @dataclass(slots=True)
 class _RoundRecord:
-    """What a replica remembers of one round, above all as a reducer.
+    """What a replica remembers of one round, above all as a reducer; some of it by position of the shard."""
 
-    members: by id, with bandwidths as they first were.
-    unresponsive: members that no shard waits for.
-    contributed: by position of the shard, the peers that have contributed.
-    means: by position of the shard, the kept means, `nbytes` bytes together.
-    """
-
-    members: dict[PeerId, float | None] = field(default_factory=dict)
-    unresponsive: set[PeerId] = field(default_factory=set)
+    members: dict[PeerId, float | None] = field(default_factory=dict)  # with bandwidths as they first were
+    unresponsive: set[PeerId] = field(default_factory=set)  # members that no shard waits for
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
     means: dict[int, _KeptMean] = field(default_factory=dict)
     nbytes: int = 0
@@ -416,16 +367,8 @@ class _RoundRecord:
 class AllReduce:
     """Both sides of the rounds of all stages of a span: takes part in them, and reduces the shards assigned to it.
 
-    Keeps means for a while, for late contributions and recalls, also means of other reducers.
-
-    | a shard | is averaged |
-    |---|---|
-    | to which every expected member has contributed | immediately |
-    | whose window, which its first contribution opened, is over | from the contributions that came |
-    | of which this peer is the second reducer | likewise, but a mean of the first one that a member has is used |
-
-    A contribution that is late, or of a peer that is not a member, is answered by the mean without being in it. After a
-    mean of one peer's contribution alone, later contributions are averaged again.
+    A shard is averaged when every expected member has contributed, or when the window that its first contribution
+    opened is over. Means, also those of other reducers, are kept for a while, for late contributions and recalls.
     """
 
     def __init__(
@@ -437,9 +380,7 @@ class AllReduce:
         report: events.Report,
         reach_fault: faults.ReachFault = faults.reach,
     ) -> None:
-        """view_of: returns what is known of a shard's round. wanted_fragments: in how many fragments the shard's stage
-        should agree later, or ALL_REDUCE. reach_fault: is called at named points, where tests may inject faults.
-        """
+        """wanted_fragments: in how many fragments the shard's stage should agree later, or ALL_REDUCE."""
         self.config = config
         self.caller = caller
         self.report = report
@@ -448,10 +389,10 @@ class AllReduce:
         self.view_of = view_of
         self._wanted_fragments = wanted_fragments
         self._gatherings: dict[Shard, _Gathering] = {}
-        self._rounds: dict[tuple[int, str, int], _RoundRecord] = {}
+        self._rounds: dict[tuple[int, RoundKind, int], _RoundRecord] = {}
 
     async def run(
-        self, stage: int, kind: str, number: int, values: Tensor, weight: float, fragments: int = ALL_REDUCE
+        self, stage: int, kind: RoundKind, number: int, values: Tensor, weight: float, fragments: int = ALL_REDUCE
     ) -> RoundResult:
         """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
         view = self.view_of(Shard(stage, kind, number, 0, fragments))
@@ -468,7 +409,7 @@ class AllReduce:
         return await members_round.run(values)
 
     async def close(self) -> None:
-        """Cancels all gatherings and recalls, and awaits the recalls; callers waiting for a mean get CancelledError."""
+        """Cancels all gatherings and recalls; callers waiting for a mean get CancelledError."""
         for gathering in self._gatherings.values():
             gathering.timer.cancel()
             gathering.result.cancel()
@@ -490,13 +431,10 @@ class AllReduce:
     ) -> ShardMean:
         """Adds a member's values to a shard, waits for the shard's mean, and returns that.
 
-        The message's `counted` is whether the values are in the mean: not if they came too late, or from a peer that is
-        not a member. Raises Refused when every weight is 0, when the mean is not finite, and when the round is too far
-        from this peer's own; Busy when too many shards are gathered here; ProtocolError for too large a weight, values
-        of a wrong form, a shard that this peer does not average, and one to which `peer` has contributed before;
-        TimeoutError if there is no mean by the loop time `deadline`.
+        Raises Refused when there is no mean, or the round is too far from this peer's own; Busy when too many shards
+        are gathered here; ProtocolError for what no member may send; TimeoutError at the loop time `deadline`.
         """
-        shard = _shard_of(message)
+        shard = Shard.of_message(message)
         view = self.view_of(shard)
         if view.refusal is not None:
             raise view.refusal
@@ -510,6 +448,7 @@ class AllReduce:
             mean = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
         else:
             mean = await self._gather(peer, message, shard, values, deadline)
+        # A contribution that is late, or of a peer that is not a member, is answered without being in the mean.
         counted = kept is None and peer in self._remember_members(shard)
         await self.reach_fault("averaging.answered")
         return replace(mean, message=replace(mean.message, counted=counted))
@@ -521,7 +460,7 @@ class AllReduce:
         record.contributed[shard.position].add(peer)
         record.unresponsive.discard(peer)
         # Whoever is in a later round by now has left the earlier ones. Syncs of fragments run side by side.
-        running_rounds = MAX_RUNNING_SYNCS if shard.kind == "slice" else 1
+        running_rounds = MAX_RUNNING_SYNCS if shard.kind == "fragment" else 1
         for gathered, gathering in list(self._gatherings.items()):
             if gathered[:2] == shard[:2] and gathered.round <= shard.round - running_rounds:
                 self._stop_expecting(gathered, gathering, peer)
@@ -591,16 +530,14 @@ class AllReduce:
         if mean is None:
             gathering.result.set_exception(Refused("nobody has anything to average yet"))
         else:
+            # After the mean of one contribution alone, later ones are averaged again.
             if mean.message.contributors > 1:
                 self.keep_mean(shard, mean)
             gathering.result.set_result(mean)
         gathering.values.clear()
 
     def mark_unresponsive(self, peer: PeerId, shard: Shard) -> None:
-        """Records that a member does not answer: no shard of that round waits for it, until it contributes again.
-
-        Shards of the round for which it was the last one missing are averaged now.
-        """
+        """Records that a member does not answer: no shard of that round waits for it, until it contributes again."""
         self._record(shard).unresponsive.add(peer)
         for gathered, gathering in list(self._gatherings.items()):
             if gathered.round_key == shard.round_key:
@@ -613,7 +550,7 @@ class AllReduce:
                 self._average_and_close(shard, gathering)
 
     def has_waiting_contributions(self, first: Shard) -> bool:
-        """Returns whether members wait here for the mean of any shard of a round. first: shard 0 of the round."""
+        """Returns whether members wait here for the mean of any shard of the round that has the shard `first`."""
         return any(shard.round_key == first.round_key for shard in self._gatherings)
 
     # --- what is remembered of a round
@@ -635,11 +572,7 @@ class AllReduce:
         return reducers_of(self.config.run, shard, self._remember_members(shard))[0]
 
     def keep_mean(self, shard: Shard, mean: ShardMean) -> None:
-        """Keeps a shard's mean for late contributions and recalls, if it is encoded and none of the shard is kept yet.
-
-        Then drops means beyond MAX_KEPT_BYTES of the stage and kind, oldest rounds first, but not those of the newest
-        MIN_KEPT_ROUNDS.
-        """
+        """Keeps a shard's encoded mean for late contributions and recalls, if none of the shard is kept yet."""
         record = self._record(shard)
         if shard.position in record.means or mean.encoded is None:
             return
@@ -662,8 +595,8 @@ class AllReduce:
     # --- recalls: the means that other replicas keep
 
     def answer_recall(self, message: Recall) -> Reply:
-        """Returns the answer to Recall: the shard's kept mean, or a message without tensors if none is kept here."""
-        kept = self._find_kept_mean(_shard_of(message))
+        """Returns the shard's kept mean, or a message without tensors if none is kept here."""
+        kept = self._find_kept_mean(Shard.of_message(message))
         if kept is None:
             return Reply(Recalled(0, 0, 0.0, "float32"))
         said = kept.message
@@ -671,14 +604,10 @@ class AllReduce:
         return Reply(recalled, list(kept.tensors))
 
     async def recall_from(self, peer: PeerId, shard: Shard, numel: int, deadline: float) -> ShardMean | None:
-        """Asks a member by Recall for a shard's mean of `numel` elements, and returns it.
-
-        Returns None when the member keeps none or sends a malformed one, and when the call fails or has no answer by
-        the loop time `deadline`.
-        """
+        """Returns the mean of `numel` elements that a member keeps of a shard; None if it gives none in time."""
         request = Recall(
             stage=shard.stage,
-            what=shard.kind,
+            what=shard.what,
             round=shard.round,
             part=shard.position,
             slices=shard.fragments,
@@ -718,11 +647,7 @@ class AllReduce:
             self._average_and_close(shard, gathering)
 
     async def recall_repeatedly(self, first: Shard, result: RoundResult) -> None:
-        """Asks up to MAX_RECALLS times for the means of a round's failed shards; see recall_failed_shards.
-
-        Stops when no shard is failed, or no other member is left. Sleeps RECALL_PAUSE * round_s before each further
-        time. Changes `result` in place.
-        """
+        """Calls recall_failed_shards up to MAX_RECALLS times, with pauses."""
         for attempt in range(MAX_RECALLS):
             if attempt:
                 await asyncio.sleep(RECALL_PAUSE * self.view_of(first).round_s)
@@ -733,11 +658,7 @@ class AllReduce:
     async def recall_failed_shards(self, first: Shard, result: RoundResult) -> None:
         """Asks live replicas for the means of a round's failed shards, and puts plausible ones into `result`, in place.
 
-        Asks for several shards at the same time. Marks each shard that got a mean as averaged, and sets the result's
-        weight to that of the last mean that has contributions, at most RoundConfig.max_weight; the zero mean of a shard
-        that no reducer could average has no contributions. Returns after at most one round_s, even if shards are still
-        failed. first: shard 0 of the round. result: its failed shards hold this replica's own values, and keep them if
-        no mean is found.
+        Returns after at most one round_s, even if shards are still failed. first: shard 0 of the round.
         """
         view = self.view_of(first)
         sources = sorted(view.live_others)
@@ -760,12 +681,8 @@ class AllReduce:
                         continue
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True
                     result.wanted[index] = mean.message.wanted_slices
-                    if mean.message.in_mean:
+                    if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
                         result.weight = min(mean.message.weight, self.config.max_weight)
                     return
 
         await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))
-
-
-def _shard_of(message: Contribute | Recall) -> Shard:
-    return Shard(message.stage, message.what, message.round, message.part, message.slices)

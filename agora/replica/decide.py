@@ -43,7 +43,7 @@ MAX_LOCAL_LAG: Final = 8
 
 NEEDED_BYTES: Final = 2 / 8 + 1 / 64  # bytes of a value in the fewest bits: normal2
 # Replicas with less than this share of all tokens per second may have slower uplinks than the mode needs.
-MAX_SLOW_SHARE: Final = 0.25
+MAX_SLOW_FRACTION: Final = 0.25
 # Uplinks are fast enough to return to all-reduces if they carry this many times the bytes of gradients.
 RETURN_FACTOR: Final = 1.5
 CHANGE_FACTOR: Final = 1.5  # the number of fragments changes if it should be this many times as large, or as small
@@ -315,8 +315,8 @@ def step_policy(
 # | inner steps | all-reduces, if b >= RETURN_FACTOR * NEEDED_BYTES |
 # | inner steps | NEEDED_BYTES / b fragments, if that is CHANGE_FACTOR times as many or as few as now |
 #
-# Most uplinks: those of replicas with all but MAX_SLOW_SHARE of the tokens that all replicas count per second. When a
-# change that all reducers of a round want takes effect says ChangeRule.
+# Most uplinks: those of replicas with all but MAX_SLOW_FRACTION of the tokens that all replicas count per second.
+# When a change that all reducers of a round want takes effect says ChangeRule.
 
 
 class ReplicaUplink(NamedTuple):
@@ -332,8 +332,8 @@ class ReplicaUplink(NamedTuple):
 def carried_by_most(uplinks: Sequence[ReplicaUplink]) -> float:
     """Returns the bytes for each value and step that most uplinks carry; infinite without uplinks.
 
-    That is the least value such that replicas whose uplinks carry less have less than MAX_SLOW_SHARE of all rates. An
-    unknown rate counts as the median of the known ones.
+    That is the least value such that replicas whose uplinks carry less have less than MAX_SLOW_FRACTION of all rates.
+    An unknown rate counts as the median of the known ones.
     """
     known = [uplink.rate for uplink in uplinks if uplink.rate is not None]
     median = statistics.median(known) if known else 1.0
@@ -341,7 +341,7 @@ def carried_by_most(uplinks: Sequence[ReplicaUplink]) -> float:
     slower = 0.0
     for rate, uplink in sorted(zip(rates, uplinks, strict=True), key=lambda item: item[1].carried):
         slower += rate
-        if slower >= MAX_SLOW_SHARE * sum(rates):
+        if slower >= MAX_SLOW_FRACTION * sum(rates):
             return uplink.carried
     return math.inf
 

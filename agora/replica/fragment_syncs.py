@@ -20,11 +20,7 @@ RECALL_FIRST: Final = 2
 
 
 def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
-    """Starts work whose result nobody awaits; if it ends with an error, reports TaskFailed of "averaging".
-
-    The event's text is NAME: CODE: MESSAGE, with the type's name as the code of an error that is not an AgoraError;
-    without a `name`, the code comes first. A cancelled task is not reported.
-    """
+    """Starts work whose result nobody awaits; an error in it is reported as TaskFailed, "NAME: CODE: MESSAGE"."""
 
     def report_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -54,10 +50,7 @@ class FragmentSyncs:
         fragments_of: Callable[[int], Fragments],
         report: events.Report,
     ) -> None:
-        """every: optimizer steps from one sync to the next. most_fragments: how many the stage may have.
-
-        fragments_of: returns the fragments of the stage, of which sync number r averages one.
-        """
+        """every: optimizer steps from one sync to the next. fragments_of: those of which a sync averages one."""
         self._stage = stage
         self._every = every
         self._worker = worker
@@ -80,21 +73,18 @@ class FragmentSyncs:
     def next_due(self, step: int, agreed: int) -> int | None:
         """Returns the number of the sync to begin now, after `step` steps; None if none is due or no more may run.
 
-        agreed: the step of the last sync whose mean was applied. At most MAX_RUNNING_SYNCS run at the same time, and
-        never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
+        agreed: the step of the last sync whose mean was applied.
         """
         number = max(self._last_begun, agreed // self._every) + 1
         if number > step // self._every:
             return None
         count = self._fragments_of(number).count
+        # Never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
         is_of_running = all(self._fragments_of(running).count == count for running in self._running)
         return number if is_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
 
     def begin(self, number: int, step: int) -> None:
-        """Starts sync `number` as a background task, and reports an error in it as TaskFailed.
-
-        step: steps taken here by now, which show how late the sync begins.
-        """
+        """Starts sync `number` as a background task. step: taken here by now, which shows how late the sync begins."""
         self._last_begun = number
         previous = self._running.get(number - 1)
         work = self._sync(number, previous, rounds_late=step // self._every - number)
@@ -102,15 +92,12 @@ class FragmentSyncs:
         task.add_done_callback(lambda _: self._running.pop(number, None))
 
     async def stop(self) -> None:
-        """Cancels the running syncs and waits for their end, because the state is replaced or the peer leaves.
-
-        Syncs whose means were not applied become due again. A cancelled one that begins again only asks other replicas
-        for its means, because this peer may have contributed some shards.
-        """
+        """Cancels the running syncs, because the state is replaced or the peer leaves; they become due again."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # One that begins again only asks others for its means: this peer may have contributed some shards.
         self._last_contributed = max(self._last_contributed, self._last_begun)
         self._last_begun = -1
 
@@ -122,7 +109,7 @@ class FragmentSyncs:
             return
         difference, snapshot = found
         result = None
-        first = Shard(self._stage, "slice", number, 0, fragments.count)
+        first = Shard(self._stage, "fragment", number, 0, fragments.count)
         if len(self._all_reduce.view_of(first).members) > 1:
             result = await self._average(first, difference, rounds_late)
         if previous is not None:  # means are applied in order
@@ -144,7 +131,7 @@ class FragmentSyncs:
         if result.failed_shards and number > self._last_contributed and not is_superseded:
             weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
             recalled = result
-            result = await self._all_reduce.run(self._stage, "slice", number, difference, weight, fragments)
+            result = await self._all_reduce.run(self._stage, "fragment", number, difference, weight, fragments)
             for index, cut in enumerate(cuts):
                 if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
                     result.mean[cut] = recalled.mean[cut]

@@ -45,11 +45,11 @@ from agora.replica.stage_worker import StageWorker
 from agora.replica.trust import JOIN_S, LEAD, LOCAL_LEAD, OwnPace, replicas_to_fetch_from
 from agora.replica.view import (
     NEWCOMER_STEPS,
+    BatchSizeCorrection,
     KnownReplicas,
     ReplicaCounts,
     StageView,
     StepMeter,
-    StepTokenPlan,
     count_tokens,
     lagging_or_unheard_replicas,
     lagging_replicas,
@@ -88,7 +88,7 @@ FetchState = Callable[[int, Sequence[PeerId], int], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all stages of a span share. replicated_numel: elements of the stages that have replicas."""
+    """What all stages of a span share."""
 
     signed: SignedManifest
     me: PeerId
@@ -97,16 +97,13 @@ class _Shared:
     all_reduce: AllReduce
     swarm: SwarmView
     fetch_state: FetchState
-    replicated_numel: Callable[[], int]
+    replicated_numel: Callable[[], int]  # elements of the stages that have replicas
     report: events.Report
     report_violation: ReportViolation
 
 
 class StageReplicas:
-    """One stage among its replicas: looks, decides, performs, at every event of the stage. On the event loop only.
-
-    reason: of the latest decision, "" before the first. compression: how this peer sends the stage's gradients.
-    """
+    """One stage among its replicas: looks, decides, performs, at every event of the stage. On the event loop only."""
 
     def __init__(self, stage: int, shared: _Shared) -> None:
         manifest = shared.signed.manifest
@@ -128,9 +125,9 @@ class StageReplicas:
         self._in_progress = 0
         self._is_leaving = False
         self._task: asyncio.Task[None] | None = None  # the latest step, fetch or catch-up
-        self.reason = ""
+        self.reason = ""  # of the latest decision
         self.compression = GradientCompression(self._shared.all_reduce.config.gradient_wire, "")
-        self.meter = StepMeter(manifest.quota_tokens, StepTokenPlan(self._rule.target_tokens))
+        self.meter = StepMeter(manifest.quota_tokens, BatchSizeCorrection(self._rule.target_tokens))
         self._syncs = FragmentSyncs(
             stage,
             self._averaging.every,
@@ -145,24 +142,18 @@ class StageReplicas:
     # --- events
 
     def on_share_closed(self) -> None:
-        """Called when the device thread closed a share: notes the time, gossips immediately, starts what is due."""
+        """Called when the device thread closed a share."""
         self.meter.on_share_closed(loop_time())
         self._shared.gossip.tick()
 
     def on_microbatch_left(self, in_progress: int) -> None:
-        """Called when a training microbatch has left. in_progress: how many are still in progress at this peer.
-
-        If origins wait for means and the stage's open share has its quota, starts what is due in the stage.
-        """
+        """Called when a training microbatch has left. in_progress: how many are still in progress at this peer."""
         self._in_progress = in_progress
         if self._origins_wait() and self.counts().tokens >= self.meter.quota_now:
             self.consider()
 
     def on_stepped(self, step: int, tokens: int) -> None:
-        """Called after each optimizer step: measures it, chooses the format of gradients, gossips, starts what is due.
-
-        step: steps taken so far. tokens: of this replica in that step; as an inner step's they weigh its next syncs.
-        """
+        """Called after each optimizer step. step: steps taken so far. tokens: of this replica in that step."""
         now = loop_time()
         self.meter.on_stepped(now)
         if self.counts().open_step > step:
@@ -187,7 +178,7 @@ class StageReplicas:
     # --- event, view, decision, performance
 
     def consider(self) -> None:
-        """Looks, decides, and performs what is decided; also tells the device thread when it may step by itself."""
+        """Looks, decides, performs; also tells the device thread when it may step by itself."""
         now = loop_time()
         view = self._look(now)
         members, live = counting_replicas(view, now)
@@ -272,21 +263,16 @@ class StageReplicas:
     # --- all-reduces
 
     async def _step_together(self, step: int) -> None:
-        # | a shard failed here, and | asynchronous run | synchronous run |
-        # |---|---|---|
-        # | another replica keeps its mean | step along it | fetch the state of one that has taken the step |
-        # | there is no other replica | step along this peer's gradient | the same |
-        # | no other replica keeps it | step along 0, see _fill_failed_shards | see _fetch_until_taken |
         stage, synchronous = self._stage, self._rule.synchronous
         share = await self._shared.worker.take_gradient_share(stage)
         if share.step != step:
             return
         result = await self._shared.all_reduce.run(stage, "gradient", step, share.values, float(share.tokens))
         nonzero_fraction = 1.0
-        if result.failed_shards and not synchronous:
+        if result.failed_shards and not synchronous:  # steps along the mean that another replica keeps, or along 0
             nonzero_fraction = await self._fill_failed_shards(share, result)
         elif result.failed_shards and await self._fetch_until_taken(step + 1):
-            return
+            return  # the fetched state has taken the step; without any other replica it is taken along the own gradient
         tokens = round(nonzero_fraction * max(share.tokens, result.weight))
         try:
             await self._shared.worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
@@ -301,22 +287,16 @@ class StageReplicas:
 
     async def _fill_failed_shards(self, share: GradientShare, result: RoundResult) -> float:
         # Returns the fraction of all shards whose mean is not 0.
-        #
-        # | another replica | the mean |
-        # |---|---|
-        # | keeps the shard's mean | that one |
-        # | exists, but none keeps it | 0, which is kept here for others that ask |
-        # | does not exist | this replica's own values |
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
         first, codec = Shard(self._stage, "gradient", share.step, 0), self._shared.all_reduce.codec
         await self._shared.all_reduce.recall_repeatedly(first, result)
-        if len(self.members()) == 1:
+        if len(self.members()) == 1:  # no other replica could have another mean: the own values are it
             return 1.0
         cuts = cut_into_shards(len(result.mean))
         zeros = 0
         for index in failed:
             shard, cut = first._replace(position=index), cuts[index]
-            if not result.averaged[index]:
+            if not result.averaged[index]:  # nobody keeps one: it is 0 for everybody, also for others that ask later
                 zero_mean = codec.zero_mean(shard, len(share.values[cut]))
                 self._shared.all_reduce.keep_mean(shard, zero_mean)
                 result.mean[cut] = zero_mean.values
@@ -378,15 +358,12 @@ class StageReplicas:
     # --- what rounds ask
 
     def members(self) -> Members:
-        """Returns the members of the stage's next round, with this peer, by id, and their bandwidths, see `Members`.
-
-        Newcomers reduce no shard. In asynchronous runs lagging replicas are no members of all-reduces: they replay
-        them.
-        """
+        """Returns the members of the stage's next round, this peer included."""
         known, listed = self._others()
         step = self._shared.worker.step_of(self._stage)
         others = round_members(known, listed, loop_time())
         if not self._shared.worker.step_plan(self._stage).is_inner(step) and not self._rule.synchronous:
+            # These replay all-reduces.
             others -= lagging_replicas(known, others, step)
         new = newcomers(known, others, step)
         if self._start_step > step - NEWCOMER_STEPS >= 0:
@@ -395,21 +372,14 @@ class StageReplicas:
         return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._shared.me}}
 
     def round_s(self) -> float:
-        """Returns the seconds that a round may take: the manifest's `averaging.round_s`.
-
-        In an asynchronous run at most max(MIN_ROUND_S, ROUND_STEPS * a recent step's seconds), once these are known.
-        """
+        """Returns the seconds that a round may take."""
         step_s = self.meter.step_s.value
         if self._rule.synchronous or step_s is None:
             return self._averaging.round_s
         return min(self._averaging.round_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
 
     def look_at_round(self, shard: Shard) -> RoundView:
-        """Returns what is known of the shard's round; numel is 0 where it is not averaged here now, with the refusal.
-
-        Not awaited are unreachable members. In asynchronous runs also others that have not reported yet (after step 0),
-        or whose last report was more than 1 step (for fragments MAX_REPORT_LAG + 1) behind the shard's step.
-        """
+        """Returns what is known of the shard's round."""
         now, (known, listed), members = loop_time(), self._others(), self.members()
         not_awaited = unreachable_replicas(known, members, now)
         if not self._rule.synchronous:
@@ -452,7 +422,7 @@ class StageReplicas:
     # --- what gossip asks
 
     def highest_plausible_step(self) -> int:
-        """Returns the highest step that another replica can have taken by now; see OwnPace, which it also updates."""
+        """Returns the highest step that another replica can have taken by now, see OwnPace."""
         now, step = _time_with_suspend(), self._shared.worker.step_of(self._stage)
         furthest = self._shared.gossip.furthest_step(self._stage)
         self._pace = self._pace.with_step(step, now, self.meter.step_s.value, furthest)
@@ -509,10 +479,7 @@ class StageReplicas:
         self._plan, self._present_fragments = plan, fragments
 
     def wanted_fragments(self, shard: Shard) -> int:
-        """Returns in how many fragments the shard's stage should agree later, or ALL_REDUCE.
-
-        That is the shard's own number, which asks for no change, until the wish for a change is held.
-        """
+        """Returns in how many fragments the shard's stage should agree later, or ALL_REDUCE."""
         wanted = self._update_wish(shard.fragments)
         return wanted if self._wish.is_held(loop_time()) else shard.fragments
 
@@ -534,10 +501,7 @@ class StageReplicas:
     # --- what origins and the status ask
 
     def missing_tokens(self) -> int:
-        """Returns how many tokens this replica and the other live ones must together still count for the open step.
-
-        Returns 0 if they have enough, and while a share that was closed here awaits its mean.
-        """
+        """Returns how many tokens this replica and the other live ones must together still count for the open step."""
         own = self.counts()
         if own.open_step > own.step:
             return 0
@@ -547,15 +511,12 @@ class StageReplicas:
         return max(0, self._rule.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
     def is_awaiting_mean(self) -> bool:
-        """Returns whether origins wait now because a share closed here lacks its mean; see StepMeter."""
+        """Returns whether origins wait now because a share closed here lacks its mean."""
         own = self.counts()
         return own.open_step > own.step and self._origins_wait()
 
     def tokens_until_origins_wait(self) -> int | None:
-        """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit.
-
-        The number is quota - tokens of this replica's open share; it is -tokens while a closed share awaits its mean.
-        """
+        """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit."""
         own = self.counts()
         if not self._origins_wait():
             return None
@@ -577,12 +538,11 @@ class StageReplicas:
     # --- the end
 
     def leave(self) -> asyncio.Task[None] | None:
-        """Starts no more steps or syncs from now on; returns the running step or fetch, if there is one."""
+        """Starts no more steps or syncs; returns the running step or fetch, if there is one."""
         self._is_leaving = True
         return self._task
 
     async def stop(self) -> None:
-        """Cancels the running step or fetch and all syncs, and awaits them."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -590,10 +550,7 @@ class StageReplicas:
 
 
 class ReplicaGroup:
-    """This peer's stages among their replicas.
-
-    stages: by number; the daemon calls their `on_...` methods, on the event loop. It runs `run` until it cancels it.
-    """
+    """This peer's stages among their replicas; `stages` are told of events by their `on_...` methods, on the loop."""
 
     def __init__(
         self,
@@ -607,7 +564,6 @@ class ReplicaGroup:
         report: events.Report,
         report_violation: ReportViolation,
     ) -> None:
-        """report_violation: is called for replicas that break the protocol."""
         self._worker = worker
         self._swarm = swarm
         self._report = report
@@ -618,17 +574,17 @@ class ReplicaGroup:
             worker.span,
             caller,
             swarm,
-            lambda: {number: stage.counts() for number, stage in self.stages.items()},
-            lambda stage: self.stages[stage].consider(),
-            highest_plausible=lambda stage: self.stages[stage].highest_plausible_step(),
-            report_implausible=lambda stage, peer, step: self.stages[stage].report_implausible(peer, step),
+            self._counts,
+            self._consider,
+            highest_plausible=self._highest_plausible_step,
+            report_implausible=self._report_implausible,
             interval_s=SYNCHRONOUS_INTERVAL_S if self._synchronous else INTERVAL_S,
         )
         self.all_reduce = AllReduce(
             RoundConfig.from_manifest(signed, me),
             caller,
             self._look_at_round,
-            lambda shard: self.stages[shard.stage].wanted_fragments(shard),
+            self._wanted_fragments,
             report,
         )
         shared = _Shared(
@@ -646,7 +602,7 @@ class ReplicaGroup:
         self.stages: Mapping[int, StageReplicas] = {stage: StageReplicas(stage, shared) for stage in worker.span.stages}
 
     async def run(self) -> None:
-        """Gossips, steps and averages until cancelled; then cancels all running work, and awaits it."""
+        """Gossips, steps and averages until cancelled."""
         watching = start_reported(self._watch_other_stages(), self._report, "steps of other stages")
         try:
             await self.gossip.run()
@@ -657,10 +613,8 @@ class ReplicaGroup:
             await self.all_reduce.close()
 
     async def leave(self, within_s: float) -> None:
-        """Starts no more steps or rounds; waits up to `within_s` seconds for steps and fetches, then cancels them.
-
-        Running fragment syncs go on: a state that is exported afterwards may lack their means.
-        """
+        """Starts no more steps or rounds; waits up to `within_s` seconds for steps and fetches, then cancels them."""
+        # Running fragment syncs go on: a state that is exported afterwards may lack their means.
         if running := [task for stage in self.stages.values() if (task := stage.leave()) is not None]:
             _, unfinished = await asyncio.wait(running, timeout=within_s)
             for task in unfinished:
@@ -679,6 +633,23 @@ class ReplicaGroup:
             dedup_key = f"stage {message.stage}, {message.what}, round {message.round}"
             self._report_violation(peer, Violation.BAD_AVERAGE, f"{error.code}: {error}", dedup_key)
             raise
+
+    # --- what gossip and rounds ask, before the stages exist
+
+    def _counts(self) -> dict[int, ReplicaCounts]:
+        return {number: stage.counts() for number, stage in self.stages.items()}
+
+    def _consider(self, stage: int) -> None:
+        self.stages[stage].consider()
+
+    def _highest_plausible_step(self, stage: int) -> int:
+        return self.stages[stage].highest_plausible_step()
+
+    def _report_implausible(self, stage: int, peer: PeerId, step: int) -> None:
+        self.stages[stage].report_implausible(peer, step)
+
+    def _wanted_fragments(self, shard: Shard) -> int:
+        return self.stages[shard.stage].wanted_fragments(shard)
 
     def _look_at_round(self, shard: Shard) -> RoundView:
         if stage := self.stages.get(shard.stage):

@@ -22,7 +22,7 @@ from agora_protocol.errors import PeerFailed, ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.manifest import SignedManifest
-from agora_protocol.messages import Averaged
+from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.parts import part_elements, slice_count
 from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
@@ -54,6 +54,8 @@ _SCALES: Final = torch.tensor(
 )
 
 Aggregation = Literal["mean", "clip"]
+RoundKind = Literal["gradient", "fragment"]  # what a round averages: all gradients, or the differences of one fragment
+WIRE_KINDS: Final[Mapping[RoundKind, str]] = {"gradient": "gradient", "fragment": "slice"}
 CLIP_ROUNDS: Final = 3  # enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021
 MIN_NORM, MAX_NORM = 1e-15, 1e15  # outside of these a norm is computed again in float64
 # A contribution may be this many times as long as the lower median of all; a longer one is shortened to that.
@@ -69,23 +71,26 @@ INT8_ROUNDS: Final = 20
 
 
 class Shard(NamedTuple):
-    """The name of one shard of a round: one of the pieces into which the averaged vector is cut, each with its reducer.
-
-    stage: the stage whose replicas hold the round.
-    kind: "gradient", or "slice": a fragment, which is a fixed set of the stage's weights.
-    round: counts the rounds of this stage and kind; of a gradient, it is the step.
-    position: of the shard within the round, from 0.
-    fragments: how many the stage has; the round averages number round % fragments. ALL_REDUCE (0) for a gradient.
-    """
+    """Names one shard of a round: one of the pieces into which the averaged vector is cut, each with its reducer."""
 
     stage: int
-    kind: str
-    round: int
-    position: int
-    fragments: int = ALL_REDUCE
+    kind: RoundKind
+    round: int  # counts the rounds of this stage and kind; of a gradient, it is the step
+    position: int  # within the round, from 0
+    fragments: int = ALL_REDUCE  # how many the stage has; the round averages number round % fragments
+
+    @classmethod
+    def of_message(cls, message: Contribute | Recall) -> Shard:
+        kind: RoundKind = "fragment" if message.what == WIRE_KINDS["fragment"] else "gradient"
+        return cls(message.stage, kind, message.round, message.part, message.slices)
 
     @property
-    def round_key(self) -> tuple[int, str, int]:
+    def what(self) -> str:
+        """The kind by its name in messages, events, and the strings that are hashed."""
+        return WIRE_KINDS[self.kind]
+
+    @property
+    def round_key(self) -> tuple[int, RoundKind, int]:
         return self[:3]
 
     @property
@@ -95,15 +100,12 @@ class Shard(NamedTuple):
 
 
 class Region(NamedTuple):
-    """The elements of a stage that a shard averages: the key of what is kept from one round to the next.
-
-    fragment: which one of the stage; 0 for gradients, whose shards cut the whole stage. Others: as in Shard.
-    """
+    """The elements of a stage that a shard averages: the key of what is kept from one round to the next."""
 
     stage: int
-    kind: str
+    kind: RoundKind
     fragments: int
-    fragment: int
+    fragment: int  # 0 for gradients, whose shards cut the whole stage
     position: int
 
 
@@ -115,22 +117,16 @@ def cut_into_shards(numel: int) -> list[slice]:
 
 @dataclass(frozen=True, slots=True)
 class RoundConfig:
-    """The manifest's settings for rounds, and this peer's id (`me`).
-
-    round_s: seconds that a round may take.
-    max_weight: tokens above which a contribution is refused; a larger weight of another peer's mean counts as this.
-    synchronous: whether means are exact: no weight is capped, nothing is clipped, no mean is rejected as implausible.
-    gradient_wire, slice_wire: the formats in which gradients and fragments are sent.
-    """
+    """The manifest's settings for rounds, and this peer's id."""
 
     me: PeerId
     run: RunId
     aggregation: Aggregation
-    round_s: float
-    max_weight: float
-    synchronous: bool = False
+    round_s: float  # seconds that a round may take
+    max_weight: float  # tokens above which a contribution is refused; a larger weight of a mean counts as this
+    synchronous: bool = False  # means are exact: no weight is capped, nothing is clipped, no mean is implausible
     gradient_wire: WireName = "float32"
-    slice_wire: WireName = "float32"
+    fragment_wire: WireName = "float32"
 
     @classmethod
     def from_manifest(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
@@ -146,19 +142,19 @@ class RoundConfig:
             max_weight=MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * pass_steps,
             synchronous=synchronous,
             gradient_wire="float32" if synchronous else averaging.gradient_wire,
-            slice_wire="float32" if synchronous else averaging.slice_wire,
+            fragment_wire="float32" if synchronous else averaging.slice_wire,
         )
 
     def dither_label(self, shard: Shard) -> str:
-        """Returns the seed string of the shard's dither (random rounding), the same at all members of the round."""
-        return f"{self.run}\0{shard.stage}\0{shard.kind}\0{shard.round}\0{shard.position}"
+        """Returns the seed of the shard's dither (random rounding), the same at all members of the round."""
+        return f"{self.run}\0{shard.stage}\0{shard.what}\0{shard.round}\0{shard.position}"
 
 
 # --- what a member sends, and a reducer answers
 
 
 class EncodedShard(NamedTuple):
-    """Encoded values of a shard. wire: their number format. tensors: one or two, as NumberFormat makes them."""
+    """Encoded values of a shard, in one or two tensors, as NumberFormat makes them."""
 
     wire: WireName
     tensors: Sequence[WireTensor]
@@ -177,30 +173,22 @@ class WeightedValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a member sends to the reducer of a shard.
+    """What a member sends to the reducer of a shard."""
 
-    values: float32 [n], before encoding.
-    weight: tokens behind the values.
-    encoded: the same values as bytes.
-    own: this replica's values and tokens of this round, without residual and late gradient.
-    late_tokens: how many tokens of `weight` belong to the late gradient.
-    """
-
-    values: Tensor
-    weight: float
+    values: Tensor  # float32 [n], before encoding
+    weight: float  # tokens behind the values
     encoded: EncodedShard
-    own: WeightedValues
-    late_tokens: float = 0.0
+    own: WeightedValues  # this replica's values and tokens of this round, without residual and late gradient
+    late_tokens: float = 0.0  # how many tokens of `weight` belong to the late gradient
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMean:
-    """The mean of one shard of a round."""
+    """The mean of one shard of a round. encoded: what `values` were decoded from; None before the mean is encoded."""
 
     values: Tensor  # float32 [n]
-    # How many members contributed, and the tokens behind the mean; the reducer sends it with the mean.
-    message: Averaged
-    encoded: EncodedShard | None = None  # the tensors that `values` were decoded from; None before the mean is encoded
+    message: Averaged  # how many members contributed, and the tokens behind the mean; sent with it
+    encoded: EncodedShard | None = None
 
 
 class ShardCodec:
@@ -214,8 +202,7 @@ class ShardCodec:
     next one anyway. e, e': the residual before and after (error feedback: Seide et al. 2014; Karimireddy et al. 2019,
     EF-SGD), only in 2 to 4 bits. A reducer feeds the error of its means back likewise.
 
-    Sends nothing itself. Residuals, late gradients and bounds of magnitudes are kept by region. A member calls
-    `contribution` for each shard and then record_outcome; carry_over for a shard of which no reducer has a mean.
+    A member calls `contribution` for each shard and then record_outcome; carry_over where no reducer has a mean.
     """
 
     def __init__(self, config: RoundConfig) -> None:
@@ -233,33 +220,25 @@ class ShardCodec:
         self._gradient_formats[stage] = wire
 
     def format_of(self, shard: Shard) -> WireName:
-        """Returns the format in which this peer now sends the shard's values, as member and as reducer.
-
-        The first INT8_ROUNDS gradients of a run are sent as int8 where later ones take 2 to 4 bits.
-        """
-        if shard.kind == "slice":
-            return self._config.slice_wire
+        """Returns the format in which this peer now sends the shard's values, as member and as reducer."""
+        if shard.kind == "fragment":
+            return self._config.fragment_wire
         wire = self._gradient_formats.get(shard.stage, self._config.gradient_wire)
         return "int8" if wire in NORMAL_BITS and shard.round < INT8_ROUNDS else wire
 
     def encode(self, shard: Shard, values: Tensor, wire: WireName) -> EncodedShard:
-        """Encodes `values`, float32 [n], of `shard` in the format `wire`; members and reducers use the same dither."""
         return EncodedShard(wire, NumberFormat(wire).encode(values, self._config.dither_label(shard)))
 
     def decode(self, shard: Shard, encoded: EncodedShard, numel: int) -> Tensor:
-        """Returns the values that were encoded for `shard`: float32 [numel], the same bits at every receiver.
-
-        Raises ProtocolError unless the tensors are those of `numel` values in the format `encoded.wire`.
-        """
+        """Returns float32 [numel], the same bits at every receiver; raises ProtocolError for another form."""
         return NumberFormat(encoded.wire).decode(encoded.tensors, numel, self._config.dither_label(shard))
 
     # --- as a member
 
     def contribution(self, shard: Shard, values: Tensor, weight: float, wire: WireName | None = None) -> Contribution:
-        """Returns the contribution of `values`, float32 [n], over `weight` tokens, in `wire` or else in format_of.
+        """Returns `values`, float32 [n], over `weight` tokens, with the region's late gradient and residual.
 
-        Merges the region's late gradient as a mean weighted by tokens (its tokens join the weight), then adds the
-        error-feedback residual if the format has 2 to 4 bits. Changes nothing; see record_outcome.
+        Changes nothing; see record_outcome. wire: another format than format_of.
         """
         wire = wire or self.format_of(shard)
         own = WeightedValues(values, weight)
@@ -272,25 +251,20 @@ class ShardCodec:
         return Contribution(values, weight, self.encode(shard, values, wire), own, late.tokens if late else 0.0)
 
     def record_outcome(self, shard: Shard, contribution: Contribution, counted: bool | None) -> float:
-        """Records whether the shard's mean has the contribution (`counted`; None if unknown). Returns lost tokens.
+        """Keeps what the region's next contribution needs; returns how many tokens no later mean can contain.
 
-        Lost tokens are those that no later mean can contain. The former late gradient is dropped in any case, the
-        former residual only where there is a new one.
-
-        | counted | kept for the region's next contribution | lost tokens |
-        |---|---|---|
-        | True | the new residual (float32), if the contribution was sent in 2 to 4 bits | 0 |
-        | False, of a gradient | the replica's own values, as late gradient | those of the former late gradient |
-        | False, of a fragment | nothing new | 0 |
-        | None | nothing new | 0 |
+        counted: whether the shard's mean has the contribution; None if unknown.
         """
         self._late_gradients.pop(shard.region, None)
         if counted is False and shard.kind == "gradient":
+            # It came too late: it goes into the next one, and with it the former late gradient is lost. A late
+            # difference needs nothing: the fragment's next one contains it.
             self._late_gradients[shard.region] = contribution.own
             return contribution.late_tokens
         if counted and contribution.encoded.wire in NORMAL_BITS:
             decoded = self.decode(shard, contribution.encoded, len(contribution.values))
             self._residuals[shard.region] = contribution.values - decoded
+        # Of an unknown outcome nothing is kept: what may be in a mean is not sent again.
         return 0.0
 
     def carry_over(self, shard: Shard, values: Tensor, weight: float) -> None:
@@ -298,10 +272,7 @@ class ShardCodec:
         self._late_gradients[shard.region] = WeightedValues(values, weight)
 
     def decode_mean(self, shard: Shard, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> ShardMean:
-        """Returns the mean, float32 [numel], that a reducer sent as `tensors` with `message`.
-
-        Raises ProtocolError for tensors that are not `numel` values in the format `message.wire`.
-        """
+        """Returns the mean, float32 [numel], that a reducer sent as `tensors`; raises ProtocolError as `decode`."""
         encoded = EncodedShard(cast("WireName", message.wire), tensors)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
 
@@ -325,9 +296,7 @@ class ShardCodec:
     ) -> ShardMean | None:
         """Averages the contributions `values`, float32 [n] each, over `weights` tokens; encodes and decodes the mean.
 
-        In an asynchronous run the aggregation is the manifest's, and large weights and values are limited, see
-        `aggregate`; in a synchronous run it is the plain weighted mean. center: the start value of a clip. Returns
-        None, and changes nothing, when every weight is 0 or the mean is not finite.
+        center: see `aggregate`. Returns None, and changes nothing, when every weight is 0 or the mean is not finite.
         """
         if self._config.synchronous:
             mean = aggregate(values, weights, "mean", center=None, cap=False)
@@ -347,7 +316,7 @@ class ShardCodec:
         return ShardMean(decoded, replace(mean.message, wire=wire), encoded)
 
     def zero_mean(self, shard: Shard, numel: int) -> ShardMean:
-        """Returns a mean of zeros, float32 [numel], with 0 contributors: for a shard whose mean no replica keeps."""
+        """Returns a mean of zeros, float32 [numel], without contributors: for a shard whose mean no replica keeps."""
         encoded = self.encode(shard, torch.zeros(numel), self.format_of(shard))
         message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=encoded.wire)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
@@ -370,14 +339,13 @@ def aggregate(
     center: Tensor | None,
     cap: bool,
 ) -> ShardMean | None:
-    """Returns the weighted mean, or the centered clip, of `contributions`, float32 [n] each and finite.
+    """Returns the weighted mean, or the centered clip, of `contributions`, float32 [n] each and finite, not encoded.
 
-    aggregation: "mean" or "clip". A contribution of weight 0 adds no values, but the result's message counts it as a
-    contributor. cap: whether to lower the largest weights first, see cap_weights, and to scale contributions down that
-    are far too long, see shorten; the message's weight is the sum before that. center: the start value of a clip; None
-    means the median of each coordinate. The result is not encoded; it is None when every weight is 0 or the mean is not
-    finite.
+    cap: whether to limit weights and lengths first, see cap_weights and shorten; the message has the weight before
+    that. center: the start value of a clip; None means the median of each coordinate. Returns None when every weight is
+    0 or the mean is not finite.
     """
+    # A contribution of weight 0 adds no values, but counts as a contributor.
     weighted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
     if not weighted:
         return None
@@ -393,10 +361,7 @@ def aggregate(
 
 
 def cap_weights(weights: Sequence[float]) -> list[float]:
-    """Returns the n `weights`, in the same order, with the largest lowered until none exceeds 2/n of their new sum.
-
-    All must be above 0, and there must be at least one.
-    """
+    """Returns the n `weights`, all above 0, with the largest lowered until none exceeds 2/n of their new sum."""
     ordered = sorted(weights, reverse=True)
     for lowered, largest_kept in enumerate(ordered):
         cap = 2.0 * sum(ordered[lowered:]) / (len(ordered) - 2 * lowered)
@@ -406,14 +371,12 @@ def cap_weights(weights: Sequence[float]) -> list[float]:
 
 
 def shorten(values: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
-    """Returns the contributions `values`, float32 [n] each, with the ones that are too long scaled down to their limit.
+    """Returns the contributions `values`, float32 [n] each, with those that are too long scaled down to their limit.
 
-    weights: tokens of each contribution. The limit of the Euclidean length x of a contribution over w tokens is
-    MAX_TIMES_LONGER * max(median(x), median(x sqrt(w)) / sqrt(w)), with lower medians over all contributions: one over
-    fewer tokens holds more noise, and so is longer. Without this limit one contribution of 1e30 makes the mean
-    implausible for every replica, and all of them lose the step. A contribution is returned unchanged if its length is
-    infinite or its limit 0; all are returned unchanged if there are fewer than MIN_TO_COMPARE.
+    The limit of the Euclidean length x of a contribution over w tokens is MAX_TIMES_LONGER * max(median(x),
+    median(x sqrt(w)) / sqrt(w)), with lower medians over all: one over fewer tokens holds more noise, and is longer.
     """
+    # Without this one contribution of 1e30 makes the mean implausible for every replica, and all lose the step.
     if len(values) < MIN_TO_COMPARE:
         return list(values)
     lengths = [_norm(value) for value in values]
@@ -427,10 +390,8 @@ def shorten(values: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
 
 
 def magnitude(values: Tensor) -> float:
-    """Returns the root mean square of `values`, 0 if empty.
-
-    All elements count: with a sample of them, a peer that knows the sample could send anything in the others.
-    """
+    """Returns the root mean square of `values`, 0 if empty."""
+    # Of all elements: with a sample of them, a peer that knows the sample could send anything in the others.
     return _norm(values) / math.sqrt(max(1, len(values)))
 
 
@@ -489,12 +450,10 @@ class NumberFormat:
         self.name = name
 
     def encode(self, values: Tensor, dither: str | None = None) -> list[WireTensor]:
-        """Returns `values`, float32 [n] on the CPU and finite, as wire tensors.
+        """Returns `values`, float32 [n] on the CPU and finite, as wire tensors; float32 ones share their memory.
 
         int8 clips magnitudes above about 2^107; normal2 to normal4 treat a block's root mean square as at most 2^100.
-        dither: the label for dither_fractions, which int8 adds before it rounds; `decode` needs the same label. None
-        adds nothing. The other formats ignore the label. float32 tensors share the memory of `values`, which must not
-        change until they are sent.
+        dither: the label for dither_fractions, which int8 adds before it rounds; `decode` needs the same label.
         """
         if self.name in NORMAL_BITS:
             return quantise(values, NORMAL_BITS[self.name])
@@ -514,8 +473,7 @@ class NumberFormat:
     def decode(self, tensors: Sequence[WireTensor], numel: int, dither: str | None = None) -> Tensor:
         """Returns what `encode` encoded, as the format rounds it: float32 [numel], finite, the same at every receiver.
 
-        dither: the label that was passed to `encode`. Raises ProtocolError ("bad-tensor") for another count, type or
-        shape of tensors, values that are not finite, or exponents out of range.
+        Raises ProtocolError ("bad-tensor") for tensors of another form, and for values that are not finite.
         """
         if self.name in NORMAL_BITS:
             return dequantise(list(tensors), numel, NORMAL_BITS[self.name])
@@ -554,10 +512,9 @@ def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
 
 @functools.lru_cache(maxsize=CACHED_SHARDS)
 def dither_fractions(label: str, numel: int) -> Tensor:
-    """Returns pseudo-random fractions that depend on `label` alone: float32 [numel] in (-0.5, 0.5).
+    """Returns pseudo-random fractions that depend on `label` alone: float32 [numel] in (-0.5, 0.5); do not change them.
 
-    A smaller `numel` gives the first fractions of a larger one. Each is (byte + 0.5) / 256; the signed bytes come from
-    a Philox4x64-10 generator whose key is a hash of the label. The tensor is cached; do not change it.
+    Each is (byte + 0.5) / 256, with signed bytes from a Philox4x64-10 generator whose key is a hash of the label.
     """
     key = hashlib.sha256(f"agora dither 1\0{label}".encode()).digest()[:16]
     words = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(-(-numel // 8))
@@ -587,10 +544,7 @@ def quantise(values: Tensor, bits: int) -> list[WireTensor]:
 
 
 def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
-    """Returns what `quantise` encoded, rounded to its levels: float32 [numel], finite, the same bits at every receiver.
-
-    Raises ProtocolError ("bad-tensor") for another count, type or shape of tensors, or an exponent out of range.
-    """
+    """Returns what `quantise` encoded, rounded to its levels, see NumberFormat.decode."""
     blocks = -(-numel // QUANTISER_BLOCK)
     shapes = [(1 + blocks,), (packed_bytes(numel, bits),)]
     if [(tensor.dtype, tensor.shape) for tensor in tensors] != [("uint8", shape) for shape in shapes]:

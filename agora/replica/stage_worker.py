@@ -24,10 +24,10 @@ class StageWorker(Protocol):
         """The held stages."""
 
     def layout(self, stage: int) -> Layout:
-        """Returns which tensors the stage's flat weights hold; `numel` counts their elements."""
+        """Returns which tensors the stage's flat weights hold."""
 
     def progress(self) -> Sequence[StageProgress]:
-        """Returns for each held stage: steps taken, tokens counted, history hashes."""
+        """Returns how far each held stage is."""
 
     def step_of(self, stage: int) -> int:
         """Returns how many optimizer steps the stage has taken."""
@@ -55,31 +55,26 @@ class StageWorker(Protocol):
     ) -> None:
         """Moves outer parameters and weights in `blocks` by a round's mean difference, unless already done for `step`.
 
-        step: the step after which the round was due. averaged: the mean difference, and for each shard whether it was
-        averaged. None means that there is no other replica: then the weights become the outer parameters. snapshot: the
-        weights that the round began with. wanted_fragments: in how many fragments all means of the round want to agree.
+        step: after which the round was due. averaged: the mean difference, and for each shard whether it was averaged;
+        None: there is no other replica, so the weights become the outer parameters. snapshot: the weights that the
+        round began with. wanted_fragments: in how many fragments all means of the round want to agree.
         """
 
     async def catch_up(self, stage: int, step: int) -> None:
         """Raises the stage's step count to `step`, that of the other replicas, without their means or states.
 
-        A stage that is one step behind, or takes inner steps, first steps along its own gradient sum; then the steps
-        still missing are skipped, and the sum is dropped. Does nothing if the stage is not behind or has a closed
-        share.
+        A stage that is one step behind, or takes inner steps, first steps along its own gradient sum. Does nothing if
+        the stage is not behind or has a closed share.
         """
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
-        """Returns this replica's gradient and tokens of the next step, to be averaged.
-
-        First closes the share if it is still open; later gradients then go to the share of the step after it.
-        """
+        """Returns this replica's gradient and tokens of the next step, to be averaged; closes the share."""
 
     async def step_with_gradient(
         self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int
     ) -> None:
         """Takes step `step`, the next one, along the mean gradient of all replicas, computed over `tokens` tokens.
 
-        Drops this replica's closed share of this step. With 0 tokens the step is counted, and the weights stay as they
-        are. wanted_fragments: in how many fragments all means of the step want to agree later. Takes no step and raises
-        LocalError if another step is next, ProtocolError for an unusable gradient.
+        With 0 tokens the step is counted, and the weights stay as they are. wanted_fragments: in how many fragments all
+        means of the step want to agree later. Raises ProtocolError for an unusable gradient.
         """

@@ -100,8 +100,8 @@ def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, mic
 
 
 @dataclass(frozen=True, slots=True)
-class StepTokenPlan:
-    """Plans how many tokens the next step has, so that steps have `target` tokens on average.
+class BatchSizeCorrection:
+    """Corrects the global batch size: how many tokens the next step has, so that steps have `target` on average.
 
     surplus: tokens by which the steps so far exceeded `target` in all, limited to +-MAX_CORRECTION * target.
     """
@@ -113,10 +113,10 @@ class StepTokenPlan:
     def next_target(self) -> int:
         return round(self.target - self.surplus)
 
-    def after_step(self, tokens: float) -> StepTokenPlan:
-        """Returns the plan after a step of `tokens` tokens, with the surplus + tokens - target, limited as above."""
+    def after_step(self, tokens: float) -> BatchSizeCorrection:
+        """Returns the correction after a step of `tokens` tokens, with the surplus + tokens - target, limited."""
         bound = MAX_CORRECTION * self.target
-        return StepTokenPlan(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
+        return BatchSizeCorrection(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
 
 
 @dataclass(slots=True)
@@ -124,14 +124,14 @@ class StepMeter:
     """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
 
     microbatch_tokens: tokens of one microbatch, of which quotas are multiples.
-    token_plan: plans the tokens of the next step.
+    batch_size: the tokens of the next step.
     rate: how fast this replica counts tokens.
     step_s: average duration of a step.
     now (an argument of the methods): seconds, always on the same clock.
     """
 
     microbatch_tokens: int
-    token_plan: StepTokenPlan
+    batch_size: BatchSizeCorrection
     rate: TokenRate = field(default_factory=TokenRate)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     # Tokens at which this replica closes its share of the present step; 0 without another replica, or where this one is
@@ -163,28 +163,28 @@ class StepMeter:
         """Returns the tokens at which this replica closes its share of the next step; sets quota_now and expected_s.
 
         others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
-        tokens of a whole step, and sets quota_now to 0. See own_quota; the step has token_plan.next_target tokens.
+        tokens of a whole step, and sets quota_now to 0. See own_quota; the step has batch_size.next_target tokens.
         """
         rates = {**others, me: self.rate.per_second}
-        self._uncorrected_quota = own_quota(rates, me, self.token_plan.target, self.microbatch_tokens)
+        self._uncorrected_quota = own_quota(rates, me, self.batch_size.target, self.microbatch_tokens)
         known = [rate for rate in rates.values() if rate is not None]
-        self.expected_s = self.token_plan.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
-        quota = own_quota(rates, me, self.token_plan.next_target, self.microbatch_tokens)
+        self.expected_s = self.batch_size.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
+        quota = own_quota(rates, me, self.batch_size.next_target, self.microbatch_tokens)
         self.quota_now = quota if others else 0
         return quota
 
     def record_step(self, tokens: float) -> None:
-        """Corrects `token_plan` by the tokens that an all-reduced step had beyond the target, or lacked."""
-        self.token_plan = self.token_plan.after_step(tokens)
+        """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
+        self.batch_size = self.batch_size.after_step(tokens)
 
     def record_inner_step(self, tokens: int) -> None:
-        """Corrects `token_plan` by the tokens that an inner step had beyond the target, or lacked.
+        """Corrects `batch_size` by the tokens that an inner step had beyond the target, or lacked.
 
         tokens: counted by this replica in the step. The tokens of all replicas are estimated as target * tokens
         / the quota that this replica has of an uncorrected step. Changes nothing before the first update_quota.
         """
         if self._uncorrected_quota > 0:
-            self.record_step(self.token_plan.target * tokens / self._uncorrected_quota)
+            self.record_step(self.batch_size.target * tokens / self._uncorrected_quota)
 
     def on_share_closed(self, now: float) -> None:
         """Records that this replica closed a share now, unless an earlier one still awaits its mean."""

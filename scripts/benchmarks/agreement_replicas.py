@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from agora_protocol.codec_names import WireName
@@ -26,7 +26,7 @@ from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
 from agora.replica.all_reduce import ROUNDS_PER_REDUCER, Fragments
-from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, cut_into_shards
+from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, ShardCodec, cut_into_shards
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Blocks
@@ -35,7 +35,6 @@ from benchmarks.agreement_settings import Setting, sequences_of
 from benchmarks.worker import Channel
 
 WHOLE: Final = Span(0, 0)
-What = Literal["gradient", "slice"]
 
 
 class Replica:
@@ -176,7 +175,7 @@ def exchange(
     weights: Sequence[float],
     members: Sequence[RoundMember],
     number: int,
-    what: What,
+    kind: RoundKind,
     in_time: Sequence[bool],
     slices: int = ALL_REDUCE,
 ) -> tuple[list[Tensor], int]:
@@ -191,7 +190,7 @@ def exchange(
     turn = number // max(slices, 1) // ROUNDS_PER_REDUCER
     owner = members[turn % len(members)].averager
     for index, cut in enumerate(cut_into_shards(len(values[0]))):
-        part = Shard(0, what, number, index, slices)
+        part = Shard(0, kind, number, index, slices)
         made = [
             member.averager.contribution(part, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
@@ -242,7 +241,7 @@ class Anchored:
         found = [self._difference_of(replica, blocks) for replica in self._replicas]
         weights = [float(replica.tokens) for replica in self._replicas]
         differences, in_time = [difference for difference, _ in found], self._in_time.draw()
-        means, sent = exchange(differences, weights, self._members, number, "slice", in_time, self._slices.count)
+        means, sent = exchange(differences, weights, self._members, number, "fragment", in_time, self._slices.count)
         self.bytes_each += sent
         self.rounds += 1
         snapshots = [snapshot for _, snapshot in found]

@@ -25,7 +25,15 @@ from agora.replica.all_reduce import (
     RoundResult,
     reducers_of,
 )
-from agora.replica.shard_codec import EncodedShard, NumberFormat, Shard, ShardMean, cut_into_shards
+from agora.replica.shard_codec import (
+    WIRE_KINDS,
+    EncodedShard,
+    NumberFormat,
+    RoundKind,
+    Shard,
+    ShardMean,
+    cut_into_shards,
+)
 from tests.replica.world import Member, World, identities
 from tests.virtual_time import run
 
@@ -41,14 +49,14 @@ async def one_round(
     members: list[Member],
     weights: list[float],
     number: int = 0,
-    what: str = "slice",
+    kind: RoundKind = "fragment",
     values: list[torch.Tensor] | None = None,
 ) -> list[RoundResult]:
     """Of all members, each with its `values_of` unless told."""
     values = values or [values_of(i) for i in range(len(members))]
     deadline = asyncio.get_running_loop().time() + world.round_s
     works = [
-        m.take_part(0, what, number, v, w, m.view, deadline) for m, v, w in zip(members, values, weights, strict=True)
+        m.take_part(0, kind, number, v, w, m.view, deadline) for m, v, w in zip(members, values, weights, strict=True)
     ]
     results = await asyncio.gather(*works)
     assert asyncio.get_running_loop().time() <= deadline + 0.1, "a round ends by its deadline"
@@ -60,10 +68,10 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
     return sum(values_of(i) * (weights[i] / total) for i in indices)
 
 
-def owners_in(world: World, part: int, number: int = 0, what: str = "slice") -> tuple[PeerId, PeerId]:
+def owners_in(world: World, part: int, number: int = 0, kind: RoundKind = "fragment") -> tuple[PeerId, PeerId]:
     config = next(iter(world.members.values())).all_reduce.config
     first, second = reducers_of(
-        config.run, Shard(0, what, number, part, world.slices_of(what)), dict.fromkeys(world.members, 0.0)
+        config.run, Shard(0, kind, number, part, world.slices_of(kind)), dict.fromkeys(world.members, 0.0)
     )
     assert second is not None
     return first, second
@@ -74,14 +82,14 @@ def owner_of(world: World, part: int, number: int = 0) -> tuple[Member, Member]:
     return world.members[first], world.members[second]
 
 
-@pytest.mark.parametrize("what", ["slice", "gradient"])
+@pytest.mark.parametrize("kind", ["fragment", "gradient"])
 @pytest.mark.parametrize(("wire", "tolerance"), [("float32", 1e-6), ("bf16", 1.2e-2), ("int8", 3.2e-2)])
-def test_everyone_gets_the_same_bits_near_the_weighted_mean(wire: str, tolerance: float, what: str) -> None:
+def test_everyone_gets_the_same_bits_near_the_weighted_mean(wire: str, tolerance: float, kind: RoundKind) -> None:
     async def main() -> None:
-        world = World(SIZE, slice_wire=wire, gradient_wire=wire)
+        world = World(SIZE, fragment_wire=wire, gradient_wire=wire)
         members = world.add(*identities(4))
         weights, began = [100.0, 100.0, 150.0, 50.0], asyncio.get_running_loop().time()
-        results = await one_round(world, members, weights, what=what)
+        results = await one_round(world, members, weights, kind=kind)
         true = mean_of([0, 1, 2, 3], weights)
         for result in results:
             assert result.failed_shards == 0 and result.contributors == 4 and result.weight == 400.0
@@ -99,7 +107,7 @@ def test_int8_rounds_once_where_members_agree() -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS, "int8")
         members = world.add(*identities(3))
-        same, part = values_of(1)[:PART_ELEMENTS], Shard(0, "slice", 0, 0, 1)
+        same, part = values_of(1)[:PART_ELEMENTS], Shard(0, "fragment", 0, 0, 1)
         codec = members[0].all_reduce.codec
         sent = codec.decode(part, codec.encode(part, same, "int8"), PART_ELEMENTS)
         for result in await one_round(world, members, [1.0] * 3, values=[same] * 3):
@@ -125,13 +133,13 @@ def test_no_weight_counts_for_more_than_two_nths_and_who_weighs_nothing_takes_wi
     run(main())
 
 
-@pytest.mark.parametrize("what", ["slice", "gradient"])
-def test_when_all_weigh_nothing_there_is_no_mean(what: str) -> None:
+@pytest.mark.parametrize("kind", ["fragment", "gradient"])
+def test_when_all_weigh_nothing_there_is_no_mean(kind: RoundKind) -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(3))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
-        for own, result in zip(chosen, await one_round(world, members, [0.0] * 3, 0, what, chosen), strict=True):
+        for own, result in zip(chosen, await one_round(world, members, [0.0] * 3, 0, kind, chosen), strict=True):
             assert result.failed_shards == 1 and torch.equal(result.mean, own), "each has its own values"
         await world.close()
 
@@ -144,7 +152,7 @@ def test_gradients_count_by_their_tokens_in_synchronous_runs_and_are_capped_in_o
         world = World(SIZE, exact=exact)
         members = world.add(*identities(3))
         weights = [1000.0, 1.0, 1.0]
-        results = await one_round(world, members, weights, what="gradient")
+        results = await one_round(world, members, weights, kind="gradient")
         true = mean_of([0, 1, 2], weights if exact else [4.0, 1.0, 1.0])
         assert all(torch.allclose(result.mean, true, atol=1e-6) for result in results)
         await world.close()
@@ -152,15 +160,15 @@ def test_gradients_count_by_their_tokens_in_synchronous_runs_and_are_capped_in_o
     run(main())
 
 
-@pytest.mark.parametrize("what", ["slice", "gradient"])
-def test_an_owner_keeps_its_part_for_sixteen_rounds_of_a_place_and_then_it_is_anothers_turn(what: str) -> None:
+@pytest.mark.parametrize("kind", ["fragment", "gradient"])
+def test_an_owner_keeps_its_part_for_sixteen_rounds_of_a_place_and_then_it_is_anothers_turn(kind: RoundKind) -> None:
     async def main() -> None:
         world = World(SIZE, slices=5)
         world.add(*identities(4))
-        every, firsts = 5 if what == "slice" else 1, set()
+        every, firsts = 5 if kind == "fragment" else 1, set()
         for turn in range(20):
             numbers = range(turn * ROUNDS_PER_REDUCER, (turn + 1) * ROUNDS_PER_REDUCER)
-            ((first, _),) = {owners_in(world, 2, every * number, what) for number in numbers}
+            ((first, _),) = {owners_in(world, 2, every * number, kind) for number in numbers}
             firsts.add(first)
         assert firsts == set(world.members), "everybody in its turn"
         assert len({owners_in(world, 2, number) for number in range(5)}) > 1, "slices have each their own"
@@ -195,7 +203,7 @@ def test_a_second_owner_whose_recall_has_ended_waits_no_longer_than_for_the_last
         first, second = owner_of(world, 0)
         (last,) = (member for member in members if member not in (first, second))
         world.network.dead.add(first.peer)
-        part, loop, values = Shard(0, "slice", 0, 0, 1), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
+        part, loop, values = Shard(0, "fragment", 0, 0, 1), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
         began = loop.time()
         sent = NumberFormat("float32").encode(values)
         own = second.all_reduce.contribute(second.peer, asking(0, second=True), sent, began + world.round_s)
@@ -220,7 +228,7 @@ def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: i
         victim.dies_at = ("averaging.answered", nth)
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
-        works = [m.take_part(0, "slice", 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)]
+        works = [m.take_part(0, "fragment", 0, v, 1.0, m.view, deadline) for m, v in zip(members, chosen, strict=True)]
         results = await asyncio.gather(*works)
         assert asyncio.get_running_loop().time() <= deadline
         living = [i for i, m in enumerate(members) if m is not victim]
@@ -242,7 +250,7 @@ def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() 
         world.network.silent.add(victim.peer)
         living = [i for i, m in enumerate(members) if m is not victim]
         deadline = asyncio.get_running_loop().time() + world.round_s
-        works = [members[i].take_part(0, "slice", 0, values_of(i), 1.0, members[i].view, deadline) for i in living]
+        works = [members[i].take_part(0, "fragment", 0, values_of(i), 1.0, members[i].view, deadline) for i in living]
         results = await asyncio.gather(*works)
         assert asyncio.get_running_loop().time() <= deadline
         for index, result in zip(living, results, strict=True):
@@ -283,7 +291,7 @@ def test_one_that_is_gone_is_waited_for_once_and_not_at_every_part(hangs: bool) 
         values = [torch.full((world.size,), float(i)) for i in (5, 6, 7)]
         began = asyncio.get_running_loop().time()
         works = [
-            m.take_part(0, "slice", 0, v, 1.0, m.view, began + world.round_s)
+            m.take_part(0, "fragment", 0, v, 1.0, m.view, began + world.round_s)
             for m, v in zip(members, values, strict=False)
         ]
         results = await asyncio.gather(*works)
@@ -328,7 +336,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
         false = torch.full((PART_ELEMENTS,), 3.0)
         encoded = EncodedShard("float32", NumberFormat("float32").encode(false))
         liar.all_reduce.keep_mean(
-            Shard(0, "slice", 0, 0, 1), ShardMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded)
+            Shard(0, "fragment", 0, 0, 1), ShardMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded)
         )
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
         honest = [i for i, m in enumerate(members) if m is not liar]
@@ -340,7 +348,7 @@ def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_
             await liar.port.call(first.peer, asking(0, second=True), sent, deadline=deadline)
 
         async def others() -> list[RoundResult]:
-            works = [members[i].take_part(0, "slice", 0, chosen[i], 1.0, members[i].view, deadline) for i in honest]
+            works = [members[i].take_part(0, "fragment", 0, chosen[i], 1.0, members[i].view, deadline) for i in honest]
             return await asyncio.gather(*works)
 
         results, _ = await asyncio.gather(others(), lies())
@@ -381,7 +389,7 @@ def test_a_peer_that_is_no_member_may_have_an_average_and_is_in_none() -> None:
         inside, stranger = members[:3], members[3]
         for member in inside:
             member.sees = dict.fromkeys((m.peer for m in inside), 0.0)
-        first, _ = reducers_of(stranger.all_reduce.config.run, Shard(0, "slice", 0, 0, 1), inside[0].view)
+        first, _ = reducers_of(stranger.all_reduce.config.run, Shard(0, "fragment", 0, 0, 1), inside[0].view)
         sent = NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -439,9 +447,9 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("what", ["slice", "gradient"])
+@pytest.mark.parametrize("kind", ["fragment", "gradient"])
 @pytest.mark.parametrize("where", [slice(None), slice(1, None, 16)], ids=["everywhere", "between"])
-def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, what: str) -> None:
+def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, kind: RoundKind) -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
@@ -450,7 +458,7 @@ def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, what: 
             if number == 1:
                 chosen[1] = chosen[1].clone()
                 chosen[1][where] += 50.0
-            results = await one_round(world, members, [1.0] * 2, number, what, chosen)
+            results = await one_round(world, members, [1.0] * 2, number, kind, chosen)
             done = [event for event in members[0].events if isinstance(event, RoundDone)]
             assert done[-1].failed_parts == number == results[0].failed_shards
         assert torch.equal(results[0].mean, chosen[0])
@@ -563,32 +571,34 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
     run(main())
 
 
-def kept_rounds(member: Member, what: str) -> list[int]:
+def kept_rounds(member: Member, kind: RoundKind) -> list[int]:
     return [
         number
         for number in range(12)
-        if member.all_reduce.answer_recall(Recall(0, what, number, 0, int(what == "slice"))).tensors
+        if member.all_reduce.answer_recall(Recall(0, WIRE_KINDS[kind], number, 0, int(kind == "fragment"))).tensors
     ]
 
 
-@pytest.mark.parametrize("what", ["slice", "gradient"])
+@pytest.mark.parametrize("kind", ["fragment", "gradient"])
 @pytest.mark.parametrize("rounds_kept", [1, 6, 12])
-def test_means_are_kept_up_to_a_limit_of_bytes(rounds_kept: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_are_kept_up_to_a_limit_of_bytes(
+    rounds_kept: int, kind: RoundKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         monkeypatch.setattr(all_reduce, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
         world = World(SIZE)
         members = world.add(*identities(2))
         for number in range(12):
-            await one_round(world, members, [1.0, 1.0], number, what)
+            await one_round(world, members, [1.0, 1.0], number, kind)
         expected = list(range(12 - max(rounds_kept, MIN_KEPT_ROUNDS), 12))
-        assert all(kept_rounds(member, what) == expected for member in members)
+        assert all(kept_rounds(member, kind) == expected for member in members)
         await world.close()
 
     run(main())
 
 
-@pytest.mark.parametrize("what", ["slice", "gradient"])
-def test_a_clip_keeps_a_liar_from_moving_the_others(what: str) -> None:
+@pytest.mark.parametrize("kind", ["fragment", "gradient"])
+def test_a_clip_keeps_a_liar_from_moving_the_others(kind: RoundKind) -> None:
     async def main() -> None:
         moved = {}
         for rule in ("mean", "clip"):
@@ -597,7 +607,7 @@ def test_a_clip_keeps_a_liar_from_moving_the_others(what: str) -> None:
             chosen = [values_of(i)[:PART_ELEMENTS] for i in range(8)]
             true = sum(chosen[:7]) / 7
             chosen[7] = chosen[7] + 1.0
-            results = await one_round(world, members, [1.0] * 8, 0, what, chosen)
+            results = await one_round(world, members, [1.0] * 8, 0, kind, chosen)
             moved[rule] = float((results[0].mean - true).pow(2).mean().sqrt())
             await world.close()
         assert moved["clip"] < 0.2 * moved["mean"]
@@ -641,25 +651,25 @@ def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> Non
 
 
 @pytest.mark.parametrize(
-    ("what", "further", "is_awaited"),
-    [("gradient", 1, False), ("slice", MAX_RUNNING_SYNCS - 1, True), ("slice", MAX_RUNNING_SYNCS, False)],
+    ("kind", "further", "is_awaited"),
+    [("gradient", 1, False), ("fragment", MAX_RUNNING_SYNCS - 1, True), ("fragment", MAX_RUNNING_SYNCS, False)],
 )
 def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
-    what: str, further: int, is_awaited: bool
+    kind: RoundKind, further: int, is_awaited: bool
 ) -> None:
     """A replica may have begun MAX_RUNNING_SYNCS rounds of slices and not ended them; of gradients, one."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS, slices=9)
         members = world.add(*identities(3))
-        first, second = owners_in(world, 0, 0, what)
+        first, second = owners_in(world, 0, 0, kind)
         ahead = next(member for member in members if member.peer not in (first, second))
         on_time, loop = [member for member in members if member is not ahead], asyncio.get_running_loop()
         began, sent = loop.time(), NumberFormat("float32").encode(values_of(0)[:PART_ELEMENTS])
-        request = Contribute(0, what, further, 0, world.slices_of(what), 1.0, False, "float32", 15_000)
+        request = Contribute(0, WIRE_KINDS[kind], further, 0, world.slices_of(kind), 1.0, False, "float32", 15_000)
         asked = asyncio.create_task(ahead.port.call(first, request, sent, deadline=began + 15.0))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
-        results = await one_round(world, on_time, [1.0] * 2, 0, what, chosen)
+        results = await one_round(world, on_time, [1.0] * 2, 0, kind, chosen)
         assert all(result.failed_shards == 0 and result.contributors == 2 for result in results)
         assert (loop.time() - began > all_reduce.FIRST_REDUCER_WINDOW * world.round_s) == is_awaited
         asked.cancel()

@@ -282,7 +282,7 @@ class SlowRounds(AllReduce):
     async def run(
         self, stage: int, kind: str, number: int, values: torch.Tensor, weight: float, fragments: int = 0
     ) -> RoundResult:
-        assert (kind, fragments) == ("slice", self.of.count)
+        assert (kind, fragments) == ("fragment", self.of.count)
         self.weights[number] = weight
         await asyncio.sleep(self.seconds.get(number, 0.0))
         return RoundResult(values * number, [True], 4, [4])

@@ -77,7 +77,7 @@ def test_a_large_vector_has_larger_parts_up_to_a_limit(elements: int, of_part: i
 def test_a_peer_wins_parts_as_its_bandwidth_is() -> None:
     peers = identities(4)
     members = dict(zip(peers, (10.0, 20.0, 0.0, 30.0), strict=True))  # unknown: the median, 20
-    wins = Counter(reducers_of(RUN, Shard(0, "slice", 1, part, 20), members)[0] for part in range(4000))
+    wins = Counter(reducers_of(RUN, Shard(0, "fragment", 1, part, 20), members)[0] for part in range(4000))
     for peer, share in zip(peers, (1, 2, 2, 3), strict=True):
         assert wins[peer] == pytest.approx(4000 * share / 8, rel=0.1)
 
@@ -94,7 +94,7 @@ def test_a_replica_behind_a_relay_owns_a_quarter_of_the_parts_that_it_would_own(
     )
     assert weights == {direct: 20.0, relayed: 10.0, unknown: 30.0, unreachable: 30.0 / 4}
     members = reducing_bandwidths({direct: (0.0, "public"), relayed: (0.0, "relayed")})
-    wins = Counter(reducers_of(RUN, Shard(0, "slice", 1, part, 20), members)[0] for part in range(4000))
+    wins = Counter(reducers_of(RUN, Shard(0, "fragment", 1, part, 20), members)[0] for part in range(4000))
     assert wins[relayed] == pytest.approx(4000 / 5, rel=0.1)
 
 
@@ -103,9 +103,9 @@ def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:
     before = dict.fromkeys(peers, 0.0)
     after = dict.fromkeys(peers[:-1], 0.0)
     for part in range(200):
-        first, second = reducers_of(RUN, Shard(0, "slice", 1, part, 20), before)
+        first, second = reducers_of(RUN, Shard(0, "fragment", 1, part, 20), before)
         gone = peers[-1]
-        assert reducers_of(RUN, Shard(0, "slice", 1, part, 20), after)[0] == (second if first == gone else first)
+        assert reducers_of(RUN, Shard(0, "fragment", 1, part, 20), after)[0] == (second if first == gone else first)
 
 
 def test_a_gradient_has_its_owners_for_sixteen_rounds() -> None:
@@ -124,6 +124,6 @@ def test_a_slice_has_its_owners_for_sixteen_of_its_own_rounds_and_no_other_slice
 def test_over_turns_and_slices_everybody_owns_as_much() -> None:
     members = dict.fromkeys(identities(4), 0.0)
     turns = {reducing_epoch(number, 20): number for number in range(50 * 20 * ROUNDS_PER_REDUCER)}
-    wins = Counter(reducers_of(RUN, Shard(0, "slice", number, 0, 20), members)[0] for number in turns.values())
+    wins = Counter(reducers_of(RUN, Shard(0, "fragment", number, 0, 20), members)[0] for number in turns.values())
     assert len(turns) == 1000 and sorted(wins) == sorted(members)
     assert all(count == pytest.approx(250, rel=0.2) for count in wins.values())

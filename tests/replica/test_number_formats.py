@@ -19,6 +19,7 @@ from agora.replica.shard_codec import (
     MIN_EXPONENT,
     NumberFormat,
     RoundConfig,
+    RoundKind,
     Shard,
     ShardCodec,
     dither_fractions,
@@ -235,12 +236,12 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
 # --- who gives a mean, and when
 
 
-@pytest.mark.parametrize("what", ["gradient", "slice"])
+@pytest.mark.parametrize("kind", ["gradient", "fragment"])
 @pytest.mark.parametrize("name", WIRE_NAMES)
-def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, what: str) -> None:
+def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, kind: RoundKind) -> None:
     """The receiver of a mean sends in another format itself: what the bytes are is said beside them."""
     owner, member = (ShardCodec(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
-    part = Shard(0, what, 30, 0, int(what == "slice"))
+    part = Shard(0, kind, 30, 0, int(kind == "fragment"))
     first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
     average = owner.mean(part, [first, second], [1.0, 3.0], None)
     assert average is not None and average.encoded is not None and average.message.wire == name
@@ -269,4 +270,4 @@ def test_an_unknown_format_is_refused_with_its_message_before_any_tensor_is_look
 
 
 def config(wire: WireName) -> RoundConfig:
-    return RoundConfig(PeerId("me"), RunId("0" * 64), "mean", 20.0, 1e9, gradient_wire=wire, slice_wire=wire)
+    return RoundConfig(PeerId("me"), RunId("0" * 64), "mean", 20.0, 1e9, gradient_wire=wire, fragment_wire=wire)

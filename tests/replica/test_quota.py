@@ -12,8 +12,8 @@ from agora.replica.view import (
     MAX_CORRECTION,
     MAX_SKIPPED_WAITS,
     RATE_DECAY_S,
+    BatchSizeCorrection,
     StepMeter,
-    StepTokenPlan,
     TokenRate,
     own_quota,
 )
@@ -67,18 +67,20 @@ def test_a_rate_follows_what_is_counted_and_is_unknown_at_first() -> None:
 
 
 def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
-    plan = StepTokenPlan(1000)
+    plan = BatchSizeCorrection(1000)
     held = [1100, 950, 1000, 1300]
     for tokens in held:
         plan = plan.after_step(tokens)
     assert plan.next_target == 1000 - (sum(held) - 4000)
-    assert StepTokenPlan(1000).after_step(9000).next_target == 1000 * (1 - MAX_CORRECTION), "never a step of nothing"
-    assert StepTokenPlan(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
+    assert BatchSizeCorrection(1000).after_step(9000).next_target == 1000 * (1 - MAX_CORRECTION), (
+        "never a step of nothing"
+    )
+    assert BatchSizeCorrection(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
 
 
 def paced(mean_s: float) -> StepMeter:
     """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
-    meter = StepMeter(64, StepTokenPlan(4000))
+    meter = StepMeter(64, BatchSizeCorrection(4000))
     meter.rate = TokenRate(1000.0, 1.0)
     meter.update_quota(ME, {})
     for number in range(5):
@@ -123,7 +125,7 @@ def test_means_that_always_come_late_are_waited_for_ever_more_seldom() -> None:
 
 
 def test_while_a_rate_is_unknown_origins_wait_half_of_the_assumed_step() -> None:
-    meter = StepMeter(64, StepTokenPlan(4000))
+    meter = StepMeter(64, BatchSizeCorrection(4000))
     meter.update_quota(ME, {OTHER: None})
     assert meter.expected_s == 0.0 and meter.should_origins_wait(0.0)
     meter.on_share_closed(0.0)

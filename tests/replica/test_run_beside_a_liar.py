@@ -156,10 +156,10 @@ def test_slices_are_averaged_of_inner_steps_only_and_gradients_of_all_reduce_ste
 
     async def whole() -> None:
         async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
-            for what, number, slices in (("slice", first - 1, 20), ("gradient", exact_steps, 0)):
-                refused = group.stages[0].look_at_round(Shard(0, what, number, 0, slices)).refusal
-                assert isinstance(refused, ProtocolError) and f"averages no {what} {number} here" in str(refused)
-            assert group.stages[0].look_at_round(Shard(0, "slice", first, 0, 20)).numel > 0
+            for kind, number, slices in (("fragment", first - 1, 20), ("gradient", exact_steps, 0)):
+                refused = group.stages[0].look_at_round(Shard(0, kind, number, 0, slices)).refusal
+                assert isinstance(refused, ProtocolError) and f"averages no {kind} {number} here" in str(refused)
+            assert group.stages[0].look_at_round(Shard(0, "fragment", first, 0, 20)).numel > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -171,7 +171,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
 
         offences = PeerScore(recorded.append, loop_time)
         async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
-            size = group.stages[0].look_at_round(Shard(0, "slice", 1, 0, 2)).numel
+            size = group.stages[0].look_at_round(Shard(0, "fragment", 1, 0, 2)).numel
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
                 message = Contribute(0, "slice", round_, 0, 2, weight, False, "float32", 1000)

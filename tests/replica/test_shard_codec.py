@@ -16,9 +16,11 @@ from agora.replica.all_reduce import reducers_of
 from agora.replica.shard_codec import (
     INT8_ROUNDS,
     NORMAL_BITS,
+    WIRE_KINDS,
     EncodedShard,
     NumberFormat,
     RoundConfig,
+    RoundKind,
     Shard,
     ShardCodec,
 )
@@ -31,7 +33,7 @@ FIRST = INT8_ROUNDS
 
 def config(wire: str = "normal2") -> RoundConfig:
     me = identities(1)[0]
-    return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, slice_wire=wire)  # type: ignore[arg-type]
+    return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, fragment_wire=wire)  # type: ignore[arg-type]
 
 
 def part(number: int, stage: int = 0) -> Shard:
@@ -40,7 +42,7 @@ def part(number: int, stage: int = 0) -> Shard:
 
 def slice_part(number: int) -> Shard:
     """Of three slices."""
-    return Shard(0, "slice", number, 0, fragments=3)
+    return Shard(0, "fragment", number, 0, fragments=3)
 
 
 def gradient(number: int, scale: float = 1e-4) -> torch.Tensor:
@@ -241,16 +243,16 @@ def mean(exchange: ShardCodec, of: Shard, seed: int) -> torch.Tensor:
 # --- rounds
 
 
-@pytest.mark.parametrize("what", ["gradient", "slice"])
+@pytest.mark.parametrize("kind", ["gradient", "fragment"])
 @pytest.mark.parametrize("wire", ["normal2", "normal4", "int8"])
-def test_all_members_get_the_same_bits_and_over_many_rounds_the_mean(wire: str, what: str) -> None:
+def test_all_members_get_the_same_bits_and_over_many_rounds_the_mean(wire: str, kind: RoundKind) -> None:
     async def main() -> None:
-        world = World(SIZE, gradient_wire=wire, slice_wire=wire)
+        world = World(SIZE, gradient_wire=wire, fragment_wire=wire)
         members = world.add(*identities(3))
         total, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
         for number in range(FIRST, FIRST + 40):
             values = [gradient(number + 1000 * index) for index in range(3)]
-            answers = await average(world, members, number, values, what)
+            answers = await average(world, members, number, values, kind)
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
@@ -259,25 +261,26 @@ def test_all_members_get_the_same_bits_and_over_many_rounds_the_mean(wire: str, 
 
 
 @pytest.mark.parametrize("wires", [("normal2", "float32", "int8"), ("float32", "normal2", "normal2")])
-@pytest.mark.parametrize("what", ["gradient", "slice"])
+@pytest.mark.parametrize("kind", ["gradient", "fragment"])
 def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothing(
-    wires: tuple[str, ...], what: str
+    wires: tuple[str, ...], kind: RoundKind
 ) -> None:
     """The owner answers in the format that it sends in, whichever the members have chosen."""
 
     async def main() -> None:
         world = World(SIZE, slices=2)
         sends = dict(zip(identities(3), wires, strict=True))
-        members = [world.add(peer, gradient_wire=wire, slice_wire=wire)[0] for peer, wire in sends.items()]
+        members = [world.add(peer, gradient_wire=wire, fragment_wire=wire)[0] for peer, wire in sends.items()]
         total, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
         for number in range(FIRST, FIRST + 80, 2):
             values = [gradient(number + 1000 * index) for index in range(3)]
-            answers = await average(world, members, number, values, what)
+            answers = await average(world, members, number, values, kind)
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
-        slices = world.slices_of(what)
-        owner, _ = reducers_of(members[0].all_reduce.config.run, Shard(0, what, number, 0, slices), members[0].view)
-        recalled = [member.all_reduce.answer_recall(Recall(0, what, number, 0, slices)).message for member in members]
+        slices = world.slices_of(kind)
+        owner, _ = reducers_of(members[0].all_reduce.config.run, Shard(0, kind, number, 0, slices), members[0].view)
+        recall = Recall(0, WIRE_KINDS[kind], number, 0, slices)
+        recalled = [member.all_reduce.answer_recall(recall).message for member in members]
         kept = {answer.wire for answer in recalled if isinstance(answer, Recalled)}
         assert kept == {sends[owner]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
@@ -343,16 +346,16 @@ def test_who_comes_after_the_window_is_in_the_next_round_with_both_shares() -> N
 
 
 async def take_part(
-    world: World, member: Member, number: int, values: torch.Tensor, weight: float, what: str = "gradient"
+    world: World, member: Member, number: int, values: torch.Tensor, weight: float, kind: RoundKind = "gradient"
 ) -> torch.Tensor:
     deadline = asyncio.get_running_loop().time() + world.round_s
-    result = await member.take_part(0, what, number, values, weight, member.view, deadline)
+    result = await member.take_part(0, kind, number, values, weight, member.view, deadline)
     assert result.failed_shards == 0
     return result.mean
 
 
 async def average(
-    world: World, members: list[Member], number: int, values: list[torch.Tensor], what: str = "gradient"
+    world: World, members: list[Member], number: int, values: list[torch.Tensor], kind: RoundKind = "gradient"
 ) -> list[torch.Tensor]:
-    works = (take_part(world, m, number, v, 1.0, what) for m, v in zip(members, values, strict=True))
+    works = (take_part(world, m, number, v, 1.0, kind) for m, v in zip(members, values, strict=True))
     return list(await asyncio.gather(*works))

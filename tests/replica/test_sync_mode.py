@@ -358,8 +358,8 @@ def test_a_part_of_the_other_kind_is_refused_without_an_offence_where_stages_may
         async with world_of(4000.0, 4000.0) as world:
             await asyncio.sleep(5.0)
             loop, step = world.all[0].group.stages[0], world.all[0].stage.step
-            refused = loop.look_at_round(Shard(0, "slice", step, 0, SLICES)).refusal
-            assert isinstance(refused, Refused) and "averages no slice" in str(refused)
+            refused = loop.look_at_round(Shard(0, "fragment", step, 0, SLICES)).refusal
+            assert isinstance(refused, Refused) and "averages no fragment" in str(refused)
             accepted = loop.look_at_round(Shard(0, "gradient", step, 0))
             assert accepted.refusal is None and accepted.numel > 0
 

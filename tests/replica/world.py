@@ -14,7 +14,7 @@ from torch import Tensor
 from agora.core.calls import Reply
 from agora.observe.events import Event
 from agora.replica.all_reduce import AllReduce, Round, RoundResult, RoundView
-from agora.replica.shard_codec import RoundConfig, Shard, cut_into_shards
+from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, cut_into_shards
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 RUN = RunId("ab" * 32)
@@ -28,11 +28,11 @@ def identities(count: int) -> list[PeerId]:
 class World:
     """Members of one run and their network; `strikes` are the protocol errors raised.
 
-    size: elements of a round. gradient_wire, slice_wire: how members send; slices: how many a stage has.
+    size: elements of a round. gradient_wire, fragment_wire: how members send; slices: how many a stage has.
     """
 
     size: int
-    slice_wire: str = "float32"
+    fragment_wire: str = "float32"
     rule: str = "mean"
     round_s: float = 20.0
     exact: bool = False
@@ -48,9 +48,9 @@ class World:
         self.members |= {member.peer: member for member in made}
         return made
 
-    def slices_of(self, what: str) -> int:
+    def slices_of(self, kind: RoundKind) -> int:
         """How many slices a stage has in rounds of this kind."""
-        return self.slices if what == "slice" else 0
+        return self.slices if kind == "fragment" else 0
 
     async def close(self) -> None:
         for member in self.members.values():
@@ -71,7 +71,7 @@ class Member:
             "aggregation": world.rule,
             "round_s": world.round_s,
             "synchronous": world.exact,
-            "slice_wire": world.slice_wire,
+            "fragment_wire": world.fragment_wire,
             "gradient_wire": world.gradient_wire,
         }
         config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
@@ -83,15 +83,15 @@ class Member:
     async def take_part(
         self,
         stage: int,
-        what: str,
+        kind: RoundKind,
         number: int,
         values: Tensor,
         weight: float,
         members: dict[PeerId, float],
         deadline: float,
     ) -> RoundResult:
-        slices = self.world.slices_of(what)
-        round_ = Round(self.all_reduce, stage, what, number, weight, members, deadline, slices)
+        slices = self.world.slices_of(kind)
+        round_ = Round(self.all_reduce, stage, kind, number, weight, members, deadline, slices)
         return await round_.run(values)
 
     @property

@@ -30,7 +30,8 @@ TERMS: Final = RoundConfig(PEERS[0], RUN, "mean", 20.0, 1e9)
 
 def _named(part: Shard) -> dict[str, Any]:
     names = ("stage", "what", "round", "part", "slices")
-    return {"run": RUN, **dict(zip(names, part, strict=True))}
+    values = (part.stage, part.what, part.round, part.position, part.fragments)
+    return {"run": RUN, **dict(zip(names, values, strict=True))}
 
 
 def _hex(data: Any) -> dict[str, str]:
@@ -65,12 +66,12 @@ def owned() -> list[dict[str, Any]]:
         dict(zip(PEERS, (1e6, 2e6, 0.0, 25e6, 3.5e6), strict=True)),
     ]
     parts_of = [
-        Shard(0, "slice", 0, 0, 2),
-        Shard(3, "slice", 12, 1, 20),
-        Shard(3, "slice", 332, 1, 20),
-        Shard(3, "slice", 332, 1, 5),
+        Shard(0, "fragment", 0, 0, 2),
+        Shard(3, "fragment", 12, 1, 20),
+        Shard(3, "fragment", 332, 1, 20),
+        Shard(3, "fragment", 332, 1, 5),
         Shard(3, "gradient", 44, 1),
-        Shard(1023, "slice", 2**40, 77, 7),
+        Shard(1023, "fragment", 2**40, 77, 7),
     ]
     made = []
     for members in groups:
@@ -102,7 +103,7 @@ def int8() -> list[dict[str, Any]]:
     """Parts with their dither, and without any."""
     values = _values()
     made = []
-    for part in (Shard(3, "slice", 12, 1, 20), Shard(0, "gradient", 0, 0), None):
+    for part in (Shard(3, "fragment", 12, 1, 20), Shard(0, "gradient", 0, 0), None):
         dither = None if part is None else TERMS.dither_label(part)
         sent = NumberFormat("int8").encode(values.clone(), dither)
         back = NumberFormat("int8").decode(sent, len(values), dither)
