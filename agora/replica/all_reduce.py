@@ -13,6 +13,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, NamedTuple, cast
 
 import numpy as np
@@ -41,6 +42,7 @@ from agora.replica.shard_codec import (
     ShardMean,
     cut_into_shards,
 )
+from agora.replica.trust import believed_bandwidths
 
 # Number of successive rounds, of gradients or of one fragment, in which a shard has the same reducer: a reducer keeps
 # the residual of its means for the next round.
@@ -113,16 +115,20 @@ class Fragments:
 Members = Mapping[PeerId, float | None]
 
 
-def reducing_bandwidths(claimed: Mapping[PeerId, tuple[float, str]]) -> dict[PeerId, float]:
-    """Returns the bandwidths by which reducers are to be chosen, in bytes per second, by id.
+def reducing_bandwidths(
+    claimed: Mapping[PeerId, tuple[float, str]], networks: Mapping[PeerId, str] = MappingProxyType({})
+) -> dict[PeerId, float]:
+    """Returns the bandwidths by which reducers are to be chosen, in bytes per second, by id; see believed_bandwidths.
 
     claimed: by id, bandwidth and reachability as the replica claims them; 0 is unknown and counts as the median.
     """
-    known = [bandwidth for bandwidth, _ in claimed.values() if bandwidth > 0]
+    believed = believed_bandwidths({peer: bandwidth for peer, (bandwidth, _) in claimed.items()}, networks)
+    known = [bandwidth for bandwidth in believed.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0
     return {
-        peer: (bandwidth or median) * (RELAYED_BANDWIDTH_FACTOR if reachability in ("relayed", "unreachable") else 1.0)
-        for peer, (bandwidth, reachability) in claimed.items()
+        peer: (believed[peer] or median)
+        * (RELAYED_BANDWIDTH_FACTOR if reachability in ("relayed", "unreachable") else 1.0)
+        for peer, (_, reachability) in claimed.items()
     }
 
 

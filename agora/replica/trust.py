@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,47 @@ FASTEST_TOKENS_PER_S: Final = 1e6
 JOIN_S: Final = 1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
 # Seconds after an implausible report for which nothing that its sender reports of the stage counts.
 FORGIVE_S: Final = 10.0
+
+
+# --- what peers say of themselves
+#
+# A claim counts as it is up to MAX_TIMES_MEDIAN times the median of all claims; beyond, the less the larger it is, and
+# from twice that on as the median itself. So the more a liar says the less it gets; and two peers that know slightly
+# different claims still compute nearly the same, which a sharp limit would not give.
+
+MAX_TIMES_MEDIAN: Final = 4.0
+
+
+def believed_claim(claim: float, median: float) -> float:
+    """Returns as what a claim counts, if the claims of all peers of its kind have the `median`, above 0.
+
+    | claim / median | it counts as |
+    |---|---|
+    | up to c = MAX_TIMES_MEDIAN | the claim |
+    | r, above c | max(1, c (c / r)^2) * median, which is the median from r = 2 c on |
+    """
+    most = MAX_TIMES_MEDIAN * median
+    return claim if claim <= most else max(median, most * (most / claim) ** 2)
+
+
+def believed_bandwidths(claims: Mapping[PeerId, float], networks: Mapping[PeerId, str]) -> dict[PeerId, float]:
+    """Returns as what claimed bandwidths count where shards are apportioned to reducers: see believed_claim.
+
+    claims: 0 means unknown, and stays 0; others count as at least 1 / MAX_TIMES_MEDIAN of the median. networks: the
+    network of a peer's address, "" or left out if unknown. The median is the lower one over the networks, each with the
+    lower median of its peers' claims: ids are free, networks are not. A peer of an unknown network is one of its own.
+    """
+    by_network: defaultdict[str, list[float]] = defaultdict(list)
+    for peer, claim in claims.items():
+        if claim > 0:
+            by_network[networks.get(peer) or f"of {peer}"].append(claim)
+    if not by_network:
+        return dict(claims)
+    median = statistics.median_low(map(statistics.median_low, by_network.values()))
+    return {
+        peer: max(believed_claim(claim, median), median / MAX_TIMES_MEDIAN) if claim > 0 else 0.0
+        for peer, claim in claims.items()
+    }
 
 
 # --- sizes of means

@@ -1,16 +1,31 @@
-"""Which step numbers of others are followed, and which are not, however often they are said."""
+"""What peers say of themselves counts within what others measured: bandwidths, tokens, steps, histories."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import GossipSteps
 
-from agora.replica.trust import FASTEST_TOKENS_PER_S, LEAD, LOCAL_LEAD, MAX_SPEED_UP, SLACK_S, OwnPace
+from agora.replica.all_reduce import reducers_of, reducing_bandwidths
+from agora.replica.shard_codec import Shard
+from agora.replica.trust import (
+    FASTEST_TOKENS_PER_S,
+    LEAD,
+    LOCAL_LEAD,
+    MAX_SPEED_UP,
+    SLACK_S,
+    OwnPace,
+    believed_bandwidths,
+    believed_claim,
+)
 from agora.swarm.peer_score import Violation
 from tests.replica.group_world import GroupWorld
+from tests.replica.world import identities
 from tests.virtual_time import run
 
 
@@ -47,6 +62,55 @@ def test_whoever_is_followed_cannot_lead_on_at_once() -> None:
     first = pace.highest_plausible_step(now, 1000, LEAD)
     followed = pace.with_step(first, now, 10.0, furthest_step=first)
     assert followed.highest_plausible_step(now, 1000, LEAD) == first + 1
+
+
+# --- claimed bandwidths
+
+RUN = RunId("ab" * 32)
+
+
+def shares_reduced(claims: dict[PeerId, float], networks: dict[PeerId, str] | None = None) -> dict[PeerId, float]:
+    """Returns the fraction of shards that each peer is the first reducer of, over many epochs."""
+    members = reducing_bandwidths({peer: (claim, "public") for peer, claim in claims.items()}, networks or {})
+    shards = [Shard(1, "gradient", 16 * epoch, part) for epoch in range(40) for part in range(64)]
+    first = Counter(reducers_of(RUN, shard, members)[0] for shard in shards)
+    return {peer: first[peer] / len(shards) for peer in claims}
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+@pytest.mark.parametrize("times", [8.0, 10.0, 100.0, 8e4])
+def test_one_that_claims_any_bandwidth_reduces_what_it_would_if_it_were_honest(count: int, times: float) -> None:
+    peers = identities(count)
+    honest = dict.fromkeys(peers, 12.5e6)
+    assert shares_reduced(honest | {peers[0]: times * 12.5e6}) == shares_reduced(honest)
+    assert shares_reduced(honest | {peers[0]: 12.5e6 / times})[peers[0]] >= 0.8 / (1 + 4 * (count - 1)), "nor nothing"
+
+
+@pytest.mark.parametrize(("count", "most"), [(4, 0.6), (16, 0.23)])
+def test_no_claim_of_bandwidth_brings_more_than_four_times_the_median(count: int, most: float) -> None:
+    peers = identities(count)
+    for times in (2.0, 3.0, 4.0, 4.1, 5.0, 6.0, 7.9):
+        assert shares_reduced(dict.fromkeys(peers, 1e6) | {peers[0]: times * 1e6})[peers[0]] <= most
+
+
+def test_a_claim_counts_as_it_is_up_to_four_times_the_median_and_less_the_larger_it_is() -> None:
+    assert [believed_claim(claim, 10.0) for claim in (0.1, 10.0, 40.0)] == [0.1, 10.0, 40.0]
+    beyond = [believed_claim(claim, 10.0) for claim in (40.001, 50.0, 60.0, 79.0)]
+    assert beyond == sorted(beyond, reverse=True) and 10.0 < beyond[-1] < beyond[0] < 40.0, "without a jump"
+    assert [believed_claim(claim, 10.0) for claim in (80.0, 1e3, 1e300, math.inf)] == [10.0] * 4
+
+
+def test_ids_of_one_network_move_no_median() -> None:
+    *honest, first = identities(5)
+    sybils = [first, *identities(30)[5:]]
+    claims = dict.fromkeys(honest, 1e6) | dict.fromkeys(sybils, 1e12)
+    networks = {peer: f"10.0.{number}.0/24" for number, peer in enumerate(honest)} | dict.fromkeys(sybils, "10.9.9.0/24")
+    believed = believed_bandwidths(claims, networks)
+    assert set(believed.values()) == {1e6}
+    assert believed_bandwidths({honest[0]: 0.0}, {}) == {honest[0]: 0.0}, "unknown"
+
+
+# --- numbers of steps that others say
 
 
 async def train(others: int, *, liar: bool) -> tuple[list[int], list[list[float]], list[tuple[bool, Violation]]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
-from agora_protocol.addresses import peer_of_address
+from agora_protocol.addresses import address_prefix, peer_of_address
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
@@ -280,7 +280,8 @@ class LocalPeer:
         That is its published uplink; the median if it published none; less behind a relay. See reducing_bandwidths.
         """
         replicas = self.view.replicas(stage)
-        return reducing_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas})
+        networks = {seen.peer: address_prefix(seen.addresses[0]) for seen in replicas if seen.addresses}
+        return reducing_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas}, networks)
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
         """Returns, for each serving replica of a stage, how many steps it has published there; 0 if none is known."""
