@@ -104,7 +104,9 @@ def test_ids_of_one_network_move_no_median() -> None:
     *honest, first = identities(5)
     sybils = [first, *identities(30)[5:]]
     claims = dict.fromkeys(honest, 1e6) | dict.fromkeys(sybils, 1e12)
-    networks = {peer: f"10.0.{number}.0/24" for number, peer in enumerate(honest)} | dict.fromkeys(sybils, "10.9.9.0/24")
+    networks = {peer: f"10.0.{number}.0/24" for number, peer in enumerate(honest)} | dict.fromkeys(
+        sybils, "10.9.9.0/24"
+    )
     believed = believed_bandwidths(claims, networks)
     assert set(believed.values()) == {1e6}
     assert believed_bandwidths({honest[0]: 0.0}, {}) == {honest[0]: 0.0}, "unknown"
