@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -74,3 +75,27 @@ async def run_in_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name=getattr(work, "__qualname__", repr(work)), daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+class ChangeNotifier:
+    """Wakes the coroutines that wait for some change; each then checks by itself whether its condition holds now.
+
+    It is an asyncio.Condition without a lock, whose `wait` may have a time limit.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes all coroutines that are in `wait` now, in the order of their arrival. Call it on the event loop."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, until: float | None = None) -> None:
+        """Returns at the next `notify`, or at loop time `until` without an error; None means no time limit.
+
+        A `notify` before the call does not end the wait: check the condition before each call.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._event.wait()

@@ -25,12 +25,12 @@ from agora.core.clock import loop_time
 from agora.core.metrics import add_sums, named_means
 from agora.core.rates import MovingAverage
 from agora.core.span_work import DrawnMicrobatch
+from agora.core.tasks import ChangeNotifier
 from agora.observe import events
 from agora.pipeline import flow_control
-from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.flow_control import Pace, SendDecision, SendInputs, SendWindow, StepQuota
 from agora.pipeline.hop import Hop
-from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.router import HopAnswer, ProcessCall
 
 MIN_TIMEOUT_S = 20.0  # lower bound of an attempt's timeout, once an attempt was measured
 TIMEOUT_FACTOR = 10.0  # an attempt may take so many times the usual, so that a peer may hang at every stage

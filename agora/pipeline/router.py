@@ -1,24 +1,33 @@
-"""Sends a microbatch to the next stage, and tries other peers until one answers or the deadline passes."""
+"""A Process call, the run's rules for it and for its answer, and the router that sends it to a peer of the next stage.
+
+The router tries one peer after another, until one answers or the deadline passes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
+from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HINTS
-from agora_protocol.messages import CallProgress, Process
+from agora_protocol.manifest import Manifest
+from agora_protocol.messages import CallProgress, Process, Processed
+from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
-from agora.core.calls import Caller, Reply
+from agora.core.calls import Caller, OnProgress, Reply
 from agora.core.clock import loop_time
+from agora.core.metrics import are_plausible
+from agora.core.rates import Client
+from agora.core.span_work import SpanWork
+from agora.core.tasks import ChangeNotifier
 from agora.observe import events
-from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.flow_control import Pace
 from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHint
-from agora.pipeline.process_call import HopAnswer, ProcessCall, WireRules
 from agora.swarm.peer_score import PeerScore, Violation
 from agora.swarm.view import View
 
@@ -30,6 +39,137 @@ MAX_PROGRESS_PER_STAGE = 8
 # A peer that answered Unavailable counts at most this many failures in a row: the fault may lie downstream of it. With
 # three failures it is not called for a second.
 UNAVAILABLE_FAILURES = 3
+# The lowest log-probability of a token under the reference that an answer may contain, in nats.
+MIN_LOG_PROBABILITY: Final = -1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCall:
+    """A Process request with what belongs to it, as the rooms of the pipeline hand it on."""
+
+    request: Process
+    tensors: Sequence[WireTensor]  # [boundary, tokens]; the boundary may be missing at stage 0
+    deadline: float  # loop time by which the answer is due
+    on_progress: OnProgress  # takes each new CallProgress of the called peer and of those after it
+    caller: Client | None = None  # its peer id and address prefix; None for this peer's own origin
+
+
+@dataclass(slots=True)
+class HopAnswer(Reply):
+    """The answer to a Process request. tensors: the gradient of the boundary that entered, or none."""
+
+    message: Processed
+    peer: PeerId | None = None  # the peer that answered; None for this peer itself
+
+    @property
+    def gradient(self) -> WireTensor | None:
+        return self.tensors[0] if self.tensors else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class TensorForm(NamedTuple):
+    """The dtype and the shape that a wire tensor must have."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WireRules:
+    """What the run allows in Process requests and in answers to them, and the functions that check it."""
+
+    boundary: TensorForm
+    gradient: TensorForm
+    tokens_shape: tuple[int, ...]  # [b, s + 1]; with marks [2, b, s + 1]: ids, then marks
+    # The run's kind of objective, "lm", "sft" or "dpo": it decides which references and metrics are allowed.
+    objective: str = "lm"
+
+    @classmethod
+    def of_run(cls, manifest: Manifest) -> WireRules:
+        """The rules of the manifest's run: forms of the tensors by its shapes and its codec."""
+        codec = parse_codec(manifest.boundary.codec)
+        shape = manifest.boundary_shape()
+        boundary_dtype, boundary_shape = codec.wire_format(shape, "forward")
+        gradient_dtype, gradient_shape = codec.wire_format(shape, "backward")
+        return cls(
+            boundary=TensorForm(boundary_dtype, boundary_shape),
+            gradient=TensorForm(gradient_dtype, gradient_shape),
+            tokens_shape=manifest.tokens_shape(),
+            objective=manifest.objective.kind,
+        )
+
+    @property
+    def row_count(self) -> int:
+        return self.tokens_shape[-2]
+
+    @property
+    def target_count(self) -> int:
+        return self.row_count * (self.tokens_shape[-1] - 1)
+
+    def are_valid_references(self, values: Sequence[float], *, expected: bool) -> bool:
+        """Returns whether `values` can be the rows' log-probabilities under the reference model, in nats.
+
+        There must be one value for each row, none NaN or below MIN_LOG_PROBABILITY * the number of tokens in a row. If
+        not `expected`, `values` must be empty.
+        """
+        least = MIN_LOG_PROBABILITY * self.tokens_shape[-1]
+        return len(values) == (self.row_count if expected else 0) and all(least <= value for value in values)
+
+    def check_request(self, call: ProcessCall) -> SpanWork:
+        """Returns the work that the request asks for; a boundary at stage 0 is ignored.
+
+        Raises ProtocolError if a tensor does not have the form that the manifest implies, if a run that is not dpo gets
+        purpose "reference", or if the references are not those that its purpose needs (dpo: one for each row).
+        """
+        message, tensors = call.request, call.tensors
+        if message.purpose == "reference" and self.objective != "dpo":
+            raise ProtocolError("bad-message", "this run has no reference model")
+        needs_references = self.objective == "dpo" and message.purpose != "reference"
+        if not self.are_valid_references(message.references, expected=needs_references):
+            raise ProtocolError("bad-message", f"{len(message.references)} references came, not those of this run")
+        if len(tensors) != 2 and not (message.stage == 0 and len(tensors) == 1):
+            raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
+        boundary = None if message.stage == 0 else tensors[0]
+        tokens = tensors[-1]
+        if boundary is not None and (boundary.dtype, boundary.shape) != self.boundary:
+            raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not of this run")
+        if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
+            raise ProtocolError("bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}, not of this run")
+        return SpanWork(
+            microbatch=message.microbatch,
+            entry_stage=message.stage,
+            boundary=boundary,
+            tokens=tokens,
+            purpose=message.purpose,
+            references=tuple(message.references),
+        )
+
+    def check_answer(self, reply: Reply, purpose: str, peer: PeerId) -> HopAnswer:
+        """Returns the reply of `peer` to a request of `purpose` as its answer.
+
+        Raises ProtocolError for another message, a gradient that is missing or of another form, and numbers that
+        cannot be: loss, token count, metrics, log-probabilities (required for "reference", forbidden for others).
+        """
+        message, tensors = reply.message, list(reply.tensors)
+        if not isinstance(message, Processed):
+            raise ProtocolError("bad-message", f"answered process with {type(message).__name__}")
+        expected = 1 if purpose == "train" else 0
+        if len(tensors) != expected:
+            raise ProtocolError("bad-message", f"sent {len(tensors)} tensors where {expected} belong")
+        if tensors and (tensors[0].dtype, tensors[0].shape) != self.gradient:
+            raise ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
+        if not math.isfinite(message.loss_sum) or message.tokens > self.target_count:
+            raise ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
+        if not self.are_valid_references(message.log_probabilities, expected=purpose == "reference"):
+            count = len(message.log_probabilities)
+            raise ProtocolError("bad-message", f"sent {count} log-probabilities, of which some may be out of bounds")
+        kind = "lm" if purpose == "reference" else self.objective
+        if not are_plausible(kind, message.metrics, message.tokens, self.row_count):
+            raise ProtocolError("bad-message", f"sent the metrics {message.metrics}")
+        return HopAnswer(message, tensors, peer)
 
 
 @dataclass(slots=True)
@@ -38,14 +178,11 @@ class RoutedCall:
 
     call: ProcessCall
     hint: RouteHint  # which peers hold the microbatch; at first those named in the request
+    payload_bytes: int = 0  # of all its tensors
     # Stage -> the peer that was last reported upstream.
     reported_upstream: dict[int, PeerId] = field(default_factory=dict)
     reasons: dict[PeerId, str] = field(default_factory=dict)  # peer -> why it last failed or was busy
     failed: set[PeerId] = field(default_factory=set)  # the peers that have failed
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.call.tensors)
 
     def record_progress(self, call_progress: CallProgress, callee: PeerId) -> bool:
         """Records which peer holds the microbatch, by `callee`'s message; returns whether that is news upstream.
@@ -70,12 +207,6 @@ class RoutedCall:
                 del self.hint.peer_by_stage[self.call.request.stage]
         self.failed.add(peer)
         self.reasons[peer] = reason
-
-    def make_request(self, deadline_ms: int) -> Process:
-        """Returns the message of one attempt, with the present hints of the nearest later stages."""
-        request = self.call.request
-        ahead = sorted((stage, peer) for stage, peer in self.hint.peer_by_stage.items() if stage > request.stage)
-        return replace(request, deadline_ms=deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
 
 
 class Router:
@@ -120,11 +251,12 @@ class Router:
         Tries one peer after another, never two at a time, and waits while none can be asked. Raises Unavailable at the
         deadline. The answer's `peer` is the one that was called, and its `path_ms` includes the time on that link.
         """
-        routed = RoutedCall(call, RouteHint(dict(call.request.hint)))
+        payload_bytes = sum(tensor.nbytes for tensor in call.tensors)
+        routed = RoutedCall(call, RouteHint(dict(call.request.hint)), payload_bytes)
         while True:
             attempt = await self._next_attempt(routed)
             try:
-                answer = self._check_reply(routed, attempt, await self._call(routed, attempt))
+                answer = await self._call(routed, attempt)
             except Busy as refusal:
                 self.balancer.record_busy(loop_time(), attempt, refusal.retry_after_ms / 1000.0)
                 routed.reasons[attempt.peer] = "busy"
@@ -166,7 +298,7 @@ class Router:
             self._report(events.RouteChanged(stage, is_empty, choice.peer or "", choice.reason))
         return choice
 
-    async def _call(self, routed: RoutedCall, attempt: Attempt) -> Reply:
+    async def _call(self, routed: RoutedCall, attempt: Attempt) -> HopAnswer:
         stage, peer = attempt.stage, attempt.peer
         limit = MAX_PROGRESS_PER_STAGE * (self.stage_count - stage)
         counts = Counter[str]()
@@ -185,15 +317,14 @@ class Router:
             if is_new:
                 routed.call.on_progress(call_progress)
 
-        request = routed.make_request(attempt.deadline_ms)
+        ahead = sorted((at, holder) for at, holder in routed.hint.peer_by_stage.items() if at > stage)
+        request = replace(routed.call.request, deadline_ms=attempt.deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
         tensors = routed.call.tensors
-        return await self._caller.call(peer, request, tensors, deadline=attempt.until, on_progress=on_progress)
-
-    def _check_reply(self, routed: RoutedCall, attempt: Attempt, reply: Reply) -> HopAnswer:
+        reply = await self._caller.call(peer, request, tensors, deadline=attempt.until, on_progress=on_progress)
         try:
-            return self.wire_rules.check_answer(reply, routed.call.request.purpose, attempt.peer)
+            return self.wire_rules.check_answer(reply, request.purpose, peer)
         except ProtocolError as problem:
-            self._peer_score.report_violation(attempt.peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
+            self._peer_score.report_violation(peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
             raise
 
     def _record_answer(self, attempt: Attempt, answer: HopAnswer) -> HopAnswer:

@@ -34,14 +34,12 @@ from agora.core.calls import OnProgress, Reply
 from agora.core.clock import loop_time
 from agora.core.span_work import DrawnMicrobatch
 from agora.core.sync_mode import ShareClosed
+from agora.core.tasks import ChangeNotifier
 from agora.observe.events import Event, StepTaken
-from agora.pipeline.barrier import ChangeNotifier
 from agora.pipeline.flow_control import SendInputs
-from agora.pipeline.hop import Hop
-from agora.pipeline.ledger import WorkLedger
+from agora.pipeline.hop import Hop, WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.process_call import ProcessCall, WireRules
-from agora.pipeline.router import Router
+from agora.pipeline.router import ProcessCall, Router, WireRules
 from agora.replica.gossip import SwarmView
 from agora.replica.replica_group import ReplicaGroup
 from agora.swarm.peer_score import PeerScore

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import (
@@ -145,23 +145,16 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
     if not isinstance(parts, tuple) or len(parts) != 3:
         raise ProtocolError("bad-message", "A header must be a list of kind, fields and tensors.")
     message = message_from_fields(parts[0], parts[1])
-    specs = _read_specs(parts[2])
+    if not isinstance(parts[2], tuple) or len(parts[2]) > MAX_TENSORS:
+        raise ProtocolError("bad-tensor", f"A header lists at most {MAX_TENSORS} tensors.")
+    if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in parts[2]):
+        raise ProtocolError("bad-tensor", "A tensor must be listed as its dtype and its shape.")
+    specs = tuple([TensorSpec(dtype, shape, count_bytes(dtype, shape)) for dtype, shape in parts[2]])
     _check_message_fits(prefix.type, message, len(specs))
     total = sum([spec.nbytes for spec in specs])
     if total != prefix.payload_bytes:
         raise ProtocolError("bad-tensor", f"The tensors have {total} bytes, the payload {prefix.payload_bytes}.")
     return message, specs
-
-
-def _read_specs(listed: Any) -> tuple[TensorSpec, ...]:
-    if not isinstance(listed, tuple) or len(listed) > MAX_TENSORS:
-        raise ProtocolError("bad-tensor", f"A header lists at most {MAX_TENSORS} tensors.")
-    specs = []
-    for entry in listed:
-        if not isinstance(entry, tuple) or len(entry) != 2:
-            raise ProtocolError("bad-tensor", "A tensor must be listed as its dtype and its shape.")
-        specs.append(TensorSpec(entry[0], entry[1], count_bytes(entry[0], entry[1])))
-    return tuple(specs)
 
 
 def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:

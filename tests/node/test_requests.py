@@ -34,8 +34,8 @@ from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS, RequestHandler, SentTensors, encode_status
-from agora.pipeline.ledger import RunningWork, WorkLedger
-from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.hop import RunningWork, WorkLedger
+from agora.pipeline.router import HopAnswer, ProcessCall
 from agora.swarm.peer_score import Violation
 
 ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)

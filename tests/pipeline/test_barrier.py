@@ -9,7 +9,7 @@ from agora_protocol.errors import Busy
 from agora_protocol.ids import Span, microbatch_id
 from agora_protocol.messages import Process
 
-from agora.pipeline.barrier import LOOK_S, MAX_WAIT_FRACTION, RETRY_MS, MeanBarrier, StepBarrier
+from agora.pipeline.hop import LOOK_S, MAX_WAIT_FRACTION, RETRY_MS, MeanBarrier, StepBarrier
 from tests.pipeline.world import peer_id
 from tests.virtual_time import VirtualLoop, run
 

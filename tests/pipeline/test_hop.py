@@ -12,9 +12,8 @@ from agora_protocol.messages import CallProgress, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
-from agora.pipeline.barrier import MeanBarrier, StepBarrier
-from agora.pipeline.hop import is_hopeless
-from agora.pipeline.process_call import ProcessCall
+from agora.pipeline.hop import MeanBarrier, StepBarrier, is_hopeless
+from agora.pipeline.router import ProcessCall
 from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S
 from tests.pipeline.world import (
     Node,

@@ -11,8 +11,8 @@ from agora_protocol.messages import CallProgress, Process, Processed
 
 from agora.core.rates import Client
 from agora.observe.events import Event, RepeatServed, SlotsChanged
-from agora.pipeline.ledger import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
-from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.hop import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
+from agora.pipeline.router import HopAnswer, ProcessCall
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
 from tests.virtual_time import run
 

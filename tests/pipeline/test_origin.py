@@ -14,7 +14,7 @@ from agora.core.span_work import DrawnMicrobatch
 from agora.observe.events import EvaluationDone, Event, MicrobatchDropped, MicrobatchRerouted
 from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.router import HopAnswer, ProcessCall
 from tests.pipeline.world import (
     TOKENS,
     Source,

@@ -13,8 +13,7 @@ from agora_protocol.messages import CallProgress, Pong, Process, Processed
 from agora.core.calls import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.load_balancer import RouteHint
-from agora.pipeline.process_call import HopAnswer, ProcessCall
-from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, RoutedCall
+from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, HopAnswer, ProcessCall, RoutedCall
 from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S, Violation
 from tests.pipeline.world import (
     NetworkFaults,

@@ -28,13 +28,10 @@ from agora.observe.events import (
     MicrobatchStarted,
     OffenceRecorded,
 )
-from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.flow_control import SendInputs
-from agora.pipeline.hop import Hop
-from agora.pipeline.ledger import WorkLedger
+from agora.pipeline.hop import Hop, MeanBarrier, StepBarrier, WorkLedger
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.process_call import ProcessCall, TensorForm, WireRules
-from agora.pipeline.router import Router
+from agora.pipeline.router import ProcessCall, Router, TensorForm, WireRules
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults

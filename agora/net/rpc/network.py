@@ -29,8 +29,7 @@ from agora.net.nat.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget
-from agora.net.rpc.connection import Connection, ConnectionServices, Handler
-from agora.net.rpc.gate import Gate
+from agora.net.rpc.connection import Connection, ConnectionServices, Gate, Handler
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline counts as past its own deadline
@@ -235,7 +234,7 @@ class Network:
 
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
         try:
-            self._raise_if_suspended(peer)
+            self._raise_if_refused(peer, by_id=False)  # its HELLO, which comes next, decides whether it is admitted
             if self._is_closing or not self._make_room(Client(stream.address_prefix, peer)):
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
@@ -272,14 +271,10 @@ class Network:
         with contextlib.suppress(AgoraError):
             await connection.start()
 
-    def _raise_if_refused(self, peer: PeerId) -> None:
-        if refusal := self.gate.find_refusal(peer):
+    def _raise_if_refused(self, peer: PeerId, *, by_id: bool = True) -> None:
+        if by_id and (refusal := self.gate.find_refusal(peer)):
             raise refusal
-        self._raise_if_suspended(peer)
-
-    def _raise_if_suspended(self, peer: PeerId) -> None:
-        seconds = self._suspended_s(peer)
-        if seconds > 0:
+        if (seconds := self._suspended_s(peer)) > 0:
             raise NotAdmitted(f"{peer} broke the rules too often; it is suspended for {seconds:.0f} s more.")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, path: str, *, is_initiator: bool) -> Connection:

@@ -15,7 +15,7 @@ from agora_protocol.manifest import Manifest
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine
 from agora.observe import events
-from agora.pipeline.ledger import WorkLedger
+from agora.pipeline.hop import WorkLedger
 from agora.train.device import choose_device
 from agora.train.memory import available_bytes, give_back_freed_memory, limit_memory, resident_bytes
 

@@ -41,9 +41,8 @@ from agora.node.process.startup import Startup
 from agora.node.span.base_supply import BaseSupply
 from agora.node.span.capacity_probe import CapacityProbe
 from agora.observe import events, faults
-from agora.pipeline.ledger import WorkLedger
-from agora.pipeline.process_call import WireRules
-from agora.pipeline.router import Router
+from agora.pipeline.hop import WorkLedger
+from agora.pipeline.router import Router, WireRules
 from agora.replica.all_reduce import reducing_bandwidths
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.peer_score import PeerScore

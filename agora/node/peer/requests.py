@@ -48,7 +48,7 @@ from agora_protocol.tensors import WireTensor
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.rpc.connection import Handler, IncomingCall
-from agora.pipeline.ledger import WorkLedger
+from agora.pipeline.hop import WorkLedger
 from agora.swarm.peer_score import ReportViolation, Violation
 
 JOINING_RETRY_MS = 1000  # milliseconds after which a caller that was refused while no span was held may ask again

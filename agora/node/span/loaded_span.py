@@ -37,11 +37,10 @@ from agora.node.peer.local_peer import LocalPeer
 from agora.node.peer.requests import STATE_REQUESTS, WORK_REQUESTS
 from agora.observe import events, faults
 from agora.pipeline import flow_control
-from agora.pipeline.barrier import MeanBarrier, StepBarrier
 from agora.pipeline.flow_control import SendInputs, StepState
-from agora.pipeline.hop import Hop
+from agora.pipeline.hop import Hop, MeanBarrier, StepBarrier
 from agora.pipeline.origin import MicrobatchSource, Origin, OriginConfig
-from agora.pipeline.process_call import ProcessCall
+from agora.pipeline.router import ProcessCall
 from agora.replica.gossip import SwarmView
 from agora.replica.replica_group import ReplicaGroup
 from agora.replica.view import live_replicas

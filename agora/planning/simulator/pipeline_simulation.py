@@ -17,8 +17,7 @@ from agora_protocol.ids import microbatch_id
 
 from agora.pipeline import flow_control
 from agora.pipeline.flow_control import SendInputs
-from agora.pipeline.hop import is_hopeless
-from agora.pipeline.ledger import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS
+from agora.pipeline.hop import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS, is_hopeless
 from agora.pipeline.load_balancer import MAX_FAILURES, deadline_for_others
 from agora.pipeline.origin import MAX_RETRY_S, MAX_TIMEOUT_S, MIN_TIMEOUT_S, RETRY_S, TIMEOUT_FACTOR
 from agora.pipeline.router import MIN_ATTEMPT_S, UNAVAILABLE_FAILURES
