@@ -16,7 +16,8 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import OptimizerSection
 from torch import Tensor, nn
 
-from agora.model import family_of, stage_loss
+from agora.model import family_of
+from agora.train.objectives import stage_loss
 
 Batches = Sequence[Sequence[np.ndarray]]
 """Of each step, its microbatches: int32 [b, s + 1]."""

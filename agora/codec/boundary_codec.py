@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agora.codec.quantisation import check_scales, dequantise, quantise
 from agora.codec.seeded_random import draw_dither, rotate_blocks
-from agora.codec.uncompressed import CPU, decode_uncompressed, encode_uncompressed
+from agora.codec.uncompressed import CPU, encode_uncompressed, read_values
 
 COLUMN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
 
@@ -27,13 +27,12 @@ def gradient_dither_key(microbatch: bytes, stage: int) -> str:
 
 
 class BoundaryCodec:
-    """Encodes and decodes boundaries and their gradients by the manifest's boundary.codec. Any thread may use it.
-
-    name: such as "int8", "int6/int4h" (boundaries in 6 bits, gradients rotated and in 4 bits) or "top64:bf16" (only the
-    64 strongest columns, as bf16). seed: the run's. Raises ManifestError for an unknown name.
-    """
+    """Encodes and decodes boundaries and their gradients by the manifest's boundary.codec. Any thread may use it."""
 
     def __init__(self, name: str, seed: int = 0) -> None:
+        """name: such as "int8", "int6/int4h" (boundaries in 6 bits, gradients rotated and in 4 bits) or "top64:bf16"
+        (only the 64 strongest columns, as bf16). seed: the run's. Raises ManifestError for an unknown name.
+        """
         self.name = name
         self._spec = parse_codec(name)
         self._seed = seed
@@ -43,21 +42,19 @@ class BoundaryCodec:
     ) -> WireTensor:
         """Encodes a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
 
-        direction: chooses the codec. key: of the dither (see gradient_dither_key), the same as for `decode`; None
-        rounds to nearest. float32 and bf16 ignore the key; their result may share the memory of `tensor`, which must
-        not change before the result is sent. Values that are not finite do not raise; see `decode`.
-
-        boundary: for a gradient, the decoded boundary that the gradient belongs to: a codec that sends only some
-        columns then sends the gradients of the columns that had been sent. None: such a codec sends the columns with
-        the largest sums of squares in `tensor`.
+        key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. boundary: for a
+        gradient, the decoded boundary that it belongs to, whose columns a codec of only some columns sends again. The
+        result may share the memory of `tensor`, which must not change before the result is sent. Values that are not
+        finite do not raise; see `decode`.
         """
         codec = self._spec.of_direction(direction)
         if not self._spec.columns:
-            return self._encode_values(codec, tensor, key)
+            return self._quantise(tensor, codec, key) if codec.bits else encode_uncompressed(tensor, codec.name)
         columns = strongest_columns(tensor if boundary is None else boundary, self._spec.columns)
+        sent = tensor[..., columns]
+        values = self._quantise(sent, codec, key) if codec.bits else encode_uncompressed(sent, codec.name)
         numbers = columns.to(CPU).numpy().astype(COLUMN_DTYPE).view(np.uint8)
-        values = np.frombuffer(self._encode_values(codec, tensor[..., columns], key).data, np.uint8)
-        packed = np.concatenate((numbers, values))
+        packed = np.concatenate((numbers, np.frombuffer(values.data, np.uint8)))
         return WireTensor("uint8", packed.shape, packed.data)
 
     def decode(
@@ -70,7 +67,7 @@ class BoundaryCodec:
     ) -> Tensor:
         """Decodes a wire tensor to float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
 
-        direction, key: those given to `encode`. The result may share the bytes of `wire` for float32 on the CPU. Raises
+        The result may share the bytes of `wire`. Raises
         ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape` (before anything is
         allocated), for a scale out of range, and for wrong column numbers. Quantised values are always finite; values
         of float32 and bf16 must be checked with is_all_finite.
@@ -83,19 +80,20 @@ class BoundaryCodec:
                 "bad-tensor",
                 f"The tensor is {wire.dtype} {wire.shape}; {name} makes {expected[0]} {expected[1]} of {shape}.",
             )
-        if not self._spec.columns:
-            return self._decode_values(codec, wire, shape, key, device)
-        columns, data = unpack_columns(wire.data, self._spec.columns, shape[2])
-        sent_shape = self._spec.sent_shape(shape)
-        dtype, flat_shape = codec.wire_format(sent_shape)
-        sent = self._decode_values(codec, WireTensor(dtype, flat_shape, data), sent_shape, key, device)
+        data, columns, sent_shape = wire.data, None, self._spec.sent_shape(shape)
+        if self._spec.columns:
+            columns, data = unpack_columns(data, self._spec.columns, shape[2])
+        if codec.bits:
+            sent = self._dequantise(read_values(data, "uint8", [len(data)]), sent_shape, codec, key, device)
+        else:
+            sent = read_values(data, codec.name, sent_shape).to(device, torch.float32)
+        if columns is None:
+            return sent
         tensor = torch.zeros(shape, dtype=torch.float32, device=device)
         tensor[..., columns.to(device)] = sent
         return tensor
 
-    def _encode_values(self, codec: DirectionCodec, tensor: Tensor, key: str | None) -> WireTensor:
-        if not codec.bits:
-            return encode_uncompressed(tensor, codec.name)
+    def _quantise(self, tensor: Tensor, codec: DirectionCodec, key: str | None) -> WireTensor:
         b, s, k = tensor.shape
         rows = tensor.detach().to(torch.float32).reshape(b * s, k).contiguous()
         if codec.rotated:
@@ -103,16 +101,12 @@ class BoundaryCodec:
         wire = quantise(rows, codec.bits, self._dither(b * s, k, key, rows.device)).to(CPU)
         return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
 
-    def _decode_values(
-        self, codec: DirectionCodec, wire: WireTensor, shape: Shape, key: str | None, device: torch.device | str
+    def _dequantise(
+        self, wire: Tensor, shape: Shape, codec: DirectionCodec, key: str | None, device: torch.device | str
     ) -> Tensor:
-        if not codec.bits:
-            return decode_uncompressed(wire, codec.name, device, shape=shape)
         b, s, k = shape
-        data = np.frombuffer(wire.data, np.uint8)
-        quantised = torch.from_numpy(data if data.flags.writeable else data.copy())
-        check_scales(quantised, b * s, k)
-        quantised = quantised.to(device)
+        check_scales(wire, b * s, k)
+        quantised = wire.to(device)
         rows = dequantise(quantised, b * s, k, codec.bits, self._dither(b * s, k, key, quantised.device))
         return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
 

@@ -38,18 +38,17 @@ def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
 def decode_uncompressed(
     wire: WireTensor, dtype: str, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Converts a wire tensor to float32 on `device`. May alias `wire` (float32 on the CPU).
+    """Converts a wire tensor to float32 on `device`; may alias it. Values may be NaN or infinite: see is_all_finite.
 
-    Raises ProtocolError "bad-tensor" for another dtype than `dtype`, or another shape than `shape` (None: any). Values
-    may be NaN or infinite: see is_all_finite.
+    Raises ProtocolError "bad-tensor" for another dtype or shape (None: any).
     """
     return _from_wire(wire, dtype, shape).to(device, torch.float32)
 
 
 def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
-    """Converts token ids of any shape to a wire tensor of the narrowest dtype of TOKEN_DTYPES that holds all of them.
+    """Converts token ids of any shape to the narrowest dtype of TOKEN_DTYPES that holds all of them; may alias them.
 
-    tokens: from -1 to 2^31 - 1, which is not checked; at least one. The result may alias them.
+    tokens: from -1 to 2^31 - 1, which is not checked; at least one.
     """
     ids = torch.as_tensor(tokens)
     low, high = (int(bound) for bound in torch.aminmax(ids))
@@ -61,10 +60,10 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
 def decode_tokens(
     wire: WireTensor, vocabulary: int, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Converts a wire tensor of token ids, -1 where not supervised, to int32 on `device`.
+    """Converts a wire tensor of token ids, IGNORED where not supervised, to int32 on `device`; may alias it.
 
-    May alias `wire` (int32 on the CPU). Raises ProtocolError "bad-tensor" for another dtype than TOKEN_DTYPES, another
-    shape than `shape` (None: any), or an id that is not from -1 to vocabulary - 1.
+    Raises ProtocolError "bad-tensor" for another dtype than TOKEN_DTYPES, another shape (None: any), or an id that is
+    not from -1 to vocabulary - 1.
     """
     if wire.dtype not in TOKEN_DTYPES:
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
@@ -80,7 +79,6 @@ def decode_tokens(
 
 
 def is_all_finite(tensor: Tensor) -> bool:
-    """Returns whether no value is NaN or infinite."""
     if not tensor.numel():
         return True
     # One pass without a temporary tensor: aminmax propagates NaN and infinity.
@@ -93,11 +91,16 @@ def _from_wire(wire: WireTensor, name: str, shape: Sequence[int] | None) -> Tens
         raise ProtocolError("bad-tensor", f"The tensor is {wire.dtype}; this run sends {name}.")
     if shape is not None and wire.shape != tuple(shape):
         raise ProtocolError("bad-tensor", f"The tensor has shape {wire.shape}; the manifest implies {tuple(shape)}.")
-    if not wire.data.readonly:
-        shared = torch.frombuffer(wire.data, dtype=DTYPES[name])
+    return read_values(wire.data, name, wire.shape)
+
+
+def read_values(data: memoryview, dtype: str, shape: Sequence[int]) -> Tensor:
+    """Returns `data` as a tensor on the CPU, of a key of DTYPES and as many values as `shape`; may alias it."""
+    if not data.readonly:
+        shared = torch.frombuffer(data, dtype=DTYPES[dtype])
         if shared.data_ptr() % shared.itemsize == 0:
-            return shared.view(wire.shape)
+            return shared.view(shape)
     # torch does not support read-only and unaligned bytes
-    copy = torch.empty(wire.shape, dtype=DTYPES[name])
-    copy.view(-1).view(torch.uint8).numpy().data[:] = wire.data
+    copy = torch.empty(shape, dtype=DTYPES[dtype])
+    copy.view(-1).view(torch.uint8).numpy().data[:] = data
     return copy

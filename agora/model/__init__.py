@@ -8,9 +8,9 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.manifest_errors import suggest
 from agora_protocol.manifest_model import ModelSection
 
-from agora.model.family import Family, RunLayer, StageModule, keep_graph, stage_loss
+from agora.model.family import Family, RunLayer, StageModule, keep_graph
 
-__all__ = ["FAMILIES", "Family", "RunLayer", "StageModule", "family_of", "keep_graph", "stage_loss"]
+__all__ = ["FAMILIES", "Family", "RunLayer", "StageModule", "family_of", "keep_graph"]
 
 # The value of [model] family -> module and class of the Family, which is called with the model section. The module is
 # imported when a run needs it: pretraining imports nothing of tuning.

@@ -1,4 +1,4 @@
-"""The interface of a model family and of its stages, the initial weights of stages, and the loss after the last one.
+"""The interface of a model family and of its stages, and the initial weights of stages.
 
 Layers are numbered over the whole model; a stage is a range of them.
 """
@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from numpy.typing import NDArray
@@ -26,7 +25,6 @@ from agora.cost.run_cost import MemoryNeed
 from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
 
-IGNORED: Final = -1  # the target of a token that is not supervised
 # Called with a layer, the function that computes the layer, and the layer's input; returns the output. It decides what
 # autograd keeps for the backward: the layer's whole graph, or only the layer's input (recomputation).
 RunLayer = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -35,7 +33,7 @@ CHUNK = 1 << 22  # values drawn at a time
 
 
 def keep_graph(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """The default RunLayer: returns compute(hidden), of which autograd keeps the whole graph. `layer` is not used."""
+    """The default RunLayer: autograd keeps the whole graph."""
     return compute(hidden)
 
 
@@ -65,41 +63,34 @@ class StageModule(nn.Module, abc.ABC):
 
         The last stage returns logits [b, s, vocabulary]. k: columns of a boundary.
 
-        hidden: for the first stage, the token ids [b, s].
-        tokens: the microbatch's input ids [b, s], any integer type; an id below 0, which marks an ignored target, is
-        read as 0.
-        segments: int [b, s], the number of each token's sequence inside its row, ascending; a token attends to its own
-        sequence only, in which positions count from 0. None: each row is one sequence. Only families whose section has
-        `can_learn_samples` true take segments.
-        run_layer: called for each decoder layer, with a function of the hidden state alone, in which only that state
-        and the layer's parameters have gradients.
+        hidden: for the first stage, the token ids [b, s]. tokens, segments: as in TokenBatch; a token attends to its
+        own sequence only, in which positions count from 0. Only families whose section has `can_learn_samples` true
+        take segments. run_layer: called for each decoder layer, with a function of the hidden state alone, in which
+        only that state and the layer's parameters have gradients.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Context manager: inside it, forwards of this stage compute the model as it was before any training.
+        """Context manager: inside it, forwards compute the model as it was before any training.
 
-        Called only for models whose manifest section has `has_reference` true.
+        Only for models whose section has `has_reference` true; so for `merged_tensors`.
         """
         raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
     def allocate(self) -> None:
-        """Moves all parameters and buffers from the meta device to the CPU, in place, with undefined values."""
+        """Moves everything from the meta device to the CPU, in place, with undefined values."""
         self.to_empty(device="cpu")
 
     def fill_buffers(self, seed: int) -> None:
-        """Sets the stage's buffers, in place, from the family's sizes and the run's seed; then they are constant."""
+        """Sets the stage's buffers, in place, once for all. seed: the run's."""
 
     @torch.no_grad()
     def fill_at_random(self, generator: torch.Generator) -> None:
-        """Sets all weights, in place, to small values without meaning: to measure how fast the stage is."""
+        """Sets all weights, in place, to values without meaning: to measure how fast the stage is."""
         for _, parameter in self.trained_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
     def initial_std(self, name: str) -> float | None:
-        """Returns the standard deviation of the named parameter's initial values; None if all of them are 1.
-
-        A family overrides either this method or Family.fill_weights.
-        """
+        """None: all of the parameter's initial values are 1. A family overrides this or Family.fill_weights."""
         raise LookupError(f"{type(self).__name__} does not say how {name} begins")
 
     @abc.abstractmethod
@@ -110,11 +101,10 @@ class StageModule(nn.Module, abc.ABC):
         """
 
     def hidden_matrices(self) -> list[str]:
-        """Returns the full names of the trained parameters of which is_hidden_matrix is true, in parameter order."""
         return [name for name, _ in self.trained_parameters() if self.is_hidden_matrix(name)]
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields full name and tensor of each parameter that is trained; the others are frozen and never change."""
+        # The others are frozen and never change.
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
 
@@ -130,10 +120,10 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def make_stage(self, layers: range) -> StageModule:
-        """Constructs the stage of `layers`. The caller must have set the meta device: no memory is allocated."""
+        """The caller must have set the meta device: no memory is allocated."""
 
     def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
-        """Returns an estimate of the least memory that training `span` takes, by the formulas of decoders.
+        """Returns an estimate of the least memory that training `span` takes.
 
         state_in_host: the optimizer's state is in host memory; else all is on the device.
         """
@@ -141,9 +131,9 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:
-        """Returns the name, shape and conversion of each trained tensor of `layers` in an exported Hugging Face model.
+        """Returns the trained tensors of `layers` as in an exported Hugging Face model.
 
-        seed: the run's seed, from which fixed tensors are derived.
+        seed: the run's, from which fixed tensors are derived.
         """
 
     @abc.abstractmethod
@@ -152,28 +142,27 @@ class Family(abc.ABC):
     ) -> dict[str, dict[str, Any]]:
         """Returns the JSON files of an exported Hugging Face model or adapter: file name -> content.
 
-        dtype: "float32" or "bfloat16". end_of_text: the id that ends a document, or None. turn_ends: the ids with which
-        the run learnt to end an answer; generation should stop at them, too.
+        dtype: "float32" or "bfloat16". end_of_text: the id that ends a document. turn_ends: the ids with which the run
+        learnt to end an answer; generation should stop at them, too.
         """
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
         """Returns the tensors of a whole Hugging Face model: those of the base model, merged with what was trained.
 
-        The values are computed block by block when they are read. read_trained: returns a trained tensor by its name;
-        called when blocks are read. Raises LocalError unless the files are those of the run. Called only for models
-        whose section has `has_reference` true.
+        The values are computed, and read_trained is called, block by block when they are read. Raises LocalError unless
+        the files are those of the run.
         """
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     def merged_config_files(
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Returns the JSON files that belong to the model of merged_tensors; for the arguments see config_files."""
+        """As config_files, for the model of merged_tensors."""
         raise LookupError(f"{type(self).__name__} trains nothing beside a base model")
 
     @abc.abstractmethod
     def describe(self) -> ModelDescription:
-        """Returns the model's kind and sizes in words, for the model card."""
+        """For the model card."""
 
     @torch.no_grad()
     def build_stage(self, layers: range, seed: int, base_model: Path | None = None) -> StageModule:
@@ -187,9 +176,9 @@ class Family(abc.ABC):
         return stage
 
     def fill_weights(self, stage: StageModule, seed: int, base_model: Path | None) -> None:
-        """Sets all parameters of `stage`, in place, to their initial values; the base class draws them from the seed.
+        """Sets all parameters, in place, to their initial values, under torch.no_grad.
 
-        Called under torch.no_grad. An override raises LocalError when this machine cannot make or read the values.
+        An override raises LocalError when this machine cannot make or read the values; so for fill_frozen.
         """
         for name, parameter in stage.named_parameters():
             if (std := stage.initial_std(name)) is None:
@@ -215,10 +204,7 @@ class Family(abc.ABC):
         return stage
 
     def fill_frozen(self, stage: StageModule, base_model: Path | None) -> None:  # noqa: B027 - most families have none
-        """Sets the frozen parameters of `stage`, in place, to their values, under torch.no_grad.
-
-        An override raises LocalError when this machine cannot make or read the values.
-        """
+        """Sets the frozen parameters, in place, to their values, under torch.no_grad."""
 
     def _allocate_stage(self, layers: range, seed: int) -> StageModule:
         with torch.device("meta"):
@@ -228,20 +214,15 @@ class Family(abc.ABC):
         return stage
 
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
-        """Returns full name -> shape of every trained parameter of the stage of `layers`, in the stage's order.
-
-        Needs the family's packages, but no memory or files: the stage is made on the meta device.
-        """
+        """Returns full name -> shape of every trained parameter, in the stage's order; needs no memory or files."""
         with torch.device("meta"):
             return {name: tuple(p.shape) for name, p in self.make_stage(layers).trained_parameters()}
 
     def hidden_matrices(self, layers: range) -> list[str]:
-        """Returns StageModule.hidden_matrices of the stage of `layers`."""
         with torch.device("meta"):
             return self.make_stage(layers).hidden_matrices()
 
     def parameter_count(self, layers: range) -> int:
-        """Returns how many numbers the stage of `layers` trains."""
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())
 
 
@@ -265,13 +246,3 @@ def initial_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> 
                 sums += (bits >> shift) & (2**PIECE_BITS - 1)
         chunk.copy_((sums.double() - centre) * scale)
     return flat.view(shape)
-
-
-def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the sum (not the mean) of the supervised tokens' cross entropies, a float32 scalar; 0 if there are none.
-
-    logits: [b, s, vocabulary], any float dtype. targets: [b, s], any integer dtype, -1 for tokens that do not count.
-    """
-    with torch.autocast(logits.device.type, enabled=False):
-        flat = logits.flatten(0, -2).float()
-        return F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORED, reduction="sum")

@@ -21,10 +21,7 @@ MEASURE_MEMORY_S = 1.0  # for which a measurement of the available memory is use
 
 
 class GraphBudget:
-    """Whether graphs are kept: with "keep" all, with "recompute" none, with "auto" those for which memory suffices.
-
-    bytes_by_entry: bytes of one microbatch's graph, by the stage that it entered, once measured ("auto" only).
-    """
+    """Whether graphs are kept: with "keep" all, with "recompute" none, with "auto" those for which memory suffices."""
 
     def __init__(self, activations: str, device: torch.device, in_flight: int) -> None:
         """in_flight: microbatches that are usually between forward and backward."""
@@ -32,14 +29,13 @@ class GraphBudget:
         self._device = device
         self._in_flight = in_flight
         self._available_bytes, self._measured_at = 0, -MEASURE_MEMORY_S
+        # With "auto": of one microbatch's graph, by the stage that it entered, once measured.
         self.bytes_by_entry: dict[int, int] = {}
 
     def must_measure(self, entry_stage: int) -> bool:
-        """Returns whether the graph of microbatches that enter at `entry_stage` must be measured first."""
         return self._activations == "auto" and entry_stage not in self.bytes_by_entry
 
     def record_measured(self, entry_stage: int, graph_bytes: int) -> None:
-        """Records the bytes of the graph of one microbatch that entered at `entry_stage`."""
         self.bytes_by_entry[entry_stage] = graph_bytes
 
     def keeps_one(self, entry_stage: int) -> bool:
@@ -67,10 +63,6 @@ class GraphBudget:
 
 
 def graphs_fit(graph_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    """Returns whether graphs_to_come * graph_bytes + version_bytes <= GRAPHS_FRACTION * available_bytes.
-
-    graph_bytes: of one microbatch's graph. version_bytes: of a copy of the weights that may become necessary.
-    """
     return graph_bytes * graphs_to_come + version_bytes <= GRAPHS_FRACTION * available_bytes
 
 
@@ -90,16 +82,12 @@ def checkpoint(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Te
 
 @dataclass(frozen=True, slots=True)
 class _RecordedFunction:
-    """A function of a layer's input, with the random state and the autocast of its first run, to be run again.
-
-    random_states: torch's for the CPU, then that of the CUDA device if the input is on one. autocast_dtype: None if
-    autocast was off.
-    """
+    # A function of a layer's input, with the random state and the autocast of its first run, to be run again.
 
     compute: Callable[[Tensor], Tensor]
     device: torch.device
-    random_states: tuple[Tensor, ...]
-    autocast_dtype: torch.dtype | None
+    random_states: tuple[Tensor, ...]  # of the CPU, then that of the CUDA device if the input is on one
+    autocast_dtype: torch.dtype | None  # None: autocast was off
 
     @classmethod
     def record(cls, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> _RecordedFunction:
@@ -121,7 +109,7 @@ class _RecordedFunction:
 
 
 class _CheckpointedLayer(torch.autograd.Function):
-    """Autograd function: a layer that keeps only its input; its backward computes the output again, with a graph."""
+    # A layer that keeps only its input; its backward computes the output again, with a graph.
 
     @staticmethod
     def forward(context: Any, recorded: _RecordedFunction, hidden: Tensor, *trained: Tensor) -> Tensor:
@@ -143,15 +131,12 @@ class _CheckpointedLayer(torch.autograd.Function):
 
 
 class GraphMeasure:
-    """Runs layers and measures their graphs; each graph is dropped before the next layer runs, so no backward follows.
-
-    layer_bytes: how many bytes the graph of each layer kept alive, in the order of the layers.
-    """
+    """Runs layers and measures their graphs, each of which is dropped before the next layer runs."""
 
     def __init__(self, not_counted: Set[int]) -> None:
         """not_counted: data pointers of storages whose bytes are not counted, because they are alive anyway."""
         self._not_counted = not_counted
-        self.layer_bytes: list[int] = []
+        self.layer_bytes: list[int] = []  # that the graph of each layer kept alive
 
     def run_layer(self, layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """A RunLayer: runs `compute` with its graph, and returns the output without it."""

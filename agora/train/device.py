@@ -102,6 +102,7 @@ class DeviceQueue:
         self._busy_s = 0.0
         self._started_at = time.monotonic()
         self._job_started_at: float | None = None
+        self._call_started = 0.0  # by the work clock
         self._failures = 0  # jobs in a row in which the device has failed
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
         self._thread.start()
@@ -119,8 +120,8 @@ class DeviceQueue:
         afterwards: called on the device thread after the result was handed back, before any other job, for work that
         no caller waits for; not called if the function raised. When the caller is cancelled, a queued job never runs;
         the result of a running one is passed to `on_abandoned` on the event loop. Raises the function's own exception,
-        Busy without waiting when `limit` jobs of this priority wait, DeviceError when the queue is closed or the thread
-        has ended.
+        but torch's as OutOfMemory or DeviceError; Busy without waiting when `limit` jobs of this priority wait;
+        DeviceError when the queue is closed or the thread has ended.
         """
         job = _DeviceJob(priority, lambda: function(*args), afterwards)
         queue = self._queues[priority]
@@ -201,7 +202,8 @@ class DeviceQueue:
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
             self._fault("device.job")
-            job.future.set_result(self._call_throttled(job.call))
+            with _device_errors():
+                job.future.set_result(self._call_throttled(job.call))
             self._call_throttled(job.afterwards)  # the caller has its result already: nobody waits for this
             failure = None
         except Exception as error:  # a job ends here, and its caller's future fails
@@ -217,22 +219,18 @@ class DeviceQueue:
                 job.future.set_exception(failure)
 
     def _call_throttled(self, call: Callable[[], T]) -> T:
-        started = self._work_clock()
+        self._call_started = self._work_clock()
         result = call()
         if self.slowdown > 1.0:
-            time.sleep((self.slowdown - 1.0) * (self._work_clock() - started))
+            time.sleep(self._sleep_s())
         return result
 
-    def begin_work(self) -> tuple[float, float]:
-        """Returns the present times of time.monotonic and of the work clock, for `work_s`. Call it in a job."""
-        return time.monotonic(), self._work_clock()
+    def _sleep_s(self) -> float:
+        return (self.slowdown - 1.0) * (self._work_clock() - self._call_started)
 
-    def work_s(self, begun: tuple[float, float]) -> float:
-        """Returns the seconds since `begun`, plus those that the job will sleep for its work since then.
-
-        begun: what `begin_work` returned in the same job.
-        """
-        return time.monotonic() - begun[0] + (self.slowdown - 1.0) * (self._work_clock() - begun[1])
+    def job_s(self) -> float:
+        """Returns the seconds that the running job has taken, plus those that it will sleep for them. Call it in it."""
+        return time.monotonic() - (self._job_started_at or 0.0) + self._sleep_s()
 
     def _stop(self, reason: str) -> None:
         with self._condition:
@@ -246,8 +244,7 @@ class DeviceQueue:
 
 
 @contextlib.contextmanager
-def device_errors() -> Iterator[None]:
-    """Context manager: raises torch's out-of-memory errors as OutOfMemory, other RuntimeErrors as DeviceError."""
+def _device_errors() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:

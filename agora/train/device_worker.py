@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar, TypeVarTuple
 
@@ -23,7 +24,7 @@ from agora.core.span_work import SpanResult, SpanWork
 from agora.core.sync_mode import ALL_REDUCE, StepEvent, StepPlan, StepPolicy
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
-from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, device_errors, work_clock_of
+from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, work_clock_of
 from agora.train.gradients import GradientNormBound, GradientShare
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
@@ -38,7 +39,7 @@ MAX_EVENTS: Final = 4096  # maximum number of step events that wait for their re
 
 
 class StepEvents:
-    """A queue of at most MAX_EVENTS step events: any thread may `put`; one task iterates, on the loop that made it."""
+    """A queue of MAX_EVENTS step events, then the oldest go: any thread may `put`; one task iterates, on its loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -46,7 +47,6 @@ class StepEvents:
         self._arrived = asyncio.Event()
 
     def put(self, event: StepEvent) -> None:
-        """Appends an event and wakes the reader; drops the oldest event if the queue is full. From any thread."""
         self._events.append(event)
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
             self._loop.call_soon_threadsafe(self._arrived.set)
@@ -81,7 +81,7 @@ class DeviceWorker:
     """
 
     def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
-        """Use `create` instead. events: the queue into which the trainer's `on_step` puts."""
+        """Use `create` instead. events: those of the trainer."""
         self.span, self.device = trainer.span, trainer.device
         self.predicts_weights = trainer.predicts_weights
         self.trainer = trainer
@@ -123,17 +123,16 @@ class DeviceWorker:
             fault=device.fault,
             on_error=lambda error: report(TaskFailed("device", repr(error))),
         )
-        build_stages = device_errors()(
-            lambda: SpanTrainer(
-                manifest,
-                span,
-                chosen,
-                report=report,
-                in_flight=in_flight,
-                on_step=events.put,
-                base_model=base_model,
-                state_in_host=device.state_in_host,
-            )
+        build_stages = partial(
+            SpanTrainer,
+            manifest,
+            span,
+            chosen,
+            report=report,
+            in_flight=in_flight,
+            on_step=events.put,
+            base_model=base_model,
+            state_in_host=device.state_in_host,
         )
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)
@@ -156,16 +155,14 @@ class DeviceWorker:
         forwards are stashed.
         """
 
-        @device_errors()
         def job() -> tuple[WireTensor, StashedForward | None]:
             if work.entry_stage not in self.span or self._has_last_stage:
                 here = f"stages {work.entry_stage} to {self.span.last} cannot run forward here"
                 raise NotMyStage(f"{here}, only {self.span}")
-            begun = self._queue.begin_work()
             output, forward = self.trainer.forward(self._decode(work))
             encoded = self._codec.encode(output, "forward")
             if forward is not None:
-                forward.record_device_time(self._queue.work_s(begun))
+                forward.record_device_time(self._queue.job_s())
             return encoded, forward
 
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
@@ -189,12 +186,11 @@ class DeviceWorker:
         def job() -> SpanResult:
             if work.entry_stage not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {work.entry_stage} to the last cannot run here; this peer holds {self.span}")
-            begun = self._queue.begin_work()
             decoded = self._decode(work)
             done = self.trainer.run_last_stages(decoded)
             return SpanResult(
                 gradient=self._encode_gradient(decoded, done.gradient),
-                busy_s=self._queue.work_s(begun),
+                busy_s=self._queue.job_s(),
                 loss_sum=done.loss_sum,
                 tokens=done.tokens,
                 metrics=done.metrics,
@@ -214,49 +210,39 @@ class DeviceWorker:
         """
 
         def job() -> SpanResult:
-            begun = self._queue.begin_work()
             key = gradient_dither_key(microbatch, self.span.last + 1)
             decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
-            self._require_finite(decoded, microbatch, self.span.last, "gradient")
-            self._require_plausible(decoded, microbatch)
+            if not is_all_finite(decoded):
+                raise self._refusal(microbatch, self.span.last, "the gradient received is not finite; send it again")
+            # One gradient far larger than most would outweigh all others in the sum of a step.
+            size = float(decoded.norm()) / math.sqrt(max(1, decoded.numel()))
+            limit = self._gradient_norms.limit
+            if not self._gradient_norms.record_and_check(size):
+                why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
+                raise self._refusal(microbatch, self.span.last, why)
             result, forward = self.trainer.backward(microbatch, entry_stage, decoded)
             encoded = self._encode_gradient(forward.work, result)
-            return SpanResult(encoded, forward.device_s + self._queue.work_s(begun))
+            return SpanResult(encoded, forward.device_s + self._queue.job_s())
 
         return await self._run_and_step(job)
 
-    def _require_plausible(self, gradient: Tensor, microbatch: MicrobatchId) -> None:
-        # One gradient far larger than most would outweigh all others in the sum of a step.
-        size = float(gradient.norm()) / math.sqrt(max(1, gradient.numel()))
-        limit = self._gradient_norms.limit
-        if not self._gradient_norms.record_and_check(size):
-            why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
-            self.trainer.stage(self.span.last).record_refusal(microbatch.hex(), why)
-            raise ProtocolError("bad-tensor", why)
-
     def forget(self, microbatch: MicrobatchId, entry_stage: int) -> None:
-        """Drops the stashed forward of a microbatch, if there is one. From any thread."""
+        """Drops a stashed forward, if there is one. From any thread."""
         self.trainer.stashed.forget(microbatch, entry_stage)
 
     # --- how far the stages are; from any thread
 
     def progress(self) -> list[StageProgress]:
-        """Returns the last snapshot of each stage, in their order."""
         return [stage.progress for stage in self.trainer.stages.values()]
 
     def step_of(self, stage: int) -> int:
-        """Returns how many optimizer steps `stage` has taken. Raises NotMyStage for a stage outside the span."""
-        return self.trainer.stage(stage).progress.step
+        return self.trainer.stages[stage].progress.step
 
     def step_plan(self, stage: int) -> StepPlan:
-        """Returns which steps of `stage` are local. Raises NotMyStage for a stage outside the span."""
-        return self.trainer.stage(stage).progress.plan
+        return self.trainer.stages[stage].progress.plan
 
     def step_events(self) -> AsyncIterator[StepEvent]:
-        """Yields an event for every step and closed share of the span's stages, in order; never ends.
-
-        Only one task may read it. If it falls MAX_EVENTS behind, the oldest events are dropped.
-        """
+        """Yields an event for every step and closed share, in order; never ends. One task may read it."""
         return aiter(self._events)
 
     async def watch(self) -> None:
@@ -264,22 +250,20 @@ class DeviceWorker:
         await self._queue.watch()
 
     def busy_fraction(self) -> float:
-        """Returns the fraction of the time since `create` that the device thread spent on jobs."""
+        """Of the time since `create`, what the device thread spent on jobs."""
         return self._queue.busy_fraction()
 
     def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces the policy that decides, after each job, whether `stage` steps or closes its share."""
-        self.trainer.stage(stage).set_policy(policy)
+        """The policy decides, after each job, whether `stage` steps or closes its share. From any thread."""
+        self.trainer.stages[stage].set_policy(policy)
 
     def layout(self, stage: int) -> Layout:
-        """Returns where the stage's named tensors and moments lie in its flat weights."""
-        return self.trainer.stage(stage).layout
+        return self.trainer.stages[stage].layout
 
     # --- the methods of Stage of the same name, each as a job between two microbatches
 
     async def outer_gradient(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
-        """See Stage.outer_gradient."""
-        return await self._run_and_step(self.trainer.stage(stage).outer_gradient, blocks)
+        return await self._run_and_step(self.trainer.stages[stage].outer_gradient, blocks)
 
     async def outer_step(
         self,
@@ -290,39 +274,33 @@ class DeviceWorker:
         averaged: AveragedFragment | None,
         wanted_fragments: int = ALL_REDUCE,
     ) -> None:
-        """See Stage.outer_step."""
-        function = self.trainer.stage(stage).outer_step
+        function = self.trainer.stages[stage].outer_step
         await self._run_and_step(function, step, blocks, snapshot, averaged, wanted_fragments)
 
     async def catch_up(self, stage: int, step: int) -> None:
-        """See Stage.catch_up."""
-        await self._run_and_step(self.trainer.stage(stage).catch_up, step)
+        await self._run_and_step(self.trainer.stages[stage].catch_up, step)
 
     async def take_gradient_share(self, stage: int) -> GradientShare:
-        """See Stage.take_gradient_share. From then on only `step_with_gradient` takes that step."""
-        return await self._run_and_step(self.trainer.stage(stage).take_gradient_share)
+        return await self._run_and_step(self.trainer.stages[stage].take_gradient_share)
 
     async def step_with_gradient(
         self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int = ALL_REDUCE
     ) -> None:
-        """See Stage.step_with_gradient."""
-        function = self.trainer.stage(stage).step_with_gradient
+        function = self.trainer.stages[stage].step_with_gradient
         await self._run_and_step(function, step, mean_gradient, tokens, wanted_fragments)
 
     async def export_state(self, stage: int) -> StageState:
-        """See Stage.export_state."""
-        return await self._run_and_step(self.trainer.stage(stage).export_state)
+        return await self._run_and_step(self.trainer.stages[stage].export_state)
 
     async def load_state(self, state: StageState) -> None:
-        """See Stage.load_state."""
-        await self._run_and_step(self.trainer.stage(state.stage).load_state, state)
+        await self._run_and_step(self.trainer.stages[state.stage].load_state, state)
 
     async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
         """Returns copies of the stage's trainable tensors by full name, on the CPU.
 
         average: of their moving averages instead; in a run without averages, still of the tensors.
         """
-        held = self.trainer.stage(stage)
+        held = self.trainer.stages[stage]
         tensors = await self._run_and_step(
             lambda: held.weights.copy_tensors(held.evaluated if average else held.weights.current)
         )
@@ -331,8 +309,7 @@ class DeviceWorker:
     async def _run_and_step(
         self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
     ) -> T:
-        guarded = device_errors()(function)
-        return await self._queue.run(priority, guarded, *args, afterwards=self.trainer.take_due_steps)
+        return await self._queue.run(priority, function, *args, afterwards=self.trainer.take_due_steps)
 
     # --- on the device thread
 
@@ -346,7 +323,8 @@ class DeviceWorker:
         entry = batch.inputs
         if work.boundary is not None:
             entry = self._codec.decode(work.boundary, self._boundary_shape, "forward", device=self.device)
-            self._require_finite(entry, microbatch, entry_stage, "boundary")
+            if not is_all_finite(entry):
+                raise self._refusal(microbatch, entry_stage, "the boundary received is not finite; send it again")
         return DecodedWork(microbatch, entry_stage, entry, batch, work.purpose, work.references)
 
     def _encode_gradient(self, work: DecodedWork, gradient: Tensor | None) -> WireTensor | None:
@@ -355,7 +333,6 @@ class DeviceWorker:
         key = gradient_dither_key(work.microbatch, work.entry_stage)
         return self._codec.encode(gradient, "backward", key, boundary=work.entry)
 
-    def _require_finite(self, tensor: Tensor, microbatch: MicrobatchId, stage: int, what: str) -> None:
-        if not is_all_finite(tensor):
-            self.trainer.stage(stage).record_refusal(microbatch.hex(), f"the {what} received is not finite")
-            raise ProtocolError("bad-tensor", f"the {what} holds values that are not finite; send it again")
+    def _refusal(self, microbatch: MicrobatchId, stage: int, why: str) -> ProtocolError:
+        self.trainer.stages[stage].record_refusal(microbatch.hex(), why)
+        return ProtocolError("bad-tensor", why)

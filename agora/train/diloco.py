@@ -46,7 +46,7 @@ class OuterOptimizer:
         }
 
     def outer_gradient(self, blocks: Tensor, snapshot: Tensor) -> Tensor:
-        """Returns outer parameters - snapshot in the blocks with the numbers `blocks`, float32 [blocks * SLICE_BLOCK].
+        """Returns outer parameters - snapshot in these blocks, float32 [blocks * SLICE_BLOCK].
 
         snapshot: weights of these blocks only, of the same shape.
         """
@@ -55,17 +55,12 @@ class OuterOptimizer:
     def step(
         self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...], pass_steps: int
     ) -> Tensor:
-        """Moves outer parameters and velocity in `blocks` by a round's mean, by the formula of this module.
+        """Moves outer parameters and velocity in `blocks`; returns what to add to the weights: new - snapshot.
 
-        Returns what to add to the weights: new outer parameters - snapshot, float32 [n].
-
-        snapshot, mean: of these blocks, float32 [n].
-        has_mean: for each part of part_elements(n) elements, whether the round gave a mean; where it did not, nothing
-            changes and the result is 0. Padding is set to 0.
-        pass_steps: the steps in which every fragment is synced once; they decide the momentum, at most MAX_MOMENTUM.
-
-        Raises ProtocolError, and changes nothing, for a mean of another shape or dtype, and when the resulting change
-        of the weights is not finite.
+        snapshot, mean, result: float32 [n]. has_mean: for each part of part_elements(n) elements, whether the round
+        gave a mean; where it did not, nothing changes and the result is 0. pass_steps: in which every fragment is
+        synced once. Raises ProtocolError, and changes nothing, for a mean of another shape or dtype, and when the
+        change of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError(
@@ -90,7 +85,7 @@ class OuterOptimizer:
         return change
 
     def restart(self, blocks: Tensor, snapshot: Tensor) -> None:
-        """Sets the outer parameters in `blocks` to `snapshot` [n], the only replica's weights, the velocity to 0."""
+        """snapshot: the only replica's weights in these blocks, float32 [n]."""
         self._blocks_of(OUTER_PARAMETERS)[blocks] = snapshot.view(-1, SLICE_BLOCK)
         self._blocks_of(VELOCITY)[blocks] = 0.0
 

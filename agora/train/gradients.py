@@ -34,10 +34,7 @@ class GradientNormBound:
         return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
 
     def record_and_check(self, size: float) -> bool:
-        """Returns whether a gradient of root mean square `size` may be used; False for NaN.
-
-        Records min(size, limit) for later limits, unless the size is 0 or NaN.
-        """
+        """Returns whether a gradient of root mean square `size` may be used; False for NaN. Counts for later limits."""
         limit = self.limit
         if size > 0:
             self._sizes.append(min(size, limit))
@@ -46,29 +43,22 @@ class GradientNormBound:
 
 @dataclass(frozen=True, slots=True)
 class GradientShare:
-    """A replica's share of step number `step` (0 is the first): the mean gradient over its own `tokens`.
+    """A replica's share of a step: the mean gradient over its own tokens."""
 
-    values: float32 [numel] on the CPU, finite; do not change them. Zeros if `tokens` is 0.
-    """
-
-    step: int
+    step: int  # 0 is the first
     tokens: int
-    values: Tensor
+    values: Tensor  # float32 [numel] on the CPU, finite, zeros if `tokens` is 0; do not change them
 
 
 @dataclass(slots=True)
 class SumTotals:
-    """The totals of a gradient sum: the microbatches, their tokens, and the sum of their losses.
+    """The totals of a gradient sum over its microbatches."""
 
-    tokens: the microbatches' weights, see Objective.loss_weight; predicted_tokens: those whose gradient was computed at
-    predicted weights. forward_steps: sum over the microbatches of the step count that the weights had at the forward.
-    """
-
-    tokens: int = 0
+    tokens: int = 0  # their weights, see Objective.loss_weight
     loss: float = 0.0
     microbatches: int = 0
-    predicted_tokens: int = 0
-    forward_steps: int = 0
+    predicted_tokens: int = 0  # of those whose gradient was computed at predicted weights
+    forward_steps: int = 0  # sum of the step counts that the weights had at their forwards
 
     def staleness(self, step: int) -> float:
         """Returns the microbatches' mean age, in steps, at step number `step`; 0 without microbatches."""
@@ -76,20 +66,17 @@ class SumTotals:
 
 
 class ClosedShare(NamedTuple):
-    """This replica's closed share of a step, held until the mean over all replicas arrives."""
-
+    # Held until the mean over all replicas arrives.
     gradient: GradientShare
     totals: SumTotals
 
 
 class GradientSum:
-    """The summed gradients of a stage's open share. flat: the sum, float32 [numel], on the device.
-
-    tensors: a view of `flat` for each parameter, in the layout's order. totals: of the microbatches in the sum.
-    """
+    """The summed gradients of a stage's open share."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        # Views of `flat`, one for each parameter, in the layout's order.
         self.tensors = [tensor_in(self.flat, slot) for slot in layout.slots]
         self.totals = SumTotals()
 
@@ -98,7 +85,7 @@ class GradientSum:
         return self.flat / max(self.totals.tokens, 1)
 
     def clear(self) -> SumTotals:
-        """Zeroes the sum; returns the totals from before."""
+        """Returns the totals from before."""
         self.flat.zero_()
         totals, self.totals = self.totals, SumTotals()
         return totals

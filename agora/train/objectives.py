@@ -17,21 +17,16 @@ from agora_protocol.manifest_sections import ObjectiveSection
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from torch import Tensor
 
-from agora.model.family import IGNORED, stage_loss
+from agora.codec.uncompressed import IGNORED
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The tokens of one microbatch, in the form that stages and losses take.
+    """The tokens of one microbatch, in the form that stages and losses take; all [b, s]."""
 
-    inputs: ids [b, s]; a negative one, which is an ignored target in runs without marks, is read as 0. targets: the id
-    that follows each input [b, s], IGNORED if not supervised. segments: the number of each input's sequence in its row
-    [b, s], ascending; None if each row is one sequence.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    segments: Tensor | None = None
+    inputs: Tensor  # ids; a negative one, which is an ignored target in runs without marks, is read as 0
+    targets: Tensor  # the id that follows each input, IGNORED if not supervised
+    segments: Tensor | None = None  # the number of each input's sequence in its row, ascending; None: one sequence each
 
     @classmethod
     def from_wire(cls, tokens: Tensor, *, has_marks: bool) -> TokenBatch:
@@ -56,25 +51,20 @@ class TokenBatch:
 
 
 class MicrobatchLoss(NamedTuple):
-    """The loss of a microbatch. loss_sum: mean loss * Objective.loss_weight, a float32 scalar with its graph.
-
-    metrics: sums over the microbatch; each objective has its own.
-    """
-
-    loss_sum: Tensor
-    metrics: tuple[float, ...] = ()
+    loss_sum: Tensor  # mean loss * Objective.loss_weight, a float32 scalar with its graph
+    metrics: tuple[float, ...] = ()  # sums over the microbatch; each objective has its own
 
 
 class Objective(abc.ABC):
-    """Base class: what a run trains for."""
+    """What a run trains for."""
 
     def loss_weight(self, batch: TokenBatch) -> int:
-        """Returns the weight of a microbatch in its step: by default the number of its supervised tokens."""
+        """Returns the weight of a microbatch in its step."""
         return batch.supervised_tokens
 
     @abc.abstractmethod
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
-        """Returns the loss sum and metrics of a microbatch with logits [b, s, v] of any float dtype.
+        """logits: [b, s, v] of any float dtype.
 
         references: each row's summed log-probability of its supervised tokens under the reference model. An objective
         that needs them (dpo) raises ProtocolError unless there is one for each row; the others ignore them.
@@ -82,14 +72,14 @@ class Objective(abc.ABC):
 
 
 class LanguageModeling(Objective):
-    """Objective lm: the cross entropy of every target that is not IGNORED. It has no metrics."""
+    """Objective lm: the cross entropy of every supervised target."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
         return MicrobatchLoss(stage_loss(logits, batch.targets))
 
 
 class SupervisedFineTuning(Objective):
-    """Objective sft: the cross entropy of the supervised targets. Its metric: how many of them are predicted right."""
+    """Objective sft: as lm, with a metric: how many of the targets are predicted right."""
 
     def loss(self, logits: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
         right = (logits.detach().argmax(dim=-1) == batch.targets).sum()
@@ -138,6 +128,16 @@ class DirectPreference(Objective):
         margin = section.beta * (chosen - rejected)
         smoothing = section.label_smoothing
         return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def stage_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the sum (not the mean) of the supervised tokens' cross entropies, a float32 scalar.
+
+    logits: [b, s, v], any float dtype. targets: [b, s], any integer dtype, IGNORED for tokens that do not count.
+    """
+    with torch.autocast(logits.device.type, enabled=False):
+        flat = logits.flatten(0, -2).float()
+        return F.cross_entropy(flat, targets.flatten().long(), ignore_index=IGNORED, reduction="sum")
 
 
 def row_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:

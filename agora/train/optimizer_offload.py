@@ -22,16 +22,12 @@ PIECE: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOffload:
-    """Where a stage's optimizer state is kept: on `device`, which has the weights, or with in_host in host memory.
+    """Where a stage's optimizer state is kept."""
 
-    With in_host the copies are made even where the device is the CPU itself, so that a test needs no GPU.
-    """
-
-    device: torch.device
-    in_host: bool = False
+    device: torch.device  # has the weights
+    in_host: bool = False  # the copies are made even where the device is the CPU itself: a test needs no GPU
 
     def zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns `count` zeros where the state is kept; page-locked if a GPU reads them from host memory."""
         if not self.in_host:
             return torch.zeros(count, dtype=dtype, device=self.device)
         return torch.zeros(count, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -45,14 +41,12 @@ class OptimizerOffload:
 
     @contextmanager
     def on_device(self, *state: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Context manager: yields the tensors `state` on the device, to be changed in place; the changes remain.
-
-        If the state is in host memory, it yields copies, and copies them back unless the block raises.
-        """
+        """Context manager: yields the tensors `state` on the device, to be changed in place; the changes remain."""
         if not self.in_host:
             yield state
             return
         copies = tuple(tensor.to(self.device, copy=True) for tensor in state)
         yield copies
+        # Not if the block raised: the state stays as it was.
         for tensor, changed in zip(state, copies, strict=True):
             tensor.copy_(changed)

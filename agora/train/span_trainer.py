@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from agora_protocol.errors import LocalError, NotMyStage
@@ -46,6 +47,13 @@ class FinishedMicrobatch:
     gradient: Tensor | None = None  # of loss_sum, for the boundary that entered [b, s, k]; None at stage 0 or untrained
     metrics: tuple[float, ...] = ()  # sums, see agora.core.metrics
     log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for "reference" only
+
+
+class HeldStages(dict[int, Stage]):
+    """The stages of a span by number. Looking up another one raises NotMyStage."""
+
+    def __missing__(self, number: int) -> NoReturn:
+        raise NotMyStage(f"stage {number} is not held here; this peer holds {Span(min(self), max(self))}")
 
 
 class SpanTrainer:
@@ -93,7 +101,7 @@ class SpanTrainer:
         self._bf16 = has_native_bf16(device)
         self.graphs = GraphBudget(manifest.schedule.activations, device, in_flight)
         self.stashed = StashedForwards(LIMIT_FACTOR * in_flight)
-        self.stages: dict[int, Stage] = {}
+        self.stages = HeldStages()
         family = family_of(manifest.model)
         for number in span.stages:
             module = family.build_stage(manifest.layers_of(number), manifest.seed, base_model)
@@ -104,12 +112,6 @@ class SpanTrainer:
         if self.predicts_weights:
             for stage in self.stages.values():
                 stage.predict_weights()
-
-    def stage(self, number: int) -> Stage:
-        """Returns stage `number`. Raises NotMyStage if it is not in this span."""
-        if number not in self.stages:
-            raise NotMyStage(f"stage {number} is not held here; this peer holds {self.span}")
-        return self.stages[number]
 
     def take_due_steps(self) -> None:
         """Calls Stage.step_if_due on every stage."""
@@ -128,11 +130,27 @@ class SpanTrainer:
             with torch.no_grad():
                 return self._run(work), None
         self.stashed.require_room(work.microbatch, work.entry_stage)
-        output, versions = self._run_for_training(work)
+        stages = self._stages_of(work)
+        # Its backward comes after those of the microbatches that are stashed already.
+        versions = tuple(stage.training_version(self.stashed.tokens_in(stage.number)) for stage in stages)
+        if self.graphs.must_measure(work.entry_stage):
+            output, keeps_graph = self._measure_graph(work, versions), False
+        else:
+            # Of the stages without a second version of their weights, which a step before the backward would make.
+            single = [stage.weights.current for stage in self.stages.values() if stage.weights.previous is None]
+            version_bytes = sum(version.flat.nbytes for version in single)
+            keeps_graph = self.graphs.keeps_another(work.entry_stage, self.stashed.count_graphs(), version_bytes)
+            with torch.set_grad_enabled(keeps_graph):
+                output = self._run(work, keep_graph, versions)
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), work, "the boundary it computed")
-        graph = output if versions else None
-        forward = StashedForward(work, self.objective.loss_weight(work.batch), self._steps_of(work), graph, versions)
+        forward = StashedForward(
+            work,
+            self.objective.loss_weight(work.batch),
+            steps=tuple(stage.step for stage in stages),
+            output=output if keeps_graph else None,
+            versions=versions if keeps_graph else (),
+        )
         self.stashed.add(forward)
         return boundary, forward
 
@@ -146,10 +164,8 @@ class SpanTrainer:
         """
         batch, trains = work.batch, work.is_training
         tokens = self.objective.loss_weight(batch)
-        run_layer = self._layers_for_gradients(work) if trains else keep_graph
-        versions = self._versions_for(work) if trains else ()
         with torch.set_grad_enabled(trains):
-            logits = self._run(work, run_layer, versions)
+            logits, versions = self._run_for_gradients(work) if trains else (self._run(work), ())
             if work.purpose == "reference":
                 rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
                 self._require_finite(sum(rows), work, "the reference's log-probability")
@@ -160,8 +176,9 @@ class SpanTrainer:
         self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, work, "the loss")
         if not trains:
             return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
-        forward = StashedForward(work, tokens, self._steps_of(work), loss, versions)
-        return FinishedMicrobatch(loss_sum, tokens, self._add_gradients(forward, loss, loss_sum=loss_sum), metrics)
+        steps = tuple(stage.step for stage in self._stages_of(work))
+        forward = StashedForward(work, tokens, steps, loss, versions)
+        return FinishedMicrobatch(loss_sum, tokens, self._add_gradients(forward, loss_sum=loss_sum), metrics)
 
     def backward(
         self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor
@@ -175,26 +192,13 @@ class SpanTrainer:
         error.
         """
         forward = self.stashed.take(microbatch, entry_stage)
-        output = forward.output
-        if output is None:
-            run_layer = self._layers_for_gradients(forward.work)
-            forward.versions = self._versions_for(forward.work)
+        if forward.output is None:
             with torch.enable_grad():
-                output = self._run(forward.work, run_layer, forward.versions)
-        return self._add_gradients(forward, output, gradient.to(output.dtype)), forward
+                forward.output, forward.versions = self._run_for_gradients(forward.work)
+        return self._add_gradients(forward, gradient), forward
 
     def _stages_of(self, work: DecodedWork) -> list[Stage]:
         return [self.stages[number] for number in range(work.entry_stage, self.span.last + 1)]
-
-    def _steps_of(self, work: DecodedWork) -> tuple[int, ...]:
-        return tuple(stage.step for stage in self._stages_of(work))
-
-    def _versions_for(self, work: DecodedWork, *, is_stashed: bool = False) -> tuple[WeightVersion, ...]:
-        # is_stashed: its backward comes after those of the microbatches that are stashed already.
-        return tuple(
-            stage.training_version(self.stashed.tokens_in(stage.number) if is_stashed else 0)
-            for stage in self._stages_of(work)
-        )
 
     def _run(
         self, work: DecodedWork, run_layer: RunLayer = keep_graph, versions: Sequence[WeightVersion] = ()
@@ -223,17 +227,13 @@ class SpanTrainer:
                 torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             yield
 
-    def _run_for_training(self, work: DecodedWork) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        # The versions are (), and the output has no graph, if the backward has to run the forward again.
-        versions = self._versions_for(work, is_stashed=True)
+    def _run_for_gradients(self, work: DecodedWork) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+        # A run whose backward follows at once: its output, and the weights that it used.
+        versions = tuple(stage.training_version() for stage in self._stages_of(work))
         if self.graphs.must_measure(work.entry_stage):
-            return self._measure_graph(work, versions), ()
-        without_second = [stage.weights for stage in self.stages.values() if stage.weights.previous is None]
-        second_version = sum(weights.current.flat.nbytes for weights in without_second)
-        keeps_graph = self.graphs.keeps_another(work.entry_stage, self.stashed.count_graphs(), second_version)
-        with torch.set_grad_enabled(keeps_graph):
-            output = self._run(work, keep_graph, versions)
-        return output, versions if keeps_graph else ()
+            self._measure_graph(work, versions)
+        run_layer = keep_graph if self.graphs.keeps_one(work.entry_stage) else checkpoint
+        return self._run(work, run_layer, versions), versions
 
     def _measure_graph(self, work: DecodedWork, versions: Sequence[WeightVersion]) -> Tensor:
         # Layer by layer, so that measuring never takes more memory than one layer's graph.
@@ -243,20 +243,17 @@ class SpanTrainer:
         self.graphs.record_measured(work.entry_stage, sum(measure.layer_bytes) + others)
         return output.detach()
 
-    def _layers_for_gradients(self, work: DecodedWork) -> RunLayer:
-        if self.graphs.must_measure(work.entry_stage):
-            self._measure_graph(work, self._versions_for(work))
-        return keep_graph if self.graphs.keeps_one(work.entry_stage) else checkpoint
-
     def _add_gradients(
-        self, forward: StashedForward, output: Tensor, gradient: Tensor | None = None, loss_sum: float = 0.0
+        self, forward: StashedForward, gradient: Tensor | None = None, loss_sum: float = 0.0
     ) -> Tensor | None:
-        # Without `gradient`, `output` is the loss itself.
-        work = forward.work
+        # Without `gradient`, the forward's output is the loss itself.
+        work, output = forward.work, forward.output
+        assert output is not None
         stages = self._stages_of(work)
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
         inputs = [work.entry, *parameters] if work.entry_stage > 0 else parameters
-        computed = list(torch.autograd.grad([output], inputs, None if gradient is None else [gradient]))
+        received = None if gradient is None else [gradient.to(output.dtype)]
+        computed = list(torch.autograd.grad([output], inputs, received))
         # Checked before any is added: an error must not leave a part of them in the sums.
         self._require_finite(float(get_total_norm(computed, foreach=True)), work, "the gradient it computed")
         entry_gradient = computed.pop(0) if work.entry_stage > 0 else None

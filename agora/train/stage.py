@@ -104,7 +104,7 @@ class Stage:
     ) -> None:
         """module: gives the initial weights. on_step: called on the device thread after each step and closed share."""
         self.number = number
-        self.weights = StageWeights(module, offload.device, module.hidden_matrices())
+        self.weights = StageWeights(module, offload.device, module.hidden_matrices(), stashed)
         layout, flat = self.weights.layout, self.weights.current.flat
         self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, layout, flat, offload)
         self.layout = self.optimizer.layout
@@ -123,7 +123,6 @@ class Stage:
         self._history = {0: INITIAL_HASH}
         # This replica's supervised tokens in the steps taken so far; those of a loaded state are included.
         self.tokens_stepped = 0
-        self._stashed = stashed
         self._report = report
         self._on_step = on_step
         self._knows_loss = number == manifest.stage_count - 1
@@ -204,7 +203,7 @@ class Stage:
 
     def predict_weights(self) -> None:
         """From now on `training_version` predicts weights, which takes as much memory as the weights."""
-        self.prediction = WeightPrediction(self.weights, self.optimizer, self._stashed)
+        self.prediction = WeightPrediction(self.weights, self.optimizer)
 
     def training_version(self, tokens_before: int = 0) -> WeightVersion:
         """Returns the weights for the gradient of a microbatch: predicted ones if steps come before it counts.
@@ -224,10 +223,6 @@ class Stage:
         step, counted = self._open_step, self.sum.totals.tokens
         ends_here = self._policy.must_close(step, self.plan) or not self._policy.uses_mean_gradient(step, self.plan)
         return ends_here and counted + tokens >= self._policy.tokens_needed(step)
-
-    def writable_weights(self) -> Tensor:
-        """Returns the flat current weights [numel], which may be changed in place, see StageWeights.make_writable."""
-        return self.weights.make_writable(self._stashed)
 
     # --- steps
 
@@ -313,7 +308,7 @@ class Stage:
             checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments)
             gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
-            result = self.optimizer.step(self.writable_weights(), gradient, step)
+            result = self.optimizer.step(self.weights.make_writable(), gradient, step)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
@@ -355,7 +350,7 @@ class Stage:
         self._update_progress()
 
     def _step_with_sum(self) -> None:
-        result = self.optimizer.step(self.writable_weights(), self.sum.flat, self.step, self.sum.totals.tokens)
+        result = self.optimizer.step(self.weights.make_writable(), self.sum.flat, self.step, self.sum.totals.tokens)
         totals = self.sum.clear()
         if result is None:
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
@@ -436,7 +431,7 @@ class Stage:
             pass_steps = self._averaging.every * self.plan.fragments_at(step - 1)
             change = self.outer.step(rows, snapshot, mean, has_mean, pass_steps).to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
-            flat = self.writable_weights()
+            flat = self.weights.make_writable()
             flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
             self.layout.clear_padding(flat)
             decided = bytes(has_mean) + wanted_fragments.to_bytes(2, "big")
@@ -476,7 +471,7 @@ class Stage:
             if moment.is_square and bool((values < 0).any()):
                 raise ProtocolError("bad-tensor", f"a value of {moment.name} of stage {self.number} is negative")
             moments[moment.name] = values
-        self.writable_weights().copy_(weights)
+        self.weights.make_writable().copy_(weights)
         self.optimizer.load(state.updates, moments)
         self.outer = None
         if state.plan.is_inner(state.step):

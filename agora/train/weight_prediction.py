@@ -17,7 +17,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.train.gradients import GradientShare
 from agora.train.optimizer import StageOptimizer
-from agora.train.weight_versions import StashedForwards, VersionedWeights, WeightVersion
+from agora.train.weight_versions import VersionedWeights, WeightVersion
 
 # Weights are predicted where that takes at most this fraction of the memory that the device has available.
 MAX_MEMORY_FRACTION: Final = 1 / 8
@@ -36,10 +36,9 @@ def predicts_weights(manifest: Manifest, weights_bytes: int, available_bytes: in
 class WeightPrediction:
     """The predicted weights of one stage, in memory of their own; graphs on them are kept as on the stage's weights."""
 
-    def __init__(self, weights: VersionedWeights, optimizer: StageOptimizer, stashed: StashedForwards) -> None:
+    def __init__(self, weights: VersionedWeights, optimizer: StageOptimizer) -> None:
         self._weights = weights
         self._optimizer = optimizer
-        self._stashed = stashed
         self._predicted = weights.twin()
         # The steps that the predicted weights have taken beyond the stage's own; () before the first prediction.
         self._steps: tuple[int, ...] = ()
@@ -63,7 +62,7 @@ class WeightPrediction:
             return self._weights.current
         steps = tuple(share.step for share in shares)
         if steps != self._steps:
-            flat = self._predicted.make_writable(self._stashed)
+            flat = self._predicted.make_writable()
             flat.copy_(self._weights.current.flat)
             for share in shares:
                 self._optimizer.preview(flat, share.values.to(flat.device, copy=True), share.step)

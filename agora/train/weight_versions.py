@@ -44,51 +44,61 @@ class WeightVersion:
 
 
 class VersionedWeights:
-    """Trainable weights of one stage, in one or two versions, each float32 [numel] with tensors as in `layout`.
+    """Trainable weights of one stage, in one or two versions, each float32 [numel] with tensors as in `layout`."""
 
-    previous: the version before `current`; None until weights changed that a graph needs.
-    """
-
-    def __init__(self, layout: Layout, current: WeightVersion) -> None:
+    def __init__(self, layout: Layout, current: WeightVersion, stashed: StashedForwards) -> None:
+        """stashed: the forwards whose graphs may need these weights."""
         self.layout = layout
         self.current = current
-        self.previous: WeightVersion | None = None
+        self._stashed = stashed
+        self.previous: WeightVersion | None = None  # until weights changed that a graph needs
 
-    def make_writable(self, stashed: StashedForwards) -> Tensor:
+    def make_writable(self) -> Tensor:
         """Returns the flat current weights [numel], which the caller may change in place: no live graph needs them.
 
         If a stashed graph does, a copy becomes current, in the memory of the previous version.
         """
-        if stashed.with_graph_on(self.current):
+        if self._stashed.with_graph_on(self.current):
             # At most two versions are alive: these backwards will run the forward again.
-            for forward in stashed.with_graph_on(self.previous):
+            for forward in self._stashed.with_graph_on(self.previous):
                 forward.output, forward.versions = None, ()
             self.begin_version()
         return self.current.flat
 
     def begin_version(self) -> None:
-        """Makes a copy of the current version current. Overwrites `previous`, which no graph may need."""
+        """Makes a copy of the current version current. Overwrites `previous`: no graph may need it."""
         fresh = self.previous or WeightVersion(torch.empty_like(self.current.flat), self.layout, self.current.module)
         fresh.flat.copy_(self.current.flat)
         self.current, self.previous = fresh, self.current
 
     def twin(self) -> VersionedWeights:
         version = WeightVersion(self.current.flat.clone(), self.layout, self.current.module)
-        return VersionedWeights(self.layout, version)
+        return VersionedWeights(self.layout, version, self._stashed)
 
 
 class StageWeights(VersionedWeights):
     """The trainable weights that a stage has learnt."""
 
-    def __init__(self, module: StageModule, device: torch.device, hidden_matrices: Collection[str] = ()) -> None:
-        """Copies the trainable parameters of `module`, which moves to `device`, to the first version."""
+    def __init__(
+        self,
+        module: StageModule,
+        device: torch.device,
+        hidden_matrices: Collection[str] = (),
+        stashed: StashedForwards | None = None,
+    ) -> None:
+        """Copies the trainable parameters of `module`, which moves to `device`, to the first version.
+
+        stashed: the forwards whose graphs may need these weights, if there are any.
+        """
         module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         layout = lay_out(((name, tuple(p.shape)) for name, p in trainable.items()), hidden_matrices)
         flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for slot in layout.slots:
             tensor_in(flat, slot).copy_(trainable[slot.name].detach())
-        super().__init__(layout, WeightVersion(flat, layout, module))
+        super().__init__(
+            layout, WeightVersion(flat, layout, module), StashedForwards(0) if stashed is None else stashed
+        )
 
     def copy_tensors(self, version: WeightVersion | None = None) -> dict[str, Tensor]:
         """Returns copies of the trainable tensors by full name, on the CPU. version: by default `current`."""
@@ -98,14 +108,11 @@ class StageWeights(VersionedWeights):
 
 @dataclass(frozen=True, slots=True)
 class DecodedWork:
-    """A microbatch's work in a span, as tensors on the device; see SpanWork for what the two have in common.
-
-    entry: float32 boundary [b, s, k] that enters stage `entry_stage`, or at stage 0 the token ids [b, s].
-    """
+    """A SpanWork as tensors on the device."""
 
     microbatch: MicrobatchId
     entry_stage: int
-    entry: Tensor
+    entry: Tensor  # the boundary that enters there, float32 [b, s, k], or at stage 0 the token ids [b, s]
     batch: TokenBatch
     purpose: str = "train"
     references: tuple[float, ...] = ()
@@ -117,24 +124,17 @@ class DecodedWork:
 
 @dataclass(slots=True)
 class StashedForward:
-    """What the backward of one microbatch needs: its work, and, if kept, the graph from the entry to `output`.
-
-    tokens: the weight of the microbatch in its step.
-    steps: for each stage from the entry stage on, its step at the forward.
-    output: None if the backward has to run the forward again.
-    versions: the graph's weights, or ().
-    device_s: seconds that the forward took.
-    """
+    """What the backward of one microbatch needs: its work, and, if kept, the graph from the entry to `output`."""
 
     work: DecodedWork
-    tokens: int
-    steps: tuple[int, ...]
-    output: Tensor | None = None
-    versions: tuple[WeightVersion, ...] = ()
-    device_s: float = 0.0
+    tokens: int  # the weight of the microbatch in its step
+    steps: tuple[int, ...]  # of each stage from the entry stage on, its step at the forward
+    output: Tensor | None = None  # None if the backward has to run the forward again
+    versions: tuple[WeightVersion, ...] = ()  # the graph's weights
+    device_s: float = 0.0  # that the forward took
 
     def record_device_time(self, seconds: float) -> None:
-        """Sets `device_s`, which is known only when the forward is over."""
+        # Known only when the forward is over, and stashed.
         self.device_s = seconds
 
 
@@ -159,12 +159,12 @@ class StashedForwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
     def add(self, forward: StashedForward) -> None:
-        """Keeps a forward, in place of an earlier one of the same microbatch and entry stage. Ignores the limit."""
+        """Replaces an earlier forward of the same microbatch and entry stage. Ignores the limit."""
         with self._lock:
             self._forwards[forward.work.microbatch, forward.work.entry_stage] = forward
 
     def take(self, microbatch: MicrobatchId, entry_stage: int) -> StashedForward:
-        """Removes and returns the forward of a microbatch; raises LocalError without one."""
+        """Removes and returns a forward; raises LocalError without one."""
         with self._lock:
             forward = self._forwards.pop((microbatch, entry_stage), None)
         if forward is None:
@@ -172,13 +172,13 @@ class StashedForwards:
         return forward
 
     def forget(self, microbatch: MicrobatchId, entry_stage: int, only: StashedForward | None = None) -> None:
-        """Removes the forward of a microbatch, if one is kept. only: if given, nothing but this very forward."""
+        """Removes a forward, if it is kept. only: if given, nothing but this very forward."""
         with self._lock:
             if only is None or self._forwards.get((microbatch, entry_stage)) is only:
                 self._forwards.pop((microbatch, entry_stage), None)
 
     def tokens_in(self, stage: int) -> int:
-        """Returns the tokens of the forwards that have passed `stage`."""
+        # Of the forwards that have passed the stage.
         return sum(forward.tokens for forward in list(self._forwards.values()) if forward.work.entry_stage <= stage)
 
     def count_graphs(self) -> int:

@@ -42,7 +42,7 @@ class Replica:
 
     def __init__(self, manifest: Manifest, sampler: Sampler, name: str, sequences: int) -> None:
         self.trainer = SpanTrainer(manifest, WHOLE, torch.device("cpu"), report=lambda event: None, in_flight=1)
-        self.stage = self.trainer.stage(0)
+        self.stage = self.trainer.stages[0]
         self.tokens = sequences * manifest.model.context
         self.step_alone()
         self._sequences = sequences
@@ -290,7 +290,7 @@ def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, f
     mean = torch.stack([replica.flat for replica in replicas]).mean(dim=0)
     distance = statistics.fmean(float((replica.flat - mean).square().mean()) for replica in replicas) ** 0.5
     apart = distance / float(mean.square().mean()) ** 0.5
-    replicas[0].stage.writable_weights().copy_(mean)
+    replicas[0].stage.weights.make_writable().copy_(mean)
     return {"loss_of_mean": replicas[0].loss(heldout), "loss_of_replica": statistics.fmean(alone), "apart": apart}
 
 

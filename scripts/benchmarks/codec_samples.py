@@ -96,5 +96,5 @@ def boundary_samples(manifest: Manifest, steps: int, keep: int, folder: Path) ->
 
 def _trainer(manifest: Manifest, number: int) -> SpanTrainer:
     trainer = SpanTrainer(manifest, Span(number, number), torch.device("cpu"), report=lambda event: None, in_flight=1)
-    trainer.stage(number).set_policy(StepPolicy(manifest.tokens_per_microbatch))
+    trainer.stages[number].set_policy(StepPolicy(manifest.tokens_per_microbatch))
     return trainer

@@ -21,10 +21,9 @@ from agora.core.sync_mode import StepPolicy
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.model import stage_loss
 from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
-from agora.train.objectives import TokenBatch
+from agora.train.objectives import TokenBatch, stage_loss
 from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
 from benchmarks.worker import Channel
@@ -44,7 +43,7 @@ class PlainLoop:
         self._sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
         self._manifest, self._device = manifest, choose_device("auto")
         trainer = SpanTrainer(manifest, Span(0, 0), self._device, report=lambda event: None, in_flight=1)
-        self._trainer, self._stage = trainer, trainer.stage(0)
+        self._trainer, self._stage = trainer, trainer.stages[0]
         self._stage.set_policy(StepPolicy(manifest.optimizer.target_tokens))
         self._module = self._stage.weights.current.module
         self._chunk = chunk

@@ -104,5 +104,5 @@ def _trainer(manifest: Manifest, number: int, base_model: Path) -> SpanTrainer:
         in_flight=1,
         base_model=base_model,
     )
-    trainer.stage(number).set_policy(StepPolicy(manifest.tokens_per_microbatch))
+    trainer.stages[number].set_policy(StepPolicy(manifest.tokens_per_microbatch))
     return trainer

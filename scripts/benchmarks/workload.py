@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer
-from agora.model import family_of, stage_loss
+from agora.model import family_of
+from agora.train.objectives import stage_loss
 from agora.train.optimizer import learning_rate
 from benchmarks.task import MICROBATCHES_PER_STEP
 

@@ -73,7 +73,7 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
     replicas = replicas_of(manifest, sampler)
     together = Exact(replicas, "float32")
     (alone,) = [Replica(manifest, sampler, "alone", 2)]
-    alone.trainer.stage(0).set_policy(StepPolicy(REPLICAS * alone.tokens))
+    alone.trainer.stages[0].set_policy(StepPolicy(REPLICAS * alone.tokens))
     for step in range(5):
         drawn = [replica.draw(step) for replica in replicas]
         for replica, tokens in zip(replicas, drawn, strict=True):
@@ -140,7 +140,7 @@ def test_judging_leaves_the_first_replica_with_the_mean(manifest: Manifest, samp
     replicas = replicas_of(manifest, sampler)
     base = replicas[0].flat.clone()
     for number, replica in enumerate(replicas):
-        replica.stage.writable_weights().mul_(number)
+        replica.stage.weights.make_writable().mul_(number)
     found = judge(replicas, [replicas[0].draw(0)])
     torch.testing.assert_close(replicas[0].flat, 1.5 * base)
     assert found["apart"] == pytest.approx(np.sqrt(5 / 4) / 1.5)

@@ -27,13 +27,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agora.cli import console, export
 from agora.cli.console import Failure
-from agora.model import StageModule, family_of, stage_loss
+from agora.model import StageModule, family_of
 from agora.node import paths, runs
 from agora.node.control.control_api import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
+from agora.train.objectives import stage_loss
 from agora.train.optimizer import with_moments
 from agora.train.weight_versions import StageWeights
 

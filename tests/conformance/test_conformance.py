@@ -18,7 +18,8 @@ import pytest
 import torch
 from agora_protocol.manifest import Manifest, SignedManifest
 
-from agora.model import family_of, stage_loss
+from agora.model import family_of
+from agora.train.objectives import stage_loss
 from tests.process.harness import Daemon, Swarm, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]

@@ -11,8 +11,9 @@ from agora_protocol.manifest_model import SubspaceSection
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.model import StageModule, family_of, stage_loss
+from agora.model import StageModule, family_of
 from agora.model.subspace_stage import apply_rotary, rotary_table
+from agora.train.objectives import stage_loss
 
 SEED = 11
 

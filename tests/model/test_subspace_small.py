@@ -18,8 +18,9 @@ from agora_protocol.manifest_model import SubspaceSection
 from torch import Tensor
 
 from agora.core.span_work import SpanWork
-from agora.model import StageModule, family_of, fixed_tensors, stage_loss
+from agora.model import StageModule, family_of, fixed_tensors
 from agora.model.subspace_stage import FIXED_SCALE
+from agora.train.objectives import stage_loss
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
 from tests.tuning.test_llama_equivalence import attention, hugging_face_name, norm

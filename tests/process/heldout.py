@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from agora.cli.local_swarm import LocalDaemon
 from agora.data.sampling import Sampler
-from agora.model import family_of, stage_loss
+from agora.model import family_of
+from agora.train.objectives import stage_loss
 
 
 def checkpoints(daemon: LocalDaemon) -> dict[int, Path]:

@@ -298,8 +298,7 @@ def test_a_slowed_device_may_reckon_by_a_clock_of_its_work_and_says_what_it_took
 
     async def test(queue: DeviceQueue) -> None:
         def job() -> None:
-            begun = queue.begin_work()
-            found.append(queue.work_s(begun))
+            found.append(queue.job_s())
 
         started = time.monotonic()
         await queue.run(Priority.FORWARD, job)

@@ -142,7 +142,7 @@ def test_a_gradient_that_would_overflow_here_is_refused_and_another_peers_gradie
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError, match="plausible"):
             await worker.backward(M, 0, a_boundary(3e38))  # finite, as its sender may say
-        sums = worker.trainer.stage(0).sum.flat
+        sums = worker.trainer.stages[0].sum.flat
         assert not sums.any()
         (progress,) = worker.progress()
         assert (progress.tokens_total, progress.step, progress.refused_nonfinite) == (0, 0, 1)
@@ -158,7 +158,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
         worker.set_step_policy(1, StepPolicy(64))
         untouched = await worker.copy_weights(1)
         await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
-        worker.trainer.stage(1).sum.flat[5] = float("inf")
+        worker.trainer.stages[1].sum.flat[5] = float("inf")
         await worker.run_last_stages(SpanWork(microbatch_id(1), 1, a_boundary(), a_batch(), "train"))
         assert all((untouched[name] == value).all() for name, value in (await worker.copy_weights(1)).items())
         (progress,) = worker.progress()
@@ -221,8 +221,8 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
             theirs = (await one.backward(M, 1, (await two.backward(M, 2, a_boundary())).gradient)).gradient
             np.testing.assert_array_equal(values_of(mine), values_of(theirs))
             assert [p.tokens_in_share for p in span.progress()] == [0, 32, 32]
-            assert not span.trainer.stage(0).sum.flat.any()
-            np.testing.assert_array_equal(span.trainer.stage(2).sum.flat, two.trainer.stage(2).sum.flat)
+            assert not span.trainer.stages[0].sum.flat.any()
+            np.testing.assert_array_equal(span.trainer.stages[2].sum.flat, two.trainer.stages[2].sum.flat)
 
     asyncio.run(whole())
 
@@ -244,7 +244,7 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
         seen = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "evaluate"))
         assert seen.gradient is None
         assert worker.progress()[0].tokens_total == 0
-        assert not worker.trainer.stage(1).sum.flat.any()
+        assert not worker.trainer.stages[1].sum.flat.any()
         trained = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert trained.loss_sum == pytest.approx(seen.loss_sum)
 
@@ -343,7 +343,7 @@ def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
         def broken(*arguments: object) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
-        hook = worker.trainer.stage(0).weights.current.module.register_forward_pre_hook(broken)
+        hook = worker.trainer.stages[0].weights.current.module.register_forward_pre_hook(broken)
         with pytest.raises(DeviceError, match=r"unspecified launch failure\)"):
             await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         hook.remove()
@@ -358,7 +358,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
             raise RuntimeError("no memory for the moments")
 
         worker.set_step_policy(1, StepPolicy(32))
-        monkeypatch.setattr(worker.trainer.stage(1).optimizer, "step", broken)
+        monkeypatch.setattr(worker.trainer.stages[1].optimizer, "step", broken)
         done = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert done.tokens == 32
         await worker.copy_weights(1)

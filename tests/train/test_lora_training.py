@@ -35,7 +35,7 @@ async def gradients(manifest: Manifest, base: Path, microbatch: int) -> dict[int
     async with pipeline_of(manifest, ["0", "1-2"], base_model=base) as pipeline:
         for worker in pipeline:
             for stage in worker.span.stages:  # B is zero at first, and A would have no gradient
-                flat = worker.trainer.stage(stage).writable_weights()
+                flat = worker.trainer.stages[stage].weights.make_writable()
                 flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(stage)))
         await learn(pipeline, microbatch, batch, "sft")
         stages = [stage for worker in pipeline for stage in worker.trainer.stages.values()]
@@ -78,7 +78,7 @@ def test_an_evaluation_drops_nothing_and_draws_nothing(base: Path) -> None:
         manifest = lora_manifest(base, "sft", stages=1, model={"lora_dropout": dropout})
         batch = answered_batches(answered_samples(2))[0]
         async with pipeline_of(manifest, ["0"], base_model=base) as (worker,):
-            flat = worker.trainer.stage(0).writable_weights()
+            flat = worker.trainer.stages[0].weights.make_writable()
             flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)))
             wired = tokens_of(batch)
             return [
@@ -98,7 +98,7 @@ def test_a_stages_state_is_its_adapter_and_nothing_else_changes(base: Path, froz
         manifest = lora_manifest(base, "sft", stages=2, model={"frozen_as": frozen_as})
         batches = answered_batches(answered_samples(8))
         async with pipeline_of(manifest, ["0", "1"], base_model=base) as pipeline:
-            modules = [worker.trainer.stage(stage).weights.current.module for stage, worker in enumerate(pipeline)]
+            modules = [worker.trainer.stages[stage].weights.current.module for stage, worker in enumerate(pipeline)]
             before = [{n: p.detach().clone() for n, p in module.named_parameters()} for module in modules]
             for step, batch in enumerate(batches):
                 await learn(pipeline, step, batch, "sft")
@@ -106,7 +106,7 @@ def test_a_stages_state_is_its_adapter_and_nothing_else_changes(base: Path, froz
             for stage, worker in enumerate(pipeline):
                 state = await worker.export_state(stage)
                 assert {slot.name.split(".")[-3] for slot in state.layout.slots} == {"lora_A", "lora_B"}
-                module = worker.trainer.stage(stage).weights.current.module
+                module = worker.trainer.stages[stage].weights.current.module
                 for name, parameter in module.named_parameters():
                     assert torch.equal(parameter, before[stage][name]) != (".lora_" in name), name
 

@@ -64,7 +64,7 @@ def test_squares_exist_only_where_adamw_needs_them() -> None:
     for name in ("adamw", "muon"):
 
         async def use(worker: DeviceWorker, state: StageState, manifest: Manifest) -> None:
-            optimizer = worker.trainer.stage(0).optimizer
+            optimizer = worker.trainer.stages[0].optimizer
             held[name] = sum(tensor.untyped_storage().nbytes() for tensor in optimizer.moments.values())
             assert state.layout == stage_layout(manifest, 0) == worker.layout(0)
             assert sum(array.nbytes for array in state.arrays.values()) == state.layout.nbytes

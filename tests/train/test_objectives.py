@@ -12,8 +12,8 @@ from agora_protocol.manifest_sections import ObjectiveSection
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from torch import Tensor
 
+from agora.codec.uncompressed import IGNORED
 from agora.core.metrics import MAX_REWARD, add_sums, are_plausible, named_means
-from agora.model.family import IGNORED
 from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
 
 ROWS, PLACES, IDS = 4, 6, 11

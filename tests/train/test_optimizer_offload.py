@@ -32,7 +32,7 @@ def trainer(manifest: Manifest, *, state_in_host: bool) -> SpanTrainer:
 
 def take_steps(span: SpanTrainer) -> None:
     """Takes STEPS steps along the same random gradients for every caller."""
-    stage, rng = span.stage(0), torch.Generator().manual_seed(5)
+    stage, rng = span.stages[0], torch.Generator().manual_seed(5)
     for number in range(STEPS):
         gradient = torch.randn(stage.layout.numel, generator=rng)
         stage.layout.clear_padding(gradient)
@@ -47,7 +47,7 @@ def test_state_in_host_memory_takes_the_same_steps_to_the_last_bit(optimizer: st
     on_device, in_host = trainer(manifest, state_in_host=False), trainer(manifest, state_in_host=True)
     for span in (on_device, in_host):
         take_steps(span)
-    first, second = on_device.stage(0).export_state(), in_host.stage(0).export_state()
+    first, second = on_device.stages[0].export_state(), in_host.stages[0].export_state()
     assert first.step == second.step == STEPS
     assert (first.weights == second.weights).all()
     assert all((first.moments[name] == second.moments[name]).all() for name in first.moments)
@@ -57,11 +57,11 @@ def test_a_state_moves_between_machines_of_both_kinds() -> None:
     manifest = manifest_with("muon")
     on_device, in_host = trainer(manifest, state_in_host=False), trainer(manifest, state_in_host=True)
     take_steps(on_device)
-    in_host.stage(0).load_state(on_device.stage(0).export_state())
-    gradient = torch.ones(in_host.stage(0).layout.numel)
+    in_host.stages[0].load_state(on_device.stages[0].export_state())
+    gradient = torch.ones(in_host.stages[0].layout.numel)
     for span in (on_device, in_host):
-        span.stage(0).step_with_gradient(STEPS, gradient.clone(), tokens=1)
-    assert (on_device.stage(0).export_state().weights == in_host.stage(0).export_state().weights).all()
+        span.stages[0].step_with_gradient(STEPS, gradient.clone(), tokens=1)
+    assert (on_device.stages[0].export_state().weights == in_host.stages[0].export_state().weights).all()
 
 
 def test_the_average_of_the_weights_is_evaluated_from_host_memory() -> None:
@@ -69,9 +69,9 @@ def test_the_average_of_the_weights_is_evaluated_from_host_memory() -> None:
     spans = [trainer(manifest, state_in_host=in_host) for in_host in (False, True)]
     for span in spans:
         take_steps(span)
-    flats = [span.stage(0).evaluated.flat for span in spans]
+    flats = [span.stages[0].evaluated.flat for span in spans]
     assert torch.equal(*flats)
-    held = spans[1].stage(0).optimizer.average
+    held = spans[1].stages[0].optimizer.average
     assert held is not None and flats[1].data_ptr() != held.data_ptr(), "a copy for the device"
 
 
@@ -100,6 +100,6 @@ def test_on_a_gpu_the_moments_take_host_memory_and_the_steps_are_the_same() -> N
     for in_host in (False, True):
         span = SpanTrainer(manifest, WHOLE, device, report=lambda event: None, in_flight=1, state_in_host=in_host)
         take_steps(span)
-        assert all((moment.device.type == "cpu") == in_host for moment in span.stage(0).moments.values())
-        flats.append(span.stage(0).export_state().weights)
+        assert all((moment.device.type == "cpu") == in_host for moment in span.stages[0].moments.values())
+        flats.append(span.stages[0].export_state().weights)
     assert (flats[0] == flats[1]).all()

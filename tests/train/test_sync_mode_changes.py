@@ -20,7 +20,7 @@ PLAN = StepPlan(ALL_REDUCE, FIRST, SLICES)
 
 
 def stage_of() -> Stage:
-    return Bench("keep", averaging={"fraction": 1 / SLICES}).trainer.stage(0)
+    return Bench("keep", averaging={"fraction": 1 / SLICES}).trainer.stages[0]
 
 
 def take_exact_step(stage: Stage, wanted: int = ALL_REDUCE) -> None:

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 
 from agora.core.clock import loop_time
 from agora.core.sync_mode import ONLY_ALL_REDUCE
-from agora.model import family_of, stage_loss
+from agora.model import family_of
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import AVERAGE, StageState
 from agora.state.state_fetch import StateFetch
-from agora.train.objectives import TokenBatch
+from agora.train.objectives import TokenBatch, stage_loss
 from agora.train.optimizer import average_decay
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Stage
@@ -60,7 +60,7 @@ def take_steps(stage: Stage, first: int, last: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", ["adamw", "nadam", "muon"])
 @pytest.mark.parametrize("decay", [0.05, 0.3, 0.99])
 def test_the_average_is_the_formula_after_every_step(name: str, decay: float) -> None:
-    stage = trainer_of(one_stage(name=name, average_decay=decay)).stage(0)
+    stage = trainer_of(one_stage(name=name, average_decay=decay)).stages[0]
     stage.restart_at(97, 0, 97, 0, ONLY_ALL_REDUCE)
     expected = stage.export_state().weights.astype(np.float64)
     for step in range(97, 112):
@@ -75,7 +75,7 @@ def test_the_average_is_the_formula_after_every_step(name: str, decay: float) ->
 
 def test_it_is_the_weights_before_the_first_step_and_without_one_there_is_none() -> None:
     for decay, arrays in ((0.9, 4), (0.0, 3)):
-        stage = trainer_of(one_stage(average_decay=decay)).stage(0)
+        stage = trainer_of(one_stage(average_decay=decay)).stages[0]
         state = stage.export_state()
         assert np.array_equal(state.averaged_weights, state.weights) and state.weights.any()
         assert len(state.arrays) == arrays and state.layout.nbytes == 4 * arrays * state.layout.numel
@@ -87,7 +87,7 @@ def test_it_is_the_weights_before_the_first_step_and_without_one_there_is_none()
 
 
 def test_a_step_without_a_gradient_leaves_the_average_as_it_was() -> None:
-    stage = trainer_of(one_stage()).stage(0)
+    stage = trainer_of(one_stage()).stages[0]
     take_steps(stage, 0, 2)
     before = stage.export_state()
     stage.step_with_gradient(START + 2, gradient(stage, 2), 0)
@@ -97,7 +97,7 @@ def test_a_step_without_a_gradient_leaves_the_average_as_it_was() -> None:
 
 
 def test_replicas_of_all_reduce_steps_have_the_same_bits_in_their_averages() -> None:
-    one, other = (trainer_of(one_stage(name="muon")).stage(0) for _ in range(2))
+    one, other = (trainer_of(one_stage(name="muon")).stages[0] for _ in range(2))
     take_steps(one, 0, 4)
     take_steps(other, 0, 2)
     other.load_state(other.export_state())
@@ -110,7 +110,7 @@ def test_replicas_of_all_reduce_steps_have_the_same_bits_in_their_averages() -> 
 def test_evaluations_use_the_average_and_training_the_weights(decay: float) -> None:
     manifest = one_stage(average_decay=decay, learning_rate=0.03)
     trainer = trainer_of(manifest)
-    stage = trainer.stage(0)
+    stage = trainer.stages[0]
     take_steps(stage, 0, 5)
     state, ids = stage.export_state(), torch.from_numpy(batches_for(manifest, 1)[0][0]).long()
     losses = {}
@@ -130,7 +130,7 @@ def test_evaluations_use_the_average_and_training_the_weights(decay: float) -> N
 def test_a_boundary_that_is_evaluated_leaves_a_stage_as_its_average_makes_it() -> None:
     manifest = small_manifest(optimizer={"learning_rate": 0.03})
     trainer = SpanTrainer(manifest, Span(0, 0), CPU, report=lambda event: None, in_flight=1)
-    take_steps(trainer.stage(0), 0, 5)
+    take_steps(trainer.stages[0], 0, 5)
     ids = torch.from_numpy(batches_for(manifest, 1)[0][0]).long()
     batch = TokenBatch.from_wire(ids, has_marks=False)
     forward = {
@@ -138,13 +138,13 @@ def test_a_boundary_that_is_evaluated_leaves_a_stage_as_its_average_makes_it() -
         for purpose in ("train", "evaluate")
     }
     with torch.no_grad():
-        expected = trainer.stage(0).evaluated.module(ids[:, :-1], ids[:, :-1])
+        expected = trainer.stages[0].evaluated.module(ids[:, :-1], ids[:, :-1])
     assert torch.equal(forward["evaluate"], expected) and not torch.allclose(forward["train"], expected, atol=1e-3)
 
 
 def check_that_it_goes_on(state: StageState, stage: Stage) -> None:
     """A fresh stage that loads `state`, exported from `stage`, has its average and goes on as `stage` does."""
-    fresh = trainer_of(one_stage(name="muon")).stage(0)
+    fresh = trainer_of(one_stage(name="muon")).stages[0]
     fresh.load_state(state)
     assert np.array_equal(fresh.export_state().averaged_weights, stage.export_state().averaged_weights)
     for one in (fresh, stage):
@@ -153,7 +153,7 @@ def check_that_it_goes_on(state: StageState, stage: Stage) -> None:
 
 
 def test_a_checkpoint_holds_it_by_name_and_it_goes_on_from_there(tmp_path: Path) -> None:
-    stage = trainer_of(one_stage(name="muon")).stage(0)
+    stage = trainer_of(one_stage(name="muon")).stages[0]
     take_steps(stage, 0, 3)
     state = stage.export_state()
     written = write_checkpoint(tmp_path, "ab" * 32, state, keep=1)
@@ -166,7 +166,7 @@ def test_a_checkpoint_holds_it_by_name_and_it_goes_on_from_there(tmp_path: Path)
 
 
 def test_a_fetched_state_has_it_and_one_that_is_not_finite_is_an_offence() -> None:
-    stage = trainer_of(one_stage(name="muon")).stage(0)
+    stage = trainer_of(one_stage(name="muon")).stages[0]
     take_steps(stage, 0, 3)
     state = stage.export_state()
     spoiled = state.averaged_weights.copy()
@@ -196,7 +196,7 @@ def test_the_decay_grows_to_the_manifests() -> None:
 
 
 def test_in_a_short_run_the_average_has_the_bits_of_the_weights() -> None:
-    stage = trainer_of(one_stage()).stage(0)
+    stage = trainer_of(one_stage()).stages[0]
     for number in range(5):
         stage.step_with_gradient(number, gradient(stage, number), 1)
         state = stage.export_state()

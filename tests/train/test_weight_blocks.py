@@ -25,7 +25,7 @@ class SliceBench(Bench):
 
     def __init__(self, activations: str = "keep", blocks: Sequence[int] = (3, 0, 5)) -> None:
         super().__init__(activations, averaging={"exact_steps": 0})
-        self.stage = self.trainer.stage(0)
+        self.stage = self.trainer.stages[0]
         self.blocks = np.array(blocks, np.int64)
         self.generator = torch.Generator().manual_seed(3)
 
@@ -109,7 +109,7 @@ def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
 
 
 def test_a_run_of_all_reduce_steps_keeps_no_anchor() -> None:
-    stage = Bench("keep").trainer.stage(0)
+    stage = Bench("keep").trainer.stages[0]
     assert stage.moments.keys() == {"mean", "square", "average"}
     assert stage.outer_gradient(np.array([0])) is None
     weights = stage.export_state().weights

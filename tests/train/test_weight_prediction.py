@@ -21,7 +21,7 @@ TOKENS = 32
 
 def bench_of(activations: str = "keep", **sections: Any) -> tuple[Bench, Stage]:
     bench = Bench(activations, **sections)
-    return bench, bench.trainer.stage(0)
+    return bench, bench.trainer.stages[0]
 
 
 def mean_gradient(stage: Stage, seed: int) -> Tensor:

@@ -68,7 +68,7 @@ class Bench:
 
     def step_after(self, tokens: int) -> None:
         for stage in self.span.stages:
-            self.trainer.stage(stage).set_policy(StepPolicy(tokens))
+            self.trainer.stages[stage].set_policy(StepPolicy(tokens))
 
     def step_with(self, number: int) -> None:
         self.forward(number)
@@ -76,11 +76,11 @@ class Bench:
         self.step()
 
     def weights(self) -> list[dict[str, Tensor]]:
-        return [self.trainer.stage(stage).weights.copy_tensors() for stage in self.span.stages]
+        return [self.trainer.stages[stage].weights.copy_tensors() for stage in self.span.stages]
 
     def sums(self) -> dict[str, Tensor]:
         """The gradient sums by name, copied."""
-        stages = [self.trainer.stage(number) for number in self.span.stages]
+        stages = [self.trainer.stages[number] for number in self.span.stages]
         pairs = [pair for stage in stages for pair in zip(stage.weights.layout.slots, stage.sum.tensors, strict=True)]
         return {slot.name: tensor.clone() for slot, tensor in pairs}
 
@@ -99,7 +99,7 @@ class Bench:
 
     def alive(self) -> int:
         """The most versions of one stage's weights that are needed: 1, or 2 while graphs on the previous are alive."""
-        previous = [self.trainer.stage(stage).weights.previous for stage in self.span.stages]
+        previous = [self.trainer.stages[stage].weights.previous for stage in self.span.stages]
         return 1 + any(bool(self.trainer.stashed.with_graph_on(version)) for version in previous)
 
 
@@ -135,7 +135,7 @@ def test_recompute_gives_the_gradient_of_the_weights_of_its_time() -> None:
     bench.backward(0)
     assert same(bench.sums(), bench.by_hand(0, bench.weights()))
     assert not same(bench.sums(), bench.by_hand(0, old))
-    assert bench.trainer.stage(0).weights.previous is None
+    assert bench.trainer.stages[0].weights.previous is None
 
 
 def test_a_third_version_is_never_made_the_oldest_graphs_fall_back_to_recompute() -> None:
@@ -171,10 +171,10 @@ def test_an_old_graph_lives_on_while_steps_find_no_graph_on_the_current_weights(
 
 def test_a_step_without_live_graphs_changes_the_weights_in_place() -> None:
     bench = Bench("keep")
-    before = bench.trainer.stage(0).weights.current
+    before = bench.trainer.stages[0].weights.current
     bench.step_with(0)
-    assert bench.trainer.stage(0).weights.current is before
-    assert bench.trainer.stage(0).weights.previous is None
+    assert bench.trainer.stages[0].weights.current is before
+    assert bench.trainer.stages[0].weights.previous is None
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "auto"])
@@ -218,7 +218,7 @@ def test_autograd_itself_raises_should_weights_ever_change_under_a_live_graph() 
     bench.forward(0)
     bench.forward(1)
     bench.backward(1)
-    stage = bench.trainer.stage(0)
+    stage = bench.trainer.stages[0]
     stage.optimizer.step(stage.weights.current.flat, stage.sum.flat, 0, 32)
     stage.sum.clear()
     before = bench.sums()
@@ -237,7 +237,7 @@ def test_a_failure_in_the_middle_of_a_backward_adds_nothing_at_all() -> None:
     def fail(gradient: Tensor) -> Tensor:
         raise RuntimeError("the device broke")
 
-    handle = bench.trainer.stage(0).weights.current.parameters[0].register_hook(fail)
+    handle = bench.trainer.stages[0].weights.current.parameters[0].register_hook(fail)
     with pytest.raises(RuntimeError, match="the device broke"):
         bench.backward(0)
     handle.remove()

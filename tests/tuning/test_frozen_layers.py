@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from agora.core import tuning_packages
 from agora.core.tuning_packages import TuningMissing
 from agora.cost.manifest_cost import run_cost
-from agora.model import StageModule, family_of, stage_loss
+from agora.model import StageModule, family_of
+from agora.train.objectives import stage_loss
 from agora.tuning import hf_family
 from agora.tuning.adapters.frozen_linear import Bf16Linear
 from agora.tuning.adapters.nf4_linear import Nf4Linear

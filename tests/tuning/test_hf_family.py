@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agora.cli import export
-from agora.model import family_of, stage_loss
+from agora.model import family_of
 from agora.node import paths, runs
 from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
+from agora.train.objectives import stage_loss
 from agora.train.optimizer import learning_rate, with_moments
 from agora.train.weight_versions import StageWeights
 from agora.tuning.base.hf_architecture import ARCHITECTURES

@@ -17,7 +17,8 @@ from agora_protocol.manifest_model import HfSection
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agora.model import StageModule, family_of, stage_loss
+from agora.model import StageModule, family_of
+from agora.train.objectives import stage_loss
 from agora.train.optimizer import learning_rate
 from agora.train.weight_versions import StageWeights
 from agora.tuning.adapters.frozen_layers import linear_layers
