@@ -87,6 +87,8 @@ LIMITS: Final = {
     "MAX_PART_ELEMENTS": "elements of the largest shard",
     "QUANTISER_BLOCK": "elements of an int8 shard that share one exponent",
     "STATE_CHUNK_BYTES": "bytes of a snapshot, or of a base model's tensor, in one call; the last ones may be fewer",
+    "SKETCH_SUMS": "sums in the sketch of one array of a chunk",
+    "MAX_SKETCHED_CHUNKS": "chunks in one GetSketches",
     "MAX_BASE_TENSORS": "tensors in a tensor list",
     "MAX_TENSOR_LIST_BYTES": "one tensor list",
     "MAX_DEPTH": "levels of nesting in any msgpack",

@@ -149,6 +149,8 @@ def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_S, average=average)
     try:
         steps, files = answer["steps"], answer["files"]
+        for stage in answer.get("uncompared", []):
+            print_to_stderr(f"stage {int(stage)} came from one peer: it could be compared with no other's")
         return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(stage_count))
     except (KeyError, TypeError, ValueError):
         raise control_client.DaemonRefused("bad-answer", "its answer does not name a file for every stage") from None

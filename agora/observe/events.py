@@ -336,6 +336,18 @@ class StateFetched(
     fetched_again: int = 0
 
 
+class StateNotCompared(
+    Event,
+    level="warning",
+    template="stage {stage} at step {step} came from one source: nothing could be compared; trust it as you trust that "
+    "peer",
+):
+    """Event: a stage's state was fetched, and no second source had one to compare it with."""
+
+    stage: int
+    step: int
+
+
 class StageFellBehind(
     Event, level="warning", template="stage {stage} is at step {step}, the others at {others}: it fetches their state"
 ):

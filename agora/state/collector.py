@@ -121,16 +121,16 @@ class StageCollector:
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
         if stage in self._stages.span:
-            state = await self._stages.export_state(stage)
+            state, is_compared = await self._stages.export_state(stage), True
         else:
-            state = await self._fetch(stage, layout, deadline)
+            state, is_compared = await self._fetch(stage, layout, deadline)
         metadata = {"run": self._run, "stage": str(stage), "step": str(state.step)}
         path = folder / f"stage-{stage}.safetensors"
         weights = state.averaged_weights if average else state.weights
         await run_in_thread(lambda: replace_tensors(path, layout.views(weights), metadata))
-        return StageFile(stage, state.step, path)
+        return StageFile(stage, state.step, path, is_compared=is_compared)
 
-    async def _fetch(self, stage: int, layout: Layout, deadline: float) -> StageState:
+    async def _fetch(self, stage: int, layout: Layout, deadline: float) -> tuple[StageState, bool]:
         fetch = StateFetch(
             self._caller,
             stage,
@@ -144,9 +144,11 @@ class StageCollector:
         while sources := [peer for peer in most_advanced_first(self._serving(stage)) if peer not in asked]:
             asked.update(sources)
             try:
-                return await fetch.run(sources, deadline=deadline)
+                state = await fetch.run(sources, deadline=deadline)
             except Unavailable as error:
                 reasons += error.reasons
+                continue
+            return state, fetch.is_compared
         raise _unavailable(stage, reasons)
 
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, Protocol
 from agora_protocol.errors import DiskError, NotMyStage, Unavailable
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
-from agora_protocol.messages import GetChunk, GetState
+from agora_protocol.messages import GetChunk, GetSketches, GetState
 
 from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
@@ -41,6 +41,9 @@ class KeptStages(Protocol):
 
     def layout(self, stage: int) -> Layout:
         """Returns the layout of a held stage's state, with the optimizer's moments."""
+
+    def step_of(self, stage: int) -> int:
+        """Returns how many optimizer steps a held stage has taken."""
 
     async def load_state(self, state: StageState) -> None:
         """Replaces the weights, moments and step of `state`'s stage, and drops the stage's gradient sum.
@@ -114,7 +117,9 @@ class StateKeeper:
         self._due_stages: set[int] = set()
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()
-        self._snapshots = SnapshotServer(self._read_state_to_give, lambda stage: stages.layout(stage).nbytes)
+        self._snapshots = SnapshotServer(
+            self._read_state_to_give, lambda stage: stages.layout(stage).nbytes, self._step_to_give
+        )
 
     # --- filling the stages
 
@@ -222,7 +227,10 @@ class StateKeeper:
         self._checkpoint_steps[stage] = state.step
         seconds, size = loop_time() - started_at, state.layout.nbytes
         self._report(events.StateFetched(stage, state.step, size, seconds, fetch.schedule.refetched))
-        return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s"
+        if not fetch.is_compared:
+            self._report(events.StateNotCompared(stage, state.step))
+        compared = "" if fetch.is_compared else ", of one source: nothing was compared"
+        return f"fetched step {state.step}, {size / 1e6:.1f} MB in {seconds:.1f} s{compared}"
 
     async def _run_fetch(
         self, fetch: StateFetch, stage: int, sources: Sequence[PeerId], at_least: int, timeout_s: float
@@ -243,18 +251,26 @@ class StateKeeper:
 
     # --- giving copies to other peers
 
-    async def answer(self, request: GetState | GetChunk) -> Reply:
-        """Answers a peer that fetches this peer's state: a snapshot's index, of size 0 while there is none, or a chunk.
+    async def answer(self, request: GetState | GetChunk | GetSketches, caller: PeerId) -> Reply:
+        """Answers a peer that fetches this peer's state: an index, of size 0 while there is none, a chunk, or sketches.
 
         Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
-        chunk of a dropped snapshot, ProtocolError for one that the snapshot does not have.
+        chunk of a dropped snapshot and for a step far ahead, ProtocolError for a chunk that the snapshot does not have.
         """
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
+        if isinstance(request, GetSketches):
+            return await self._snapshots.get_sketches(request, caller)
         if request.stage not in self._stages.span:
             span = self._stages.span
             raise NotMyStage(f"this peer holds stages {span}, not {request.stage}; read the directory again")
-        return await self._snapshots.get_state(request)
+        return await self._snapshots.get_state(request, caller)
+
+    def _step_to_give(self, stage: int) -> int:
+        if stage in self._filled_stages:
+            return self._stages.step_of(stage)
+        checkpoint = self._found_checkpoints.get(stage)
+        return checkpoint.step if checkpoint else 0
 
     async def _read_state_to_give(self, stage: int) -> StageState | None:
         if stage in self._filled_stages:

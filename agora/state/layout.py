@@ -216,13 +216,19 @@ def lay_out(shapes: Iterable[tuple[str, Sequence[int]]], hidden_matrices: Collec
     return Layout(-(-end // SLICE_BLOCK) * SLICE_BLOCK, slots)
 
 
+def chunk_arrays(state: StageState, chunk: int) -> list[Flat]:
+    """Returns the chunk's values in the weights and in each moment: views."""
+    places = state.layout.chunk_places(chunk)
+    return [array[place] for array, place in zip(state.arrays.values(), places, strict=True)]
+
+
 def pack_chunk(state: StageState, chunk: int) -> bytearray:
     """Returns the bytes of chunk number `chunk`: the weights of the chunk's elements, then their values in each moment.
 
     All values are float32 little-endian.
     """
-    parts = zip(state.arrays.values(), state.layout.chunk_places(chunk), strict=True)
-    return bytearray().join(np.ascontiguousarray(array[place], "<f4").data.cast("B") for array, place in parts)
+    parts = (np.ascontiguousarray(values, "<f4") for values in chunk_arrays(state, chunk))
+    return bytearray().join(values.data.cast("B") for values in parts)
 
 
 def unpack_chunk(data: memoryview, layout: Layout, chunk: int) -> list[Flat]:

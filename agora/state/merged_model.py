@@ -44,13 +44,15 @@ class ExportError(LocalError):
 class StageFile:
     """Names a safetensors file that should hold the weights of `stage` at `step`, float32, by their names in the run.
 
-    prefix: what stands before each of these names in the file; tensors without the prefix are ignored.
+    prefix: what stands before each of these names in the file; tensors without the prefix are ignored. is_compared:
+    False for weights that one other peer gave, and that could be compared with nobody else's.
     """
 
     stage: int
     step: int
     path: Path
     prefix: str = ""
+    is_compared: bool = True
 
 
 @dataclass(frozen=True, slots=True)

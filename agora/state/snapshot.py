@@ -9,14 +9,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 from agora_protocol.errors import Busy, ProtocolError, Refused
-from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
+from agora_protocol.ids import PeerId
+from agora_protocol.messages import Chunk, GetChunk, GetSketches, GetState, Sketches, StateIndex
 from agora_protocol.tensors import WireTensor
+from numpy.typing import NDArray
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
+from agora.core.rates import RateLimiter
 from agora.core.sync_mode import ONLY_ALL_REDUCE
-from agora.state.layout import HASH_BYTES, StageState, chunk_hashes, pack_chunk
+from agora.state.comparison import sketch_chunk
+from agora.state.layout import HASH_BYTES, StageState, chunk_arrays, chunk_hashes, pack_chunk
+from agora.state.rules import LAG_LIMIT
 
 # The answer while there is no state to give.
 NOTHING_TO_GIVE: Final = StateIndex(
@@ -39,6 +45,10 @@ SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this lon
 IN_USE_S: Final = 10.0  # seconds after its last use during which a snapshot is not dropped to make room for another
 IDLE_S: Final = 60.0  # seconds after its last use at which a snapshot is dropped
 MAX_BYTES: Final = 2**31  # of all snapshots together
+# One caller's wish for a later step holds up training at most this often; between, it waits as others do.
+REMAKE_EVERY_S: Final = 60.0
+# Chunks that one caller may have sketched in a second, and in one burst: each takes a core about 10 ms.
+SKETCHED_PER_S, SKETCHED_BURST = 16.0, 4096.0
 
 
 @dataclass(slots=True)
@@ -56,10 +66,22 @@ class _Snapshot:
 class SnapshotServer:
     """Answers GetState and GetChunk: copies a stage when asked, and gives one copy, a snapshot, to several peers."""
 
-    def __init__(self, export: Callable[[int], Awaitable[StageState | None]], nbytes_of: Callable[[int], int]) -> None:
-        """export: returns a copy of a stage's state, or None while there is none. nbytes_of: returns a copy's bytes."""
+    def __init__(
+        self,
+        export: Callable[[int], Awaitable[StageState | None]],
+        nbytes_of: Callable[[int], int],
+        step_of: Callable[[int], int],
+    ) -> None:
+        """export: returns a copy of a stage's state, or None while there is none.
+
+        nbytes_of: returns a copy's bytes. step_of: returns the step that a copy made now would be of.
+        """
         self._export = export
         self._nbytes_of = nbytes_of
+        self._step_of = step_of
+        self._remakes = RateLimiter(1 / REMAKE_EVERY_S, 1.0)
+        self._sketched = RateLimiter(SKETCHED_PER_S, SKETCHED_BURST)
+        self._sketching = asyncio.Lock()  # whoever asks, sketches take one core at most
         self._kept: dict[bytes, _Snapshot] = {}
         self._copying: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -67,14 +89,18 @@ class SnapshotServer:
     def nbytes(self) -> int:
         return sum(snapshot.state.layout.nbytes for snapshot in self._kept.values())
 
-    async def get_state(self, request: GetState) -> Reply:
+    async def get_state(self, request: GetState, caller: PeerId) -> Reply:
         """Returns a StateIndex and the chunk hashes of the stage's newest snapshot if that is fresh, or of a new one.
 
         Without room for a new one, the newest is given although it is not fresh. Requests for one stage are served one
-        after the other: they share a copy. Raises Busy when there is no room and no snapshot of the stage.
+        after the other: they share a copy. Raises Busy when there is no room and no snapshot of the stage, and Refused
+        for a step that is more than LAG_LIMIT ahead.
         """
+        step = self._step_of(request.stage)
+        if step and request.at_least > step + LAG_LIMIT:
+            raise Refused(f"this peer is at step {step}, far from {request.at_least}; ask one that has come there")
         async with self._copying[request.stage]:
-            snapshot = await self._find_or_make(request.stage, request.at_least)
+            snapshot = await self._find_or_make(request.stage, request.at_least, caller)
         if snapshot is None:
             return Reply(NOTHING_TO_GIVE)
         snapshot.last_used = loop_time()
@@ -95,27 +121,52 @@ class SnapshotServer:
 
     async def get_chunk(self, request: GetChunk) -> Reply:
         """Raises Refused for a snapshot that is not kept any more, ProtocolError for a chunk that it lacks."""
-        snapshot = self._kept.get(request.snapshot)
-        if snapshot is None:
-            raise Refused("this snapshot is not kept any more; ask for the state again")
-        if request.chunk >= (count := snapshot.state.layout.chunk_count):
-            raise ProtocolError("bad-message", f"The snapshot has {count} chunks; ask for one of them.")
-        snapshot.last_used = loop_time()
+        snapshot = self._use(request.snapshot, request.chunk)
         data = await asyncio.to_thread(pack_chunk, snapshot.state, request.chunk)
         return Reply(Chunk(), [WireTensor("uint8", (len(data),), memoryview(data))])
+
+    async def get_sketches(self, request: GetSketches, caller: PeerId) -> Reply:
+        """Returns sketches by which a peer compares the snapshot with others. Raises as get_chunk, and Busy.
+
+        Busy is for a caller that has had more sketched than a fetch needs.
+        """
+        state = self._use(request.snapshot, request.first + request.count - 1).state
+        if not self._sketched.take(caller, loop_time(), request.count):
+            raise Busy("you have asked for many sketches; ask again for these", RETRY_MS)
+
+        def sketch() -> NDArray[np.float32]:
+            chunks = range(request.first, request.first + request.count)
+            made = [sketch_chunk(chunk_arrays(state, chunk), state.layout, chunk, request.seed) for chunk in chunks]
+            return np.stack(made).astype("<f4")
+
+        async with self._sketching:
+            sums = await asyncio.to_thread(sketch)
+        return Reply(Sketches(), [WireTensor("float32", sums.shape, sums.data.cast("B"))])
+
+    def _use(self, digest: bytes, last_chunk: int) -> _Snapshot:
+        snapshot = self._kept.get(digest)
+        if snapshot is None:
+            raise Refused("this snapshot is not kept any more; ask for the state again")
+        if last_chunk >= (count := snapshot.state.layout.chunk_count):
+            raise ProtocolError("bad-message", f"The snapshot has {count} chunks; ask for one of them.")
+        snapshot.last_used = loop_time()
+        return snapshot
 
     def drop_idle(self) -> None:
         oldest = loop_time() - IDLE_S
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
-    async def _find_or_make(self, stage: int, at_least: int) -> _Snapshot | None:
+    async def _find_or_make(self, stage: int, at_least: int, caller: PeerId) -> _Snapshot | None:
         self.drop_idle()
         started_at = loop_time()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made_at, default=None)
         if newest:
             # Copying holds up training: the longer a copy takes, the longer it is given.
-            factor = FRESH_FACTOR if newest.state.step >= at_least else REMAKE_FACTOR
-            if started_at - newest.made_at < min(factor * newest.copying_s, FRESH_S):
+            age_s = started_at - newest.made_at
+            if age_s < min(REMAKE_FACTOR * newest.copying_s, FRESH_S):
+                return newest
+            is_fresh = age_s < min(FRESH_FACTOR * newest.copying_s, FRESH_S)
+            if is_fresh and (newest.state.step >= at_least or not self._remakes.take(caller, started_at)):
                 return newest
         expected_bytes = max(self._nbytes_of(stage), newest.state.layout.nbytes if newest else 0)
         if not self._make_room(expected_bytes):

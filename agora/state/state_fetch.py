@@ -9,8 +9,9 @@ chosen: that of the arrived chunks if an offer has it, otherwise the newest offe
 | has another key and is older      | the source is asked for a new offer: it may have caught up by then        |
 | has another key and is not older  | the source waits; it is asked again when no chosen source is left         |
 
-When all chunks have arrived, samples are compared (sample_check.py), and the chunks of sources that do not pass are
-fetched from others.
+Bytes that most sources with the chosen key agree on go before others. When all chunks have arrived, those that no two
+sources agree on are compared by sketches (comparison.py), and the chunks of sources that do not pass are fetched from
+others.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ import asyncio
 import hashlib
 import math
 import random
+import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Refused, Unavailable
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
+from agora_protocol.limits import MAX_SKETCHED_CHUNKS, SALT_BYTES, SKETCH_SUMS
+from agora_protocol.messages import Chunk, GetChunk, GetSketches, GetState, Sketches, StateIndex
+from numpy.typing import NDArray
 
 from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time
@@ -43,8 +48,17 @@ from agora.state.chunk_fetch import (
     call_until,
 )
 from agora.state.chunk_schedule import ChunkSchedule
+from agora.state.comparison import (
+    VOTES,
+    WITNESSES,
+    SketchedState,
+    Verdict,
+    believed_hashes,
+    judge_source,
+    sketch_chunk,
+)
 from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState, unpack_chunk
-from agora.state.sample_check import ChunkSample, find_corrupt_sources
+from agora.state.rules import CLAIM_LAG
 from agora.swarm.peer_score import ReportViolation, Violation
 
 GATHER_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
@@ -82,6 +96,10 @@ class Offer:
     def mixing_key(self) -> MixingKey:
         return mixing_key(self.index)
 
+    @property
+    def is_local(self) -> bool:
+        return plan_of(self.index).is_inner(self.index.step)
+
 
 def mixing_key(index: StateIndex) -> MixingKey:
     # Replicas of one history have applied the same means up to step `agreed`; each may have taken inner steps since.
@@ -89,12 +107,19 @@ def mixing_key(index: StateIndex) -> MixingKey:
     return MixingKey(index.agreed, index.lineage, step, plan_of(index))
 
 
+def sketched(index: StateIndex, sums: NDArray[np.float64]) -> SketchedState:
+    return SketchedState(sums, index.step, index.agreed, plan_of(index).is_inner(index.step))
+
+
 def plan_of(index: StateIndex) -> StepPlan:
     return StepPlan(index.slices, index.change_at, index.later_slices)
 
 
 class StateFetch:
-    """Fetches one stage's state; see the module's text. When `run` fails, arrived chunks stay for the next `run`."""
+    """Fetches one stage's state; see the module's text. When `run` fails, arrived chunks stay for the next `run`.
+
+    is_compared: whether each chunk of the state that `run` returned was compared with another source's.
+    """
 
     def __init__(
         self,
@@ -117,13 +142,17 @@ class StateFetch:
         self._report_violation = report_violation
         self._change_rule = change_rule
         self._highest_plausible_step = highest_plausible_step
-        self._chunks = ChunkFetch[Offer](self._ask_for_offer, self._fetch_chunk, is_usable=self._has_chosen_key)
+        self._chunks = ChunkFetch[Offer](
+            self._ask_for_offer, self._fetch_chunk, can_give=self._is_believed, is_usable=self._has_chosen_key
+        )
         self._partial = PartialState(layout, self._chunks.schedule)
         self._deadline = 0.0
         self._lowest_step = 0  # the lowest step to accept
         self._first_offer_at: float | None = None
         self._chosen: StateIndex | None = None  # only chunks of snapshots with its mixing key are asked for
         self._last_arrival = 0.0
+        self._believed: list[bytes | None] = []  # the hash of each chunk that most sources with the chosen key offer
+        self.is_compared = False
 
     @property
     def schedule(self) -> ChunkSchedule:
@@ -144,7 +173,7 @@ class StateFetch:
             while not self.schedule.is_complete:
                 while not self.schedule.is_complete:
                     await self._advance()
-                await self._drop_corrupt_chunks()
+                await self._compare_sources()
         finally:
             await self._chunks.close()
         return self._partial.whole_state(self._stage)
@@ -157,6 +186,7 @@ class StateFetch:
             self._chunks.ask_for_indexes(now)
             if self._chosen is None:
                 self._choose_mixing_key(now)
+            self._believe_hashes()
             self._chunks.ask_for_chunks(now)
         if is_late or not (self._chunks.calls or self._chunks.usable_sources):
             arrived = f"{len(self.schedule.arrived_chunks)} of {self.schedule.count} chunks came"
@@ -175,8 +205,16 @@ class StateFetch:
         if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
             return
         arrived = {mixing_key(chunk.index) for chunk in self._partial.arrived.values()}
-        # A key of which chunks are here goes before a newer one: they need not be sent again.
-        chosen = max(offers, key=lambda offer: (offer.mixing_key in arrived, offer.index.agreed, offer.index.step))
+        offered = Counter(offer.mixing_key for offer in offers)
+        newest = max(offer.index.step for offer in offers)
+
+        def rank(offer: Offer) -> tuple[bool, bool, int, int]:
+            # A key of which chunks are here goes before a newer one: they need not be sent again. So does one that
+            # several sources have: they can be compared, and a single one may have claimed its step.
+            is_backed = offered[offer.mixing_key] >= VOTES and offer.index.step >= newest - CLAIM_LAG
+            return offer.mixing_key in arrived, is_backed, offer.index.agreed, offer.index.step
+
+        chosen = max(offers, key=rank)
         self._chosen = chosen.index
         self._last_arrival = now
         if chosen.layout.nbytes != self._partial.layout.nbytes:
@@ -250,39 +288,132 @@ class StateFetch:
         # In a thread: hashing a chunk would hold up the event loop.
         return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), offer.layout, chunk)
 
-    # --- samples
+    # --- comparing
 
-    async def _drop_corrupt_chunks(self) -> None:
-        chunks_of = self._partial.chunks_by_peer()
-        witnesses = sorted(self._chunks.usable_sources, key=lambda source: source.index is None)  # known offers first
-        verdicts = await find_corrupt_sources(
-            chunks_of, [source.peer for source in witnesses], self._read_sample, random.Random()
+    def _believe_hashes(self) -> None:
+        offers = [source.index for source in self._chunks.sources.values() if source.index]
+        offers = [offer for offer in offers if self._has_chosen_key(offer)]
+        self._believed = believed_hashes([offer.hashes for offer in offers], self._partial.layout.chunk_count)
+
+    def _is_believed(self, offer: Offer, chunk: int) -> bool:
+        return self._believed[chunk] in (None, offer.hash_of(chunk))
+
+    def _unsure_chunks(self) -> list[int]:
+        self._believe_hashes()
+        return [chunk for chunk, arrived in self._partial.arrived.items() if arrived.digest != self._believed[chunk]]
+
+    async def _compare_sources(self) -> None:
+        self.is_compared = True
+        if self._unsure_chunks():
+            await self._ask_for_more_offers()
+        if unsure := self._unsure_chunks():
+            for peer, (verdict, chunks) in (await self._compare_by_sketch(unsure)).items():
+                reason = "its chunks are not near those of other sources, as replicas' are"
+                if verdict == "corrupt":
+                    self._report_violation(peer, Violation.FALSE_STATE, reason)
+                if source := self._chunks.sources.get(peer):  # chunks may be of an earlier run's source
+                    source.give_up(reason)
+                self._partial.drop(chunks)
+        if self.schedule.is_complete:
+            await self._judge_outvoted_sources()
+
+    async def _ask_for_more_offers(self) -> None:
+        until = min(self._deadline, loop_time() + INDEX_S)
+        while (now := loop_time()) < until:
+            usable = self._chunks.usable_sources
+            if sum(1 for source in usable if source.index) > VOTES or all(source.index for source in usable):
+                return
+            self._chunks.ask_for_indexes(now)
+            await self._chunks.wait(TICK_S)
+
+    async def _compare_by_sketch(self, chunks: Sequence[int]) -> dict[PeerId, tuple[Verdict, list[int]]]:
+        layout, arrived = self._partial.layout, self._partial.arrived
+        seed, witnesses = await self._ask_for_sketches(chunks)
+        own = await asyncio.to_thread(
+            lambda: np.stack([sketch_chunk(self._partial.values_of(chunk), layout, chunk, seed) for chunk in chunks])
         )
-        for peer, verdict in verdicts.items():
-            reason = "its chunks are not near those of other sources, as replicas' are"
-            if verdict == "corrupt":
-                self._report_violation(peer, Violation.FALSE_STATE, reason)
-            if source := self._chunks.sources.get(peer):  # chunks may be of an earlier run's source
-                source.give_up(reason)
-            self._partial.drop(chunks_of[peer])
+        rows_of: dict[tuple[PeerId, bytes], list[int]] = {}
+        for row, chunk in enumerate(chunks):
+            rows_of.setdefault((arrived[chunk].peer, arrived[chunk].index.snapshot), []).append(row)
+        found: dict[PeerId, tuple[Verdict, list[int]]] = {}
+        for (peer, _), rows in rows_of.items():
+            index, their_chunks = arrived[chunks[rows[0]]].index, [chunks[row] for row in rows]
+            others = [replace(state, sums=state.sums[rows]) for other, state in witnesses.items() if other != peer]
+            self.is_compared = self.is_compared and bool(others)
+            verdict = judge_source(sketched(index, own[rows]), others, layout, their_chunks)
+            if verdict == "corrupt" or (verdict == "undecided" and index.step >= others[0].step):
+                found[peer] = verdict, [chunk for chunk, each in arrived.items() if each.peer == peer]
+        return found
 
-    async def _read_sample(self, peer: PeerId, chunk: int) -> ChunkSample | None:
-        arrived = self._partial.arrived[chunk]
-        if arrived.peer == peer:
-            return ChunkSample(self._partial.weights_of(chunk), arrived.index.step)
-        source = self._chunks.sources[peer]
+    async def _ask_for_sketches(self, chunks: Sequence[int]) -> tuple[bytes, dict[PeerId, SketchedState]]:
+        givers = {self._partial.arrived[chunk].peer for chunk in chunks}
+        for _ in range(2):  # the second time because a snapshot that nobody fetched from is not kept for long
+            sources = [source for source in self._chunks.usable_sources if givers != {source.peer}]
+            offers = [(source, source.index) for source in sources if source.index]
+            offers = [(source, offer) for source, offer in offers if offer.layout.nbytes == self._partial.layout.nbytes]
+            offers = sorted(offers, key=lambda pair: not self._has_chosen_key(pair[1]))[:WITNESSES]
+            seed = secrets.token_bytes(SALT_BYTES)  # only now: offers that were made with it in mind could not be told
+            answers = await asyncio.gather(*(self._get_sketches(*pair, chunks, seed) for pair in offers))
+            witnesses = {source.peer: state for (source, _), state in zip(offers, answers, strict=True) if state}
+            if len(witnesses) == len(offers):
+                break
+            await self._ask_for_more_offers()
+        return seed, witnesses
+
+    async def _get_sketches(
+        self, source: Source[Offer], offer: Offer, chunks: Sequence[int], seed: bytes
+    ) -> SketchedState | None:
+        arrays = 1 + len(offer.layout.moments)
+        sums = np.empty((len(chunks), arrays, SKETCH_SUMS))
+        blocks: dict[int, list[int]] = {}
+        for row, chunk in enumerate(chunks):
+            blocks.setdefault(chunk // MAX_SKETCHED_CHUNKS, []).append(row)
         try:
-            if source.index is None:
-                await self._ask_for_offer(source)
-            if (offer := source.index) is None or offer.layout.nbytes != self._partial.layout.nbytes:
-                return None
-            if offer.hash_of(chunk) == arrived.digest:  # the same bytes: no need to send them again
-                return ChunkSample(self._partial.weights_of(chunk), offer.index.step)
-            weights, *_ = await self._get_chunk(peer, offer, chunk)
-            return ChunkSample(weights, offer.index.step)
+            for rows in blocks.values():
+                wanted = [chunks[row] for row in rows]
+                first, count = min(wanted), max(wanted) - min(wanted) + 1
+                make = partial(GetSketches, offer.index.snapshot, seed, first, count)
+                reply = await call_until(self._caller, source.peer, make, min(self._deadline, loop_time() + CHUNK_S))
+                sums[rows] = check_sketches(reply, (count, arrays, SKETCH_SUMS))[[chunk - first for chunk in wanted]]
         except AgoraError as error:
-            self._handle_failure(source, error, source.index)
+            self._handle_failure(source, error, offer)
             return None
+        return sketched(offer.index, sums)
+
+    async def _judge_outvoted_sources(self) -> None:
+        # Nothing of theirs was taken. But whoever offers other bytes than most has to show that it only rounds
+        # differently, and whoever alone offers a later step, that it is of this run.
+        arrived = self._partial.arrived
+        believed = [chunk for chunk in arrived if arrived[chunk].digest == self._believed[chunk]]
+        for source in list(self._chunks.usable_sources):
+            offer = source.index
+            if offer is None or offer.layout.nbytes != self._partial.layout.nbytes or offer.is_local:
+                continue
+            is_chosen = self._has_chosen_key(offer)
+            doubted = [chunk for chunk in believed if not (is_chosen and self._is_believed(offer, chunk))]
+            if not doubted or (not is_chosen and offer.index.step <= arrived[doubted[0]].index.step):
+                continue
+            chunk, seed = random.choice(doubted), secrets.token_bytes(SALT_BYTES)
+            if is_chosen:
+                theirs = await self._sketch_chunk_of(source, offer, chunk, seed)
+            else:
+                theirs = await self._get_sketches(source, offer, [chunk], seed)
+            right = sketch_chunk(self._partial.values_of(chunk), offer.layout, chunk, seed)[np.newaxis]
+            others = [sketched(arrived[chunk].index, right)] * VOTES
+            if theirs is not None and judge_source(theirs, others, offer.layout, [chunk]) == "corrupt":
+                reason = "it offers a chunk that is not near what most sources have"
+                self._report_violation(source.peer, Violation.FALSE_STATE, reason)
+                source.give_up(reason)
+
+    async def _sketch_chunk_of(
+        self, source: Source[Offer], offer: Offer, chunk: int, seed: bytes
+    ) -> SketchedState | None:
+        try:
+            values = await self._get_chunk(source.peer, offer, chunk)
+        except AgoraError as error:
+            self._handle_failure(source, error, offer)
+            return None
+        return sketched(offer.index, sketch_chunk(values, offer.layout, chunk, seed)[np.newaxis])
 
     # --- failures
 
@@ -335,19 +466,13 @@ class PartialState:
 
     def store(self, chunk: int, arrived: ArrivedChunk, values: Sequence[Flat]) -> None:
         self.arrived[chunk] = arrived
+        for array, part in zip(self.values_of(chunk), values, strict=True):
+            array[:] = part
+
+    def values_of(self, chunk: int) -> list[Flat]:
+        """Returns what has arrived of a chunk's weights and moments: views."""
         arrays = [self._weights, *self._moments.values()]
-        for array, place, part in zip(arrays, self.layout.chunk_places(chunk), values, strict=True):
-            array[place] = part
-
-    def weights_of(self, chunk: int) -> Flat:
-        """Returns the weights of a chunk that has arrived: a view."""
-        return self._weights[self.layout.chunk_places(chunk)[0]]
-
-    def chunks_by_peer(self) -> dict[PeerId, list[int]]:
-        chunks: dict[PeerId, list[int]] = {}
-        for chunk, arrived in self.arrived.items():
-            chunks.setdefault(arrived.peer, []).append(chunk)
-        return chunks
+        return [array[place] for array, place in zip(arrays, self.layout.chunk_places(chunk), strict=True)]
 
     def drop_unless(self, fits: Callable[[StateIndex], bool]) -> None:
         """Drops the arrived chunks whose snapshot does not satisfy `fits`; they are missing again."""
@@ -412,6 +537,17 @@ def check_offer(reply: Reply, exact_layout: Layout, change_rule: ChangeRule) -> 
     if hashlib.sha256(hashes).digest() != index.snapshot:
         raise CorruptStateError("bad-tensor", "The snapshot's name is not the hash of its chunks' hashes.")
     return Offer(index, hashes, layout)
+
+
+def check_sketches(reply: Reply, shape: tuple[int, int, int]) -> NDArray[np.float64]:
+    """Returns the sketches in an answer to GetSketches. Raises CorruptStateError unless they have this shape."""
+    tensor = reply.tensors[0] if isinstance(reply.message, Sketches) and reply.tensors else None
+    if tensor is None or (tensor.dtype, tensor.shape) != ("float32", shape):
+        raise CorruptStateError("bad-tensor", f"Sketches are not float32 {list(shape)}.")
+    sums = np.frombuffer(tensor.data, "<f4").reshape(shape).astype(np.float64)
+    if np.isnan(sums).any():
+        raise CorruptStateError("bad-tensor", "A sketch has a sum that is no number.")
+    return sums
 
 
 def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> list[Flat]:

@@ -76,6 +76,8 @@ MAX_SMALL_PARTS: Final = 64  # of a gradient or slice; in more shards than these
 MAX_PART_ELEMENTS: Final = 524_288  # elements of the largest shard
 QUANTISER_BLOCK: Final = 64  # elements of an int8 shard that share one exponent
 STATE_CHUNK_BYTES: Final = 4_194_304
+SKETCH_SUMS: Final = 16  # sums in the sketch of one array of a chunk
+MAX_SKETCHED_CHUNKS: Final = 64  # in one GetSketches
 
 # The base model
 MAX_BASE_TENSORS: Final = 16_384  # in a tensor list

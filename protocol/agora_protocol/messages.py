@@ -43,6 +43,7 @@ from agora_protocol.limits import (
     MAX_REVOCATION_BYTES,
     MAX_SEEN_BYTES,
     MAX_SHARED_REVOCATIONS,
+    MAX_SKETCHED_CHUNKS,
     MAX_SLICES,
     MAX_STAGES,
     MAX_STATUS_BYTES,
@@ -389,6 +390,21 @@ class Chunk(Message, kind=21, frames=(FrameType.ANSWER,), tensors=(1, 1)):
     """Answers GetChunk. Tensor: the chunk's bytes, uint8 [n]."""
 
 
+class GetSketches(Message, kind=30, frames=(FrameType.REQUEST,)):
+    """Asks for sketches of some chunks of a snapshot that the receiver has offered in StateIndex: sums by which arrays
+    are compared without being sent. Answered by Sketches."""
+
+    snapshot: bytes = bytes_field(32, doc="as in StateIndex")
+    seed: bytes = bytes_field(SALT_BYTES, doc="random bytes, drawn once all offers to be compared have come")
+    first: int = int_field(0, MAX_UINT, doc="number of the first chunk")
+    count: int = int_field(1, MAX_SKETCHED_CHUNKS, doc="how many chunks, from the first on")
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=30_000, doc=_DEADLINE_DOC)
+
+
+class Sketches(Message, kind=31, frames=(FrameType.ANSWER,), tensors=(1, 1)):
+    """Answers GetSketches. Tensor: float32 [chunks, arrays, SKETCH_SUMS]; section 14 has the formula."""
+
+
 class GetBase(Message, kind=22, frames=(FrameType.REQUEST,)):
     """Asks which tensors of the run's base model the receiver can give. Answered by BaseIndex."""
 
@@ -538,6 +554,7 @@ Request = (
     | Recall
     | GetState
     | GetChunk
+    | GetSketches
     | GetBase
     | GetPiece
     | ShareRevocations
@@ -557,6 +574,7 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Recall: Recalled,
     GetState: StateIndex,
     GetChunk: Chunk,
+    GetSketches: Sketches,
     GetBase: BaseIndex,
     GetPiece: TensorPiece,
     ShareRevocations: TookRevocations,

@@ -19,7 +19,7 @@ from agora_protocol import messages
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity, peer_id_bytes
 from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
-from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS
+from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS, SKETCH_SUMS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import Message
 from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record, record_key, seal_record
@@ -141,12 +141,16 @@ def _state_frames() -> list[tuple[FrameType, int, Message | None, list[WireTenso
     kind = FrameType
     chunk = WireTensor("uint8", (5,), memoryview(b"agora"))
     hashes = WireTensor("uint8", (1, 32), memoryview(hashlib.sha256(b"agora").digest()))
+    sums = (0.25 * n - 3 for n in range(96))
+    sketches = WireTensor("float32", (2, 3, 16), memoryview(struct.pack("<96f", *sums)))
     return [
         (kind.REQUEST, 13, messages.GetState(1, 40, 60_000), []),
         (kind.ANSWER, 13, messages.StateIndex(HASH, 400, 380, 399, 2**32 - 1, 0, 260, 20, 5), [hashes]),
         (kind.ANSWER, 13, messages.StateIndex(b"", 0, 0, 0, 0, 0, 10**9, 0, 0), []),
         (kind.REQUEST, 15, messages.GetChunk(HASH, 0, 60_000), []),
         (kind.ANSWER, 15, messages.Chunk(), [chunk]),
+        (kind.REQUEST, 17, messages.GetSketches(HASH, bytes(range(16)), 64, 2, 30_000), []),
+        (kind.ANSWER, 17, messages.Sketches(), [sketches]),
         *base_model_frames(),
     ]
 
@@ -190,6 +194,22 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         (kind.GOODBYE, 0, None, []),
         (kind.GOODBYE, 0, messages.Refusal("bad-frame", "00000000 begins no frame."), []),
     ]
+
+
+def sketches() -> list[dict[str, Any]]:
+    """Returns the sketches of short arrays: what section 14 of SPEC.md makes of the values of a chunk."""
+    seed, made = bytes(range(16)), []
+    for chunk, is_square in ((0, False), (0, True), (2**40 + 7, False)):
+        values = [(1 if is_square or n % 3 else -1) * (n % 7) * 0.375 for n in range(40)]
+        bits = hashlib.shake_128(seed + chunk.to_bytes(8, "little")).digest(5)
+        sums = [0.0] * SKETCH_SUMS
+        for n, value in enumerate(values):
+            term = math.log(max(value, 1e-20)) if is_square else value
+            sums[n % SKETCH_SUMS] += -term if bits[n // 8] >> n % 8 & 1 else term
+        # Rounded, so that every machine's logarithm makes the same file.
+        rounded = [round(total, 6) for total in sums]
+        made.append({"seed": seed, "chunk": chunk, "square": is_square, "values": values, "sums": rounded})
+    return made
 
 
 def frames() -> list[dict[str, Any]]:
@@ -350,6 +370,7 @@ def build() -> dict[str, str]:
         "frames": frames(),
         "tensor_lists": tensor_lists(),
         "tickets": ticket_vectors(RUN, FIRST, SECOND, int(NOW_UNIX)),
+        "sketches": sketches(),
         "refused": refused(),
     }
     return {f"{name}.json": json.dumps(_json(value), indent=1) + "\n" for name, value in made.items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agora_protocol.errors import DiskError
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 from safetensors.numpy import load_file
 
@@ -151,7 +152,7 @@ async def give(checkpoint: Checkpoint) -> StateIndex:
     async def export(_: int) -> StageState:
         return read_checkpoint(checkpoint, LAYOUT)
 
-    given = await SnapshotServer(export, lambda _: 12 * NUMEL).get_state(GetState(2))
+    given = await SnapshotServer(export, lambda _: 12 * NUMEL, lambda _: 0).get_state(GetState(2), PeerId("joiner"))
     assert isinstance(given.message, StateIndex)
     return given.message
 

@@ -133,6 +133,27 @@ def test_every_stage_is_written_as_those_who_hold_it_have_it(
     played(signed, layouts, tmp_path, scenario)
 
 
+def test_an_export_is_read_from_three_peers_and_of_one_liars_average_nothing_comes_in(
+    signed: SignedManifest, layouts: list[Layout], tmp_path: Path
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        liar = scene.world.replicas[PeerId("last")]
+        for name in ("second", "third"):
+            scene.add(name, 2)
+        assert liar.state is not None
+        false = liar.state.moments["average"].copy()
+        false[: len(false) // 3] *= -1
+        liar.state = replace(liar.state, moments={**liar.state.moments, "average": false})
+        files = await scene.collector.collect(average=True)
+        with safe_open(files[2].path, framework="numpy") as opened:
+            expected = layouts[2].views(scene.states[2].moments["average"])
+            assert all(np.array_equal(opened.get_tensor(name), expected[name]) for name in expected)
+        assert [peer for peer, _ in scene.world.offences] == ["last"]
+        assert [file.is_compared for file in files] == [False, True, True], "stage 0 has one holder, 1 is held here"
+
+    played(signed, layouts, tmp_path, scenario)
+
+
 def test_a_later_collection_replaces_the_one_before_and_what_a_killed_one_left(
     signed: SignedManifest, layouts: list[Layout], tmp_path: Path
 ) -> None:

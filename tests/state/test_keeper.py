@@ -38,7 +38,7 @@ def keeper_of(
 
 
 async def given_state(keeper: StateKeeper) -> StateIndex:
-    message = (await keeper.answer(GetState(0))).message
+    message = (await keeper.answer(GetState(0), PeerId("joiner"))).message
     assert isinstance(message, StateIndex)
     return message
 
@@ -94,7 +94,7 @@ def test_a_joining_peer_gives_its_checkpoint(tmp_path: Path) -> None:
             await joining.find_checkpoints()
             assert (await given_state(joining)).step == 7
             with pytest.raises(NotMyStage, match="not 1"):
-                await joining.answer(GetState(1))
+                await joining.answer(GetState(1), PeerId("joiner"))
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import numpy as np
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState
 
 from agora.core.calls import Reply
@@ -28,7 +29,7 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
     async def handle(call: IncomingCall) -> Reply:
         request = call.message
         if isinstance(request, GetState):
-            answer = await snapshots.get_state(request)
+            answer = await snapshots.get_state(request, PeerId("joiner"))
         else:
             await asyncio.sleep(0.02)
             answer = await snapshots.get_chunk(request)
@@ -53,5 +54,5 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
 
     closing: list[asyncio.Task[None]] = []
     first_source: list[Any] = []
-    snapshots = SnapshotServer(export, lambda _: 12 * NUMEL)
+    snapshots = SnapshotServer(export, lambda _: 12 * NUMEL, lambda _: 0)
     run(main, timeout_s=90.0)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
+import numpy as np
 import pytest
 from agora_protocol.errors import Busy, NotMyStage, ProtocolError, Refused
+from agora_protocol.ids import PeerId
 from agora_protocol.manifest_sections import ALL_STEPS
-from agora_protocol.messages import Chunk, GetChunk, GetState, StateIndex
+from agora_protocol.messages import Chunk, GetChunk, GetSketches, GetState, StateIndex
 
-from agora.state.layout import StageState, pack_chunk
+from agora.core.rates import RateLimiter
+from agora.state.comparison import sketch_chunk
+from agora.state.layout import StageState, chunk_arrays, pack_chunk
 from agora.state.snapshot import MAX_BYTES, SnapshotServer
 from tests.state.world import chunks, state
 from tests.virtual_time import run
@@ -36,7 +40,7 @@ class Source:
         self.copies = 0
         self.copying_s = copying_s
         self.serving = True
-        self.snapshots = SnapshotServer(self.export, lambda _: nbytes)
+        self.snapshots = SnapshotServer(self.export, lambda _: nbytes, lambda _: self.step)
 
     async def export(self, stage: int) -> StageState | None:
         if stage > 1:
@@ -47,15 +51,20 @@ class Source:
         self.copies += 1
         return state(NUMEL, step=10 * self.copies, value=float(self.copies), stage=stage)
 
-    async def index(self, stage: int = 0, at_least: int = 0) -> StateIndex:
-        given = await self.snapshots.get_state(GetState(stage, at_least))
+    @property
+    def step(self) -> int:
+        """That of a copy made now."""
+        return 10 * (self.copies + 1)
+
+    async def index(self, stage: int = 0, at_least: int = 0, caller: str = "joiner") -> StateIndex:
+        given = await self.snapshots.get_state(GetState(stage, at_least), PeerId(caller))
         assert isinstance(given.message, StateIndex)
         return given.message
 
 
 async def every_chunk_hashes_as_the_index_says() -> None:
     source = Source()
-    given = await source.snapshots.get_state(GetState(0))
+    given = await source.snapshots.get_state(GetState(0), PeerId("joiner"))
     index = given.message
     assert isinstance(index, StateIndex)
     assert (index.step, index.updates, index.size) == (10, 7, NBYTES)
@@ -100,11 +109,11 @@ async def steps_that_change_no_byte_are_in_a_new_copy() -> None:
     async def export(_: int) -> StageState:
         return given
 
-    snapshots = SnapshotServer(export, lambda _: NBYTES)
-    first = (await snapshots.get_state(GetState(0))).message
+    snapshots = SnapshotServer(export, lambda _: NBYTES, lambda _: 0)
+    first = (await snapshots.get_state(GetState(0), PeerId("joiner"))).message
     given = state(NUMEL, step=11, agreed=11, history_hash=6)
     await asyncio.sleep(31.0)
-    second = (await snapshots.get_state(GetState(0))).message
+    second = (await snapshots.get_state(GetState(0), PeerId("joiner"))).message
     assert isinstance(first, StateIndex)
     assert isinstance(second, StateIndex)
     assert first.snapshot == second.snapshot
@@ -149,7 +158,7 @@ async def memory_is_bounded_and_who_fetches_is_not_cut_off() -> None:
 async def the_older_copy_that_is_given_for_lack_of_room_is_still_kept() -> None:
     needed = NBYTES
     source = Source()
-    source.snapshots = SnapshotServer(source.export, lambda _: needed)
+    source.snapshots = SnapshotServer(source.export, lambda _: needed, lambda _: 0)
     first = await source.index()
     await asyncio.sleep(31.0)
     await source.index(stage=1)
@@ -182,6 +191,49 @@ async def what_cannot_be_asked_for_is_refused() -> None:
         await source.snapshots.get_chunk(GetChunk(bytes(32), 0))
 
 
+async def a_step_far_ahead_is_refused_and_no_copy_is_made_for_it() -> None:
+    source = Source()
+    await source.index()
+    for at_least in (source.step + 101, 10**6, 2**62, 2**63 - 1):
+        with pytest.raises(Refused, match="is at step 20, far from"):
+            await source.index(at_least=at_least)
+    assert source.copies == 1
+
+
+async def one_caller_has_a_copy_made_anew_once_a_minute_whatever_it_wants() -> None:
+    source = Source(copying_s=1.0)
+    await source.index()
+    for _ in range(16):
+        await asyncio.sleep(3.0)
+        await source.index(at_least=source.step + 50, caller="greedy")
+    assert source.copies <= 7, "as if it wanted no later step, but for one copy: an age of 10 s each"
+    copies = source.copies
+    await asyncio.sleep(3.0)
+    await source.index(at_least=source.step + 50, caller="another")
+    assert source.copies == copies + 1, "others are not held up by it"
+
+
+async def sketches_are_those_of_the_chunks_and_bounded_for_each_caller() -> None:
+    source, seed = Source(), bytes(range(16))
+    index = await source.index()
+    given = await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 1, 2), PeerId("joiner"))
+    sums = np.frombuffer(given.tensors[0].data, "<f4").reshape(2, 3, 16)
+    held = state(NUMEL)
+    for row, chunk in enumerate((1, 2)):
+        expected = sketch_chunk(chunk_arrays(held, chunk), held.layout, chunk, seed)
+        np.testing.assert_allclose(sums[row], expected, rtol=1e-6, atol=1e-3)
+    for first, count in ((2, 2), (3, 1), (2**63 - 1, 64)):
+        with pytest.raises(ProtocolError, match="has 3 chunks"):
+            await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, first, count), PeerId("joiner"))
+    with pytest.raises(Refused, match="not kept any more"):
+        await source.snapshots.get_sketches(GetSketches(bytes(32), seed, 0, 1), PeerId("joiner"))
+    source.snapshots._sketched = RateLimiter(1.0, 3.0)
+    await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 0, 3), PeerId("greedy"))
+    with pytest.raises(Busy, match="many sketches"):
+        await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 0, 3), PeerId("greedy"))
+    await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 0, 3), PeerId("another"))
+
+
 async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_next() -> None:
     source = Source()
     first, second = (asyncio.create_task(source.index()) for _ in range(2))
@@ -205,6 +257,9 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
         the_first_copy_is_made_whatever_its_size,
         nothing_to_give_is_said_and_asked_again,
         what_cannot_be_asked_for_is_refused,
+        a_step_far_ahead_is_refused_and_no_copy_is_made_for_it,
+        one_caller_has_a_copy_made_anew_once_a_minute_whatever_it_wants,
+        sketches_are_those_of_the_chunks_and_bounded_for_each_caller,
         a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_next,
     ],
     ids=lambda claim: claim.__name__,

@@ -16,7 +16,7 @@ from agora_protocol.messages import StateIndex
 
 from agora.core.calls import Reply
 from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
-from agora.state import chunk_fetch, sample_check, state_fetch
+from agora.state import chunk_fetch, state_fetch
 from agora.state.layout import OUTER_PARAMETERS, StageState
 from agora.state.state_fetch import StateFetch
 from tests.state.world import CHANGE_RULE, WINDOW, World, chunks, flipped, layout_of, state
@@ -35,10 +35,17 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return work(*arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", inline)
-    monkeypatch.setattr(
-        sample_check, "SAMPLES", 0
-    )  # what is asked for once more to compare: tests/state/test_sample_check
     return
+
+
+@pytest.fixture
+def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for once more to compare unlike states: tests/state/test_comparison.py."""
+
+    async def believe(self: StateFetch) -> None:
+        pass
+
+    monkeypatch.setattr(StateFetch, "_compare_sources", believe)
 
 
 def fetcher(world: World) -> StateFetch:
@@ -75,6 +82,7 @@ def test_one_source_gives_exactly_what_it_has() -> None:
     run(work())
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
     async def work() -> None:
         world = World()
@@ -395,7 +403,8 @@ def test_when_the_newest_dies_in_the_middle_the_state_of_the_others_is_fetched_w
     async def work() -> None:
         world = World()
         newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, history_hash=7, step=41), die_after=6)
-        others = [world.add(name, state(NUMEL, agreed=40, history_hash=5, step=40), uplink=8e6) for name in "bc"]
+        older = state(NUMEL, agreed=40, history_hash=5, step=40)
+        others = [world.add(name, older, uplink=8e6, delay_s=0.6) for name in "bc"]  # too late to be chosen first
         got, took = await fetched(world, fetcher(world))
         assert newest.given.total() == 6
         assert_equal(got, others[0].state)

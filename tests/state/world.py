@@ -12,7 +12,7 @@ import numpy as np
 from agora_protocol.errors import AgoraError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import STATE_CHUNK_BYTES
-from agora_protocol.messages import GetChunk, GetState, Message
+from agora_protocol.messages import GetChunk, GetSketches, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
@@ -94,7 +94,11 @@ class Replica:
         async def export(_: int) -> StageState | None:
             return self.state
 
-        self.snapshots = SnapshotServer(export, lambda _: 0 if self.state is None else self.state.layout.nbytes)
+        self.snapshots = SnapshotServer(
+            export,
+            lambda _: 0 if self.state is None else self.state.layout.nbytes,
+            lambda _: 0 if self.state is None else self.state.step,
+        )
         self.world.network.join(self.peer, self.handle)
 
     @property
@@ -137,9 +141,11 @@ class Replica:
         self.calls[type(request).__name__] += 1
         if isinstance(request, GetChunk):
             answer = await self.snapshots.get_chunk(request)
+        elif isinstance(request, GetSketches):
+            answer = await self.snapshots.get_sketches(request, PeerId("joining"))
         else:
             assert isinstance(request, GetState)
-            answer = await self.snapshots.get_state(request)
+            answer = await self.snapshots.get_state(request, PeerId("joining"))
         if self.fault is not None:
             changed = self.fault(answer, self.calls[type(request).__name__])
             if isinstance(changed, AgoraError):

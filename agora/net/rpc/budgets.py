@@ -5,7 +5,7 @@ Answers are reserved before they are made. Not those to Process and Contribute: 
 | request | bytes reserved | besides |
 |---|---|---|
 | GetChunk, GetPiece | a chunk | |
-| GetState, GetBase | an index | |
+| GetState, GetBase, GetSketches | an index | |
 | Recall | a part | |
 | GetStatus, GetManifest | what they may have at most | STATUS_PER_S a peer, PREFIX_STATUS_PER_S a network |
 """
@@ -25,6 +25,7 @@ from agora_protocol.messages import (
     GetChunk,
     GetManifest,
     GetPiece,
+    GetSketches,
     GetState,
     GetStatus,
     Message,
@@ -40,6 +41,7 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     GetChunk: STATE_CHUNK_BYTES,
     GetPiece: STATE_CHUNK_BYTES,
     GetState: INDEX_BYTES,
+    GetSketches: INDEX_BYTES,
     GetBase: INDEX_BYTES,
     Recall: 4 * MAX_PART_ELEMENTS,
     GetStatus: MAX_STATUS_BYTES,

@@ -372,10 +372,14 @@ class ControlApi:
     async def collect(self, average: bool = False) -> Answer:
         """Writes the weights of every stage of the run as files; returns {"files": path, "steps": step}, each by stage.
 
-        Fetches the stages not held here from other peers. average: writes the moving averages of the weights instead,
-        or the plain weights in a run that keeps none. Raises LocalError while no span is held, Unavailable if no peer
-        gives a stage.
+        Fetches the stages not held here from other peers; "uncompared" lists those that only one peer gave. average:
+        writes the moving averages of the weights instead, or the plain weights in a run that keeps none. Raises
+        LocalError while no span is held, Unavailable if no peer gives a stage.
         """
         collected = await self._daemon.serving_span().collector.collect(average=average)
         files = {str(file.stage): str(file.path) for file in collected}
-        return {"files": files, "steps": {str(file.stage): file.step for file in collected}}
+        return {
+            "files": files,
+            "steps": {str(file.stage): file.step for file in collected},
+            "uncompared": [file.stage for file in collected if not file.is_compared],
+        }

@@ -6,7 +6,7 @@
 | GetStatus, GetManifest | this module, always |
 | ShareRevocations | the local peer's admission, always |
 | Process | the work ledger for a repeat, else the span |
-| GossipSteps, GossipEpochs, Contribute, Recall, GetState, GetChunk | the span |
+| GossipSteps, GossipEpochs, Contribute, Recall, GetState, GetChunk, GetSketches | the span |
 | GetBase, GetPiece | the local peer's files of the base model, also while no span is held |
 | DialBack, Introduce, Meet, GetAddresses | the local peer's reachability keeper, also while no span is held |
 
@@ -33,6 +33,7 @@ from agora_protocol.messages import (
     GetBase,
     GetChunk,
     GetPiece,
+    GetSketches,
     GetState,
     GossipEpochs,
     GossipSteps,
@@ -57,7 +58,7 @@ STATUS_S: Final = 0.25
 
 # Requests that the span answers about its work.
 WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
-STATE_REQUESTS: Final = (GetState, GetChunk)  # requests that the span answers about its state
+STATE_REQUESTS: Final = (GetState, GetChunk, GetSketches)  # requests that the span answers about its state
 BASE_REQUESTS: Final = (GetBase, GetPiece)  # requests for tensors of the base model
 ADMISSION_REQUESTS: Final = (ShareRevocations,)  # requests that the local peer's admission answers
 # Requests by which members of the run find out how they can be reached, and connect; the local peer answers them.
@@ -89,7 +90,7 @@ class SentTensors:
                 self.boundary_bytes += sum(sizes[:1])
             case Contribute() | Recall():
                 self.averaging_bytes += sum(sizes)
-            case GetState() | GetChunk() | GetBase() | GetPiece():
+            case GetState() | GetChunk() | GetSketches() | GetBase() | GetPiece():
                 self.state_bytes += sum(sizes)
 
 

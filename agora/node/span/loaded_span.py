@@ -279,7 +279,7 @@ async def _fill_stages(
     async def answer(call: IncomingCall) -> Reply:
         await faults.reach("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
-        return await keeper.answer(call.message)
+        return await keeper.answer(call.message, call.peer)
 
     with startup.phases.enter("state") as note:
         steps = await keeper.find_checkpoints()
