@@ -12,7 +12,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest_sections import ALL_STEPS
 from agora_protocol.messages import Chunk, GetChunk, GetSketches, GetState, StateIndex
 
-from agora.core.rates import RateLimiter
+from agora.state import snapshot
 from agora.state.comparison import sketch_chunk
 from agora.state.layout import StageState, chunk_arrays, pack_chunk
 from agora.state.snapshot import MAX_BYTES, SnapshotServer
@@ -213,7 +213,7 @@ async def one_caller_has_a_copy_made_anew_once_a_minute_whatever_it_wants() -> N
     assert source.copies == copies + 1, "others are not held up by it"
 
 
-async def sketches_are_those_of_the_chunks_and_bounded_for_each_caller() -> None:
+async def sketches_are_those_of_the_chunks() -> None:
     source, seed = Source(), bytes(range(16))
     index = await source.index()
     given = await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 1, 2), PeerId("joiner"))
@@ -227,11 +227,17 @@ async def sketches_are_those_of_the_chunks_and_bounded_for_each_caller() -> None
             await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, first, count), PeerId("joiner"))
     with pytest.raises(Refused, match="not kept any more"):
         await source.snapshots.get_sketches(GetSketches(bytes(32), seed, 0, 1), PeerId("joiner"))
-    source.snapshots._sketched = RateLimiter(1.0, 3.0)
-    await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 0, 3), PeerId("greedy"))
+
+
+async def one_caller_gets_as_many_sketches_as_a_fetch_needs_and_others_theirs() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "SKETCHED_BURST", 3.0)
+        source = Source()
+    wanted = GetSketches((await source.index()).snapshot, bytes(16), 0, 3)
+    await source.snapshots.get_sketches(wanted, PeerId("greedy"))
     with pytest.raises(Busy, match="many sketches"):
-        await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 0, 3), PeerId("greedy"))
-    await source.snapshots.get_sketches(GetSketches(index.snapshot, seed, 0, 3), PeerId("another"))
+        await source.snapshots.get_sketches(wanted, PeerId("greedy"))
+    await source.snapshots.get_sketches(wanted, PeerId("another"))
 
 
 async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_next() -> None:
@@ -259,7 +265,8 @@ async def a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_
         what_cannot_be_asked_for_is_refused,
         a_step_far_ahead_is_refused_and_no_copy_is_made_for_it,
         one_caller_has_a_copy_made_anew_once_a_minute_whatever_it_wants,
-        sketches_are_those_of_the_chunks_and_bounded_for_each_caller,
+        sketches_are_those_of_the_chunks,
+        one_caller_gets_as_many_sketches_as_a_fetch_needs_and_others_theirs,
         a_joiner_that_leaves_while_its_copy_is_made_does_not_spoil_it_for_the_next,
     ],
     ids=lambda claim: claim.__name__,
