@@ -27,7 +27,12 @@ DEGRADED = 3
 STALLED = 4  # or unreachable
 LINE_S = 2.0  # seconds between two lines of a ProgressDisplay that has no terminal
 
-RUN = Annotated[str, typer.Argument(metavar="RUN", help="A manifest file, an invite, or the name of a joined run.")]
+RUN = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A manifest file, an invite, a file with an invite (- for stdin), or a joined run's name."
+    ),
+]
 JSON = Annotated[bool, typer.Option("--json", help="Exactly one JSON object on standard output, all else on stderr.")]
 DIRECTORY = Annotated[
     Path | None,

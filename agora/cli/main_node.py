@@ -29,15 +29,17 @@ DEVICE = Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, c
 STAGES = Annotated[str | None, typer.Option(metavar="auto|A-B", help="The stages to hold. Default auto.")]
 LISTEN = Annotated[
     list[str] | None,
-    typer.Option(metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330; may be repeated."),
+    typer.Option(
+        metavar="ADDR", help="Where to listen, /ip4/0.0.0.0/tcp/31330, 0.0.0.0:31330 or [::]:31330; may be repeated."
+    ),
 ]
-THREADS = Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default all cores.")]
+THREADS = Annotated[int | None, typer.Option(metavar="N", help="Compute threads; default as many as its limits allow.")]
 CORPUS_CACHE = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where tokenised texts are kept; default in the data directory.")
 ]
 LOG_LEVEL = Annotated[str | None, typer.Option(help="debug, info, warning or error. Default info.")]
 ALLOW_FILES = Annotated[
-    bool, typer.Option("--allow-files", help="Let an invited run read the files that its manifest names.")
+    bool, typer.Option("--allow-files", help="Let a run of somebody else read the files that its manifest names.")
 ]
 BASE_MODEL = Annotated[
     Path | None,
@@ -97,6 +99,7 @@ def join(
     Examples:
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
+      agora-node join - < invite.txt      (a ticket stays out of `ps` and of the shell's history)
     """
     from agora.node.process import startup
     from agora.tuning.base.hub import absolute_name

@@ -26,12 +26,15 @@ Layout of a data directory (mode 0700):
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from agora_protocol.errors import LocalError
 
 MAX_SOCKET_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 HOME_VARIABLE = "AGORA_HOME"
@@ -119,14 +122,40 @@ def runtime_directory() -> Path:
 def make_private(directory: Path) -> None:
     """Creates the directory with mode 0700 if it is missing; leaves the mode of an existing one as it is.
 
-    Raises PermissionError if it is a link or another user's, another OSError if it is a file or cannot be created.
+    Raises PermissionError if others can put files into it (see distrust_reason), another OSError if it is a file or
+    cannot be created.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(
-            13, f"{directory} belongs to somebody else; set {RUNTIME_VARIABLE} to another", str(directory)
-        )
+    if reason := distrust_reason(directory):
+        raise PermissionError(errno.EACCES, reason, str(directory))
+
+
+def distrust_reason(directory: Path, *, is_services: bool = False) -> str:
+    """Returns why the files of an existing directory may be those of other users, "" if they cannot, and what to do.
+
+    Who can put files into the directory of the sockets chooses whom commands ask. In /tmp whoever is first makes it.
+    is_services: whether it may be another user's, or a link, because root made it for a service. Raises OSError.
+    """
+    status = directory.stat() if is_services else directory.lstat()
+    is_foreign = status.st_uid != os.getuid() and not is_services
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{directory} is not a directory but a link or a file; remove it, or set {RUNTIME_VARIABLE} to another"
+    if is_foreign:
+        return f"{directory} belongs to another user (uid {status.st_uid}); set {RUNTIME_VARIABLE} to one of yours"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write in {directory}; run `chmod 700 {directory}`, or set {RUNTIME_VARIABLE} to another"
+    return ""
+
+
+def _is_made_by_root(directory: Path) -> bool:
+    status = directory.parent.stat()
+    return status.st_uid == 0 and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+class UntrustedDirectory(LocalError):
+    """Raised when the directory of the sockets is not this user's alone; the text says why, and what to do."""
+
+    code = "untrusted-directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +217,29 @@ def unregister(socket: Path) -> None:
 def find_running_daemons() -> list[DaemonEntry]:
     """Returns this user's running daemons from their registry files; removes the files of daemons that were killed.
 
-    Skips files that are unreadable or malformed.
+    Skips files that are unreadable or malformed, or that name a socket other than the one beside them. Raises
+    UntrustedDirectory if other users can put files there.
     """
+    directory = runtime_directory()
+    try:
+        # `sudo agora-node pause` asks a service, whose directory systemd made: /run/agora of the service's own user.
+        reason = distrust_reason(directory, is_services=os.getuid() == 0 and _is_made_by_root(directory))
+    except OSError:
+        return []
+    if reason:
+        raise UntrustedDirectory(f"{reason}; no daemon is asked, and no file is removed there")
     running: list[DaemonEntry] = []
-    for path in sorted(runtime_directory().glob("*.json")):
+    for path in sorted(directory.glob("*.json")):
         try:
             entry = DaemonEntry(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            socket = Path(entry.socket)
+            is_beside = socket.name == path.with_suffix(".sock").name and socket.parent.samefile(directory)
+        except (OSError, ValueError, TypeError, RecursionError):
+            continue
+        if not is_beside:
             continue
         if entry.is_alive:
             running.append(entry)
         else:
-            unregister(Path(entry.socket))
+            unregister(path.with_suffix(".sock"))
     return running

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import fcntl
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from agora_protocol.identity import Identity
     from agora_protocol.manifest import Manifest, SignedManifest
 
+STDIN = "-"
+MAX_INVITE_CHARACTERS = 64 * 1024
 MAX_BANNED = 10_000  # at most this many peers are kept in banned.txt
 MAX_LINE_CHARACTERS = 64  # characters that are read of banned.txt for each of them, on average
 
@@ -59,17 +62,23 @@ class RunReference:
 
 
 def resolve(text: str, home: paths.Home) -> RunReference:
-    """Returns what is known of the run that `text` names: an invite, a manifest file, or a joined run's name or id.
+    """Returns what is known of the run that `text` names.
+
+    It is an invite, a file with an invite or a manifest, "-" for an invite on standard input, or a joined run's name or
+    id.
 
     The addresses of an invite are followed by those that `home` remembers of its run. Raises InputError for an unknown
     run or a malformed invite, ManifestError for a bad manifest, DiskError for a manifest that cannot be read.
     """
+    if text == STDIN:
+        text = sys.stdin.read(MAX_INVITE_CHARACTERS).strip()
+        if not text.startswith(SCHEME):
+            raise InputError("Standard input holds no invite; give one: `agora-node join - < FILE`.")
     if text.startswith(SCHEME):
-        invite = Invite.parse(text)
-        known = remembered_addresses(home, invite.run)
-        addresses = tuple(dict.fromkeys([*invite.addresses, *known]))
-        return RunReference(invite.run, invite.name, addresses, ticket=invite.ticket)
+        return _by_invite(text, home)
     path = Path(text).expanduser()
+    if path.is_file() and (invite := _read_invite(path)):
+        return _by_invite(invite, home)
     if path.is_file():
         return from_file(path, home)
     if path.is_dir():
@@ -77,6 +86,21 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     if "/" in text or text.endswith(".toml"):
         raise InputError(f"There is no manifest {text}; write one with `swarm new {text}`, or correct the path.")
     return _by_name(text, home)
+
+
+def _by_invite(text: str, home: paths.Home) -> RunReference:
+    invite = Invite.parse(text)
+    known = remembered_addresses(home, invite.run)
+    addresses = tuple(dict.fromkeys([*invite.addresses, *known]))
+    return RunReference(invite.run, invite.name, addresses, ticket=invite.ticket)
+
+
+def _read_invite(path: Path) -> str:
+    # An invite with a ticket is a secret, and arguments of a process are not: a file keeps it from `ps` and histories.
+    with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
+        text = file.read(MAX_INVITE_CHARACTERS).strip()
+        return text if text.startswith(SCHEME) and len(text.split()) == 1 else ""
+    return ""
 
 
 def from_file(path: Path, home: paths.Home) -> RunReference:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,8 +25,9 @@ from agora.node.limits.pausing import Hours
 PREFIX = "AGORA_"
 FLAGS = "the command line"
 ENVIRONMENT = "the environment"
+MAX_PORT = 65_535
 OTHER_VARIABLES = frozenset({"AGORA_HOME", "AGORA_RUNTIME_DIR", "AGORA_FAULTS", "AGORA_FAULTS_LOG"})
-_HOST_PORT = re.compile(r"(?P<host>\d+\.\d+\.\d+\.\d+):(?P<port>\d+)")
+_HOST_PORT = re.compile(r"(?:\[(?P<ip6>[^]]*)\]|(?P<ip4>[^:]*)):(?P<port>\d{1,5})", re.ASCII)
 
 
 class SettingsError(LocalError):
@@ -52,7 +55,7 @@ class Settings(pydantic.BaseModel):
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"
-    # Multiaddrs or HOST:PORT; port 0 lets the system choose.
+    # Multiaddrs, HOST:PORT or [HOST]:PORT; port 0 lets the system choose.
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
     allow_private: bool = False  # whether addresses of a LAN, a VPN or loopback are announced to peers and dialled
@@ -137,9 +140,18 @@ def _as_multiaddr(address: str) -> str:
     if address.startswith("/"):
         return address
     match = _HOST_PORT.fullmatch(address)
-    if match is None or int(match["port"]) > 65535:
-        raise ValueError(f"{address!r} is not an address; write /ip4/0.0.0.0/tcp/31330 or 0.0.0.0:31330")
-    return f"/ip4/{match['host']}/tcp/{match['port']}"
+    if match is not None and int(match["port"]) <= MAX_PORT:
+        with suppress(ValueError):
+            if match["ip6"] is not None:
+                # A zone ("%eth0") has no place in the multiaddr of a TCP port.
+                host = ipaddress.IPv6Address(match["ip6"])
+                if host.scope_id is None:
+                    return f"/ip6/{host}/tcp/{int(match['port'])}"
+            else:
+                return f"/ip4/{ipaddress.IPv4Address(match['ip4'])}/tcp/{int(match['port'])}"
+    raise ValueError(
+        f"{address!r} is not an address; write /ip4/0.0.0.0/tcp/31330, 0.0.0.0:31330, or for IPv6 [::]:31330"
+    )
 
 
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from pathlib import Path
 from typing import ClassVar
 
 import psutil
 import torch
 
+from agora.core.machine_limits import least_memory
+
 KEEP_BYTES = 1 << 30  # malloc keeps up to this much freed memory, and takes tensors up to this size from it
-CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 62
 LIBC = ctypes.CDLL(None)
 
@@ -31,7 +31,8 @@ def limit_memory(limit_bytes: int) -> None:
 def available_bytes(device: torch.device, *, within_limit: bool = True) -> int:
     """Returns how many bytes this process can still allocate on the device.
 
-    That is what the GPU, or the host and its container limit, has left, plus freed memory that torch or malloc caches.
+    That is what the GPU, or the least limit of the host (core.machine_limits), leaves, plus freed memory that torch or
+    malloc caches.
     within_limit: at most what the owner's limit leaves, see limit_memory; False ignores that limit.
     """
     limit = (within_limit and _limit_bytes) or UNLIMITED
@@ -40,7 +41,7 @@ def available_bytes(device: torch.device, *, within_limit: bool = True) -> int:
         cached = torch.cuda.memory_reserved(device) - used
         return min(int(torch.cuda.mem_get_info(device)[0]) + cached, max(0, limit - used))
     left = max(0, limit - resident_bytes()) if limit < UNLIMITED else UNLIMITED
-    return min(int(psutil.virtual_memory().available), _cgroup_available_bytes(), left) + freed_bytes()
+    return min(int(least_memory().amount), left) + freed_bytes()
 
 
 def resident_bytes() -> int:
@@ -51,19 +52,6 @@ def resident_bytes() -> int:
         with contextlib.suppress(psutil.Error):
             total += int(child.memory_info().rss)
     return total
-
-
-def _cgroup_available_bytes() -> int:
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return UNLIMITED
-    reclaimable = int(
-        statistics.get("inactive_file", 0)
-    )  # cached files, which the kernel drops when memory is asked for
-    return max(int(limit) - used + reclaimable, 0) if limit.isdigit() else UNLIMITED
 
 
 def keep_freed_memory() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -60,6 +61,83 @@ def test_running_daemons_are_found_and_dead_ones_swept(tmp_path: Path, runtime: 
     assert not Path(dead.socket).exists()
     paths.unregister(Path(alive.socket))
     assert paths.find_running_daemons() == []
+
+
+def write_entry(directory: Path, name: str, pid: int, socket: Path) -> None:
+    fields = {"run": "", "name": "", "founder": "", "peer": "", "pid": pid, "root": "/", "socket": str(socket)}
+    (directory / f"{name}.json").write_text(json.dumps(fields))
+
+
+def dead_pid() -> int:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+@pytest.mark.parametrize("pid", ["dead", "alive"])
+@pytest.mark.parametrize("place", ["outside", "another name", "above", "through a link"])
+def test_an_entry_names_no_file_but_the_socket_beside_it(tmp_path: Path, runtime: Path, pid: str, place: str) -> None:
+    """Neither is a file elsewhere removed for a dead daemon, nor a socket elsewhere asked for a living one."""
+    (tmp_path / "elsewhere").mkdir()
+    (runtime / "link").symlink_to(tmp_path / "elsewhere")
+    victim = {
+        "outside": tmp_path / "elsewhere" / "x.sock",
+        "another name": runtime / "y.sock",
+        "above": runtime / ".." / "elsewhere" / "x.sock",
+        "through a link": runtime / "link" / "x.sock",
+    }[place]
+    victim.write_text("years of work")
+    victim.with_suffix(".json").write_text("{}")
+    write_entry(runtime, "x", os.getpid() if pid == "alive" else dead_pid(), victim)
+    assert paths.find_running_daemons() == []
+    assert victim.read_text() == "years of work" and victim.with_suffix(".json").exists()
+
+
+@pytest.mark.parametrize("how", ["others may write", "a group may write", "a link"])
+def test_a_directory_that_others_can_fill_is_neither_asked_nor_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    shared = tmp_path / "tmp"  # as /tmp: whoever comes first makes what lies in it
+    shared.mkdir()
+    shared.chmod(0o1777)
+    directory = shared / "agora-0"
+    real = tmp_path / "real" if how == "a link" else directory
+    real.mkdir(mode=0o700)
+    if how == "a link":
+        directory.symlink_to(real)
+    else:
+        real.chmod(0o777 if how == "others may write" else 0o770)
+    write_entry(real, "x", dead_pid(), directory / "x.sock")
+    (real / "x.sock").touch()
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(directory))
+    with pytest.raises(paths.UntrustedDirectory, match=rf"{paths.RUNTIME_VARIABLE}|chmod 700"):
+        paths.find_running_daemons()
+    assert (real / "x.sock").exists()
+    with pytest.raises(OSError, match="chmod 700|link or a file|exists"):
+        paths.make_private(directory)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("parent_mode", [0o1777, 0o755])
+def test_a_foreign_directory_is_asked_by_root_alone_and_only_where_root_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent_mode: int
+) -> None:
+    """0755: /run, where systemd has made it for a service. 1777: /tmp, where anybody can have made it."""
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    parent.chmod(parent_mode)
+    directory = parent / "agora"
+    directory.mkdir(mode=0o700)
+    write_entry(directory, "x", os.getpid(), directory / "x.sock")
+    os.chown(directory, 65534, 65534)
+    monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(directory))
+    if parent_mode == 0o755:
+        assert [entry.pid for entry in paths.find_running_daemons()] == [os.getpid()]
+    else:
+        with pytest.raises(paths.UntrustedDirectory, match="another user"):
+            paths.find_running_daemons()
+    with pytest.raises(PermissionError, match="another user"):
+        paths.make_private(directory)
 
 
 def test_a_socket_path_never_grows_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,33 @@ def test_an_invite_is_joined_by_addresses_that_were_remembered(home: Home) -> No
     runs.remember_addresses(home, signed.run_id, [other])
     found = runs.resolve(str(Invite(signed.run_id, (ADDRESS + signed.founder,), "poems")), home)
     assert found.addresses == (ADDRESS + signed.founder, other) and found.signed is None and found.name == "poems"
+
+
+@pytest.mark.parametrize("how", ["file", "file with blank lines", "stdin"])
+def test_an_invite_may_come_from_a_file_or_standard_input(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """So a ticket, which is a secret, is in no argument that `ps` shows."""
+    signed = SignedManifest.sign(preset("tiny"), Identity.generate())
+    text = str(Invite(signed.run_id, (ADDRESS + signed.founder,), "poems"))
+    text = f"\n{text}\n\n" if how == "file with blank lines" else f"{text}\n"
+    (tmp_path / "invite").write_text(text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    found = runs.resolve("-" if how == "stdin" else str(tmp_path / "invite"), home)
+    assert (found.run, found.addresses, found.file) == (signed.run_id, (ADDRESS + signed.founder,), None)
+
+
+@pytest.mark.parametrize("text", ["", "name = 'poems'\n", "agora:/x", "\N{BOM}agora://x"])
+def test_standard_input_without_an_invite_is_a_sentence(home: Home, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with pytest.raises(InputError, match="Standard input holds no invite"):
+        runs.resolve("-", home)
+
+
+def test_a_file_with_an_invite_that_is_cut_off_is_said_to_be_one(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "invite").write_text("agora://abc\n")
+    with pytest.raises(InputError, match="invite"):
+        runs.resolve(str(tmp_path / "invite"), home)
 
 
 def test_a_damaged_line_of_remembered_addresses_costs_that_address_alone(home: Home) -> None:

@@ -60,6 +60,40 @@ def test_addresses_may_be_written_both_ways(tmp_path: Path) -> None:
     assert settings.listen == ("/ip4/0.0.0.0/tcp/31330", "/ip4/127.0.0.1/tcp/0")
 
 
+@pytest.mark.parametrize(
+    ("given", "listened"),
+    [
+        ("[::]:31330", "/ip6/::/tcp/31330"),
+        ("[::1]:0", "/ip6/::1/tcp/0"),
+        ("[2001:DB8::0:7]:31330", "/ip6/2001:db8::7/tcp/31330"),
+        ("[::ffff:10.0.0.1]:1", "/ip6/::ffff:a00:1/tcp/1"),
+        ("10.0.0.1:00080", "/ip4/10.0.0.1/tcp/80"),
+    ],
+)
+def test_an_address_with_a_port_may_be_of_either_family(tmp_path: Path, given: str, listened: str) -> None:
+    assert load(tmp_path / "none", {"listen": (given,)}, {}).listen == (listened,)
+    assert load(tmp_path / "none", {}, {"AGORA_ANNOUNCE": f"{given}, 127.0.0.1:1"}).announce[0] == listened
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "::1:31330",
+        "[::]31330",
+        "[::]",
+        "[]:1",
+        "[::]:65536",
+        "[::]:",
+        "[fe80::1%eth0]:1",
+        "[127.0.0.1]:1",
+        "1.2.3.400:1",
+    ],
+)
+def test_what_is_not_an_address_with_a_port_is_refused_with_both_forms(tmp_path: Path, given: str) -> None:
+    with pytest.raises(SettingsError, match=r"0\.0\.0\.0:31330, or for IPv6 \[::\]:31330"):
+        load(tmp_path / "none", {"listen": (given,)}, {})
+
+
 def test_private_addresses_and_upnp_are_off_and_relaying_is_bounded_by_the_owner(tmp_path: Path) -> None:
     made = load(tmp_path / "agora.toml", {}, {})
     assert (made.allow_private, made.upnp, made.relay_peers, made.relay_mbit) == (False, False, 16, 0.0)

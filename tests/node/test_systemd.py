@@ -111,6 +111,13 @@ def test_the_unit_parses_and_keeps_its_promises() -> None:
     assert service["ExecStart"].endswith("agora-node join ${RUN}")
 
 
+def test_the_invite_is_in_no_argument_and_in_no_file_that_others_can_read() -> None:
+    unit = UNIT.read_text()
+    assert "install -m 600" in unit and "tee " not in unit
+    assert not re.search(r"RUN=agora://|echo .*agora://", unit)
+    assert "LoadCredential=run:/etc/agora-node.run" in unit and "Environment=RUN=%d/run" in unit
+
+
 def test_the_unit_sets_only_variables_that_the_daemon_knows() -> None:
     from agora.node import settings
 

@@ -61,6 +61,9 @@ class Readings:
     device: str = "cpu"
     device_problem: str = ""
     memory_free: float = 0.0  # bytes
+    memory_limit: str = ""  # what limits that, in words
+    processors: float = 1.0  # how many it may use; a fraction for a quota
+    processors_limit: str = ""  # what limits that, in words
     memory_needed: float = 0.0  # bytes that the daemon and the smallest stage need
     disk_free: float = 0.0  # bytes
     disk_problem: str = ""
@@ -143,9 +146,13 @@ def _check_device(readings: Readings) -> list[Check]:
 
 def _check_memory(readings: Readings) -> list[Check]:
     value, limit = f"{readings.memory_free / MIB:,.0f} MiB free", f"{readings.memory_needed / MIB:,.0f} MiB"
+    value += f", by {readings.memory_limit}" if readings.memory_limit else ""
+    processors = f"{readings.processors:g}, by {readings.processors_limit or 'the machine'}"
+    checks = [Check("processors", "pass", processors)]
     if readings.memory_free >= readings.memory_needed:
-        return [Check("memory", "pass", value, limit)]
-    return [Check("memory", "fail", value, limit, "end other programs, or join a run whose stages are smaller")]
+        return [Check("memory", "pass", value, limit), *checks]
+    remedy = "end other programs, raise that limit, or join a run whose stages are smaller"
+    return [Check("memory", "fail", value, limit, remedy), *checks]
 
 
 def _check_disk(readings: Readings) -> list[Check]:

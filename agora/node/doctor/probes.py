@@ -31,11 +31,12 @@ from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.tickets import InviteTicket
 from packaging.requirements import Requirement
 
+from agora.core.machine_limits import least_memory, least_processors
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
 from agora.node.doctor.checks import PackageReading, PeerReading, Readings
 from agora.node.limits.disk import MIN_FREE_BYTES, check_disk, stored_bytes
-from agora.node.limits.memory import BASE_BYTES, needed_memory
+from agora.node.limits.memory import BASE_BYTES, OWNERS_LIMIT, needed_memory
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
     of_run = _read_run(run, home, identity) if run else {}
     manifest = of_run.pop("manifest", None)
+    memory_free, memory_limit = _read_free_memory(chosen)
+    processors = least_processors()
     return Readings(
         python=sys.version_info[:3],
         packages=tuple(map(_read_package, _read_requirements())),
@@ -70,7 +73,10 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         settings_problem=settings_problem,
         device=device,
         device_problem=device_problem,
-        memory_free=_read_free_memory(chosen),
+        memory_free=memory_free,
+        memory_limit=memory_limit,
+        processors=processors.amount,
+        processors_limit=processors.source,
         memory_needed=_compute_needed_memory(manifest),
         disk_free=_read_free_disk(home.root),
         disk_problem=_find_disk_problem(home.root, chosen.disk_bytes),
@@ -156,16 +162,11 @@ def _try_device(name: str) -> tuple[str, str]:
         return name, (str(error).splitlines() or [repr(error)])[0][:200]
 
 
-def _read_free_memory(chosen: settings.Settings) -> float:
-    # Returns the bytes of host memory (never GPU) that the daemon may use: what is free, at most its owner's limit.
-    free = float(psutil.virtual_memory().available)
-    with contextlib.suppress(ImportError):
-        import torch
-
-        from agora.train.memory import available_bytes
-
-        free = float(available_bytes(torch.device("cpu"), within_limit=False))
-    return min(free, chosen.memory_gib * 2**30) if chosen.memory_gib else free
+def _read_free_memory(chosen: settings.Settings) -> tuple[float, str]:
+    # Of the host (never of a GPU), and what limits it.
+    least = least_memory()
+    owners = chosen.memory_gib * 2**30
+    return (owners, OWNERS_LIMIT) if owners and owners < least.amount else (least.amount, least.source)
 
 
 def _compute_needed_memory(manifest: Manifest | None) -> float:
@@ -266,7 +267,10 @@ class _DaemonReading(NamedTuple):
 
 def _read_daemon(home: paths.Home) -> _DaemonReading:
     root = str(home.root.resolve())
-    entry = next((entry for entry in paths.find_running_daemons() if str(Path(entry.root).resolve()) == root), None)
+    entries: list[paths.DaemonEntry] = []
+    with contextlib.suppress(paths.UntrustedDirectory):  # which the check of the sockets names
+        entries = paths.find_running_daemons()
+    entry = next((entry for entry in entries if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
         return _DaemonReading()
     with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):

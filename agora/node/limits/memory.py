@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -12,6 +12,7 @@ from agora_protocol.errors import DeviceError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
+from agora.core.machine_limits import least_memory
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine
 from agora.observe import events
@@ -26,15 +27,20 @@ POLL_S: Final = 0.5  # seconds between two readings: what is allocated in betwee
 EASE_FRACTION, SHRINK_FRACTION, REFUSE_FRACTION = 0.8, 0.85, 0.95
 # Readings in a row above the limit, with nothing in progress, after which the daemon leaves.
 MAX_POLLS_OVER_LIMIT: Final = 60
+OWNERS_LIMIT: Final = "memory_gib, its owner's limit"
 SHORT: Final = "short of memory"  # completes "this peer is ..." for callers whose work is refused
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The bytes that a daemon may take. host: of the machine's memory. gpu: of its GPU, None if stages use none."""
+    """The bytes that a daemon may take. host: of the machine's memory. gpu: of its GPU, None if stages use none.
+
+    host_limit: what limits the first, in words, "" if that was not asked.
+    """
 
     host: int
     gpu: int | None = None
+    host_limit: str = field(default="", compare=False)
 
     def for_stages(self, base_bytes: int) -> Machine:
         """Returns this machine for the planner, with the memory that is left for stages; its speed of 1 means nothing.
@@ -57,7 +63,7 @@ def measure_budget(device: str, limit_gib: float) -> MemoryBudget:
     except DeviceError:
         chosen = torch.device("cpu")
     gpu = available_bytes(chosen, within_limit=False) if chosen.type == "cuda" else None
-    return limit_budget(MemoryBudget(host, gpu), limit_gib)
+    return limit_budget(MemoryBudget(host, gpu, least_memory().source), limit_gib)
 
 
 def limit_budget(free: MemoryBudget, limit_gib: float) -> MemoryBudget:
@@ -65,7 +71,8 @@ def limit_budget(free: MemoryBudget, limit_gib: float) -> MemoryBudget:
     if not limit_gib:
         return free
     limit = int(limit_gib * 2**30)
-    return MemoryBudget(min(free.host, limit), None if free.gpu is None else min(free.gpu, limit))
+    source = free.host_limit if free.host <= limit else OWNERS_LIMIT
+    return MemoryBudget(min(free.host, limit), None if free.gpu is None else min(free.gpu, limit), source)
 
 
 def keeps_state_in_host(manifest: Manifest, span: Span, machine: Machine) -> bool:
@@ -93,9 +100,10 @@ def check_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base_byte
     need = needed_memory(manifest, span, base_bytes)
     if need > budget.host:
         raise OutOfMemory(
-            f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(budget.host)} may be used; {_ADVICE}"
+            f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(budget.host)} may be used"
+            f"{_by(budget.host_limit)}; {_ADVICE}"
         )
-    return f"{_in_mib(need)} of {_in_mib(budget.host)} memory needed"
+    return f"{_in_mib(need)} of {_in_mib(budget.host)} memory needed{_by(budget.host_limit)}"
 
 
 def _check_gpu_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base_bytes: int) -> str:
@@ -218,6 +226,10 @@ def limit_device(name: str, limit_bytes: int) -> None:
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+
+
+def _by(limit: str) -> str:
+    return f" (limited by {limit})" if limit else ""
 
 
 def _in_mib(size: float) -> str:

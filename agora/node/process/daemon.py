@@ -59,7 +59,7 @@ class Daemon:
     """One running daemon: opens the local peer, serves a span, moves to others when asked, until `leave`.
 
     `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
-    open, and in a pause; `signed`, the manifest, until it is known.
+    open, and in a pause; `signed`, the manifest, until it is known. leave_reason: that of `leave`.
     """
 
     def __init__(self, startup: Startup) -> None:
@@ -69,7 +69,7 @@ class Daemon:
         self.loaded: LoadedSpan | None = None
         self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
         self._stop = asyncio.Event()
-        self._leave_reason = ""
+        self.leave_reason = ""
         self._report_event = startup.report_event
         self._since_unix = startup.clock.unix()
         self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
@@ -91,7 +91,7 @@ class Daemon:
                     await self._serve_until_stopped()
                 if not self.is_leaving:  # also if the pause has ended by now: what was opened must be closed first
                     await self._stay_paused()
-            await self._leave_in_order(self._leave_reason)
+            await self._leave_in_order(self.leave_reason)
         except _FatalError as error:
             await self._leave_in_order(str(error))
             raise
@@ -101,7 +101,7 @@ class Daemon:
 
     def leave(self, reason: str) -> None:
         """Makes `run` leave in order, which takes LEAVE_S at most. reason: for the log."""
-        self._leave_reason = reason
+        self.leave_reason = reason
         self._stop.set()
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvloop
-from agora_protocol.errors import DiskError, LocalError
+from agora_protocol.errors import AgoraError, DiskError, LocalError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
@@ -32,6 +32,12 @@ from agora.swarm.swarm_clock import SwarmClock
 WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
 # The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
 MOVES_NS: Final = 1_000_000_000
+# The signals that make a daemon leave, and the cause that its log then names.
+SIGNALS: Final[Mapping[signal.Signals, str]] = {
+    signal.SIGTERM: "asked to leave by SIGTERM, from `kill` or the service manager",
+    signal.SIGINT: "asked to leave by SIGINT, from Ctrl-C",
+    signal.SIGHUP: "asked to leave by SIGHUP: its terminal was closed (start it with `nohup` or as a service to go on)",
+}
 MAX_INCARNATION: Final = 2**62  # a number from this one on in the file is ignored, and the clock alone counts
 
 
@@ -39,8 +45,10 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
     text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Raises
-    an AgoraError that says what to do when the daemon cannot begin, or when an error ends it.
+    an AgoraError that says what to do when the daemon cannot begin, or when an error ends it. Whatever ends it, log and
+    journal name the cause, unless the kernel kills it.
     """
+    end_on_signals()
     faults.set_active_faults(faults.from_environment())
     faults.reach_blocking("daemon.started")
     began_ns = time.time_ns()
@@ -48,8 +56,10 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     clock = SwarmClock(time.time(), boot_time)
     chosen = settings.load(home.root / "agora.toml", flags)
     reference = runs.resolve(text, home)
-    with _open_directory(home.root) as journal:
+    with ExitStack() as closing:
+        journal = closing.enter_context(_open_directory(home.root))
         reporter = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix)
+        closing.enter_context(reporting_the_end(reporter.report))
         notifier = Notifier()
         incarnation = next_incarnation(home.incarnation, began_ns)
         phases = StartPhases(reporter.report, notifier)
@@ -85,14 +95,16 @@ async def _run_daemon(startup: Startup) -> None:
     daemon = Daemon(startup)
     socket = paths.socket_of(startup.home)
 
-    def leave_or_exit() -> None:
+    def leave_or_exit(number: signal.Signals) -> None:
         if daemon.is_leaving:  # the second signal
+            told = f"ended at once by a second signal, {number.name}; what was open is lost"
+            startup.report_event(events.OwnerTold(told))
             paths.unregister(socket)
             os._exit(1)
-        daemon.leave("asked to leave")
+        daemon.leave(SIGNALS[number])
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, leave_or_exit)
+    for number in heeded_signals():
+        asyncio.get_running_loop().add_signal_handler(number, leave_or_exit, number)
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
     control = ControlSocket(socket, ControlApi(daemon).questions())
     await control.start()
@@ -100,7 +112,45 @@ async def _run_daemon(startup: Startup) -> None:
         await daemon.run()
     finally:
         await control.close()
-        startup.report_event(events.StateChanged("left", "the daemon has ended"))
+    startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Returns which of SIGNALS make the daemon leave: not those that it was started to ignore, as by `nohup`."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+class EndedBySignal(SystemExit):
+    """Raised by a signal while no event loop runs yet; its text says which. The exit code is the shell's, 128 + N."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(128 + number)
+        self.text = f"{SIGNALS[number]} before it had started"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def end_on_signals() -> None:
+    """Makes each heeded signal raise EndedBySignal, so that what cleans up and names the cause runs."""
+
+    def end(number: int, _frame: object) -> None:
+        raise EndedBySignal(signal.Signals(number))
+
+    for number in heeded_signals():
+        signal.signal(number, end)
+
+
+@contextmanager
+def reporting_the_end(report_event: events.Report) -> Iterator[None]:
+    """Reports what ends the block, if anything but its last line does: an error or a signal."""
+    try:
+        yield
+    except BaseException as error:
+        is_known = isinstance(error, AgoraError | EndedBySignal)
+        why = str(error) if is_known else f"{type(error).__name__}: {error}"
+        report_event(events.StateChanged("left", f"the daemon has ended: {why}"))
+        raise
 
 
 @dataclass(frozen=True, slots=True)

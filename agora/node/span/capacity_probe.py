@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
+from agora.core.machine_limits import usable_threads
 from agora.core.tasks import run_in_thread
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine, RunCost
@@ -42,10 +44,15 @@ class CapacityProbe:
     async def assess_machine(self) -> None:
         """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
 
+        Sets torch's number of threads first: the owner's, else as many as compute at the same time here.
+
         The speed comes from a profile that an earlier start has written, or that is measured now in about a second. If
         measuring would take longer, or fails, the speed stays unknown (0) until `record_measurement`. A speed once
         known is kept.
         """
+        # Also the speed is measured with the threads that will compute. Without a limit torch takes all cores, also
+        # where a quota or cpuset leaves few: then its threads mostly wait for each other.
+        torch.set_num_threads(self._settings.threads or min(torch.get_num_threads(), usable_threads()))
         self._max_span_lengths = await run_in_thread(self._longest_spans)
         if not self._speed:
             self._speed = await run_in_thread(self._profiled_speed)

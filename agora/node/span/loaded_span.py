@@ -30,11 +30,13 @@ from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
 from agora.net.rpc.connection import IncomingCall
+from agora.node import paths
 from agora.node.control.node_report import SpanReport
 from agora.node.limits.disk import DiskGuard
 from agora.node.limits.memory import check_memory, keeps_state_in_host, limit_device, measure_budget
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.peer.requests import STATE_REQUESTS, WORK_REQUESTS
+from agora.node.process.startup import Startup
 from agora.observe import events, faults
 from agora.pipeline import flow_control
 from agora.pipeline.flow_control import SendInputs, StepState
@@ -156,8 +158,6 @@ async def load_until_confirmed(
 async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[DeviceWorker, OriginData | None]]:
     startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
     data = await open_training_data(local_peer) if 0 in span else None
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     if settings.memory_bytes:
         limit_device(settings.device, settings.memory_bytes)
     base_model = await local_peer.base_supply.provide(span)
@@ -222,11 +222,24 @@ def _require_permission(local_peer: LocalPeer) -> None:
     startup, data = local_peer.startup, local_peer.manifest.data
     sources = [data.samples] if data.samples else [source for source in data.corpus if source != "stdlib"]
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
-    if startup.reference.file is None and sources and not startup.settings.allow_files:
+    if sources and not startup.settings.allow_files and not is_own_manifest(startup, local_peer.signed.founder):
         raise LocalError(
             f"the run reads files of this machine ({', '.join(sources[:3])}); "
             "look at them, then join with --allow-files"
         )
+
+
+def is_own_manifest(startup: Startup, founder: PeerId) -> bool:
+    """Returns whether this machine's owner has chosen what the manifest reads: by a draft of theirs, or as founder.
+
+    A manifest that came as a file may be a stranger's as well as one that came over the network.
+    """
+    if startup.reference.file is None:
+        return False
+    if startup.reference.draft is not None or founder == startup.me:
+        return True
+    # Another daemon of this user founded the run: a second data directory on one machine.
+    return any(entry.peer == founder == entry.founder for entry in paths.find_running_daemons())
 
 
 async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
