@@ -63,9 +63,7 @@ class Failure(Exception):
 
 
 def new_app(summary: str, name: str | None = None) -> typer.Typer:
-    """Returns a typer application, still without commands, that prints plain text and leaves errors to `run`.
-
-    summary: the help text, also printed without arguments. name: that of a program with several commands, which then
+    """summary: the help text, also printed without arguments. name: that of a program with several commands, which then
     has --version.
     """
     app = typer.Typer(
@@ -112,10 +110,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def run(app: typer.Typer) -> None:
-    """Runs the command that the process's arguments name, and ends the process with the command's exit code.
-
-    Prints an exception as one sentence on standard error, without a traceback; see `explain` for its exit code. The
-    exit code is 130 after Ctrl-C, and FAILED, without a sentence, if standard output was closed by its reader.
+    """Runs the command, prints an exception as one sentence, and ends the process; 130 after Ctrl-C. See `explain` for
+    the codes.
     """
     try:
         app()
@@ -132,11 +128,8 @@ def run(app: typer.Typer) -> None:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """Returns the sentence to print for an error, and the exit code to end with.
-
-    The code is a Failure's own, USAGE for an InputError, `exit_code` of another AgoraError that has one, otherwise
-    FAILED. The traceback of an error that is neither Failure nor AgoraError is written to a new temporary file, which
-    the sentence names.
+    """The sentence and the exit code of an error. An unexpected one's traceback goes to a new file that the sentence
+    names.
     """
     from agora_protocol.errors import AgoraError, InputError
 
@@ -156,10 +149,7 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 class ProgressDisplay:
-    """Context manager that shows on standard error how far work has come: a bar on a terminal, elsewhere lines.
-
-    The work reports its progress by calling `advance` for each piece of bytes, or `show` with the amount done so far.
-    """
+    """Shows on standard error how far work has come: a bar on a terminal, elsewhere lines at least LINE_S apart."""
 
     def __init__(self, what: str, total: float | None = None) -> None:
         """what: names the work. total: its amount, in bytes for `advance`, any unit for `show`; None if unknown."""
@@ -195,11 +185,6 @@ class ProgressDisplay:
         self.show(self._done, f"{self._what}  {self._done / 1e6:,.0f}{total} MB")
 
     def show(self, done: float, text: str) -> None:
-        """Shows that `done` of the total is done, with `text`: on a terminal by the bar, at each call.
-
-        Elsewhere prints a line with `text` and the seconds since the beginning, but only if `text` has changed and the
-        last line is at least LINE_S old.
-        """
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, description=printable(text))

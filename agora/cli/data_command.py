@@ -40,14 +40,7 @@ ROWS_OF_A_PAIR: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """The flags of `swarm data`; None for one that was not given.
-
-    file: the data file to show.
-    base_model: the folder with the tokenizer; None for the built-in one.
-    columns: which column of the file has which part of a sample, such as "prompt=question,completion=answer".
-    objective: what is trained, one of OBJECTIVES.
-    context: in tokens.
-    """
+    """The flags of `swarm data`; None: not given. columns: such as "prompt=question,completion=answer"."""
 
     file: Path
     base_model: Path | None
@@ -57,11 +50,7 @@ class DataOptions:
 
 
 def run(options: DataOptions, *, as_json: bool) -> int:
-    """Reads a data file, tokenises its samples, and prints a survey as lines or one JSON object; returns DONE.
-
-    The survey has the recognised format, SHOWN_SAMPLES samples and the lengths. Raises Failure and InputError for wrong
-    flags, DataError if the file is wrong, DiskError if it cannot be read.
-    """
+    """Prints the survey of a data file. Raises Failure and InputError for wrong flags, DataError, DiskError."""
     objective = check_objective(options.objective)
     file = open_samples(options.file, parse_columns(options.columns) if options.columns else {}, objective)
     tokenizer = open_model_tokenizer(options.base_model, datetime.now())
@@ -96,7 +85,6 @@ def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
 
 
 def survey_fields(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
-    """Returns the JSON object that `swarm data --json` prints: format, columns, counts, lengths, samples shown."""
     low, median, high, most = _quantiles(found)
     return {
         "schema": 1,
@@ -161,7 +149,6 @@ def summary_lines(found: DataSurvey) -> list[str]:
 
 
 def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
-    """Returns the lines to print before the shown samples: format, columns, objective, tokenizer, template."""
     named = [name if name == column else f"{name} from {column!r}" for name, column in file.used_columns.items()]
     unused = f"; not used: {', '.join(map(repr, _unused_columns(file)))}" if _unused_columns(file) else ""
     return [
@@ -256,12 +243,8 @@ def _escape(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """A data file to train on, and the counts of its samples and tokens.
-
-    path: absolute.
-    format: the name of the recognised format.
-    columns: pairs of a column's name in the format and its name in the file, as --columns gives them.
-    found: the counts, for rows of context + 1 tokens, of which all but the first are targets.
+    """A data file to train on, and its counts for rows of context + 1 tokens. columns: (name in the format, in the
+    file).
     """
 
     path: Path
@@ -282,10 +265,6 @@ class TrainingData:
         return ROWS_OF_A_PAIR * self.trainable_samples if self.found.rows is None else self.found.rows
 
     def summary_lines(self, context: int) -> list[str]:
-        """Returns the counts as lines for people: format, rows, and what was truncated or left out, if anything was.
-
-        context: the number of tokens of a row.
-        """
         found = self.found
         supervised = 100 * found.supervised / found.tokens
         packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
@@ -302,10 +281,6 @@ class TrainingData:
 
 
 def check_objective(text: str | None) -> Objective | None:
-    """Returns the objective that `text`, the value of --objective, names; None if it was not given.
-
-    Raises Failure for an unknown one.
-    """
     if text is None:
         return None
     for objective in OBJECTIVES:
@@ -317,11 +292,8 @@ def check_objective(text: str | None) -> Objective | None:
 def read_training_data(
     path: Path, base_model: Path, columns: str | None, objective: Objective | None, context: int
 ) -> TrainingData:
-    """Reads the whole data file once, and counts its samples and tokens by the tokenizer in the folder `base_model`.
-
-    columns: the value of --columns. objective: None for the format's usual one. context: number of targets of a row.
-    Shows the progress. Raises InputError for malformed columns, DataError if the file is wrong, DiskError if it cannot
-    be read, Failure if nothing in it can be learnt or, for lm, if a run cannot read it as a corpus.
+    """Reads the whole data file once and shows the progress. columns: the value of --columns. Raises InputError,
+    DataError, DiskError.
     """
     mapped = parse_columns(columns) if columns else {}
     file = open_samples(path.expanduser().absolute(), mapped, objective)

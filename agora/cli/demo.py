@@ -55,11 +55,8 @@ class DemoOptions:
     objective: str | None = None
 
     def manifest(self) -> Manifest:
-        """Returns the preset's or base model's manifest, named "demo", with these stages, seed, data and steps.
-
-        With a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure
-        for wrong flags, flags that do not fit together and an invalid manifest; for a base model also BaseModelError
-        and DataError for its files and the data.
+        """With a codec, boundaries have the model's whole width, not the preset's subspace. Raises Failure for wrong
+        flags; for a base model also BaseModelError and DataError.
         """
         from agora_protocol.errors import ManifestError
 
@@ -141,11 +138,8 @@ def cores() -> int:
 
 
 def run(options: DemoOptions, *, as_json: bool) -> int:
-    """Trains a swarm as planned, prints the result with a text that the model wrote, and returns the exit code.
-
-    as_json: prints the result as JSON on stdout, and the text on stderr. Ends all daemons in any case. Returns FAILED
-    after a signal during training. Raises what DemoOptions.manifest raises; Failure when training stalls, and, after it
-    has printed, for a bad result; SwarmFailed when a daemon has died.
+    """Trains, prints the result with a text that the model wrote, and ends all daemons in any case. Raises Failure when
+    training stalls or the result is bad, SwarmFailed when a daemon dies.
     """
     from agora.cli.sample_command import begin_loading, lines_of_model, try_sample
 
@@ -239,10 +233,8 @@ class Demo:
         self._display = ProgressDisplay(what, options.steps)
 
     def train(self) -> DemoMeasurements:
-        """Starts the daemons, trains to the last step, drains and evaluates; returns what was measured.
-
-        `total_seconds` ends with the last step, `trained` with the drain. Then waits for peers that are still joining.
-        The daemons run until `stop`. Raises Failure when training stalls, SwarmFailed when a daemon has died.
+        """`total_seconds` ends with the last step, `trained` with the drain. Raises Failure when training stalls,
+        SwarmFailed when a daemon has died.
         """
         began = time.monotonic()
         began_unix = time.time()

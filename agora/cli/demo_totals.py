@@ -83,16 +83,13 @@ class StageSteps:
 
 @dataclass
 class MetricSums:
-    """The metrics of several microbatches, summed. tokens: of these microbatches.
-
-    sums: one for each metric of the objective, over tokens, as in MicrobatchCompleted; empty before the first.
-    """
+    """The metrics of several microbatches, summed over `tokens`; sums: empty before the first."""
 
     tokens: int = 0
     sums: list[float] = field(default_factory=list)
 
     def add(self, metrics: Sequence[float], tokens: int) -> None:
-        """Adds one microbatch's metric sums and its tokens. Raises ValueError for another number of sums."""
+        """Raises ValueError for another number of sums."""
         self.tokens += tokens
         self.sums = [total + more for total, more in zip(self.sums or [0.0] * len(metrics), metrics, strict=True)]
 
@@ -138,11 +135,8 @@ class TuningTotals:
         self.steps[-1].add(metrics, tokens)
 
     def metrics(self) -> dict[str, Any]:
-        """Returns the mean metrics of the last whole step by name, and with "first" and "eval" two more such dicts.
-
-        "first" has the means of the first whole step, "eval" those of the evaluation microbatches; each of the two is
-        {} without any metrics. Without a whole step, the partial step counts as first and last. Means are rounded to
-        four decimals.
+        """Means of the last whole step by name, and under "first" and "eval" those of the first and of evaluation;
+        rounded to 4 decimals. Without a whole step, the partial one counts as both.
         """
         whole = [step for step in self.steps if step.tokens >= self.step_tokens] or self.steps
         last, first, evaluated = (
@@ -152,7 +146,6 @@ class TuningTotals:
         return {**last, "first": first, "eval": evaluated}
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of a demo's result about tuning: objective, trained parameters, samples, metrics."""
         return {
             "objective": self.objective,
             "trainable_parameters": self.trainable_parameters,
@@ -163,11 +156,7 @@ class TuningTotals:
 
 @dataclass
 class PeerTotals:
-    """One peer's journal so far, summed up: whether the peer joined and serves, its microbatches, traffic and stages.
-
-    is_killed: whether the demo has killed it; set by the demo. has_joined: whether it has served at some time.
-    start_steps: the name and the seconds of each step of its start.
-    """
+    """One peer's journal, summed up. is_killed: by the demo. start_steps: (name, seconds) of each start phase."""
 
     is_killed: bool = False
     has_joined: bool = False
@@ -213,11 +202,9 @@ class DemoTotals:
     _loss_tokens: int = 0  # tokens of those microbatches
 
     def peer(self, index: int) -> PeerTotals:
-        """Returns the totals of the peer with this index; if it has no totals yet, adds empty ones first."""
         return self.peers.setdefault(index, PeerTotals())
 
     def steps_of(self, stage: int) -> StageSteps:
-        """Returns the optimizer steps of a stage; if there is no entry, adds one without steps first."""
         return self.stage_steps.setdefault(stage, StageSteps())
 
     def add(self, index: int, fields: Mapping[str, Any]) -> None:
@@ -290,10 +277,7 @@ class DemoTotals:
         return self.completed, self.step, min(peers, sum(peer.has_joined for peer in self.peers.values()))
 
     def tokens_and_seconds(self) -> tuple[int, float]:
-        """Returns the tokens of completed microbatches, and the seconds from the first one's start to the last's end.
-
-        The seconds are 0.0 before a microbatch is completed.
-        """
+        """From the first microbatch's start to the last's end; 0.0 seconds before one is completed."""
         if self.first_started_unix is None or self.last_completed_unix is None:
             return self.tokens, 0.0
         return self.tokens, self.last_completed_unix - self.first_started_unix
@@ -318,10 +302,7 @@ class DemoTotals:
 
 @dataclass(frozen=True, slots=True)
 class DemoMeasurements:
-    """The run's id, and what a demo has measured: times, the tokens trained, and the held-out loss.
-
-    heldout_loss: None if no peer could evaluate it.
-    """
+    """What a demo has measured; heldout_loss: None if no peer could evaluate it."""
 
     run_id: str
     began_unix: float
@@ -333,10 +314,7 @@ class DemoMeasurements:
 def result_of(
     totals: DemoTotals, measured: DemoMeasurements, *, peers: int, stages: int, steps: int, link: str | None = None
 ) -> dict[str, Any]:
-    """Returns the fields of the JSON object that `swarm demo --json` prints, except "sample".
-
-    peers, stages, steps, link: what was asked for. Numbers that are not known, or that JSON does not have, are None.
-    """
+    """The object of `swarm demo --json`, except "sample". Numbers that are not known, or not JSON, are None."""
     tokens, seconds = measured.trained
     losses = totals.losses
     each = sorted(totals.peers.items())
@@ -393,11 +371,8 @@ def _step_fields(totals: DemoTotals, stage_count: int, computed: int) -> dict[st
 
 
 def failure_of(result: Mapping[str, Any]) -> str:
-    """Returns, for the result of a demo, why it failed, as a sentence with what to do; "" if it did not fail.
-
-    It failed with too few steps of stage 0, a dropped microbatch, no held-out loss, no mean loss of a whole step or,
-    with more than one step planned, if neither the last nor the held-out loss is below the first. For a tuned base
-    model the limit is the first loss * (1 + TUNING_NOISE).
+    """Why the demo failed, with what to do; "" if it did not. For a base model the last loss may be TUNING_NOISE above
+    the first.
     """
     loss = result["loss"]
     microbatches = result["microbatches"]
@@ -416,7 +391,6 @@ def failure_of(result: Mapping[str, Any]) -> str:
 
 
 def summary_of(result: Mapping[str, Any]) -> list[str]:
-    """Returns a demo's result, fields as result_of returns them, in a few lines for people."""
     loss = result["loss"]
     microbatches = result["microbatches"]
     counted = result["share_counted"]
@@ -440,11 +414,6 @@ def summary_of(result: Mapping[str, Any]) -> list[str]:
 
 
 def tuning_lines(result: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of summary_of about the tuning of a base model: the last step's metrics, and samples if any.
-
-    The samples' line is left out for objective "lm". result: fields as result_of returns them, with those of
-    TuningTotals.
-    """
     metrics = [f"{name} {value:.3f}" for name, value in result["tuning"].items() if isinstance(value, float)]
     lines = [f"tuning        {'  '.join([result['objective'], *metrics])}"]
     lines[0] += f"; {result['trainable_parameters']:,} parameters are trained"

@@ -19,10 +19,8 @@ COLOURS: Mapping[State, str] = {"pass": "32", "warn": "33", "fail": "31"}
 
 
 def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_json: bool) -> int:
-    """Measures and checks this machine, and the run if one is named; prints all checks as lines or a JSON object.
-
-    Returns the exit code of the worst check: DONE, DEGRADED for a warning, FAILED. flags: those of `agora-node doctor`
-    that were given, by name. home: the data directory. With a run, its peers are called.
+    """Prints all checks and returns the exit code of the worst: DONE, DEGRADED for a warning, FAILED. With a run, its
+    peers are called.
     """
     checks = judge_machine(take_readings(home, flags, run))
     state = worst_state(checks)
@@ -34,11 +32,7 @@ def examine(run: str | None, home: paths.Home, flags: Mapping[str, Any], *, as_j
 
 
 def lines_of(checks: list[Check], *, in_colour: bool = False) -> list[str]:
-    """Returns the lines to print for `checks`: one for each check, below it one with the remedy if it has one.
-
-    A last line says how many passed, warn and failed. checks: at least one. in_colour: whether to colour the states by
-    terminal escapes.
-    """
+    """One line a check, below it the remedy if it has one; the last says how many passed, warn and failed."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:

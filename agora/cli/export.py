@@ -67,13 +67,8 @@ SOURCES = {"daemon": "the swarm, through a daemon of it", "checkpoints": "checkp
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """What an export writes, and where.
-
-    folder: the folder to write.
-    kind: "model", "adapter" or "merged", see the module's table.
-    dtype: of the weights.
-    shard_bytes: maximum number of bytes of a weights file; an adapter is one file of any size.
-    base_model: the base model's folder for the kind "merged", None for the other kinds.
+    """What an export writes. shard_bytes: largest weights file; an adapter is one file of any size. base_model: for
+    "merged" only.
     """
 
     folder: Path
@@ -96,12 +91,9 @@ def run(
     force: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Exports the model of the run `named_run` to the folder `out`, prints the result, and returns exit code DONE.
-
-    The weights come from the swarm through a daemon, or from checkpoints in `directories`, see find_run and
-    collect_stages. The other arguments are the flags of `swarm export`. Raises Failure for wrong flags, and with exit
-    code 4 when a stage has no weights; ExportError for damaged weights, DiskError if `out` cannot be written, and for a
-    run that is unknown or malformed InputError, ManifestError or DiskError.
+    """The weights come from where find_run and collect_stages find them. Raises Failure for wrong flags, and with exit
+    code 4 when a stage has no weights; ExportError for damaged ones, DiskError if `out` cannot be written, and what
+    find_run raises.
     """
     started = time.monotonic()
     shard_bytes = parse_size(SHARD_SIZE if shard_size is None else shard_size)
@@ -128,10 +120,7 @@ def run(
 
 
 def choose_kind(manifest: Manifest, merge: bool) -> Kind:
-    """Returns the kind of the export: "adapter" for a run that trains LoRA, with `merge` "merged"; otherwise "model".
-
-    Raises Failure for `merge` of a run without LoRA.
-    """
+    """Raises Failure for `merge` of a run without LoRA."""
     if manifest.model.has_reference:
         return "merged" if merge else "adapter"
     if merge:
@@ -162,10 +151,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 
 def parse_size(text: str) -> int:
-    """Returns the number of bytes that a text such as "5GB" or "0.2 mb" names, with KB = 1000.
-
-    Raises Failure for 0 and for any other text.
-    """
+    """Bytes of "5GB" or "0.2 mb", KB = 1000. Raises Failure for 0 and any other text."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]B)", text.strip().upper())
     if match is None or float(match[1]) == 0:
         raise Failure(f"--shard-size {text} is not a size; write it as 5GB or 200MB", USAGE)
@@ -246,10 +232,7 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
 
 
 def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
-    """Returns the ids of the tokens with which a model trained on samples learns to end an answer.
-
-    Returns () for a run on plain text. base: the directory that the manifest's relative paths start from.
-    """
+    """Ids of the tokens that end an answer; () for a run on plain text. base: of the manifest's relative paths."""
     if manifest.objective.kind == "lm":
         return ()
     return turn_end_ids(open_training_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base))

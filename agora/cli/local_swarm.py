@@ -64,19 +64,13 @@ class LocalDaemon:
         return self.process.poll() is None
 
     def new_events(self) -> list[dict[str, Any]]:
-        """Returns the journal's events, as JSON fields, that were not read before; each event only once.
-
-        Do not mix this method with `events`, `is_serving` and `peer`: an event that these have read is not returned
-        here, and an event returned here is unknown to them.
+        """The journal's events since the last call. Do not mix with `events`, `is_serving` and `peer`, which read on as
+        well.
         """
         return self._journal.read_new()
 
     def events(self, kind: str = "", **fields: Any) -> list[dict[str, Any]]:
-        """Reads the journal, and returns all its events so far, as JSON fields, except those that new_events returned.
-
-        kind: returns only events of this kind; "" for all kinds. fields: returns only events whose fields have these
-        values.
-        """
+        """All events so far of `kind` ("": any) whose fields have these values, but those that new_events returned."""
         self._history += self.new_events()
         wanted = ({"event": kind} if kind else {}) | fields
         return [event for event in self._history if all(event.get(name) == value for name, value in wanted.items())]
@@ -91,10 +85,7 @@ class LocalDaemon:
         return str(self.events("PeerStarted")[0]["peer"])
 
     def ask(self, question: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
-        """Sends a question with these arguments to the daemon's control socket, and returns the answer.
-
-        Raises DaemonUnreachable if no answer comes within `timeout_s` seconds, DaemonRefused if the answer is an error.
-        """
+        """Raises DaemonUnreachable without an answer within `timeout_s` seconds, DaemonRefused for an error."""
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
     def try_ask(self, question: str, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any] | None:
@@ -112,10 +103,8 @@ class LocalDaemon:
         return "directory" in takewhile(lambda step: step != "identity", reversed(steps))
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
-        """Sends `signal_number` to the daemon's process alone, not to processes that it has started.
-
-        With SIGKILL, marks the daemon's end as intended and waits for it; raises TimeoutExpired after KILLED_S. With
-        another signal, only sends it.
+        """To the daemon's process alone. SIGKILL marks its end as intended and waits; raises TimeoutExpired after
+        KILLED_S.
         """
         self.process.send_signal(signal_number)
         if signal_number == signal.SIGKILL:
@@ -123,10 +112,7 @@ class LocalDaemon:
             self.process.wait(KILLED_S)
 
     def kill_group(self) -> None:
-        """Kills the daemon and all processes that it has started, and removes its socket and registry file.
-
-        Marks the daemon's end as intended, and waits up to 5 s for it. Does no harm to a daemon that has ended.
-        """
+        """Kills the daemon with all that it has started, and removes its socket and registry file; waits up to 5 s."""
         self.end_is_intended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -136,19 +122,13 @@ class LocalDaemon:
         paths.unregister(self._socket)
 
     def log(self) -> str:
-        """Returns the last 3000 characters of the daemon's output, from log.txt in its data directory.
-
-        Returns "" if the file cannot be read.
-        """
+        """The last 3000 characters of log.txt; "" if it cannot be read."""
         with contextlib.suppress(OSError):
             return (self.root / "log.txt").read_text(errors="replace")[-3000:]
         return ""
 
     def last_words(self) -> str:
-        """Returns the last line of `log()` that begins with "error: ", without that; if there is none, the last line.
-
-        Returns a remark if the log is empty.
-        """
+        """The last line of the log that begins with "error: ", without that; otherwise the last line."""
         lines = self.log().strip().splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["its log is empty"])[-1]
@@ -214,9 +194,8 @@ class LocalSwarm:
         return daemon
 
     def take_invite(self, daemon: LocalDaemon) -> str:
-        """Waits until a daemon gives its invite and answers other peers; lets all later daemons join by the invite.
-
-        Returns the invite. Raises SwarmFailed if that takes START_S, or a daemon ends by itself meanwhile.
+        """Waits until the daemon gives its invite, by which later ones join. Raises SwarmFailed after START_S or at its
+        end.
         """
 
         def ask_for_invite() -> dict[str, Any] | None:
@@ -228,10 +207,8 @@ class LocalSwarm:
         return self.invite
 
     def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_S) -> T:
-        """Calls `condition` every POLL_S seconds until it returns a true value, and returns that value. Blocks.
-
-        Raises SwarmFailed when a daemon ends by itself, and after `within_s` seconds with the text "waited ... for
-        {description}" and each daemon's last words.
+        """Polls `condition` every POLL_S until it is true. Raises SwarmFailed when a daemon ends by itself, and after
+        `within_s`.
         """
         deadline = time.monotonic() + within_s
         while not (value := condition()):
@@ -243,10 +220,8 @@ class LocalSwarm:
         return value
 
     def check_alive(self) -> None:
-        """Raises SwarmFailed if daemons have ended by themselves; the text names them and their last words.
-
-        Returns immediately if none has. Otherwise first blocks up to CAUSE_S, or until no daemon is alive, since others
-        may end for the same cause. Which daemons count is decided by `has_failed`.
+        """Raises SwarmFailed, with their last words, if daemons have ended by themselves; waits up to CAUSE_S for
+        others to follow.
         """
         deadline = time.monotonic() + CAUSE_S
         while failed := [d for d in self.daemons.values() if self.has_failed(d)]:
@@ -266,10 +241,8 @@ class LocalSwarm:
             daemon.process.send_signal(signal.SIGTERM)
 
     def stop(self, within_s: float = STOP_S) -> dict[str, int | None]:
-        """Ends all daemons: sends SIGTERM, and after `within_s` seconds SIGKILL. Returns the exit codes by name.
-
-        Marks their ends as intended. The code is None for a daemon that had to be killed here, and negative for one
-        that a signal had ended.
+        """SIGTERM, after `within_s` seconds SIGKILL. Exit codes by name: None where it was killed here, negative after
+        a signal.
         """
         self.terminate()
         deadline = time.monotonic() + within_s

@@ -64,16 +64,11 @@ class Mesh:
         return next((machine for machine in self.machines if machine.endpoint), None)
 
     def behind_nat(self) -> list[MeshMachine]:
-        """Returns the machines without an endpoint, which no other machine can dial."""
         return [machine for machine in self.machines if not machine.endpoint]
 
 
 def read_mesh(text: str, source: str) -> Mesh:
-    """Returns the mesh that a TOML text describes; machines without an address get free ones of the network, in order.
-
-    Raises InputError, which begins with `source`, for a malformed text, for machines that share a name, key or address,
-    and if no machine has an endpoint.
-    """
+    """Machines without an address get free ones, in order. Raises InputError, which begins with `source`."""
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -104,11 +99,8 @@ def read_mesh(text: str, source: str) -> Mesh:
 
 
 def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
-    """Returns the text of the machine `me`'s configuration for `wg-quick`, which reads its private key from KEY_FILE.
-
-    It has a [Peer] for each other machine; if `me` has no endpoint, other machines without an endpoint are left out.
-    Traffic between machines behind NATs goes through the hub, whose configuration turns on IP forwarding when there are
-    two or more of them.
+    """For `wg-quick`. Traffic between machines behind NATs goes through the hub, which forwards if there are two or
+    more.
     """
     others_behind_nat = [machine for machine in mesh.behind_nat() if machine != me]
     lines = [
@@ -137,10 +129,8 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
 
 
 def ensure_key(path: Path) -> str:
-    """Generates a private key in the file `path`, mode 0600, unless the file exists; returns the public key, in base64.
-
-    Leaves an existing file as it is. Raises DiskError if the file cannot be read or written, and then leaves no part of
-    a key; InputError if an existing file holds no private key.
+    """The public key, base64, of the private key in `path`, made with mode 0600 if missing. Raises DiskError,
+    InputError.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -248,11 +238,6 @@ def _parse_endpoint(text: str, port: int, source: str) -> str:
 
 
 def make_key(path: Path, *, as_json: bool) -> int:
-    """Writes a new WireGuard private key to the file `path`, unless there is one, and prints its public key.
-
-    Returns exit code DONE. Raises DiskError when the key cannot be written, InputError for a file that does not contain
-    a key.
-    """
     public = ensure_key(path)
     console.print_to_stderr(
         f"the private key is in {path} and stays there; this is the public one, for the list of machines:"
@@ -265,12 +250,7 @@ def make_key(path: Path, *, as_json: bool) -> int:
 
 
 def write_configurations(machines: Path, out: Path, *, as_json: bool) -> int:
-    """Writes a WireGuard configuration OUT/NAME.conf for each machine of a list, and prints what to do with the files.
-
-    Returns exit code DONE. machines: the list's file. out: the folder, made if missing; files of these names are
-    replaced. as_json: prints the machines as one JSON object instead. Raises InputError for a wrong list, DiskError
-    when OUT cannot be written.
-    """
+    """Raises InputError for a wrong list, DiskError when OUT cannot be written. Files of these names are replaced."""
     mesh = read_mesh(_read_list(machines), str(machines))
     written: dict[str, str] = {}
     try:

@@ -55,15 +55,7 @@ TOKENIZER: Final = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class TuningChoice:
-    """The flags of `swarm new` about training a base model; None for one that was not given.
-
-    data: the data file.
-    objective: "lm", "sft" or "dpo".
-    columns: such as "prompt=question,completion=answer".
-    trained: which parameters, one of TRAINED.
-    frozen_as: how LoRA keeps the base model's weights, one of FROZEN_AS.
-    epochs: how often the data is seen.
-    """
+    """The flags of `swarm new` about a base model; None for one that was not given."""
 
     data: Path | None = None
     objective: str | None = None
@@ -85,14 +77,9 @@ def run(
     *,
     as_json: bool = False,
 ) -> None:
-    """Writes a manifest, from a preset or for a base model, to the new file `path`; prints what to do next.
-
-    Prints a summary of the manifest too. preset: None for tiny, unless there is a base model. base_model: a folder, or
-    a model of the Hub, which is fetched. name: the run's name, None for the file's name, without characters that a name
-    cannot have. choice: how the base model is trained. as_json: prints one JSON object instead. Raises Failure when the
-    file exists or cannot be written, for a preset together with a base model, for a choice without a base model, and
-    for an invalid manifest; for a base model also BaseModelError, TuningMissing and, for the data file, DataError or
-    DiskError.
+    """Writes a manifest to the new file `path`, and prints a summary and what to do next. Raises Failure when the file
+    exists, for flags that do not fit together and an invalid manifest; for a base model also BaseModelError,
+    TuningMissing and, for the data file, DataError or DiskError.
     """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model exclude each other; give one of them", USAGE)
@@ -154,17 +141,13 @@ def _find_base_model(named: Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, slots=True)
 class TuningManifest:
-    """A new manifest for a base model, and what it was made from.
-
-    data: the data file with its counts; None without one. epochs: how often the manifest's steps see the data.
-    """
+    """data: the data file with its counts; None without one. epochs: how often the steps see the data."""
 
     manifest: Manifest
     data: TrainingData | None
     epochs: float
 
     def summary_lines(self) -> list[str]:
-        """Returns lines for people: the counts of the data, the number of steps, the learning rate; [] without data."""
         if self.data is None:
             return []
         optimizer = self.manifest.optimizer
@@ -223,11 +206,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
 
 
 def check_choice(choice: TuningChoice) -> Objective | None:
-    """Checks the flags in `choice`, and returns the chosen objective; None if none was chosen.
-
-    Raises Failure for an unknown value of a flag, and for sft, dpo, --columns and --epochs without a data file.
-    choose_parameters checks the rest.
-    """
+    """Raises Failure for an unknown value, and for sft, dpo, --columns and --epochs without a data file."""
     objective = check_objective(choice.objective)
     for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
         if value is not None and value not in known:
@@ -242,10 +221,7 @@ def check_choice(choice: TuningChoice) -> Objective | None:
 
 
 def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
-    """Returns which parameters are trained, "all" or "lora": the chosen ones, or by default "all" for lm, else "lora".
-
-    Raises Failure for "all" with dpo or with --frozen-as.
-    """
+    """Raises Failure for "all" with dpo or with --frozen-as."""
     trained = choice.trained or ("all" if objective == "lm" else "lora")
     if trained == "all" and objective == "dpo":
         raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", USAGE)
@@ -255,10 +231,8 @@ def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
 
 
 def fitting_context(data: TrainingData, context: int) -> int:
-    """Returns the context, in tokens, to train with: `context`, or for dpo the longest sample's length if that is less.
-
-    That length is rounded up to a multiple of CONTEXT_BLOCK. A row of dpo holds one answer, and its padding costs
-    computation; rows of other objectives are packed full.
+    """For dpo the longest sample, rounded up to CONTEXT_BLOCK, if that is less: a row of dpo holds one answer, and its
+    padding costs computation.
     """
     if data.objective != "dpo":
         return context
@@ -266,10 +240,8 @@ def fitting_context(data: TrainingData, context: int) -> int:
 
 
 def optimizer_values(trained: str, objective: Objective, context: int) -> dict[str, Any]:
-    """Returns the manifest's fields of [optimizer], by name, that hold without counts of a data file.
-
-    These are weight_decay, learning_rate and target_tokens; and average_decay 0, no moving average, for LoRA, sft and
-    dpo: such runs learn for a few hundred steps, in which an average would lag behind.
+    """What holds without counts of data. LoRA, sft and dpo learn for a few hundred steps, in which an average would
+    lag.
     """
     rows = max(TARGET_TOKENS // (MICROBATCH * context), 1) * MICROBATCH if objective == "lm" else ROWS_OF_A_STEP
     values = {"weight_decay": 0.0, "learning_rate": FULL_RATE, "target_tokens": rows * context}
@@ -301,11 +273,7 @@ def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, An
 
 
 def heldout_share(data: TrainingData) -> float:
-    """Returns the fraction, from 0 to 1, of the data to hold out for evaluation: MIN_HELDOUT for lm.
-
-    Otherwise HELDOUT_SAMPLES / number of trainable samples, at least MIN_HELDOUT and at most MAX_HELDOUT, rounded to
-    three decimals.
-    """
+    """MIN_HELDOUT for lm, otherwise what HELDOUT_SAMPLES are of the samples, MAX_HELDOUT at most."""
     if data.objective == "lm":
         return MIN_HELDOUT
     return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.trainable_samples)), 3)

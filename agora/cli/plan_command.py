@@ -30,13 +30,7 @@ MAX_KINDS: Final = 12  # maximum number of kinds of machines for which the comma
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The flags of `swarm plan`.
-
-    run: as the user named it, see find_manifest.
-    peers: the file of machines.
-    picture: the SVG file to write, None for none.
-    added: the only kind of which to try one more machine, None for each kind.
-    """
+    """The flags of `swarm plan`. added: the only kind of which to try one more machine, None for each kind."""
 
     run: str
     peers: Path
@@ -46,11 +40,6 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run's name, costs, plan, how its replicas will agree, and what one more machine of each kind would add.
-
-    plan: which machine holds which stages.
-    """
-
     name: str
     cost: RunCost
     plan: Plan
@@ -59,11 +48,8 @@ class PlannedRun:
 
 
 def run(options: PlanOptions, *, as_json: bool) -> int:
-    """Plans a run for the machines of a file, writes the picture if asked, and prints the plan as lines or JSON.
-
-    Returns exit code DONE. Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model,
-    DiskError when a file cannot be read or written; InputError or Failure for an unknown run, ManifestError for a
-    malformed manifest.
+    """Raises InputError for a wrong file, OutOfMemory when the machines cannot hold the model, and what find_manifest
+    raises.
     """
     peers = read_peers(_read_peers_file(options.peers), str(options.peers))
     manifest = find_manifest(options.run)
@@ -80,22 +66,16 @@ def run(options: PlanOptions, *, as_json: bool) -> int:
 
 
 def find_manifest(text: str) -> Manifest:
-    """Returns the manifest of the run that `text` names, looked up in the default data directory.
-
-    text: a manifest file, signed or not, an invite, or a joined run's name, id or id prefix. Raises InputError or
-    Failure for a run that this machine does not know, ManifestError or DiskError for a file that is malformed or cannot
-    be read.
+    """text: a manifest file, an invite, or a joined run's name, id or prefix. Raises InputError, Failure,
+    ManifestError, DiskError.
     """
     reference = runs.resolve(text, paths.home_at())
     return reference.draft if reference.draft is not None else find_run(text, ()).signed.manifest
 
 
 def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> PlannedRun:
-    """Returns which of the machines in `peers` should hold which stages of a run, and what one more machine would add.
-
-    added: the only kind of machine to try; None for each kind in `peers`, up to MAX_KINDS. The same arguments give the
-    same plan. Raises InputError for an unknown kind and for a machine that can hold no stage, OutOfMemory when all
-    machines together cannot hold the model.
+    """added: the only kind to try; None for each, up to MAX_KINDS. Raises InputError for an unknown kind and a machine
+    that can hold no stage, OutOfMemory.
     """
     can_offload = any(machine.host_memory for machine in peers.machines)
     cost = run_cost(manifest, in_bf16=peers.in_bf16, can_offload=can_offload)
@@ -120,10 +100,6 @@ def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
 
 
 def plan_lines(planned: PlannedRun, bar_character: str) -> list[str]:
-    """Returns the lines that `swarm plan` prints for people: speed, table, picture, bottleneck, agreement, gains.
-
-    bar_character: the character that the picture's bars are made of.
-    """
     cost = planned.cost
     plan = planned.plan
     return [
@@ -141,7 +117,6 @@ def plan_lines(planned: PlannedRun, bar_character: str) -> list[str]:
 
 
 def plan_fields(planned: PlannedRun) -> dict[str, Any]:
-    """Returns the JSON object that `swarm plan --json` prints: rates, bottleneck, agreement, machines, one more."""
     cost = planned.cost
     plan = planned.plan
     wires = planned.agreement.wires

@@ -40,10 +40,7 @@ MAX_TOKENS: Final = 240
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How a text is sampled: at most `tokens` tokens, each from softmax(logits / temperature).
-
-    seed: of the random draws; None for a random seed.
-    """
+    """Each token is drawn from softmax(logits / temperature). seed: None for a random one."""
 
     tokens: int = 200
     temperature: float = 0.8
@@ -60,14 +57,8 @@ def run(
     base_model: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Prints `prompt` and how the present model of the run `named_run` continues it; returns exit code DONE.
-
-    The weights come from the swarm or from checkpoints, see find_stages, which explains named_run, directories and
-    average. The text is printed as it is sampled, and then the number of tokens, the seconds and the seed on standard
-    error; with `as_json`, all at the end in one object. base_model: see base_model_folder; ignored unless the run
-    trains LoRA. Raises Failure if a stage has no weights (exit code 4) or the base model is missing, ExportError for
-    damaged weights, InputError, ManifestError or DiskError for a run that is unknown or malformed, SettingsError or
-    BaseModelError for a wrong base model, LocalError if the model cannot be built here.
+    """Prints the text as it is sampled, then tokens, seconds and seed on standard error. Raises Failure for wrong flags
+    and what find_stages and load_model raise.
     """
     sources = find_stages(named_run, directories, average=average)
     needs_base = sources.signed.manifest.model.has_reference
@@ -132,18 +123,13 @@ def _ignore(_: str) -> None:
 
 
 def begin_loading() -> None:
-    """Starts a daemon thread that imports the modules needed for sampling, mainly torch; does not wait for it.
-
-    The import takes seconds.
-    """
+    """On a daemon thread: torch takes seconds."""
     Thread(target=import_module, args=("agora.model.generation",), daemon=True).start()
 
 
 def try_sample(manifest: Path, seed: int, base_model: Path | None = None) -> list[str]:
-    """Returns up to LINES lines of text sampled from the model whose checkpoints are next to the file `manifest`.
-
-    Takes the moving averages of the weights. base_model: the folder of the base model, needed for a run that trains
-    LoRA. If sampling is impossible, prints why and returns [].
+    """Up to LINES lines from the checkpoints beside the manifest; [], with the reason printed, where that is
+    impossible.
     """
     try:
         sources = find_stages(str(manifest), [manifest.parent], average=True, ask_daemons=False)
@@ -165,12 +151,8 @@ class WholeModel(NamedTuple):
 
 
 def load_model(sources: StageSources, base_model: Path | None = None) -> WholeModel:
-    """Checks and loads the weights in `sources` as one model over all layers, for sampling, with its tokenizer.
-
-    Sets torch to one thread for the whole process. base_model: the folder of the base model, needed for a run that
-    trains LoRA, of which `sources` has only the LoRA matrices. Raises Failure if it is needed and None, ExportError for
-    damaged weights, ManifestError for a wrong tokenizer, DiskError if its file cannot be read, LocalError if this
-    machine lacks a package or cannot make the frozen weights.
+    """Sets torch to one thread for the whole process. Raises Failure without a base model that is needed, ExportError
+    for damaged weights, ManifestError for a wrong tokenizer.
     """
     import torch
 
@@ -194,12 +176,7 @@ def load_model(sources: StageSources, base_model: Path | None = None) -> WholeMo
 
 
 def sample_lines(sources: StageSources, seed: int, base_model: Path | None = None) -> list[str]:
-    """Loads the model, and returns up to LINES lines, none blank, that it writes at the beginning of a document.
-
-    Lines are cut to LINE_CHARACTERS. At most MAX_TOKENS tokens are sampled, which may hold fewer lines. The same
-    sources and seed give the same lines. Raises every AgoraError of load_model, such as ExportError for damaged
-    weights, and Failure if a base model is needed and None.
-    """
+    """Up to LINES lines at the beginning of a document, cut to LINE_CHARACTERS. Raises what load_model raises."""
     from agora.model.generation import continue_ids
 
     stage, tokenizer, context = load_model(sources, base_model)
@@ -215,10 +192,6 @@ def sample_lines(sources: StageSources, seed: int, base_model: Path | None = Non
 
 
 def printable_lines(text: str) -> Iterator[str]:
-    """Yields the lines of `text`, each cut to LINE_CHARACTERS, with "?" for unprintable characters and tabs expanded.
-
-    Removes spaces at the end. Skips lines that are then empty or only spaces and "?".
-    """
     for line in text.splitlines():
         shown = "".join(letter if letter.isprintable() else "?" for letter in line.expandtabs(4))
         cut = shown[:LINE_CHARACTERS].rstrip()
@@ -227,11 +200,6 @@ def printable_lines(text: str) -> Iterator[str]:
 
 
 def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) -> list[str]:
-    """Returns the lines that a demo prints about its model: `sample` under a heading, and the command to export it.
-
-    sample: lines that the model wrote; if empty, the heading is left out. steps: how many were trained. directory: that
-    of --dir, None when nothing of the run is kept.
-    """
     heading = f"text          what the model writes after {steps} steps; spelling comes first, sense much later:"
     file = "demo/run.toml" if directory is None else str(directory.expanduser().absolute() / "run.toml")
     command = _swarm_command("export", file, "--out", "model")

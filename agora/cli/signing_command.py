@@ -42,35 +42,24 @@ DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True)
 class InviteRequest:
-    """The flags of `swarm invite`.
-
-    peer: id of the only peer that may use the invite; None: any peer that has it. days: for how many days its ticket is
-    valid. role: one of ROLES, which the ticket gives to its holder.
-    """
+    """The flags of `swarm invite`. peer: the only one that may use it; None: any. days: of its ticket."""
 
     peer: str | None = None
     days: float = 30.0
     role: str = MEMBER
 
 
+# A key of this machine that may sign tickets and bans for a run. proof: the tickets that make it a delegate's key; b""
+# for the founder's key.
 @dataclass(frozen=True, slots=True)
 class _Signer:
-    """A key of this machine that may sign tickets and bans for a run.
-
-    proof: the tickets that make it a delegate's key; b"" for the founder's key.
-    """
-
     identity: Identity
     proof: bytes
 
 
 def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as_json: bool) -> int:
-    """Prints an invite of the run, with a new ticket if the run's mode is TICKET or the role DELEGATE; returns DONE.
-
-    The ticket is signed with a key of this machine, and how to take it back is printed. Without a ticket,
-    `request.days` has no effect, and `request.peer` is only checked in mode LISTED. directory: a data directory with a
-    key that may sign, None for the default one. Raises Failure for a wrong request, for one that has no effect in the
-    run's mode, if no key here may sign a ticket, and if no address of a peer is known.
+    """A ticket is made in mode TICKET and for the role DELEGATE; without one `days` has no effect. Raises Failure if no
+    key here may sign.
     """
     _check_request(request)
     found = find_run(run, [directory] if directory else [])
@@ -104,11 +93,8 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
 
 
 def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
-    """Signs a ban of `peer`, and hands it to the run's daemons on this machine, or if none takes it to another peer.
-
-    Also writes the ban into the data directories whose daemons did not take it; it stays there if no peer can be
-    reached. Prints which daemons or peer took it, and returns exit code DONE. Raises Failure for a wrong id or the
-    founder's, if no key here may sign, and if no daemon and no peer takes the ban.
+    """Hands the signed ban to this machine's daemons, else to a peer; it also stays in data directories whose daemons
+    did not take it. Raises Failure for a wrong id or the founder's, and if no key here may sign.
     """
     if not is_peer_id(peer):
         raise Failure(
@@ -210,10 +196,8 @@ def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) 
 
 
 def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
-    """Hands a signed revocation, over the network, to the first peer of the run that answers.
-
-    Returns ["a peer of the run"]. run: as the user named it. Raises Failure if no peer can be reached, or if the peer
-    does not accept the revocation.
+    """Over the network, to the first peer that answers. Raises Failure if none can be reached, or if it does not
+    accept.
     """
     from agora.net.dht import status_client
 

@@ -12,10 +12,8 @@ from agora.planning.simulator.simulation_report import SimulationReport, plots_o
 
 
 def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> int:
-    """Simulates the scenario of the file `path`, writes its plots if asked, and prints a report as lines or JSON.
-
-    Returns exit code DONE; shows the progress. seed: replaces the scenario's, None to keep that. plots: the folder for
-    the plots, None for none. Raises ScenarioError for a wrong scenario, Failure when the plots cannot be written.
+    """seed: replaces the scenario's. plots: the folder, None for none. Raises ScenarioError, Failure when plots cannot
+    be written.
     """
     scenario = load_scenario(path)
     if seed is not None:

@@ -25,12 +25,8 @@ COLLECT_S = 3600.0  # for a daemon to fetch the weights of all stages
 
 @dataclass(frozen=True, slots=True)
 class StageSources:
-    """The weights of a whole run that an export or a sample reads: a file for every stage, and the signed manifest.
-
-    kind: where the files came from, "daemon" or "checkpoints".
-    average: whether the files hold the moving averages of the weights.
-    base: the directory that the manifest's relative paths start from.
-    daemon: the daemon that collected the files, None for checkpoints.
+    """A weights file for every stage, and the signed manifest. average: whether they are moving averages. base: where
+    relative paths of the manifest start. daemon: that collected them, None for checkpoints.
     """
 
     signed: SignedManifest
@@ -43,10 +39,8 @@ class StageSources:
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run that this machine knows: its signed manifest, and where to look for its weights.
-
-    homes: data directories that may have checkpoints of the run. daemons: this machine's registered daemons of the run.
-    base: the directory that the manifest's relative paths start from.
+    """A run that this machine knows. homes: data directories that may have checkpoints. daemons: this machine's, of the
+    run.
     """
 
     signed: SignedManifest
@@ -56,12 +50,7 @@ class FoundRun:
 
 
 def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> StageSources:
-    """Returns the weights of every stage of a run: collected by a daemon of the run, or the newest checkpoints.
-
-    run, directories, ask_daemons: see find_run. average: see collect_stages. Raises InputError or Failure for a run
-    that this machine does not know, ManifestError or DiskError for a manifest that is malformed or cannot be read,
-    Failure with exit code 4 when a stage has no weights.
-    """
+    """See find_run for run, directories and ask_daemons, collect_stages for average and what they raise."""
     return collect_stages(find_run(run, directories, ask_daemons=ask_daemons), average=average)
 
 
@@ -83,10 +72,8 @@ def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True)
 
 
 def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
-    """Returns the weights of every stage: collected by a daemon of the run or, if none can, the newest checkpoints.
-
-    Asks the daemons in turn, and prints a line about each that fails. average: takes the moving averages of the weights
-    instead; in a run that keeps none the plain weights. Raises Failure with exit code 4 when a stage has no weights.
+    """Asks the daemons in turn, then takes the newest checkpoints. Raises Failure with exit code 4 when a stage has no
+    weights.
     """
     signed = found.signed
     reasons: list[str] = []
@@ -182,16 +169,12 @@ def _newest_checkpoints(
 
 
 def steps_by_stage(sources: StageSources) -> list[dict[str, int]]:
-    """Returns, for each stage, {"stage": its number, "step": the step of its weights}, as --json shows them."""
     return [{"stage": file.stage, "step": file.step} for file in sources.files]
 
 
 def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
-    """Returns the folder of the base model that `flag`, else the environment, else agora.toml names; None if none does.
-
-    agora.toml is read in the first of `directories`, or in the default data directory. A model of the Hub is fetched if
-    it is not on this machine, and its folder is printed; a folder is not checked. Raises SettingsError for wrong
-    settings, BaseModelError if the model cannot be fetched.
+    """From the flag, the environment, or agora.toml; a model of the Hub is fetched. Raises SettingsError,
+    BaseModelError.
     """
     home = paths.home_at(next(iter(directories), None))
     flags = {"base_model": absolute_name(flag) if flag else None}

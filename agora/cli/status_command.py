@@ -30,11 +30,8 @@ Status = Mapping[str, Any]
 
 
 def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int:
-    """Prints a run's status once, or with `watch` every WATCH_S until Ctrl-C, as lines or a JSON object.
-
-    Returns the exit code for the health that was shown last. directory: the data directory, None for the default one.
-    With `watch`, a terminal is cleared before each status. Raises Failure for `watch` together with `as_json`;
-    InputError, ManifestError or DiskError for a run that is unknown, malformed or cannot be read.
+    """`watch`: every WATCH_S until Ctrl-C. Returns the exit code for the health shown last. Raises Failure for `watch`
+    with `as_json`, and what fetch raises.
     """
     if watch and as_json:
         raise console.Failure(
@@ -134,10 +131,7 @@ def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identi
 
 
 def lines_of(status: Status) -> list[str]:
-    """Returns a status as lines for people: the run, tables of stages and peers, the peers' notes, the run's health.
-
-    Unprintable characters are replaced, since peers wrote some of the texts.
-    """
+    """Unprintable characters are replaced, since peers wrote some of the texts."""
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
     lines = [f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]

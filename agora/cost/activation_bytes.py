@@ -42,10 +42,7 @@ class MicrobatchSize:
 
 
 def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns how many bytes the graph of decoder layer number `layer` keeps for a microbatch, by the module's table.
-
-    in_bf16: products are in bf16, as on a GPU; then autocast's bf16 copies of the layer's float32 matrices count too.
-    """
+    """in_bf16: then autocast's bf16 copies of the layer's float32 matrices count too."""
     value = HALF if in_bf16 else FLOAT
     per_token: float = FLOAT * _norm_values(sizes, layer) + value * (
         _linear_inputs(sizes, in_bf16) + _inner_values(sizes)
@@ -58,9 +55,8 @@ def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *,
 
 
 def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns how many bytes the graphs of the final norm and the head keep for a microbatch, without the loss.
-
-    in_bf16: products are in bf16; then autocast's bf16 copy of a head in float32 counts too.
+    """Of the final norm and the head, without the loss. in_bf16: then autocast's bf16 copy of a float32 head counts
+    too.
     """
     value = HALF if in_bf16 else FLOAT
     capped = value * sizes.vocabulary if sizes.caps_logits else 0
@@ -70,19 +66,14 @@ def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
 
 
 def loss_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns how many bytes logits, log-probabilities and the logits' gradient take together around the loss.
-
-    in_bf16: the head's product is in bf16; then two bf16 copies of the logits' size count too.
-    """
+    """Logits, log-probabilities and the logits' gradient. in_bf16: then two bf16 copies of the logits count too."""
     copies = 3 * FLOAT + (2 * HALF if in_bf16 else 0)
     return batch.tokens * sizes.vocabulary * copies
 
 
 def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Returns the maximum number of bytes that a layer's backward pass takes in addition to its graph.
-
-    These are the gradients of its widest values and of the stream and, where frozen matrices are kept in fewer bits
-    than float32, the largest of them dequantised.
+    """In addition to the graph: gradients of the widest values and of the stream, and the largest frozen matrix
+    dequantised.
     """
     value = HALF if in_bf16 else FLOAT
     widest = max(2 * sizes.inner_width, 3 * sizes.query_width)

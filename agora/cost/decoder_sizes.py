@@ -44,7 +44,6 @@ class LinearSize:
     last_layer_outputs: int = 0  # number of outputs in the model's last layer; 0: the same as in the other layers
 
     def outputs_in(self, *, is_last: bool) -> int:
-        """is_last: in the model's last decoder layer."""
         return self.last_layer_outputs if is_last and self.last_layer_outputs else self.outputs
 
 
@@ -87,7 +86,6 @@ class DecoderSizes:
         return layer == self.layers - 1
 
     def has_lora(self, linear: LinearSize) -> bool:
-        """Whether the run trains LoRA, and `lora_targets` is empty or has the layer's name."""
         return self.frozen_as is not None and (not self.lora_targets or linear.name in self.lora_targets)
 
 

@@ -87,21 +87,16 @@ def run_cost(
 
 
 def min_memory(manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
-    """Returns the least memory with which `span` can be trained in float32, with one microbatch in flight.
-
-    state_in_host: optimizer state counts as host memory, otherwise as device memory. Raises TypeError for a model
-    family without a formula.
-    """
+    """In float32, with one microbatch in flight. Raises TypeError for a model family without a formula."""
     return run_cost(manifest, in_flight=1).memory(span, in_host=state_in_host)
 
 
 def usual_in_flight(manifest: Manifest) -> int:
-    """Returns how many microbatches a peer is assumed to hold between forward and backward."""
     return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
 def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:
-    """sizes: of the manifest's model. in_bf16: products are in bf16, otherwise in float32."""
+    """in_bf16: products are in bf16, otherwise in float32."""
     layers = manifest.layers_of(stage)
     batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
     elements = _pad_to_blocks(trained_parameters(sizes, layers))
@@ -135,9 +130,8 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
 
 
 def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
-    """Returns how many parameters the stage of `layers` trains: all that it has, or with frozen weights only LoRA's.
-
-    Embeddings count if `layers` begin the model, final norm and head if they end it.
+    """Embeddings count if `layers` begin the model, final norm and head if they end it; with frozen weights only
+    LoRA's.
     """
     if sizes.frozen_as is not None:
         adapted = [linear for linear in sizes.linears if sizes.has_lora(linear)]
@@ -146,11 +140,7 @@ def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
 
 
 def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
-    """Returns the size in bytes of the tensors of `layers` that are never trained, in the format that they are kept in.
-
-    If all weights are trained, only the subspace family has such tensors. With NF4, embedding and head are in bf16;
-    norms and biases are always in float32. context: tokens of a row.
-    """
+    """In the format that they are kept in. With NF4, embedding and head are in bf16; norms and biases float32."""
     if sizes.frozen_as is None:
         return _fixed_tensor_bytes(sizes, context)
     matrices = [linear.inputs * linear.outputs for linear in sizes.linears]
@@ -192,11 +182,8 @@ def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
 
 
 def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
-    """Returns (operations of the forward pass, of the backward pass) for one microbatch in the stage of `layers`.
-
-    A backward pass costs twice its forward pass; through frozen matrices and the basis, only as much as the forward
-    pass. LoRA's products count. The head counts if `layers` end the model; forward passes that are recomputed do not
-    count.
+    """(forward, backward), without recomputed forwards. A backward costs twice its forward, through frozen matrices and
+    the basis once.
     """
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0

@@ -85,10 +85,8 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class SpanRate:
-    """How many microbatches per second a machine does at a span, and what bounds that number.
-
-    microbatches: per second; 0, with the limit "memory", where the span does not fit. activations: how the machine
-    keeps graphs, see the module's table. in_host: whether its optimizer state is in host memory.
+    """microbatches: per second; 0, with the limit "memory", where the span does not fit. in_host: of its optimizer
+    state.
     """
 
     microbatches: float
@@ -99,10 +97,8 @@ class SpanRate:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """One way to train a span: how graphs are kept, and whether optimizer state is in host memory.
-
-    flops: floating-point operations per microbatch, recomputed forward passes included. need: the memory that must be
-    available; it may be more than the mode fills, see RunCost.training_modes.
+    """One way to train a span. flops: of a microbatch, recomputed forwards included. need: may be more than the mode
+    fills.
     """
 
     activations: Activations
@@ -154,10 +150,7 @@ class RunCost:
         return len(self.stages)
 
     def flops(self, span: Span, activations: Activations | None = None) -> float:
-        """Returns the floating-point operations of one microbatch in `span`: forward, backward, recomputed forwards.
-
-        activations: None means the one with the fewest operations that peers may choose.
-        """
+        """Forward, backward and recomputed forwards. activations: None means the cheapest that peers may choose."""
         # The head is never recomputed.
         repeats = FORWARDS[activations or self.activation_choices[0]][self._has_last_stage(span)] - 1
         return _sum_over(self._flops_once, span) + repeats * _sum_over(self._layer_flops, span)
@@ -178,11 +171,7 @@ class RunCost:
         return self._boundary_bytes(span, self.backward_bytes, self.forward_bytes)
 
     def memory(self, span: Span, activations: Activations | None = None, *, in_host: bool = False) -> MemoryNeed:
-        """Returns how many bytes training `span` takes, boundaries of all microbatches in flight included.
-
-        activations: None means the one with the least memory that peers may choose. in_host: optimizer state counts as
-        host memory, otherwise as device memory.
-        """
+        """With boundaries of all microbatches in flight. activations: None means the least that peers may choose."""
         chosen = activations or self.activation_choices[-1]
         stages = self.stages[span.first : span.last + 1]
         device = _sum_over(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)

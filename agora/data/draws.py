@@ -47,10 +47,8 @@ def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 
 
 def cut_batches(numbers: NDArray[np.int64], batch_size: int, limit: int | None) -> Iterator[NDArray[np.int64]]:
-    """Yields numbers [n] in batches [batch_size], in their order, at most `limit` batches; None for all.
-
-    Numbers that do not fill a last batch are left out; if there are fewer than `batch_size` in all, they are repeated
-    to fill one batch. Yields nothing without numbers.
+    """[n] in batches [batch_size]. Numbers that do not fill the last one are left out; fewer than one batch are
+    repeated.
     """
     if 0 < len(numbers) < batch_size:
         numbers = np.resize(numbers, batch_size)

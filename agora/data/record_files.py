@@ -59,9 +59,8 @@ def read_records(path: Path, columns: Collection[str] | None = None) -> Iterator
 
 
 def data_files(path: Path) -> list[Path]:
-    """Returns the files that hold the records of `path`, in the order in which they are read; they need not exist.
-
-    For a `datasets` folder, these are the arrow files that it lists. Raises DataError for another folder.
+    """In the order in which they are read; they need not exist. Raises DataError for a folder that is not of
+    `datasets`.
     """
     return _arrow_files(path) if path.is_dir() else [path]
 
@@ -75,11 +74,7 @@ Reader = Callable[[Path, Collection[str] | None], Iterator[RawRecord]]
 
 
 def read_lines(path: Path, columns: Collection[str] | None = None) -> Iterator[RawRecord]:
-    """Yields the JSON object of each line that is not blank, as a record. `columns` is ignored.
-
-    Raises OSError, and DataError, with the line's number, for a line that is longer than LONGEST_RECORD bytes or is not
-    a JSON object.
-    """
+    """Raises OSError, and DataError, with the line's number, for one over LONGEST_RECORD bytes or no JSON object."""
     with path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(LONGEST_RECORD + 1)
@@ -139,10 +134,7 @@ def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
 
 
 class JsonScanner:
-    """Reads JSON values from a text file one by one, with little more than one of them in memory.
-
-    path: the file's name, for errors. line: the number, from 1, of the line at which the scanner is.
-    """
+    """Reads JSON values one by one, with little more than one of them in memory. line: from 1."""
 
     def __init__(self, file: IO[str], path: Path) -> None:
         self.path = path
@@ -177,10 +169,7 @@ class JsonScanner:
         return match is not None
 
     def take_value(self) -> object:
-        """Reads and returns the JSON object or list that begins at the scanner's position; white space is not skipped.
-
-        Raises DataError, with the line, if it is malformed or longer than LONGEST_RECORD characters.
-        """
+        """Raises DataError, with the line, if it is malformed or longer than LONGEST_RECORD characters."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)

@@ -92,10 +92,7 @@ class Sampler:
         return self._scanned[held[order]].astype(np.int64)
 
     def heldout_batches(self, batch_size: int, limit: int | None = None) -> Iterator[Tokens]:
-        """Yields at most `limit` batches of held-out windows, each int32 [batch_size, context + 1]; see cut_batches.
-
-        They are the same at every call.
-        """
+        """int32 [batch_size, context + 1], the same at every call; see cut_batches."""
         for windows in cut_batches(self.heldout_windows(), batch_size, limit):
             yield self._gather(windows)
 

@@ -45,11 +45,7 @@ class SourceFile:
     read: Reader
 
     def pieces(self) -> Iterator[Piece]:
-        """Reads the file and yields its documents piece by piece, in the file's order.
-
-        Raises DiskError, which names the file, when it cannot be read; DataError for malformed content; LocalError
-        without the package that the format needs.
-        """
+        """Raises DiskError, DataError for malformed content, LocalError without the package that the format needs."""
         try:
             yield from self.read(self.path)
         except OSError as error:
@@ -106,9 +102,8 @@ def _find_source_files(source: str, base: Path) -> list[SourceFile]:
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
-    """Returns the .py files of the standard library in `root` (None: the running Python's), sorted by path.
-
-    Leaves out the folders that NOT_STDLIB names, and files _sysconfigdata*.py. Raises ManifestError if no file is left.
+    """None: the running Python's. Sorted; without the folders of NOT_STDLIB and _sysconfigdata*.py. Raises
+    ManifestError if none is left.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []

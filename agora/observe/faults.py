@@ -74,10 +74,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Returns the faults of "point:action[=number][:nth[+]][,...]", the text of AGORA_FAULTS; skips empty entries.
-
-    Raises InputError, also for an action that the point does not have.
-    """
+    """ "point:action[=number][:nth[+]][,...]". Raises InputError, also for an action that the point does not have."""
     return tuple(_parse_fault(entry) for part in text.split(",") if (entry := part.strip()))
 
 
@@ -113,11 +110,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def act(self, point: str) -> float:
-        """Counts an arrival at `point`, and logs and carries out the first planned fault that is due there.
-
-        Does not wait: returns the seconds that the caller must wait. Raises DeviceError for "fail", SystemExit for
-        "exit".
-        """
+        """Returns the seconds that the caller must wait. Raises DeviceError for "fail", SystemExit for "exit"."""
         fault = self._find_due(point)
         if fault is None:
             return 0.0
@@ -172,7 +165,6 @@ _active: Faults | None = None
 
 
 def set_active_faults(faults: Faults | None) -> None:
-    """Sets the faults of this process; with None the points do nothing."""
     global _active
     _active = faults
 

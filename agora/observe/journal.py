@@ -63,10 +63,8 @@ def rotated_path(path: Path, number: int) -> Path:
 
 
 def encode(event: Event, at_unix: float) -> bytes:
-    """Returns the event's JSON line as bytes, with its newline: to_json's fields, and its time as "at_unix".
-
-    Numbers that are not finite become null, because JSON has none. Raises TypeError for an event that EVENTS does not
-    list.
+    """With its newline and "at_unix"; numbers that are not finite become null. Raises TypeError for an event not in
+    EVENTS.
     """
     fields = {"at_unix": round(at_unix, 6)} | to_json(event)
     finite = {name: _finite_or_none(value) for name, value in fields.items()}
@@ -81,20 +79,14 @@ def _finite_or_none(value: Any) -> Any:
 
 @dataclass
 class Follower:
-    """Reads the journal that any process writes in `directory`: at first all its files, later only the new lines.
-
-    Only lines of files that were removed between two reads are missed.
-    """
+    """Reads the journal that any process writes: at first all files, later the new lines."""
 
     directory: Path
     _inode: int = 0
     _offset: int = 0
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Returns the JSON object of each complete line written since the last call; [] while there is no journal.
-
-        Lines that are not JSON objects are skipped; one that is not complete yet is left to a later call.
-        """
+        """[] without a journal. Lines that are not JSON objects are skipped, an incomplete one is left for later."""
         values: list[Any] = []
         for file in self._unread():
             with file.open("rb") as handle:
@@ -131,10 +123,7 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def from_json(fields: Mapping[str, Any]) -> Event | None:
-    """Returns the event with these fields, as `to_json` returned them or read back from JSON; checks no values.
-
-    Ignores unknown fields. None for an unknown event, or if a field that has no default is missing.
-    """
+    """Unknown fields are ignored; None for an unknown event or a missing field. Checks no values."""
     cls = EVENTS.get(str(fields.get("event")))
     if cls is None:
         return None

@@ -24,10 +24,7 @@ class Sink(Protocol):
 
 
 class Reporter:
-    """Counts the events of a daemon and passes each to every sink; drops a sink that raises OSError. Thread-safe.
-
-    counters: the running totals; other threads read a `snapshot`.
-    """
+    """Counts events and passes each to every sink. Thread-safe."""
 
     def __init__(self, sinks: Sequence[Sink] = (), unix: Callable[[], float] = time.time) -> None:
         """unix: the present time in unix seconds; called once for each event."""
@@ -37,10 +34,7 @@ class Reporter:
         self.counters = Counters()
 
     def report(self, event: Event) -> None:
-        """Counts the event and passes it to every sink.
-
-        Drops a sink that raises OSError for good, and then reports DiskTrouble to the remaining sinks.
-        """
+        """Drops a sink that raises OSError for good, and reports DiskTrouble to the others."""
         now = self._unix()
         broken: list[tuple[Sink, OSError]] = []
         with self._lock:
@@ -56,7 +50,6 @@ class Reporter:
             self.report(events.DiskTrouble(str(getattr(sink, "path", "the log")), reason.strerror or str(reason)))
 
     def snapshot(self) -> Counters:
-        """Returns a copy of the counters, which later events do not change."""
         with self._lock:
             return copy.deepcopy(self.counters)
 
@@ -114,11 +107,7 @@ class Counters:
                 self.samples = event
 
     def summary(self) -> dict[str, Any]:
-        """Returns a part of the counters as JSON values: microbatches, tokens, steps, offences.
-
-        "microbatches" are those of training, by outcome; but "rerouted", "repeats" and "refused" count all purposes.
-        Stages' numbers are strings, as JSON requires of keys.
-        """
+        """ "rerouted", "repeats" and "refused" count all purposes, the others training. Stages' numbers are strings."""
         started, completed, dropped = (counts["train"] for counts in (self.started, self.completed, self.dropped))
         return {
             "microbatches": {

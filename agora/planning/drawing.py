@@ -24,10 +24,7 @@ COLOURS: Final = {"compute": "#4878a8", "upload": "#c87137", "download": "#8a6bb
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """Equal machines with equal assignments, which share a row; immutable.
-
-    label: the machines' names in short. machine_count: how many they are. assignment: that of the first of them.
-    """
+    """Equal machines with equal assignments. label: their names in short. assignment: that of the first."""
 
     label: str
     machine_count: int
@@ -35,10 +32,8 @@ class PlanRow:
 
 
 def plan_rows(plan: Plan) -> list[PlanRow]:
-    """Returns the rows of a plan, sorted by first stage, last stage and label; those of idle machines come last.
-
-    Machines share a row if they differ only in their names, and have equal spans and rates, and shares that are equal
-    when rounded to 0.001.
+    """Sorted by first stage, last stage and label, idle machines last. Machines share a row if they differ only in
+    names, and in shares by less than 0.001.
     """
     groups: dict[object, list[Assignment]] = {}
     for assignment in plan.assignments:
@@ -58,11 +53,8 @@ def plan_table(cost: RunCost, plan: Plan) -> list[str]:
 
 
 def picture_lines(cost: RunCost, plan: Plan, *, fill: str = "#") -> list[str]:
-    """Returns the plan's picture for a terminal as lines: a header, each row of plan_rows, the slowest stages.
-
-    The header has the first and the last stage's number above their columns. A row's line has its label, a bar of
-    `fill` at its stages, and what limits its rate, or "idle". The last line has ^ under the slowest stages. If there
-    are more than MAX_COLUMNS stages, several share a column.
+    """For a terminal: a row has its label, a bar of `fill` at its stages, and what limits its rate; ^ under the slowest
+    stages. With more than MAX_COLUMNS stages, several share a column.
     """
     count, columns = cost.stage_count, min(cost.stage_count, MAX_COLUMNS)
 
@@ -86,9 +78,7 @@ def picture_lines(cost: RunCost, plan: Plan, *, fill: str = "#") -> list[str]:
 
 
 def picture_svg(cost: RunCost, plan: Plan, title: str) -> str:
-    """Returns the plan's picture as the text of an SVG file: a bar for each row of plan_rows, slowest stages shaded.
-
-    A bar's colour says what limits its rate. title: the heading. Title and names are escaped, since names come from a
+    """A bar for each row, its colour what limits the rate; slowest stages shaded. Names are escaped: they come from a
     file.
     """
     rows = plan_rows(plan)

@@ -73,20 +73,15 @@ def best_cuts(rates: Rates, group_of: Groups, group_count: int) -> Cuts | None:
 
 
 def rates_in_groups(rates: Rates, cuts: Cuts) -> Rates:
-    """Returns the rate that each machine would have at each group's span in `cuts`, shape [machines, groups].
-
-    rates: as span_rates returns them.
-    """
+    """Of each machine at each group's span, [machines, groups]."""
     begins = [span.first for span in cuts.spans]
     ends = [span.last + 1 for span in cuts.spans]
     return rates[:, begins, ends]
 
 
 def cut_for_groups(cost: RunCost, groups: Sequence[Sequence[Machine]]) -> Cuts | None:
-    """Returns the cuts that make the slowest of the `groups` of machines fastest; each group gets one stage or more.
-
-    groups: in the order of their stages. A machine whose memory is too small for its group's span adds nothing to the
-    rate. Returns None if there are fewer stages than groups, or if in all cuts a group's rate is 0.
+    """Of groups in the order of their stages, the cuts by which the slowest is fastest; None if no cuts give all a
+    rate.
     """
     machines = [machine for group in groups for machine in group]
     group_of = np.array([number for number, group in enumerate(groups) for _ in group], dtype=np.int64)
@@ -98,10 +93,8 @@ SMALLEST_GAIN: Final = 1e-9  # A relative gain below this is a rounding error, w
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups of machines, and the span of each group. Immutable; do not change the array `group_of`.
-
-    group_of: the group number of each machine, or IDLE_GROUP or ALONE. rate_alone: microbatches per second, in sum, of
-    all machines that are ALONE, each of which holds the whole model.
+    """Groups of machines and their spans. group_of: group number, IDLE_GROUP or ALONE. rate_alone: of all ALONE, in
+    sum.
     """
 
     group_of: Groups
@@ -118,10 +111,8 @@ class Grouping:
 
 
 def improve(rates: Rates, group_of: Groups, group_count: int) -> Grouping | None:
-    """Returns the grouping to which cuts, moves and swaps of machines lead from `group_of`, until none makes it faster.
-
-    group_of: the group of each machine to begin with, 0 to group_count - 1, IDLE_GROUP or ALONE; the array is not
-    changed. Machines that are ALONE stay so. Returns None if no cuts give all these groups a rate above 0.
+    """Cuts, moves and swaps until none makes it faster. Machines that are ALONE stay so. None if no cuts give all
+    groups a rate.
     """
     cuts = best_cuts(rates, group_of, group_count)
     if cuts is None:
@@ -136,12 +127,7 @@ def improve(rates: Rates, group_of: Groups, group_count: int) -> Grouping | None
 
 
 def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
-    """Returns a copy of the grouping's groups after one to four random changes, with no regard to the rate.
-
-    Machines move or swap, or two groups change places. A machine that can hold the whole model may also become ALONE
-    or, if it is ALONE, join a group. No cuts are made for the new groups; there may be none that give each group a rate
-    above 0.
-    """
+    """One to four random moves or swaps, with no regard to the rate; there may be no cuts for the result."""
     group_of = grouping.group_of.copy()
     if grouping.group_count > 1 and rng.random() < 0.25:
         one, other = rng.sample(range(grouping.group_count), 2)
@@ -158,10 +144,7 @@ def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
 
 
 def scatter(rates: Rates, group_count: int, rng: random.Random) -> Groups:
-    """Returns a random group, 0 to group_count - 1, for each machine; a group may remain empty.
-
-    If there are two groups or more, about half of the machines that can hold the whole model are ALONE instead.
-    """
+    """A random group for each machine; of those that can hold the whole model about half are ALONE."""
     fits_all = (rates[:, 0, -1] > 0) & (group_count > 1)
     return np.array(
         [ALONE if fits and rng.random() < 0.5 else rng.randrange(group_count) for fits in fits_all.tolist()]
@@ -169,12 +152,7 @@ def scatter(rates: Rates, group_count: int, rng: random.Random) -> Groups:
 
 
 def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
-    """Returns a copy of the grouping in which each unused machine joins the slowest group whose span it can hold.
-
-    Unused are idle machines and those that cannot hold their group's span; a machine that can hold no group's span
-    stays as it is. Machines join in turn, and each one's rate counts for the next. The cuts, with their rate, are not
-    changed.
-    """
+    """Each unused machine joins the slowest group whose span it can hold, in turn. The cuts are not changed."""
     at_spans = rates_in_groups(rates, grouping.cuts)
     return replace(grouping, group_of=_place_unused(at_spans, grouping.group_of))
 

@@ -79,10 +79,8 @@ class PeersFile:
     in_bf16: bool  # whether the machines compute products in bf16
 
     def find_kind(self, name: str) -> Machine:
-        """Returns one of `kinds` by its name or, if none has it, a new machine with the accelerator `name`.
-
-        The new machine has USABLE_MEMORY of the accelerator's memory, no host memory, and the upload, download and
-        latency of the file's machine of median upload. Raises InputError for an unknown name.
+        """A kind of the file, else the accelerator `name` with USABLE_MEMORY and the links of the file's machine of
+        median upload. Raises InputError.
         """
         known = {kind.name: kind for kind in self.kinds}
         if name in known:
@@ -101,10 +99,8 @@ class PeersFile:
 
 
 def read_peers(text: str, source: str) -> PeersFile:
-    """Returns the machines and the precision that `text`, the content of a peers file, describes.
-
-    source: the file's name for errors. Raises InputError for text that is too long, malformed TOML, unknown keys, bad
-    values, no machine at all or too many, and for two machines of one name.
+    """source: the file's name for errors. Raises InputError for a text that is too long or malformed, unknown keys, bad
+    values, no or too many machines, equal names.
     """
     if len(text) > MAX_FILE_CHARACTERS:
         raise InputError(f"{source}: more than {MAX_FILE_CHARACTERS} characters are in it; is it a list of machines?")

@@ -27,10 +27,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The slowest stages of a plan, and what limits them. Immutable.
-
-    stages: the first consecutive ones with the plan's lowest rate. limit: what bounds most of the rate of the machines
-    that hold the first of these stages.
+    """stages: the first consecutive ones with the lowest rate. limit: what bounds most of the rate of the first one's
+    holders.
     """
 
     stages: Span
@@ -39,10 +37,8 @@ class Bottleneck:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which machine holds which stages. Immutable.
-
-    assignments: one for each machine, in the order in which the machines were given. stage_rates: microbatches per
-    second of each stage's holders together. rate: microbatches per second of the whole swarm, the least of stage_rates.
+    """assignments: in the order of the machines. stage_rates, rate: microbatches per second, of each stage and of the
+    slowest.
     """
 
     assignments: tuple[Assignment, ...]

@@ -39,10 +39,8 @@ RANDOM_RESTARTS: Final = 0.5
 
 
 def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *, start: Plan | None = None) -> Plan:
-    """Returns the fastest plan found for `machines`; the same machines and the same state of `rng` give the same plan.
-
-    The best plan may be missed. start: a plan for the first ones of `machines`; the search then begins also from its
-    groups. Raises OutOfMemory if no way is found in which the machines hold the model, InputError without machines.
+    """The fastest plan found; the best one may be missed. start: a plan for the first ones of `machines`, from whose
+    groups the search also begins. Raises OutOfMemory, or InputError without machines.
     """
     if not machines:
         raise InputError("a plan needs machines, and there is none; name at least one.")
@@ -158,10 +156,7 @@ REMEDIES: Final[Mapping[Limit, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class MachineGain:
-    """What one more machine adds: microbatches per second of the whole swarm without it and with it. Immutable.
-
-    machine: the added one. rate_with is never below rate_without.
-    """
+    """Microbatches per second of the swarm without and with `machine`; rate_with is never below rate_without."""
 
     machine: Machine
     rate_without: float
@@ -174,11 +169,7 @@ class MachineGain:
 
 
 def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
-    """Returns a sentence about the plan's bottleneck: stages, their machines, the plan's tokens per second, a remedy.
-
-    The sentence also says what limits the rate, and which part of the rate, in percent, has that limit. That part is
-    100 % if the rate is 0. If the bottleneck has several stages, the machines are those that hold the first of them.
-    """
+    """A sentence: stages, their machines, tokens per second, which part of the rate has which limit, a remedy."""
     stages, limit = plan.bottleneck.stages, plan.bottleneck.limit
     holders = [entry for entry in plan.assignments if entry.span is not None and stages.first in entry.span]
     limited = sum(holder.rate.microbatches for holder in holders if holder.rate.limit == limit)
@@ -192,11 +183,7 @@ def explain_bottleneck(cost: RunCost, plan: Plan) -> str:
 
 
 def gain_of_one_more(cost: RunCost, plan: Plan, machine: Machine, rng: random.Random) -> MachineGain:
-    """Returns the rate of `plan`, and the rate after `machine` joins and make_plan places all machines again.
-
-    That search begins from `plan` and draws from `rng`. If the plan that it finds is slower, the rate of `plan` is
-    returned as both. Raises OutOfMemory if no way is found in which the machines hold the model.
-    """
+    """Plans again from `plan` with `machine` added; a slower result counts as no gain. Raises OutOfMemory."""
     machines = [assignment.machine for assignment in plan.assignments]
     extended = make_plan(cost, [*machines, machine], rng, start=plan)
     return MachineGain(machine, plan.rate, max(plan.rate, extended.rate))

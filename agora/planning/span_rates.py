@@ -29,10 +29,8 @@ Rates: TypeAlias = NDArray[np.float64]
 
 
 def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
-    """Returns the rate of each machine at each span, shape [machines, stages + 1, stages + 1].
-
-    Entry [m, begin, end] equals `cost.rate(machines[m], Span(begin, end - 1)).microbatches`. Machines that differ only
-    in their names are computed once. The array takes 8 x machines x (stages + 1)^2 bytes.
+    """[machines, stages + 1, stages + 1]; entry [m, begin, end] is the rate at Span(begin, end - 1). Machines that
+    differ only in names are computed once.
     """
     needs = _SpanNeeds(cost)
     known: dict[tuple[float, ...], Rates] = {}
@@ -46,14 +44,10 @@ def span_rates(cost: RunCost, machines: Sequence[Machine]) -> Rates:
     return rates
 
 
+# What each span needs, by the cost model, as arrays. upload, download: bytes per microbatch, [first stage, last stage +
+# 1]. flops: operations per microbatch, and device, host: bytes of memory needed there, [training mode, first stage,
+# last stage + 1]. Where the last two indices are not a span, the bytes are infinite.
 class _SpanNeeds:
-    """What each span needs, by the cost model, as arrays.
-
-    upload, download: bytes per microbatch, [first stage, last stage + 1]. flops: operations per microbatch, and device,
-    host: bytes of memory needed there, [training mode, first stage, last stage + 1]. Where the last two indices are not
-    a span, the bytes are infinite.
-    """
-
     def __init__(self, cost: RunCost) -> None:
         size = cost.stage_count + 1
         modes = len(list(cost.training_modes(Span(0, 0))))
@@ -87,10 +81,7 @@ LAST_STEP: Final = 0.002
 
 
 def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
-    """Returns an upper bound, in microbatches per second, on the rate of every plan for `machines`.
-
-    The bound counts compute and memory only: all links are taken as infinitely fast. 0 if no machine fits any stage.
-    """
+    """Microbatches per second that no plan exceeds: all links infinitely fast. 0 if no machine fits any stage."""
     linked = [replace(machine, name="", upload=math.inf, download=math.inf) for machine in machines]
     kinds = Counter(replace(machine, flops=1.0) for machine in linked)
     speeds = {kind: sum(machine.flops for machine in linked if replace(machine, flops=1.0) == kind) for kind in kinds}

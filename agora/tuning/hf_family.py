@@ -154,19 +154,12 @@ class HfFamily(Family):
 
 
 def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
-    """Returns parameter name -> the base model's tensor that fills it, for each parameter that comes from files.
-
-    LoRA matrices do not.
-    """
+    """By parameter name, for parameters that come from files; LoRA matrices do not."""
     return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}
 
 
 def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
-    """Returns names and shapes of the base model's tensors that a stage of `layers` needs, each once.
-
-    Allocates and reads nothing; importing transformers may take seconds. Raises TuningMissing without a package,
-    ManifestError for a wrong config.
-    """
+    """Each once. Reads nothing; importing transformers may take seconds. Raises TuningMissing, ManifestError."""
     with torch.device("meta"):
         stage = HfStage(model, layers)
     return list(dict.fromkeys(wanted_tensors(stage).values()))

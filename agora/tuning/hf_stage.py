@@ -184,11 +184,7 @@ class HfStage(StageModule):
         return shapes
 
     def file_names(self, name: str) -> tuple[str, ...]:
-        """Returns the names that parameter `name` may have in files, the likeliest first: with the root, and without.
-
-        Some files, such as GPT-2's, leave out the root of the names. The weight of a tied head has the embedding's
-        names.
-        """
+        """The likeliest first. Some files, such as GPT-2's, leave out the root; a tied head has the embedding's."""
         names = self._architecture
         name = name.replace(INSIDE_LORA, ".")
         if name == f"{HEAD}.weight" and self._config.tie_word_embeddings:

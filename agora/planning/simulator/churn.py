@@ -42,8 +42,6 @@ SHAPES: Mapping[str, Churn] = {
 
 @dataclass(frozen=True, slots=True)
 class FleetEvent:
-    """A change of the fleet: `count` machines join, are killed, leave or hang, as `kind` says, at simulated `time`."""
-
     time: float
     kind: ChurnKind
     count: int = 1

@@ -52,10 +52,7 @@ class ShardContent:
 
 
 class DirectoryModel:
-    """The DHT's directory in a simulation: the claims of all peers, each stored in its shards of all depths to DEEPEST.
-
-    A read returns a bounded number of a shard's claims, see `content`.
-    """
+    """The DHT's directory: all claims, each in its shards of all depths to DEEPEST."""
 
     def __init__(self, work: tuple[float, ...], rng: random.Random) -> None:
         """work: of each stage for one microbatch; a machine's speed is the work that it does per second."""
@@ -72,11 +69,7 @@ class DirectoryModel:
         return len(self._work)
 
     def claim(self, peer: SimulatedPeer, span: Span, state: str) -> None:
-        """Stores a peer's claim of its present incarnation, in place of its earlier one, until `withdraw`.
-
-        state: "joining", "serving" or "leaving"; only with "serving" the peer counts as a server of its stages. The
-        claim's capacity and bandwidth are those of the machine's equipment.
-        """
+        """Only with state "serving" the peer counts as a server of its stages."""
         self.withdraw(peer.id)
         rate = peer.equipment.speed / sum(self._work[span.first : span.last + 1])
         bandwidth = peer.equipment.link.spec.rate
@@ -91,7 +84,6 @@ class DirectoryModel:
                 self._servers[stage][peer.id] = view
 
     def withdraw(self, peer: PeerId) -> None:
-        """Removes a peer's claim, if there is one."""
         claimed = self._claims.pop(peer, None)
         if claimed is None:
             return
@@ -107,9 +99,8 @@ class DirectoryModel:
         return [Shard(stage, bits[:depth]) for stage in claimed.span.stages for depth in range(DEEPEST + 1)]
 
     def content(self, shard: Shard) -> ShardContent:
-        """Returns what a read of a shard finds now; of more than MAX_KEY_RECORDS claims those with the lowest hashes.
-
-        Returns the same object until a claim in this shard changes, so that readers can compare by identity.
+        """Of more than MAX_KEY_RECORDS claims those with the lowest hashes. The same object until a claim in the shard
+        changes.
         """
         if (known := self._contents.get(shard)) is not None:
             return known
@@ -121,23 +112,17 @@ class DirectoryModel:
         return content
 
     def claim_of(self, peer: PeerId) -> PeerView | None:
-        """Returns a peer's stored claim; None if it has none."""
         return self._claims.get(peer)
 
     def is_current(self, peer: PeerId, incarnation: int) -> bool:
-        """Returns whether a peer has a claim, and this claim is of the given incarnation."""
         claimed = self._claims.get(peer)
         return claimed is not None and claimed.incarnation == incarnation
 
     def seconds_to_end(self) -> float:
-        """Returns the seconds until the claim of a peer that stops publishing now would expire.
-
-        That is LIFETIME_S less the claim's age, drawn from 0 to PUBLISH_CLAIM_S.
-        """
+        """LIFETIME_S less the claim's age, drawn from 0 to PUBLISH_CLAIM_S."""
         return LIFETIME_S - self._rng.uniform(0.0, PUBLISH_CLAIM_S)
 
     def server_count(self, stage: int) -> int:
-        """Returns how many peers have a "serving" claim that includes `stage`."""
         return len(self._servers[stage])
 
     def sample_servers(self, stage: int) -> list[PeerView]:
@@ -150,7 +135,7 @@ RECORDS_OF_A_PEER = 2  # each peer publishes a claim and a progress record, and 
 
 
 class SimulatedReader:
-    """One peer's reader of the directory, with what it has found. Reads take no simulated time and no link."""
+    """One peer's reader of the directory. Reads take no simulated time and no link."""
 
     def __init__(self, peer: PeerId, directory: DirectoryModel, measurements: Measurements, rng: random.Random) -> None:
         self._peer = peer
@@ -164,11 +149,8 @@ class SimulatedReader:
         self._to_read = ShardsToRead((), True)
 
     def read(self, span: Span | None, now: float) -> bool:
-        """Reads the shards that are due; returns whether the known claims of the stage after `span` have changed.
-
-        Forgets shards that should have been read again by now, and updates the estimates of the stages' sizes. Adds the
-        numbers of records and keys read to the measurements. span: what the peer holds; None: nothing. now: simulated
-        seconds.
+        """Reads the shards that are due; returns whether the claims of the stage after `span` have changed. now:
+        simulated seconds.
         """
         reader = ReaderIdentity(self._reader_hash, self._directory.stage_count, span, self._seed)
         self._to_read = choose_shards_to_read(self._readings, reader, now, self._rng)
@@ -207,17 +189,13 @@ class SimulatedReader:
         return (CALM_READ_S if self._to_read.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     def records_published_per_s(self, span: Span | None) -> float:
-        """Returns how many records per second the peer publishes: its claim and its progress, in each of its shards.
-
-        0.0 without a span.
-        """
+        """Claim and progress, in each of its shards; 0.0 without a span."""
         if span is None:
             return 0.0
         shards = len(shards_to_publish(self._readings, span, self._reader_hash))
         return shards * (1.0 / PUBLISH_CLAIM_S + 1.0 / PUBLISH_PROGRESS_S)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
-        """Returns the known claims of a stage whose state is "serving", one for each peer, sorted by peer id."""
         claims = {
             view.peer: view
             for shard, (content, _) in self._known.items()
@@ -227,11 +205,7 @@ class SimulatedReader:
         return tuple(claims[peer] for peer in sorted(claims) if claims[peer].state == "serving")
 
     def view(self, span: Span | None) -> View:
-        """Returns a View of all known claims, the peer's own included.
-
-        In a large run the View also has each stage's estimated size, as in the daemon's membership. span: what the peer
-        holds.
-        """
+        """All known claims, its own included; in a large run also each stage's estimated size."""
         peers = {view.peer: view for content, _ in self._known.values() for view in content.claims}
         own = self._directory.claim_of(self._peer)
         if own is not None:

@@ -14,10 +14,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class EventQueue:
-    """The scheduled events of a simulation, each a function call; `run` calls them in order of their simulated times.
-
-    now: the time of the present event, or of the end of the last `run`, in seconds.
-    """
+    """Function calls in order of their simulated times. now: of the present event, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -25,15 +22,11 @@ class EventQueue:
         self._added = 0
 
     def at(self, time: float, function: Callable[..., None], *args: Any) -> None:
-        """Schedules `function(*args)` for simulated second `time`; if that has passed, for now, after this event.
-
-        Of events with equal times, the one that was scheduled first comes first.
-        """
+        """In the past counts as now; of equal times the first scheduled comes first."""
         self._added += 1
         heapq.heappush(self._heap, (max(time, self.now), self._added, function, args))
 
     def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
-        """Schedules `function(*args)` for `seconds` from now, in simulated time."""
         self.at(self.now + seconds, function, *args)
 
     def run(self, until: float) -> None:

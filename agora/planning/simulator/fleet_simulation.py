@@ -27,9 +27,8 @@ from agora.swarm.view import View
 VERDICT_TTL_S = 2.0  # simulated seconds for which a verdict is reused: whether machines of one span and kind may move
 
 
+# A random generator that draws 0 each time: with it, judge_move returns a move if any draw could lead to one.
 class _ZeroDraws(random.Random):
-    """A random generator that draws 0 each time: with it, judge_move returns a move if any draw could lead to one."""
-
     def random(self) -> float:
         return 0.0
 
@@ -51,14 +50,11 @@ class DaemonPlacement:
         self._may_move: dict[tuple[Span, str], tuple[float, bool]] = {}
 
     def choose(self, view: View, peer: SimulatedPeer) -> Span | None:
-        """Returns the span that choose_placement gives a machine without one; None: the machine stands by."""
         return choose_placement(view, self._needs, self._machine_capacity(peer.equipment), self._rng).span
 
     def reconsider(self, now: float, peer: SimulatedPeer, view: Callable[[], View]) -> Span | None:
-        """Returns the span to which a serving peer should move; None: it stays, or it holds no span.
-
-        If in the last VERDICT_TTL_S no draw could have moved a machine of this span and kind, returns None without
-        calling `view`. view: computes what the peer knows. now: simulated seconds.
+        """None: it stays. `view` is not called while no draw could move a machine of this span and kind. now: simulated
+        seconds.
         """
         if not self._rebalancing or peer.span is None:
             return None
@@ -70,7 +66,6 @@ class DaemonPlacement:
         return self._move_target(view(), peer, self._rng, now - peer.serving_since) if may_move else None
 
     def judge_interval_s(self) -> float | None:
-        """Returns the seconds until a peer judges its span again, drawn at random by rebalancing.judge_interval_s."""
         return judge_interval_s(self._rng)
 
     def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random, served_s: float) -> Span | None:
@@ -123,16 +118,12 @@ class FleetSimulation:
         self._origins, self._hops = origins, origins.hops
 
     def find(self, peer: str) -> SimulatedPeer:
-        """Returns the peer with this id, even if it went, less than DEPARTED_KEPT_S ago.
-
-        Raises KeyError for any other id.
-        """
+        """Also one that went less than DEPARTED_KEPT_S ago. Raises KeyError for any other id."""
         return self.peers.get(PeerId(peer)) or self._departed[PeerId(peer)]
 
     # --- coming
 
     def add(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a peer that holds no stages yet, and returns it; does not schedule its start."""
         self._last_number += 1
         name = PeerId(f"peer-{self._last_number:06d}")
         peer = SimulatedPeer(name, self._last_number, equipment, SimulatedDevice(self._events), self.stages)
@@ -159,10 +150,7 @@ class FleetSimulation:
             self._watch(peer)
 
     def join(self, equipment: Equipment) -> SimulatedPeer:
-        """Adds a peer, counts the join, and returns the peer, which has no span yet.
-
-        After `startup_s` it chooses a span or stands by. At intervals it reads the directory and checks its placement.
-        """
+        """After `startup_s` the new peer chooses a span or stands by."""
         self._measurements.joins += 1
         peer = self.add(equipment)
         self._events.after(self._startup_s, self._choose, peer)
@@ -274,7 +262,6 @@ class FleetSimulation:
     # --- departure
 
     def leave(self, peer: SimulatedPeer) -> None:
-        """Makes a peer publish that it leaves, finish its work, and go within DRAIN_S; counts the departure."""
         self._measurements.leaves += 1
         self._drain(peer, lambda: self._go(peer))
 
@@ -283,15 +270,11 @@ class FleetSimulation:
         self._end(peer)
 
     def kill(self, peer: SimulatedPeer) -> None:
-        """Makes a peer vanish now, and counts the kill; its claim stays in the directory until the claim expires."""
         self._measurements.kills += 1
         self._vanish(peer)
 
     def hang(self, peer: SimulatedPeer) -> None:
-        """Makes a peer stop with its connections open, and counts the hang.
-
-        Its connections break after SILENCE_S, its claim stays until it expires, and the peer is ended after HANG_S.
-        """
+        """Its connections break after SILENCE_S; it is ended after HANG_S."""
         self._measurements.hangs += 1
         peer.presence = Presence.HUNG
         peer.device.stop()

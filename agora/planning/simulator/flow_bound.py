@@ -36,10 +36,7 @@ def flow_bound(holders: Iterable[tuple[Span, float]], work: Sequence[float]) -> 
 
 
 def can_serve(speeds: Mapping[Span, float], work: Sequence[float], rate: float) -> bool:
-    """Returns whether machines with these speeds can compute every stage `rate` times per second.
-
-    speeds: by span, the sum of the speeds (work per second) of its holders. work: of each stage, for one microbatch.
-    """
+    """speeds: by span, work per second in sum of its holders. work: of each stage, for one microbatch."""
     unused = dict(speeds)
     by_end = sorted(unused, key=lambda span: (span.last, span.first))
     for stage, amount in enumerate(work):
@@ -57,12 +54,7 @@ def can_serve(speeds: Mapping[Span, float], work: Sequence[float], rate: float) 
 
 
 def best_whole_placement(speeds: Sequence[float], work: Sequence[float]) -> float:
-    """Returns the rate, in microbatches per second, of a good placement of machines of these speeds on one stage each.
-
-    Each machine, the fastest first, goes to the stage with the lowest rate so far (longest processing time first). That
-    is optimal if all machines are equally fast and all stages have equal work; otherwise it is an approximation. 0 with
-    fewer machines than stages.
-    """
+    """Longest processing time first, one stage a machine: optimal if all are equal, otherwise an approximation."""
     rates = [0.0] * len(work)
     for speed in sorted(speeds, reverse=True):
         weakest = min(range(len(work)), key=lambda stage: (rates[stage], -work[stage]))

@@ -9,7 +9,7 @@ from agora.planning.simulator.simulated_peer import Visit
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The swarm at one simulated time, in seconds; rates are means since the sample before."""
+    """rates: means since the sample before."""
 
     time: float
     peers: int  # machines that are up
@@ -52,10 +52,6 @@ class Measurements:
     samples: list[Sample] = field(default_factory=list)
 
     def record_visit(self, visit: Visit) -> None:
-        """Adds a finished visit to `counted`, and marks the visit's stages in its microbatch's `counted` bits.
-
-        Stages that were marked before are added to `counted_twice`.
-        """
         bits = (1 << (visit.last + 1)) - (1 << visit.entry_stage)
         self.counted += 1
         self.counted_twice += (visit.microbatch.counted & bits).bit_count()

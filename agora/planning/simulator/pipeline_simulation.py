@@ -63,10 +63,7 @@ class HopSimulation:
     # --- a visit begins
 
     def enter(self, microbatch: SimulatedMicrobatch, deadline: float) -> None:
-        """Begins an attempt of a microbatch at its origin's own hop; a kept answer completes it immediately.
-
-        If the hop refuses it now, calls OriginSimulation.on_unfinished instead. deadline: in simulated seconds.
-        """
+        """Begins an attempt at the origin's own hop. deadline: in simulated seconds."""
         peer = microbatch.origin
         kept = peer.answers.get((microbatch.id, 0))
         if kept is not None:
@@ -331,15 +328,14 @@ class HopSimulation:
             self._cancel(visit)
 
     def hand_back(self, peer: SimulatedPeer) -> None:
-        """Ends all visits of a peer that leaves or moves; their callers get Unavailable, and call other peers."""
+        """Ends all visits of a peer that leaves or moves; their callers get Unavailable."""
         for visit in list(peer.visits.values()):
             self._give_up(visit)
         peer.waiting.clear()
 
     def break_connections(self, peer: SimulatedPeer) -> None:
-        """Fails every call to a peer that has gone, one delay of the peer's link later; cancels its visits immediately.
-
-        Work that its callees do for no other caller is cancelled too, unless it is committed.
+        """Fails every call to a peer that has gone, one delay of its link later; cancels its visits, and work done for
+        no other caller.
         """
         for call in list(peer.calls_in):
             self._events.after(peer.equipment.link.outward_delay_s(), self._on_failed, call)
@@ -403,7 +399,6 @@ class OriginSimulation:
         self._origins = origins
 
     def begin(self, peer: SimulatedPeer) -> None:
-        """Makes a peer that has begun to serve stage 0 an origin; if rules.traffic, opens its first microbatches."""
         peer.origin = OriginState(flow_control.PER_STAGE * self._rules.stages)
         if self._rules.traffic:
             self._open(peer)
@@ -455,11 +450,7 @@ class OriginSimulation:
         self.hops.enter(microbatch, self._events.now + min(MAX_TIMEOUT_S, first_timeout_s * backoff_factor))
 
     def on_completed(self, visit: Visit) -> None:
-        """Counts an answered microbatch, records its seconds and the origin's pace, and opens further ones there.
-
-        Increases the ceiling of the origin's window by 1, to at most twice the window. If the peer is no longer an
-        origin, only counts the microbatch.
-        """
+        """Opens further ones there; the ceiling of the window rises by 1, to at most twice the window."""
         peer = visit.peer
         state = peer.origin
         now = self._events.now
@@ -473,11 +464,7 @@ class OriginSimulation:
         self._open(peer)
 
     def on_unfinished(self, visit: Visit, retry_s: float, is_failure: bool) -> None:
-        """Schedules another attempt of the microbatch; if its origin no longer serves, drops and counts it instead.
-
-        The attempt begins after the longer of `retry_s` and RETRY_S doubled with each attempt, at most MAX_RETRY_S. A
-        failure also counts as rerouted, and as an interruption of the origin's pace.
-        """
+        """Another attempt after the longer of `retry_s` and RETRY_S doubled with each, at most MAX_RETRY_S."""
         peer, microbatch = visit.peer, visit.microbatch
         state = peer.origin
         if state is None or peer.presence is not Presence.SERVING:

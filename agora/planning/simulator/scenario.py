@@ -32,10 +32,7 @@ class SettingsTable:
         self._asked: list[str] = []
 
     def end(self) -> None:
-        """Raises for the first setting that no method has read; to be called after all known settings have been read.
-
-        The message names the known setting with the most similar name; if none is similar, all known settings.
-        """
+        """Raises for the first setting that no method has read, with the nearest known name."""
         for name in self._raw:
             if name not in self._asked:
                 close = difflib.get_close_matches(name[:64], self._asked, n=1, cutoff=0.5)
@@ -50,14 +47,12 @@ class SettingsTable:
         return SettingsTable(value, f"[{name}]", self._error)
 
     def tables(self, name: str) -> list[SettingsTable]:
-        """Returns the list of tables [[name]]; [] if there is none. Raises if [name] is something else."""
         value = self._value(name, [])
         if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
             raise self._error(f"{name} of {self._where} is not a list of tables; write [[{name}]]")
         return [SettingsTable(entry, f"[[{name}]] number {n}", self._error) for n, entry in enumerate(value, 1)]
 
     def string(self, name: str, default: str) -> str:
-        """Returns the setting `name`; raises unless it is a string of at most 200 characters."""
         value = self._value(name, default)
         if not isinstance(value, str):
             raise self._error(f"{name} of {self._where} is not a string; write it in quotes")
@@ -66,7 +61,6 @@ class SettingsTable:
         return value
 
     def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
-        """Returns the setting `name`; raises unless it is one of `choices`."""
         value = self.string(name, default)
         if value not in choices:
             close = difflib.get_close_matches(value, choices, n=1)
@@ -75,17 +69,12 @@ class SettingsTable:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns the setting `name`; raises unless it is true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self._error(f"{name} of {self._where} is neither true nor false")
         return value
 
     def integer(self, name: str, default: int | None = None, *, least: int, most: int) -> int:
-        """Returns the setting `name`, a whole number from `least` to `most`.
-
-        default: the value of a missing setting; None: a missing setting raises. Raises for any other value.
-        """
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self._error(f"{name} of {self._where} is {value!r}; write a whole number from {least} to {most}")
@@ -94,10 +83,7 @@ class SettingsTable:
     def number(
         self, name: str, default: float, *, least: float = 0.0, above: float | None = None, most: float = math.inf
     ) -> float:
-        """Returns the setting `name`; raises unless it is a number from `least` to `most`.
-
-        above: if given, the number must be greater than this, and `least` has no effect.
-        """
+        """above: if given, the number must be greater than this, and `least` has no effect."""
         return self._check_limits(name, self._value(name, default), least, above, most)
 
     def numbers(
@@ -110,12 +96,7 @@ class SettingsTable:
         above: float | None = None,
         most: float = math.inf,
     ) -> tuple[float, ...]:
-        """Returns the setting `name` as `count` numbers; the file has one number for all, or a list of `count`.
-
-        default: one number for all. least, most: limits of each number, both included. above: if given, each number
-        must be greater, and `least` has no effect. Raises for a list of another length, and for a number outside of the
-        limits.
-        """
+        """One number for all, or a list of `count`; limits as in `number`."""
         value = self._value(name, default)
         values = value if isinstance(value, list) else [value] * count
         if len(values) != count:
@@ -151,11 +132,8 @@ class ScenarioError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """`count` equal machines. speed: how many stages of work 1 such a machine computes per second.
-
-    holds: the maximum number of stages that fit on one machine.
-    kind: the name of these machines.
-    span: the stages that each of them holds from the start; None: balanced_spans chooses.
+    """`count` equal machines. speed: stages of work 1 a second. holds: most stages of one. span: held from the start;
+    None: balanced_spans chooses.
     """
 
     kind: str
@@ -227,11 +205,7 @@ class Scenario:
 
 
 def load_scenario(path: Path) -> Scenario:
-    """Reads a scenario from a TOML file; a scenario without a name gets the file's name without suffix.
-
-    Raises ScenarioError if the file is missing or malformed, or for unknown keys and wrong values; another InputError
-    for a link or a span that is malformed.
-    """
+    """Without a name it gets the file's. Raises ScenarioError, and another InputError for a malformed link or span."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -242,11 +216,7 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
-    """Returns the scenario that a TOML document describes; missing settings get their defaults, the name `name`.
-
-    Raises ScenarioError for unknown keys, values out of range, and a scenario without peers, with more than MAX_PEERS,
-    or whose warm-up is not shorter than the whole; another InputError for a link or a span that is malformed.
-    """
+    """Raises as load_scenario."""
     top = SettingsTable(raw, "the scenario", ScenarioError)
     model = _model(top.table("model"))
     groups = tuple(_machine_group(table, model.stages) for table in top.tables("machines"))

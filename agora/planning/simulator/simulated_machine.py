@@ -38,7 +38,6 @@ class Workload:
         return len(self.work)
 
     def seconds(self, first: int, last: int, speed: float) -> float:
-        """Returns the seconds of forward and backward at the stages `first` to `last` on a machine of this speed."""
         return sum(self.work[first : last + 1]) / speed
 
 
@@ -53,10 +52,8 @@ Job = tuple[float, Callable[[Any], None], Any]
 
 
 class SimulatedDevice:
-    """The compute device of a simulated machine: runs jobs one after the other, in simulated time.
-
-    slowdown: a factor on the seconds of each job; it may be changed at any time, and counts for jobs that start later.
-    busy_s: the seconds of all jobs that have started, times the slowdown.
+    """Runs jobs one after the other. slowdown: a factor on jobs that start later. busy_s: of all started, slowdown
+    included.
     """
 
     __slots__ = ("_events", "_queues", "_running", "_stopped", "busy_s", "slowdown")
@@ -74,22 +71,17 @@ class SimulatedDevice:
         return len(self._queues[0]) + len(self._queues[1]) + self._running
 
     def submit(self, order: JobOrder, seconds: float, done: Callable[[Any], None], subject: Any) -> None:
-        """Queues a job that takes `seconds`, or starts it if the device is free; calls `done(subject)` at its end.
-
-        subject: what the job is about, such as a visit; `discard` finds the job by it.
-        """
         self._queues[order].append((seconds, done, subject))
         if not self._running:
             self._start_next()
 
     def discard(self, subject: Any) -> None:
-        """Removes the queued jobs of `subject`; a job that runs goes on to its end."""
+        """A job that runs goes on to its end."""
         for queue in self._queues:
             for job in [job for job in queue if job[2] is subject]:
                 queue.remove(job)
 
     def stop(self) -> None:
-        """Stops the device for good: no queued job starts, no `done` is called any more, and the queue is kept."""
         self._stopped = True
 
     def _start_next(self) -> None:
@@ -111,10 +103,7 @@ class SimulatedDevice:
 
 
 class SimulatedLink:
-    """One machine's link: a queue in each direction at the link's rate, then latency, jitter and retransmissions.
-
-    Each queue is first come, first served. sent_bytes, received_bytes: of all messages since the start.
-    """
+    """A queue in each direction at the link's rate, then latency, jitter and retransmissions."""
 
     __slots__ = ("_down", "_up", "received_bytes", "sent_bytes", "spec")
 
@@ -125,11 +114,7 @@ class SimulatedLink:
         self.received_bytes = 0.0
 
     def send(self, to: SimulatedLink, size: float, now: float, rng: random.Random) -> float:
-        """Sends a message of `size` bytes at `now`; returns when its last byte arrives, in simulated seconds.
-
-        Reserves this link's upload and the download of `to`; the two transfers overlap, so that the slower one decides.
-        Jitter and loss are drawn from `rng`. Adds the size to this link's sent_bytes and to the received_bytes of `to`.
-        """
+        """When the last byte arrives. Reserves this upload and that download, of which the slower decides."""
         whole_bytes = int(size)
         self.sent_bytes += size
         to.received_bytes += size
@@ -138,10 +123,7 @@ class SimulatedLink:
         return DelayLine(self.spec, rng).arrival(whole_bytes, max(sent_at, taken_at))
 
     def outward_delay_s(self) -> float:
-        """Returns the seconds that a message without bytes takes to any machine: half of this link's round trip.
-
-        The answer takes half of the other link's round trip, so that both together are `round_trip_to`.
-        """
+        """Half of this link's round trip; the answer takes half of the other's."""
         return self.spec.rtt_s / 2.0
 
     def round_trip_to(self, to: SimulatedLink) -> float:

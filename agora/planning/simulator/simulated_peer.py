@@ -22,8 +22,6 @@ from agora.swarm.view import PeerView
 
 
 class Presence(Enum):
-    """What a simulated machine is doing for the swarm."""
-
     STANDBY = "holds no stage"
     JOINING = "fetches its stages' state"
     SERVING = "serves"
@@ -34,8 +32,6 @@ class Presence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What a machine can do."""
-
     kind: str  # name of its MachineGroup
     speed: float  # work per second, in the unit of stages' work
     link: SimulatedLink  # its own network link
@@ -177,11 +173,8 @@ PIECE_S = 0.25  # seconds that one piece takes on the donor's link, so that boun
 
 
 class SimulatedFetch:
-    """A newcomer's concurrent fetch of `size` bytes of state from several replicas; calls `done(peer)` at its end.
-
-    `start` begins the fetch. A donor that goes sends nothing more; when all donors have gone, the rest counts as
-    fetched from a checkpoint, without delay. If the peer goes or fetches another state meanwhile, `done` is never
-    called.
+    """Concurrent, from several replicas. When all donors have gone, the rest counts as fetched from a checkpoint,
+    without delay. `done` is never called if the peer goes or fetches another state.
     """
 
     __slots__ = ("_done", "_events", "_incarnation", "_left", "_open", "_peer", "_rng")
@@ -203,7 +196,7 @@ class SimulatedFetch:
         self._open = 0
 
     def start(self, donors: Sequence[SimulatedPeer]) -> None:
-        """Starts to fetch concurrently from at most DONORS random ones of `donors`; without any, calls `done` now."""
+        """From at most DONORS of `donors`, at random; without any, calls `done` now."""
         chosen = donors if len(donors) <= DONORS else self._rng.sample(list(donors), DONORS)
         for donor in chosen:
             self._open += 1

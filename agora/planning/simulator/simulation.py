@@ -30,10 +30,7 @@ COLLECTED_EVERY = 1000
 
 
 class Simulation:
-    """The simulation of one scenario, with the machines of the start in place; `run` runs it once.
-
-    measurements: what has been counted until now. Everything drawn at random comes from the scenario's seed.
-    """
+    """Runs one scenario once. Everything drawn at random comes from the scenario's seed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -76,10 +73,7 @@ class Simulation:
         self._prepare()
 
     def run(self, progress: Callable[[float], None] = lambda time: None) -> Measurements:
-        """Simulates the whole scenario and returns what was counted, with a sample for every `sample_s` seconds.
-
-        progress: called after every sample with the simulated seconds that have passed.
-        """
+        """progress: called after every sample with the simulated seconds."""
         scenario = self.scenario
         time = 0.0
         with _rare_cycle_collection():
@@ -180,11 +174,8 @@ def _rare_cycle_collection() -> Iterator[None]:
 
 
 def balanced_spans(groups: list[MachineGroup], work: tuple[float, ...]) -> list[Span]:
-    """Returns a span for each machine of a fleet that starts together, so that all stages get about equal speed.
-
-    groups: the group of each machine; the spans are in the same order. Each machine, the fastest first, holds as many
-    stages in a row as it can: those whose rates, given the machines placed so far, have the least sum. This is for the
-    start only; later the daemon's placement decides.
+    """For a fleet that starts together, so that all stages get about equal speed: the fastest machine first, each at
+    the stages whose rates are lowest.
     """
     stages = len(work)
     rates = [0.0] * stages

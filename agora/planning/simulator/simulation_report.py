@@ -15,10 +15,7 @@ from agora.planning.simulator.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """Computes a simulation's figures from its measurements, and renders them as JSON and text.
-
-    Means are of the samples after the warm-up; counters are of the whole time. measured: what Simulation.run returned.
-    """
+    """Means are of the samples after the warm-up; counters are of the whole time."""
 
     scenario: Scenario
     measured: Measurements
@@ -28,7 +25,6 @@ class SimulationReport:
         return [sample for sample in self.measured.samples if sample.time > self.scenario.warmup_s]
 
     def mean(self, what: Callable[[Sample], float]) -> float:
-        """Returns the mean of `what(sample)` over the samples after the warm-up; NaN without such samples."""
         values = [what(sample) for sample in self.samples]
         return statistics.fmean(values) if values else math.nan
 
@@ -49,10 +45,6 @@ class SimulationReport:
         return _ratio(self.mean(lambda sample: sample.bound), self.mean(lambda sample: sample.best))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the JSON object of `swarm simulate --json`: means to 6 significant digits, None without samples.
-
-        It has the counters of the whole time, and under "timeline" every sample, those of the warm-up included.
-        """
         scenario, measured = self.scenario, self.measured
         return {
             "schema": 1,
@@ -90,7 +82,6 @@ class SimulationReport:
         }
 
     def lines(self) -> list[str]:
-        """Returns the report as the lines of text that `swarm simulate` prints: a name and its figures in each."""
         scenario, measured = self.scenario, self.measured
         least = min((sample.peers for sample in self.samples), default=0)
         most = max((sample.peers for sample in self.samples), default=0)
@@ -151,7 +142,6 @@ class Plot:
 
 
 def plots_of(samples: Sequence[Sample]) -> dict[str, Plot]:
-    """Returns the plots of a simulation over time, by name: "throughput", "peers" and "messages"."""
     times = [sample.time for sample in samples]
     throughput = {
         "best placement": [sample.best for sample in samples],
@@ -171,7 +161,6 @@ def plots_of(samples: Sequence[Sample]) -> dict[str, Plot]:
 
 
 def to_svg(plot: Plot) -> str:
-    """Returns a plot as the text of an SVG file: title, axes, and each of `lines` with its name."""
     end = max(plot.times, default=0.0) or 1.0
     top = 1.05 * max((max(values, default=0.0) for values in plot.lines.values()), default=0.0) or 1.0
     parts = [

@@ -41,10 +41,7 @@ def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the linear layers in `module` by their names in it: nn.Linear, and transformers' transposed Conv1D.
-
-    Raises TuningMissing without transformers.
-    """
+    """Raises TuningMissing without transformers."""
     transposed = import_tuning("transformers.pytorch_utils").Conv1D
     return {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, transposed))}
 

@@ -57,13 +57,10 @@ class Bf16Linear(FrozenLinear, nn.Linear):
         self.weight = nn.Parameter(values.to(torch.bfloat16), requires_grad=False)
 
 
+# Autograd function: x W^T + bias in the dtype of x, for a frozen W of another dtype. Autograd's own product would keep
+# a copy of W in the dtype of x until the backward. This one makes the copy again in the backward. W is not saved with
+# save_for_backward, because the layer keeps it anyway.
 class _UpcastProduct(torch.autograd.Function):
-    """Autograd function: x W^T + bias in the dtype of x, for a frozen W of another dtype.
-
-    Autograd's own product would keep a copy of W in the dtype of x until the backward. This one makes the copy again in
-    the backward. W is not saved with save_for_backward, because the layer keeps it anyway.
-    """
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight = weight

@@ -127,7 +127,6 @@ def adapter_config(model: HfSection) -> dict[str, Any]:
 
 
 def adapter_tensor_name(name: str) -> str:
-    """Converts a LoRA matrix's parameter name in the run to its name in peft's adapter_model.safetensors."""
     return ADAPTER_ROOT + name.replace(f".{ADAPTER}.", ".")
 
 

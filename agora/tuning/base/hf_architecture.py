@@ -98,10 +98,7 @@ class HfArchitecture:
     dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
 
     def load_class(self, name: str) -> Any:
-        """Returns the class `prefix` + `name` of the model type's modeling module, such as LlamaDecoderLayer.
-
-        Imports that module. Raises TuningMissing if transformers is missing, broken or too old.
-        """
+        """`prefix` + `name`, such as LlamaDecoderLayer. Raises TuningMissing."""
         return getattr(self._import("modeling"), f"{self.prefix}{name}")
 
     def make_config(self, model: HfSection) -> Any:
@@ -128,10 +125,7 @@ class HfArchitecture:
         return window
 
     def type_of(self, config: Any, layer: int) -> str:
-        """The attention type of a layer of the whole model: "full_attention" or "sliding_attention".
-
-        Raises ValueError for another type.
-        """
+        """ "full_attention" or "sliding_attention". Raises ValueError for another type."""
         kind = str(config.layer_types[layer])
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types has {kind[:40]!r}")
@@ -190,5 +184,5 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
 
 
 def architecture_of(model: HfSection) -> HfArchitecture:
-    """Returns the architecture of a base model. Raises ValueError for a config that no checked manifest has."""
+    """Raises ValueError for a config that no checked manifest has."""
     return ARCHITECTURES[sizes_in(parse_config(model.config)).model_type]

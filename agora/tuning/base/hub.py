@@ -55,10 +55,7 @@ class HubFolder:
 
 
 def hub_id_of(named: Path) -> HubId | None:
-    """Returns `named` as a model's id if it looks like ORG/NAME[@REVISION] and is no existing folder; None otherwise.
-
-    Does not check whether the Hub has such a model.
-    """
+    """None unless it looks like ORG/NAME[@REVISION] and is no existing folder. The Hub is not asked."""
     match = _ID.fullmatch(str(named))
     if match is None or named.is_dir():
         return None
@@ -174,10 +171,7 @@ def _import_hub(module: str) -> Any:
 
 
 def absolute_name(named: Path) -> str:
-    """Returns a folder's absolute path, for a process with another working directory; an id of the Hub unchanged.
-
-    named: the folder, or ORG/NAME[@REVISION].
-    """
+    """For a process with another working directory; an id of the Hub unchanged."""
     return str(named) if hub_id_of(named) is not None else str(named.expanduser().absolute())
 
 

@@ -34,10 +34,7 @@ READABLE: Final = ("F32", "BF16", "F16")  # the dtypes, as safetensors calls the
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor that a stage needs from the base model. shape: the shape that it must have.
-
-    names: the names that it may have in the files; the first one that exists is used.
-    """
+    """names: that it may have in the files; the first one that exists is used."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -68,10 +65,7 @@ def read_config(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the names of the folder's weights files: model.safetensors if it exists, or those in the index, sorted.
-
-    Raises BaseModelError if the folder has neither, if the index is malformed, or if a file that it lists is missing.
-    """
+    """model.safetensors, or those in the index, sorted. Raises BaseModelError."""
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE]
     if not (folder / INDEX).is_file():
@@ -212,7 +206,7 @@ def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Returns the tensors of a safetensors file by its header. Raises BaseModelError if it cannot be read."""
+    """Raises BaseModelError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping
@@ -222,10 +216,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def file_hash(path: Path) -> str:
-    """Returns the SHA-256 of a file's content in hex. Raises BaseModelError if the file cannot be read.
-
-    A file that this process has hashed is not read again while its size, modification time and inode are unchanged.
-    """
+    """SHA-256 in hex; not read again while size, time and inode are unchanged. Raises BaseModelError."""
     try:
         status = path.stat()
         return _hash_content(path, status.st_size, status.st_mtime_ns, status.st_ino)
@@ -248,7 +239,7 @@ def _check_hash(path: Path, digest: str) -> None:
 
 
 def require_folder(folder: Path | None) -> Path:
-    """Returns `folder`. Raises BaseModelError, whose text says what to do, if it is None or is not a folder."""
+    """Raises BaseModelError, whose text says what to do, if it is None or is not a folder."""
     if folder is None:
         raise BaseModelError("this run begins with a base model; name the folder that has its files: --base-model DIR")
     if not folder.is_dir():

@@ -124,10 +124,7 @@ def _list_tensor(location: TensorLocation) -> ListedTensor:
 
 
 def is_intact(location: TensorLocation, listed: ListedTensor) -> bool:
-    """Returns whether all bytes of the tensor have the hashes in `listed`; False also when the file cannot be read.
-
-    A tensor that this process has checked, in a file that has not changed since, is not read again.
-    """
+    """False also when the file cannot be read. A tensor checked in an unchanged file is not read again."""
     try:
         status = location.path.stat()
         return _check_pieces(location, listed, status.st_size, status.st_mtime_ns, status.st_ino)
@@ -159,10 +156,7 @@ class TensorStore:
         self.folder = folder
 
     def read_list(self) -> TensorList | None:
-        """Returns the list in this folder; None without one, or if its hash is not the folder's name.
-
-        Raises ProtocolError for a list that is malformed although its hash is right.
-        """
+        """None without one, or if its hash is not the folder's name. Raises ProtocolError for a malformed one."""
         try:
             with (self.folder / LIST).open("rb") as file:
                 data = file.read(MAX_TENSOR_LIST_BYTES + 1)

@@ -123,5 +123,4 @@ class BaseTensors:
 
 
 def malformed_list_error(error: ProtocolError) -> BaseModelError:
-    """Returns the error to raise for a tensor list that is malformed although it has the manifest's hash."""
     return BaseModelError(f"The manifest names a tensor list that is malformed ({error}); {MALFORMED}.")

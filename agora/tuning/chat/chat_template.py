@@ -84,7 +84,7 @@ class ChatTemplate:
         return json.dumps([self._source, sorted(self._special_tokens.items())])
 
     def render(self, conversation: Conversation, where: str) -> str:
-        """Returns the whole conversation as text. Raises DataError, which names `where`, if the template refuses it."""
+        """Raises DataError, which names `where`, if the template refuses it."""
         return self._render(conversation, len(conversation.messages), where)
 
     def mark(self, conversation: Conversation, where: str) -> MarkedText:

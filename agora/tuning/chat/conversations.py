@@ -53,10 +53,7 @@ TRAIN_KEYS: Final = ("train", "weight")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message. is_trainable: False if its record excludes it from training ("train": false or "weight": 0).
-
-    extra: the message's other fields, which only templates read, such as tool_calls.
-    """
+    """is_trainable: False for "train": false or "weight": 0. extra: other fields, which only templates read."""
 
     role: Role
     content: str
@@ -108,10 +105,7 @@ Sample = PlainText | Completion | Conversation | Preference
 
 
 def read_messages(value: object, where: str) -> tuple[ChatMessage, ...]:
-    """Returns the messages of a list of {role, content} or {from, value}, or of one such object; () for an empty list.
-
-    Their order is not checked. Raises DataError, which names `where` and the message's number, for malformed ones.
-    """
+    """Of {role, content} or {from, value}; their order is not checked. Raises DataError, which names `where`."""
     items = [value] if isinstance(value, Mapping) else value
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise DataError(f'{where} is {json_type(value)}; write a list such as [{{"role": "user", "content": "..."}}].')
@@ -136,10 +130,8 @@ def check_order(messages: Sequence[ChatMessage], where: str) -> None:
 
 
 def read_tools(value: object, where: str) -> tuple[Any, ...]:
-    """Returns the JSON schemas of functions in a column `tools`: a list of them, or the JSON text of such a list.
-
-    Fields that are null are removed, the items are not checked, and a blank text gives (). Raises DataError, which
-    names `where`, for anything else.
+    """A list of JSON schemas or its JSON text; nulls are removed, items not checked. Raises DataError, which names
+    `where`.
     """
     if isinstance(value, str):
         try:
@@ -152,10 +144,7 @@ def read_tools(value: object, where: str) -> tuple[Any, ...]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a copy of JSON data without the object fields that are null; nulls in lists stay, tuples become lists.
-
-    Parquet files have such fields: there every object has the fields of all others.
-    """
+    """Parquet files have null fields: there every object has the fields of all others. Tuples become lists."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):

@@ -60,10 +60,7 @@ class DataSurvey:
         return len(self.lengths)
 
     def histogram(self) -> list[LengthBin]:
-        """Returns how many samples have which `lengths`, in ascending bins: 0 to 1, 2, 3 to 4, 5 to 8, 9 to 16, ...
-
-        From the bin of the shortest sample to that of the longest, empty ones between included. [] without samples.
-        """
+        """Bins 0 to 1, 2, 3 to 4, 5 to 8, ... from the shortest sample's to the longest's."""
         if not len(self.lengths):
             return []
         bits = np.frexp(np.maximum(self.lengths, 1) - 0.5)[1].clip(0)  # 2**(bits - 1) < length <= 2**bits

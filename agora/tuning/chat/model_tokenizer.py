@@ -209,7 +209,6 @@ def pretrained_tokenizer_files(
 
 
 def plain_template(end_of_turn: str) -> str:
-    """Returns the jinja2 source of PLAIN_TEMPLATE, with `end_of_turn` set as the text after each answer."""
     return f"{{%- set eos_token = {json.dumps(end_of_turn, ensure_ascii=False)} -%}}\n{PLAIN_TEMPLATE}"
 
 

@@ -45,11 +45,9 @@ class FormatRow:
         return "" if value is None else check_text(value, self.place(name))
 
     def messages(self, name: str) -> tuple[ChatMessage, ...]:
-        """Returns the messages of a required column. Raises DataError if malformed; their order is not checked."""
         return read_messages(self.values[name], self.place(name))
 
     def tools(self) -> tuple[Any, ...]:
-        """Returns the JSON schemas in the optional column `tools`. Raises DataError if they are malformed."""
         value = self.values.get("tools")
         return () if value is None else read_tools(value, self.place("tools"))
 
@@ -75,16 +73,13 @@ class RecordFormat:
 
 @dataclass(frozen=True, slots=True)
 class RecordReader:
-    """Turns the records of one file into samples of one format.
-
-    columns: the format's name of a column -> the file's name of it. Other columns of the file are ignored.
-    """
+    """Turns a file's records into samples. columns: the format's name of a column -> the file's."""
 
     format: RecordFormat
     columns: Mapping[str, str]
 
     def read(self, record: RawRecord) -> Sample:
-        """Returns the sample of a record. Raises DataError, which names the record's place, if it is malformed."""
+        """Raises DataError, which names the record's place, if it is malformed."""
         values = {name: record.fields.get(column) for name, column in self.columns.items()}
         for name in self.format.required:
             if values[name] is None:
@@ -329,11 +324,7 @@ class PlacedSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """A data file whose format is recognised. No file is held open.
-
-    reader: turns the file's records into samples. objective: the training objective for them. present: the file's
-    columns in the first record, null ones included.
-    """
+    """A data file whose format is recognised; not held open. present: the first record's columns, null ones too."""
 
     path: Path
     reader: RecordReader
@@ -345,11 +336,7 @@ class SampleFile:
         return {name: column for name, column in self.reader.columns.items() if column in self.present}
 
     def samples(self) -> Iterator[PlacedSample]:
-        """Reads the file from its beginning and yields its samples in order.
-
-        Raises DataError, which names the place, for the first malformed record or a malformed file, DiskError if the
-        file cannot be read, LocalError without the package that the format needs.
-        """
+        """Raises DataError, with the place, for the first malformed record, DiskError, LocalError without a package."""
         for record in read_records(self.path, frozenset(self.reader.columns.values())):
             yield PlacedSample(self.reader.read(record), record.where)
 
@@ -369,9 +356,8 @@ def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | N
 
 
 def hash_samples(path: Path) -> str:
-    """Returns the SHA-256, in hex, of a data file's content; of a `datasets` folder that of its files in order.
-
-    Raises DiskError when a file cannot be read, DataError for any other folder.
+    """SHA-256 in hex; of a `datasets` folder that of its files in order. Raises DiskError, DataError for any other
+    folder.
     """
     digest = hashlib.sha256()
     for file in data_files(path):

@@ -152,7 +152,6 @@ class RowSummary:
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> Self:
-        """Returns the summary whose `to_details` returned `details`, also after a round trip through JSON."""
         return cls(**{**details, "chunks": tuple((training, heldout) for training, heldout in details["chunks"])})
 
 
@@ -161,10 +160,9 @@ def row_dtype(vocabulary: int, context: int) -> np.dtype[np.unsignedinteger[Any]
     return token_dtype(max(vocabulary << MARK_BITS, context + 2))
 
 
+# Samples to be packed together. numbers: for each sample its number in the file, from 0; parallel to `samples`.
 @dataclass(frozen=True, slots=True)
 class _SampleChunk:
-    """Samples to be packed together. numbers: for each sample its number in the file, from 0; parallel to `samples`."""
-
     samples: list[TokenSample]
     numbers: list[int]
 
@@ -341,10 +339,7 @@ class SampleRows:
         return self.summary.fingerprint
 
     def samples_in(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns how many samples each of the training rows with these numbers [n] has, [n].
-
-        Of a dpo pair, the chosen row has 1, the rejected one 0. Raises ValueError for a number that no row has.
-        """
+        """[n] for rows [n]. Of a dpo pair the chosen row has 1, the rejected one 0. Raises ValueError."""
         return self._samples_in_rows[self._stored_rows(np.asarray(rows, np.int64), 0)].astype(np.int64)
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> MarkedRows:

@@ -118,10 +118,7 @@ class BlockOrder:
 
 
 class HeldByOthers:
-    """What the other live origins have opened or claimed, made for each decision of an origin.
-
-    states: name -> last known state, of the live origins without this one. live: all of them, this one too.
-    """
+    """What other live origins have opened or claimed. states: by name, without this origin. live: with it."""
 
     def __init__(self, states: Mapping[str, EpochState], live: frozenset[str], layout: BlockLayout) -> None:
         self.states = states
@@ -130,10 +127,7 @@ class HeldByOthers:
         self._held: dict[int, tuple[MicrobatchSet, dict[int, int]]] = {}
 
     def of_epoch(self, epoch: int) -> tuple[MicrobatchSet, dict[int, int]]:
-        """Returns what others hold of an epoch, and block -> how many other origins hold something in it.
-
-        Both are cached: callers must not change them.
-        """
+        """What others hold, and block -> how many hold something in it. Cached: callers must not change them."""
         if epoch not in self._held:
             held = MicrobatchSet(self._layout)
             workers: dict[int, int] = {}
@@ -199,13 +193,10 @@ KEPT_ORIGINS: Final = 256
 PACE_DECAY: Final = 31 / 32
 
 
+# A microbatch that this origin means to open. number: counted from 0 within the epoch. calls_before: how often
+# `next_state` had been called when the microbatch was claimed.
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A microbatch that this origin means to open. number: counted from 0 within the epoch.
-
-    calls_before: how often `next_state` had been called when the microbatch was claimed.
-    """
-
     epoch: int
     number: int
     calls_before: int
@@ -313,10 +304,7 @@ class EpochAssigner:
         return self.last_state
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Merges what another origin's `next_state` returned. Ignores a state of this origin.
-
-        Raises ProtocolError if the state is malformed, DataError if that origin trains on other rows.
-        """
+        """Raises ProtocolError if the state is malformed, DataError if that origin trains on other rows."""
         try:
             state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
         except DifferentRowsError:

@@ -195,10 +195,7 @@ class EpochFile:
             self._report(DiskTrouble(str(self._path), error.strerror or str(error)))
 
     def latest_up_to(self, step: int) -> tuple[int, ...] | None:
-        """Returns the written state of the latest step up to and including `step`; None if there is none.
-
-        At most KEPT states are kept: an older checkpoint may have none.
-        """
+        """At most KEPT states are kept: an older checkpoint may have none."""
         steps = [kept for kept in self._kept if kept <= step]
         return self._kept[max(steps)] if steps else None
 

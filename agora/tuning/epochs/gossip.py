@@ -67,10 +67,7 @@ class EpochGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def tick(self) -> None:
-        """Sends the state to up to TARGETS random origins, if it has changed or HEARTBEAT_S have passed.
-
-        Origins to which a call is still open are left out.
-        """
+        """To up to TARGETS random origins without an open call, if it has changed or HEARTBEAT_S have passed."""
         now = loop_time()
         last_state = self._assigner.last_state
         state = self._assigner.next_state()

@@ -81,10 +81,7 @@ class MicrobatchSet:
         self.masks[block] = self.mask(block) | 1 << bit
 
     def add_range(self, numbers: NumberRange) -> None:
-        """Adds the consecutive microbatches of a range (first, length).
-
-        Raises ValueError if some are outside of the epoch, or the length is below 1; nothing is added then.
-        """
+        """Raises ValueError if some are outside of the epoch, or the length is below 1; nothing is added then."""
         number, length = numbers
         if number < 0 or length < 1 or number + length > self.layout.count:
             raise ValueError(f"the range {numbers} is not within {self.layout.count} microbatches")
@@ -115,10 +112,7 @@ class MicrobatchSet:
         return len(self.masks) == self.layout.blocks and len(self) == self.layout.count
 
     def ranges(self, *, full_blocks: bool) -> Iterator[NumberRange]:
-        """Yields the set as ascending ranges (first, length), each as long as can be.
-
-        full_blocks: False leaves out the blocks whose microbatches are all in the set; no range reaches across them.
-        """
+        """Ascending (first, length). full_blocks: False leaves out blocks that are wholly in the set."""
         start = end = 0
         for block in sorted(self.masks):
             if self.is_full(block) and not full_blocks:
@@ -221,11 +215,7 @@ class EpochState:
 
 @dataclass(frozen=True, slots=True)
 class EpochCounts:
-    """How many microbatches of an epoch in progress are done, in flight at a live origin, or neither.
-
-    not_started: those neither done nor in flight, claimed ones included. An origin counts as live if it was live when
-    `take_next` was last called.
-    """
+    """Of an epoch in progress. not_started: neither done nor in flight, claimed ones included."""
 
     epoch: int
     done: int
@@ -356,9 +346,8 @@ def _gaps(ranges: Iterable[NumberRange]) -> Iterator[NumberRange]:
         end = first + length
 
 
+# Reads the integers of a message or file one after the other, and checks that each is 0 to MAX_INT.
 class _Reader:
-    """Reads the integers of a message or file one after the other, and checks that each is 0 to MAX_INT."""
-
     def __init__(self, values: Sequence[int]) -> None:
         self._values = values
         self._at = 0
