@@ -103,6 +103,7 @@ class StageOptimizer:
         if AVERAGE in self._held:
             self._held[AVERAGE].copy_(weights)
         self.updates = 0
+        self.is_changing = False  # True after a step that raised when it had begun to change something
         self.section = section
         self._clip = section.clip / math.sqrt(stage_count)
         self._muon = MuonMatrices(section, layout, self._held[MEAN], offload) if section.name == "muon" else None
@@ -139,11 +140,13 @@ class StageOptimizer:
 
         Changes `weights` [numel] and the moments in place, and overwrites `gradient`: a sum over `tokens`, or with the
         default of 1 a mean. The norm is that of gradient / tokens before clipping; when it is not finite, nothing
-        changes and None is returned.
+        changes and None is returned. If memory does not suffice, either nothing changes, or `is_changing` stays True.
         """
+        self.is_changing = False
         norm = float(torch.linalg.vector_norm(gradient)) / tokens
         if not math.isfinite(norm):
             return None
+        self.is_changing = True
         gradient.mul_(self._clip_factor(norm) / tokens)
         return StepResult(self.update(weights, gradient, step), norm)
 
@@ -175,6 +178,7 @@ class StageOptimizer:
         """
         # No control flow depends on a value, so that weights and gradient may be on the meta device.
         rate = learning_rate(step, self.section)
+        self.is_changing = True
         for part in self._parts:
             UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
         for eight_bit in self._eight_bit:
@@ -189,6 +193,7 @@ class StageOptimizer:
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
+        self.is_changing = False
         return rate
 
     @torch.no_grad()
@@ -198,6 +203,7 @@ class StageOptimizer:
         Further steps are then as if the `updates` steps had been taken here. Moments in 8 bits are rounded.
         """
         self.updates = updates
+        self.is_changing = False
         for spec in self._specs:
             for elements in spec.ranges:
                 values = moments[spec.name][self._array_range(spec.name, elements)]

@@ -277,8 +277,9 @@ class Stage:
     def _close_share(self) -> None:
         step = self._open_step
         mean = self.sum.mean().cpu()
-        totals = self.sum.clear()
-        if not bool(mean.isfinite().all()):
+        is_finite = bool(mean.isfinite().all())
+        totals = self.sum.clear()  # what may lack memory came before it
+        if not is_finite:
             # The others wait for a share: zeros over 0 tokens say that there is nothing to add.
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
             mean.zero_()
@@ -308,7 +309,7 @@ class Stage:
             checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments)
             gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
-            result = self.optimizer.step(self.weights.make_writable(), gradient, step)
+            result = self._change_weights(gradient)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
@@ -350,7 +351,12 @@ class Stage:
         self._update_progress()
 
     def _step_with_sum(self) -> None:
-        result = self.optimizer.step(self.weights.make_writable(), self.sum.flat, self.step, self.sum.totals.tokens)
+        try:
+            result = self._change_weights(self.sum.flat, self.sum.totals.tokens)
+        finally:
+            if self.optimizer.is_changing:  # the step has overwritten the sum
+                self._report(StepsSkipped(self.number, self.step, 0, self.sum.clear().tokens))
+                self._update_progress()
         totals = self.sum.clear()
         if result is None:
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
@@ -358,6 +364,18 @@ class Stage:
         else:
             checksum = zlib.crc32(struct.pack("<qd", totals.tokens, result.gradient_norm))
             self._count_step(totals, result, checksum=checksum)
+
+    def _change_weights(self, gradient: Tensor, tokens: int = 1) -> StepResult | None:
+        try:
+            return self.optimizer.step(self.weights.make_writable(), gradient, self.step, tokens)
+        finally:
+            if self.optimizer.is_changing:
+                # Half a step was taken, for which memory did not suffice: these weights are those of no other replica.
+                # During inner steps that is so anyway.
+                if not self.plan.is_inner(self.step):
+                    self._leave_history()
+                if self.prediction:
+                    self.prediction.forget()
 
     def _count_step(
         self, totals: SumTotals, result: StepResult | None, step_tokens: int | None = None, checksum: int = 0
