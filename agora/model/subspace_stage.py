@@ -68,7 +68,6 @@ class Attention(nn.Module):
         self.output = nn.Linear(model.width, outputs, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """table: what rotary_table returns."""
         query = apply_rotary(self._split_heads(self.query(x), self.heads), table)
         key = apply_rotary(self._split_heads(self.key(x), self.key_value_heads), table)
         value = self._split_heads(self.value(x), self.key_value_heads)
@@ -82,7 +81,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The feed-forward sublayer, SwiGLU: x [b, s, d] becomes down(silu(gate x) * up x), [b, s, outputs]."""
+    """SwiGLU: x [b, s, d] becomes [b, s, outputs]."""
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
         super().__init__()
@@ -96,12 +95,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer: attention, then feed-forward, each with a residual connection.
-
-    outputs: width of the residual stream.
-    """
+    """One pre-norm decoder layer: attention, then feed-forward, each with a residual connection."""
 
     def __init__(self, model: SubspaceSection, outputs: int) -> None:
+        """outputs: width of the residual stream."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(model.width, model.norm_epsilon)
         self.attention = Attention(model, outputs)
@@ -109,7 +106,6 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(model, outputs)
 
     def forward(self, hidden: Tensor, table: Tensor, expand: Expand) -> Tensor:
-        """hidden: the residual stream [b, s, outputs]. expand: converts it to the input of each sublayer's norm."""
         hidden = hidden + self.attention(self.attention_norm(expand(hidden)), table)
         return hidden + self.feed_forward(self.feed_forward_norm(expand(hidden)))  # type: ignore[no-any-return]
 
@@ -117,13 +113,12 @@ class Layer(nn.Module):
 class Subspace(nn.Module):
     """Expands the residual stream: x = U c + T[token], from coordinates c, the basis U and the fixed embedding T.
 
-    U and the signs of T are buffers that are not saved, and have no values before fill_buffers. basis: U, or None if U
-    is the identity. signs: the signs of T as bits. bits: 0 to 7, to unpack `signs`.
+    U and the signs of T are buffers that are not saved, and have no values before fill_buffers.
     """
 
-    signs: Tensor
-    bits: Tensor
-    basis: Tensor | None
+    signs: Tensor  # of T, as bits
+    bits: Tensor  # 0 to 7, to unpack `signs`
+    basis: Tensor | None  # U; None: the identity
 
     def __init__(self, model: SubspaceSection) -> None:
         super().__init__()
@@ -135,10 +130,7 @@ class Subspace(nn.Module):
         self.register_buffer("bits", torch.empty(8, dtype=torch.uint8), persistent=False)
 
     def fill_buffers(self, seed: int) -> None:
-        """Derives the signs of T, and U if it is not the identity, from the seed, and writes them into the buffers.
-
-        Raises DerivationError if this machine derives other values than the other peers (see check_derivation).
-        """
+        """Raises DerivationError if this machine derives other values than the other peers (see check_derivation)."""
         fixed_tensors.check_derivation()
         torch.arange(8, dtype=torch.uint8, out=self.bits)
         self.signs.copy_(torch.from_numpy(fixed_tensors.derive_embedding_signs(seed, self.vocabulary, self.width)))
@@ -162,10 +154,7 @@ class Subspace(nn.Module):
 
 
 class SubspaceStage(StageModule):
-    """A stage of the family `subspace`: Llama layers whose residual stream has k numbers a token (see the module).
-
-    Made on the meta device, it has no values until Family.build_stage or load_stage fills it.
-    """
+    """A stage of the family `subspace`: Llama layers whose residual stream has k numbers a token (see the module)."""
 
     table: Tensor
 

@@ -48,7 +48,7 @@ class MuonMatrices:
     """
 
     def __init__(self, section: OptimizerSection, layout: Layout, mean: Tensor, offload: OptimizerOffload) -> None:
-        """mean: float32 [numel], kept at `offload`; each step changes the elements of hidden matrices in place."""
+        """mean: float32 [numel], kept at `offload`."""
         self._momentum = section.momentum
         self._weight_decay = section.weight_decay
         self._mean = mean
@@ -79,7 +79,7 @@ class MuonMatrices:
             wide_view(weights, slot).sub_(direction, alpha=rate * UPDATE_RMS * math.sqrt(direction.shape[1]))
 
     def directions(self, flat: Tensor) -> Iterator[tuple[TensorSlot, Tensor]]:
-        """Yields each hidden matrix's slot and the matrix orthogonalised, with its longer side as columns."""
+        """The matrices are orthogonalised, with the longer side as columns."""
         for slots in self._batches:
             matrices = torch.stack([wide_view(flat, slot) for slot in slots])
             yield from zip(slots, orthogonalise(matrices, self._dtype), strict=True)

@@ -44,7 +44,6 @@ def learning_rate(step: int, optimizer: OptimizerSection) -> float:
 
 
 def half_cosine(progress: float) -> float:
-    """1 at 0, 0.5 at 0.5, 0 at 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -57,10 +56,8 @@ def average_decay(step: int, optimizer: OptimizerSection) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step used: its learning rate, and the norm of this stage's mean gradient before clipping."""
-
     learning_rate: float
-    gradient_norm: float
+    gradient_norm: float  # of this stage's mean gradient before clipping
 
 
 class StageOptimizer:
@@ -87,12 +84,9 @@ class StageOptimizer:
         weights: Tensor,
         offload: OptimizerOffload | None = None,
     ) -> None:
-        """Starts with zero moments, and with a copy of `weights` [numel], the initial ones, as their average.
+        """layout: of the weights; the moments are added to it here. weights: the initial ones [numel].
 
-        Raises TuningMissing for adamw8bit without bitsandbytes.
-
-        layout: of the weights; the moments are added to it here.
-        offload: where the moments are kept; None: on the weights' device.
+        offload: None: moments are on the weights' device. Raises TuningMissing for adamw8bit without bitsandbytes.
         """
         self.layout = with_moments(section, layout)
         self._offload = offload = offload or OptimizerOffload(weights.device)
@@ -235,12 +229,11 @@ def is_updated_by_muon(section: OptimizerSection, slot: TensorSlot) -> bool:
 
 
 def eight_bit_ranges(section: OptimizerSection, layout: Layout) -> list[slice]:
-    """Returns the ranges whose mean and square are held in 8 bits: all matrices with adamw8bit, or none."""
     return layout.ranges(lambda slot: len(slot.shape) > 1) if section.name == "adamw8bit" else []
 
 
 def float32_moments(section: OptimizerSection, layout: Layout) -> list[MomentSpec]:
-    """Returns the layout's moments; with adamw8bit, mean and square only of the vectors."""
+    """Returns the moments that are held in float32."""
     if section.name != "adamw8bit":
         return list(layout.moments)
     vectors = layout.ranges(lambda slot: len(slot.shape) <= 1)
@@ -274,20 +267,16 @@ def momentum_product(beta1: float, updates: int) -> float:
 
 @dataclass(slots=True)
 class _WeightPart:
-    """The optimizer's state for one part of the flat weights, with the arguments that torch's functions take.
-
-    `mean` and `square` are views of the moments; `step` counts updates, `momentum` is NAdam's running product.
-    """
-
+    # The optimizer's state for one part of the flat weights, with the arguments that torch's functions take.
     # torch's optimizers are used as functions: their classes import torch._dynamo, which nothing here needs and which
     # doubles a daemon's start time.
 
     elements: slice
     offload: OptimizerOffload
-    mean: Tensor
+    mean: Tensor  # as `square`, a view of the moment
     square: Tensor
-    step: Tensor
-    momentum: Tensor
+    step: Tensor  # counts updates
+    momentum: Tensor  # NAdam's running product
     options: dict[str, Any]
 
     @classmethod

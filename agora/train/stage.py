@@ -55,8 +55,6 @@ KEPT_STEPS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """Snapshot of the training progress of one of this peer's stages."""
-
     stage: int
     step: int  # how many optimizer steps were taken
     open_step: int  # number of the step whose share is open: `step` + closed shares that wait for their means
@@ -177,7 +175,7 @@ class Stage:
             self._report(GradientLate(self.number, self.step, microbatch, tokens))
 
     def record_refusal(self, microbatch: str, reason: str) -> None:
-        """Counts a refused microbatch, or if its name is "" a refused sum; reports GradientRefused with `reason`."""
+        """microbatch: its name in events; "": the sum is refused."""
         self._refused += 1
         self._update_progress()
         self._report(GradientRefused(self.number, microbatch, reason))
@@ -227,7 +225,6 @@ class Stage:
     # --- steps
 
     def step_if_due(self) -> None:
-        """Takes an optimizer step with the summed gradient, or closes the open share, or neither, by its policy."""
         tokens = self.sum.totals.tokens
         open_step = self._open_step
         if tokens == 0 or tokens < self._policy.tokens_needed(open_step):
@@ -261,7 +258,6 @@ class Stage:
                 self._leave_history()  # its outer parameters are not those of the others
 
     def set_policy(self, policy: StepPolicy) -> None:
-        """Replaces the policy that decides when the stage steps or closes a share by itself."""
         self._policy = policy
 
     def take_gradient_share(self) -> GradientShare:
@@ -317,7 +313,6 @@ class Stage:
         self._count_step(totals, result, tokens or None, checksum)
 
     def _record_fragment_sync(self, step: int, checksum: int, wanted_fragments: int) -> None:
-        """Adds step `step` to the history: the mean of its fragment, whose CRC is `checksum`, was applied."""
         self._history = extend_history(self._history, step, checksum, last=self.progress.agreed)
         self.plan = self._change_rule.after_fragment_sync(self.plan, step, wanted_fragments)
         self._update_progress()
@@ -520,11 +515,9 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
 
 
 class _RecentStep(NamedTuple):
-    """The token counts of one of the last optimizer steps; for the fields see TokenAccounts.record_step."""
-
     own: int
     in_mean: int | None
-    staleness: float
+    staleness: float  # mean age of its gradients in steps
 
 
 class TokenAccounts:
@@ -540,15 +533,12 @@ class TokenAccounts:
         self._recent: deque[_RecentStep] = deque(maxlen=RECENT_STEPS)
 
     def record_step(self, own: int, in_mean: int | None, staleness: float) -> None:
-        """own: this peer's tokens that went into the gradient. staleness: mean age of its gradients in steps.
-
-        in_mean: tokens of all replicas in the mean gradient; None if the step was along this peer's own gradient.
-        """
+        """own: this peer's tokens. in_mean: all replicas', or None if the step was along this peer's own gradient."""
         self._counted += own
         self._recent.append(_RecentStep(own, in_mean, staleness))
 
     def forget_recent(self) -> None:
-        """Drops the recent steps, but not the totals: a loaded state has replaced the stage's."""
+        # Not the totals. A loaded state has replaced the stage's.
         self._recent.clear()
 
     def account(self, waiting: int) -> StageAccount:
