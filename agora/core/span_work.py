@@ -24,6 +24,7 @@ class SpanWork:
     tokens: as of DrawnMicrobatch.
     purpose: "train", "evaluate" or "reference", as in the message Process.
     references: of each row, its log-probability under the reference model (dpo); otherwise empty.
+    content: tells two works on one microbatch apart that were sent with other tensors; see ProcessCall.
     """
 
     microbatch: MicrobatchId
@@ -32,6 +33,7 @@ class SpanWork:
     tokens: WireTensor
     purpose: str
     references: tuple[float, ...] = ()
+    content: bytes = b""
 
     @property
     def is_training(self) -> bool:

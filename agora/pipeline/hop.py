@@ -10,10 +10,10 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from agora_protocol.errors import (
     AgoraError,
@@ -80,14 +80,16 @@ class SpanDevice(Protocol):
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
         """Runs stages `work.entry_stage` to the model's last, the loss and, for training, the backward, as one job."""
 
-    async def backward(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> SpanResult:
+    async def backward(
+        self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor, content: bytes
+    ) -> SpanResult:
         """Runs the backward pass of an earlier `forward`. gradient: of the boundary that `forward` returned.
 
         Raises ProtocolError for a gradient that cannot be used; then `backward` may be called with another one.
         """
 
-    def forget(self, microbatch: MicrobatchId, entry_stage: int) -> None:
-        """Drops what `forward` kept of the microbatch, if anything."""
+    def forget(self, microbatch: MicrobatchId, entry_stage: int, content: bytes) -> None:
+        """Drops what `forward` kept of this work, if anything."""
 
 
 class Hop:
@@ -134,7 +136,7 @@ class Hop:
         request = call.request
         try:
             # First, without a look at span and tensors: after a move this peer still answers for its former span.
-            answer = self._ledger.answer_repeat(request, call.on_progress, self.queue)
+            answer = self._ledger.answer_repeat(call, self.queue)
             if answer is None:
                 if request.stage not in self._span:
                     raise NotMyStage(
@@ -191,7 +193,7 @@ class Hop:
                 started = loop_time()
                 try:
                     with self._queued_job():
-                        result = await self._device.backward(microbatch, entry_stage, downstream.gradient)
+                        result = await self._device.backward(microbatch, entry_stage, downstream.gradient, work.content)
                 except ProtocolError as error:
                     # The forward is kept. Its sender is blamed, so another peer is asked for a gradient next.
                     running.uncommit()
@@ -200,7 +202,7 @@ class Hop:
                 self._backward_s = self._backward_s.with_sample(loop_time() - started)
                 return self._compose_answer(work, result, downstream.message)
         finally:
-            self._device.forget(microbatch, entry_stage)  # does nothing after a backward
+            self._device.forget(microbatch, entry_stage, work.content)  # does nothing after a backward
 
     @contextmanager
     def _queued_job(self) -> Iterator[None]:
@@ -249,12 +251,31 @@ def is_hopeless(left_s: float, own_s: float) -> bool:
 # --- each microbatch once
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class WorkKey:
-    """Identifies work: a microbatch, and the stage at which it enters this peer. Equal keys are the same work."""
+class WorkKey(NamedTuple):
+    """Identifies work on a microbatch by the stage at which it enters this peer, by what entered, and by who sent it.
+
+    caller: None for this peer's own origin. content: see ProcessCall.content.
+    """
 
     microbatch: MicrobatchId
     stage: int
+    caller: PeerId | None = None
+    content: bytes = b""
+
+    @classmethod
+    def of(cls, call: ProcessCall) -> WorkKey:
+        """The key of the work that `call` asks for."""
+        caller = call.caller.peer if call.caller is not None else None
+        return cls(call.request.microbatch, call.request.stage, caller, call.content)
+
+    def answers(self, asked: WorkKey) -> bool:
+        """Whether the answer to this work is one to `asked` too: it has the same caller, or the same content.
+
+        A microbatch's id does not suffice: whoever knows it could send anything under it first, and others would get
+        the gradient of that.
+        """
+        is_same_entry = (self.microbatch, self.stage) == (asked.microbatch, asked.stage)
+        return is_same_entry and (self.caller == asked.caller or self.content == asked.content)
 
 
 class AnswerCache:
@@ -267,17 +288,16 @@ class AnswerCache:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._entries: OrderedDict[WorkKey, tuple[float, HopAnswer]] = OrderedDict()
-        self._last_stages: dict[MicrobatchId, dict[int, int]] = {}
+        self._last_stages: dict[MicrobatchId, dict[WorkKey, int]] = {}
         self.nbytes = 0
 
     def get(self, key: WorkKey, now: float) -> HopAnswer | None:
-        """Returns the kept answer to the work `key`."""
-        self._drop_old(now)
-        entry = self._entries.get(key)
-        return entry[1] if entry else None
+        """Returns the kept answer to the work `key`, or to work that answers it."""
+        found = next((kept for kept in self.last_stages_of(key.microbatch, now) if kept.answers(key)), None)
+        return self._entries[found][1] if found is not None else None
 
-    def last_stages_of(self, microbatch: MicrobatchId, now: float) -> dict[int, int]:
-        """Returns entry stage -> last stage of each work of this microbatch whose answer is kept."""
+    def last_stages_of(self, microbatch: MicrobatchId, now: float) -> dict[WorkKey, int]:
+        """Returns the last stage of each work on this microbatch whose answer is kept."""
         self._drop_old(now)
         return self._last_stages.get(microbatch, {})
 
@@ -285,7 +305,7 @@ class AnswerCache:
         """Keeps the answer of work on stages `key.stage` to `last_stage`; drops the oldest ones beyond the limits."""
         self._drop(key)
         self._entries[key] = (now, answer)
-        self._last_stages.setdefault(key.microbatch, {})[key.stage] = last_stage
+        self._last_stages.setdefault(key.microbatch, {})[key] = last_stage
         self.nbytes += answer.nbytes + ENTRY_BYTES
         while len(self._entries) > 1 and (self.nbytes > self._max_bytes or len(self._entries) > MAX_CACHE_ENTRIES):
             self._drop(next(iter(self._entries)))
@@ -300,7 +320,7 @@ class AnswerCache:
     def _drop(self, key: WorkKey) -> None:
         if entry := self._entries.pop(key, None):
             self.nbytes -= entry[1].nbytes + ENTRY_BYTES
-            del self._last_stages[key.microbatch][key.stage]
+            del self._last_stages[key.microbatch][key]
             if not self._last_stages[key.microbatch]:
                 del self._last_stages[key.microbatch]
 
@@ -370,27 +390,30 @@ class WorkLedger:
     def taken(self) -> int:
         return len(self._works)
 
-    def answer_repeat(self, message: Process, on_progress: OnProgress, queue: int = 0) -> HopAnswer | None:
+    def answer_repeat(self, call: ProcessCall, queue: int = 0) -> HopAnswer | None:
         """Returns the kept answer to a repeated request, and then reports progress "finished" too.
 
         queue: number of microbatches at the device.
         """
-        answer = self._answers.get(WorkKey(message.microbatch, message.stage), loop_time())
+        key = WorkKey.of(call)
+        answer = self._answers.get(key, loop_time())
         if answer is not None:
-            self._report(events.RepeatServed(message.microbatch.hex(), message.stage))
-            on_progress(CallProgress(message.stage, self.me, "finished", queue))
+            self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
+            call.on_progress(CallProgress(key.stage, self.me, "finished", queue))
         return answer
 
     def refuse_overlap(self, key: WorkKey, last_stage: int) -> None:
-        """Raises Busy if the microbatch of `key` entered this peer at another stage and went through a common stage.
+        """Raises Busy if the caller sent this microbatch to another stage before, and it went through a common stage.
 
-        There it would be counted twice, and the gradient that this request asks for was never computed.
+        There it would be counted twice, and the gradient that this request asks for was never computed. What another
+        caller sent blocks nobody: to count one microbatch twice does less harm than a peer that can have it refused.
         """
         past = self._answers.last_stages_of(key.microbatch, loop_time()).items()
-        present = [(w.key.stage, w.last_stage) for w in self._works.values() if w.key.microbatch == key.microbatch]
-        for entry, end in (*present, *past):
-            if entry != key.stage and entry <= last_stage and key.stage <= end:
-                raise Busy(f"this microbatch entered this peer at stage {entry} before", OVERLAP_RETRY_MS)
+        present = [(work.key, work.last_stage) for work in self._works.values()]
+        for known, end in (*present, *past):
+            is_another_entry = known.stage != key.stage and known.stage <= last_stage and key.stage <= end
+            if is_another_entry and (known.microbatch, known.caller) == (key.microbatch, key.caller):
+                raise Busy(f"this microbatch entered this peer at stage {known.stage} before", OVERLAP_RETRY_MS)
 
     async def run(self, call: ProcessCall, last_stage: int, perform: Perform) -> HopAnswer:
         """Joins the call's running work, or starts it as `perform(work)` on a free slot; returns the answer.
@@ -400,11 +423,11 @@ class WorkLedger:
         when `drain` cancels the work, and Busy when no slot is free for the caller, when no new work is accepted, when
         the microbatch would be counted twice, or when an earlier, cancelled attempt has not ended by the deadline.
         """
-        key = WorkKey(call.request.microbatch, call.request.stage)
+        key = WorkKey.of(call)
         if call.request.purpose == "train":
             self.refuse_overlap(key, last_stage)
         while True:
-            work = self._works.get(key)
+            work = next((work for work in self._works.values() if work.key.answers(key)), None)
             if work is not None and work.cancelled:
                 await asyncio.wait([work.task], timeout=max(0.0, call.deadline - loop_time()))
                 if not work.task.done():

@@ -96,8 +96,8 @@ class Microbatch:
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    look: called before each decision whether to open a microbatch. session: the first 8 bytes of all ids of this
-    origin's microbatches, by default random. window: the present limit of microbatches in flight, and why. loss,
+    look: called before each decision whether to open a microbatch. session: the key of the ids of this origin's
+    microbatches, by default random. window: the present limit of microbatches in flight, and why. loss,
     microbatch_tokens, metrics: moving averages over completed training microbatches, of nats per token, of tokens that
     count, and of each metric by name.
     """
@@ -117,7 +117,7 @@ class Origin:
         self._source = source
         self._report = report
         self._look = look
-        self._session = os.urandom(8) if session is None else session
+        self._session = os.urandom(32) if session is None else session
         self._ids = itertools.count()
         self._references = ReferenceCache()
         self._open: set[asyncio.Task[None]] = set()

@@ -5,10 +5,12 @@ The router tries one peer after another, until one answers or the deadline passe
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from agora_protocol.codec_names import parse_codec
@@ -43,7 +45,7 @@ UNAVAILABLE_FAILURES = 3
 MIN_LOG_PROBABILITY: Final = -1000.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessCall:
     """A Process request with what belongs to it, as the rooms of the pipeline hand it on."""
 
@@ -52,6 +54,15 @@ class ProcessCall:
     deadline: float  # loop time by which the answer is due
     on_progress: OnProgress  # takes each new CallProgress of the called peer and of those after it
     caller: Client | None = None  # its peer id and address prefix; None for this peer's own origin
+
+    @cached_property
+    def content(self) -> bytes:
+        """Identifies what is to be computed: 16 bytes of the SHA-256 over purpose, references and tensors."""
+        head = (self.request.purpose, self.request.references, [(t.dtype, t.shape) for t in self.tensors])
+        digest = hashlib.sha256(repr(head).encode())
+        for tensor in self.tensors:
+            digest.update(tensor.data)
+        return digest.digest()[:16]
 
 
 @dataclass(slots=True)
@@ -145,6 +156,7 @@ class WireRules:
             tokens=tokens,
             purpose=message.purpose,
             references=tuple(message.references),
+            content=call.content,
         )
 
     def check_answer(self, reply: Reply, purpose: str, peer: PeerId) -> HopAnswer:

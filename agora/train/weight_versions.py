@@ -116,6 +116,7 @@ class DecodedWork:
     batch: TokenBatch
     purpose: str = "train"
     references: tuple[float, ...] = ()
+    content: bytes = b""
 
     @property
     def is_training(self) -> bool:
@@ -139,7 +140,7 @@ class StashedForward:
 
 
 class StashedForwards:
-    """The forwards of a span that wait for their backward, by microbatch and by the stage that they entered.
+    """The forwards of a span that wait for their backward: by microbatch, the stage that they entered, and content.
 
     `forget` may be called from any thread, the other methods on the device thread only.
     """
@@ -147,35 +148,40 @@ class StashedForwards:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         # By entry stage too: a microbatch may enter a span at two stages, if its caller gave up and asked another peer.
-        self._forwards: dict[tuple[MicrobatchId, int], StashedForward] = {}
+        # By content too: whoever knows a microbatch's id may send other tensors under it.
+        self._forwards: dict[tuple[MicrobatchId, int, bytes], StashedForward] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._forwards)
 
-    def require_room(self, microbatch: MicrobatchId, entry_stage: int) -> None:
+    def require_room(self, microbatch: MicrobatchId, entry_stage: int, content: bytes = b"") -> None:
         """Raises Busy if one more forward would exceed the limit; never for one that replaces an earlier one."""
-        if len(self._forwards) >= self._limit and (microbatch, entry_stage) not in self._forwards:
+        if len(self._forwards) >= self._limit and (microbatch, entry_stage, content) not in self._forwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
     def add(self, forward: StashedForward) -> None:
         """Replaces an earlier forward of the same microbatch and entry stage. Ignores the limit."""
         with self._lock:
-            self._forwards[forward.work.microbatch, forward.work.entry_stage] = forward
+            work = forward.work
+            self._forwards[work.microbatch, work.entry_stage, work.content] = forward
 
-    def take(self, microbatch: MicrobatchId, entry_stage: int) -> StashedForward:
+    def take(self, microbatch: MicrobatchId, entry_stage: int, content: bytes = b"") -> StashedForward:
         """Removes and returns a forward; raises LocalError without one."""
         with self._lock:
-            forward = self._forwards.pop((microbatch, entry_stage), None)
+            forward = self._forwards.pop((microbatch, entry_stage, content), None)
         if forward is None:
             raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
         return forward
 
-    def forget(self, microbatch: MicrobatchId, entry_stage: int, only: StashedForward | None = None) -> None:
+    def forget(
+        self, microbatch: MicrobatchId, entry_stage: int, content: bytes = b"", *, only: StashedForward | None = None
+    ) -> None:
         """Removes a forward, if it is kept. only: if given, nothing but this very forward."""
+        key = microbatch, entry_stage, content
         with self._lock:
-            if only is None or self._forwards.get((microbatch, entry_stage)) is only:
-                self._forwards.pop((microbatch, entry_stage), None)
+            if only is None or self._forwards.get(key) is only:
+                self._forwards.pop(key, None)
 
     def tokens_in(self, stage: int) -> int:
         # Of the forwards that have passed the stage.

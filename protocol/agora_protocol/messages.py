@@ -125,7 +125,7 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
     """
 
     microbatch: MicrobatchId = bytes_field(
-        MICROBATCH_BYTES, doc="8 random bytes of the origin's session, then its counter"
+        MICROBATCH_BYTES, doc="nobody but its origin can foretell it: see section 11"
     )
     origin: PeerId = peer_id_field(doc="the peer that drew the microbatch")
     stage: int = int_field(0, MAX_STAGES - 1, doc="first stage to run; must lie inside the receiver's span")

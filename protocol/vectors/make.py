@@ -18,7 +18,7 @@ import msgpack
 from agora_protocol import messages
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity, peer_id_bytes
-from agora_protocol.ids import RunId, Span, microbatch_id, peer_name
+from agora_protocol.ids import MicrobatchId, RunId, Span, peer_name
 from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS, SKETCH_SUMS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import Message
@@ -36,7 +36,7 @@ NOW_UNIX: Final = 1_790_000_000.0
 SIGNED: Final = SignedManifest.sign(Manifest(name="tiny", seed=7), FIRST)
 RUN: Final = SIGNED.run_id
 HASH: Final = hashlib.sha256(b"agora vector").digest()
-MICROBATCH: Final = microbatch_id(b"vectors!", 258)
+MICROBATCH: Final = MicrobatchId(b"vectors!" + (258).to_bytes(8, "big"))
 ADDRESS: Final = f"/ip4/203.0.113.7/tcp/31000/p2p/{FIRST.peer}"
 PROOFS: Final = proofs(RUN, FIRST, SECOND, int(NOW_UNIX) + 86_400)
 BANS: Final = tuple(sealed for _, sealed in revocations(RUN, FIRST, SECOND, int(NOW_UNIX)))

@@ -1,7 +1,8 @@
 """Random swarms with random kills, hangs, broken connections, lost answers, slow and full peers: what must always hold.
 
 Every microbatch that an origin starts is completed exactly once; every stage counts it at least once, and no peer
-counts it twice; two peers of one stage count it only where a call had ended without an answer.
+counts twice what entered at one of its stages; a stage counts it twice only where a call had ended without an answer,
+by another peer or by another entry.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def kind_of(seed: int) -> Kind:
         Kind(NetworkFaults(lost_answer=0.15)),
         Kind(NetworkFaults(break_call=0.4)),
         Kind(NetworkFaults(), slow=10, full=True),
-        Kind(NetworkFaults(lost_answer=0.05, break_call=0.05), kills=3, hangs=1, slow=10, full=True),
+        Kind(NetworkFaults(lost_answer=0.05, break_call=0.25), kills=3, hangs=1, slow=10, full=True),
         Kind(NetworkFaults(latency_s=(0.05, 0.3)), kills=3, full=True),
         Kind(NetworkFaults(), slow=200),
     ]
@@ -117,8 +118,9 @@ def check_counts(world: World, origins: list[Node]) -> None:
             for stage in range(world.stage_count):
                 counts = world.counts(stage, microbatch)
                 assert counts, f"stage {stage} never counted {microbatch.hex()}"
-                assert max(counts.values()) == 1, "a peer counted it twice"
-                assert len(counts) == 1 or unhappy[microbatch], "counted twice without an excuse"
+                assert sum(counts.values()) == 1 or unhappy[microbatch], "counted twice without an excuse"
+    for node in world.nodes.values():
+        assert max(node.device.entries.values(), default=1) == 1, "a peer counted what entered at one stage twice"
 
 
 def check_leftovers(world: World) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from agora_protocol.errors import Busy, NotMyStage, OutOfMemory, PeerFailed
 from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import CallProgress, Process, Processed
+from agora_protocol.tensors import WireTensor
 
 from agora.core.rates import Client
 from agora.observe.events import Event, RepeatServed, SlotsChanged
@@ -27,8 +30,14 @@ def answer(number: int = 1) -> HopAnswer:
     return HopAnswer(Processed(float(number), 2, 1.0), [gradient_of(MB, number)])
 
 
-def call_of(request: Process, caller: Client | None = None) -> ProcessCall:
-    return ProcessCall(request, [], asyncio.get_running_loop().time() + 60.0, lambda news: None, caller)
+def call_of(
+    request: Process,
+    caller: Client | None = None,
+    tensors: Sequence[WireTensor] = (),
+    heard: list[CallProgress] | None = None,
+) -> ProcessCall:
+    on_progress = [].append if heard is None else heard.append
+    return ProcessCall(request, tensors, asyncio.get_running_loop().time() + 60.0, on_progress, caller)
 
 
 class Entries:
@@ -59,7 +68,7 @@ def test_the_same_work_is_started_once_and_both_callers_get_its_answer() -> None
         one, two = entries.enter(1), entries.enter(1)
         await asyncio.sleep(1.0)
         entries.finish.set()
-        assert (await one) is (await two) and entries.started == [WorkKey(MB, 1)]
+        assert (await one) is (await two) and [key[:2] for key in entries.started] == [(MB, 1)]
         assert entries.events == [RepeatServed(MB.hex(), 1)] and entries.ledger.taken == 0
 
     run(work())
@@ -95,7 +104,7 @@ def test_a_ledger_that_takes_nothing_new_still_answers_repeats_and_lets_work_be_
             await entries.enter(1, 2)
         entries.finish.set()
         assert (await one) is (await two)
-        assert entries.ledger.answer_repeat(process(1), lambda news: None) is await one
+        assert entries.ledger.answer_repeat(call_of(process(1))) is await one
         entries.ledger.start_accepting()
         await entries.enter(1, 2)
 
@@ -133,6 +142,55 @@ def test_a_microbatch_is_counted_once_per_stage_whichever_spans_this_peer_held()
     run(work())
 
 
+LIAR, HONEST, REPLICA = (Client("", peer_id(name)) for name in ("liar", "honest", "honest replica"))
+
+
+def test_who_sends_the_ids_of_others_first_neither_answers_nor_blocks_them() -> None:
+    """Whether the liar's work is over or runs, and whichever stage it entered."""
+
+    async def work() -> None:
+        entries = Entries(slots=400)
+        sent_by_liar = [boundary_of(b"a liar's boundary", 1), tokens_of(1)]
+        true = [boundary_of(MB, 1), tokens_of(1)]
+
+        async def answer_by_content(work: RunningWork) -> HopAnswer:
+            return HopAnswer(Processed(0.0, 2, 1.0), [gradient_of(work.key.content, 1)])
+
+        for number in range(100):
+            for stage, liar in ((1, LIAR), (2, Client("", peer_id("second liar")))):
+                lie = call_of(process(stage, number), liar, sent_by_liar)
+                await entries.ledger.run(lie, 2, answer_by_content)
+        still_running = [
+            asyncio.create_task(entries.ledger.run(call_of(process(1, number), LIAR, sent_by_liar), 2, entries.work))
+            for number in range(100, 200)
+        ]
+        await asyncio.sleep(0)
+        for number in range(200):
+            call = call_of(process(1, number), HONEST, true)
+            assert entries.ledger.answer_repeat(call) is None
+            answered = await entries.ledger.run(call, 2, answer_by_content)
+            assert bytes(answered.tensors[0].data) == bytes(gradient_of(call.content, 1).data)
+        entries.finish.set()
+        await asyncio.gather(*still_running)
+
+    run(work())
+
+
+def test_a_kept_answer_is_for_who_asked_and_for_who_sends_the_same() -> None:
+    async def work() -> None:
+        entries = Entries()
+        entries.finish.set()
+        ledger, sent = entries.ledger, [boundary_of(MB, 1), tokens_of(1)]
+        kept = await ledger.run(call_of(process(1), HONEST, sent), 2, entries.work)
+        assert ledger.answer_repeat(call_of(process(1), REPLICA, sent)) is kept, "a replica that computed the same"
+        assert ledger.answer_repeat(call_of(process(1), HONEST, [boundary_of(MB, 2), tokens_of(1)])) is kept
+        for tensors in ([boundary_of(MB, 2), tokens_of(1)], [boundary_of(MB, 1), tokens_of(2)], sent[1:]):
+            assert ledger.answer_repeat(call_of(process(1), REPLICA, tensors)) is None
+        assert ledger.answer_repeat(call_of(replace(process(1), purpose="evaluate"), REPLICA, sent)) is None
+
+    run(work())
+
+
 def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_the_next_span() -> None:
     async def work() -> None:
         world = World(3)
@@ -142,9 +200,9 @@ def test_a_repeat_of_a_former_span_is_answered_without_a_span_and_by_the_hop_of_
         first = await mover.hop.process(ProcessCall(process(1), tensors, deadline, lambda news: None))
         assert await mover.ledger.drain(5.0, "moving to other stages")
         heard: list[CallProgress] = []
-        assert mover.ledger.answer_repeat(process(1), heard.append) is first, "no span is held"
+        assert mover.ledger.answer_repeat(call_of(process(1), heard=heard)) is first, "no span is held"
         assert [(news.stage, news.event) for news in heard] == [(1, "finished")]
-        assert mover.ledger.answer_repeat(process(1, 9), heard.append) is None
+        assert mover.ledger.answer_repeat(call_of(process(1, 9), heard=heard)) is None
         world.move(mover, "0")
         assert await mover.hop.process(ProcessCall(process(1), [], deadline, heard.append)) is first
         with pytest.raises(NotMyStage):
@@ -161,7 +219,7 @@ def test_kept_answers_are_bounded_in_bytes_and_in_age() -> None:
     for stage, key in enumerate(keys):
         cache.put(key, stage, answer(stage), now=float(stage))
     assert cache.get(keys[0], 3.0) is None and cache.get(keys[1], 3.0) is not None
-    assert cache.nbytes == 2 * size and cache.last_stages_of(MB, 3.0) == {1: 1, 2: 2}
+    assert cache.nbytes == 2 * size and cache.last_stages_of(MB, 3.0) == {keys[1]: 1, keys[2]: 2}
     assert cache.get(keys[1], 101.5) is None and cache.nbytes == size, "older than 100 s"
     assert cache.get(keys[2], 103.0) is None and cache.nbytes == 0 and cache.last_stages_of(MB, 103.0) == {}
 

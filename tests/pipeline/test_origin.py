@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, Unavailable
+from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import WireTensor
 
@@ -336,7 +337,7 @@ def test_ids_never_repeat_and_batches_are_drawn_in_order() -> None:
         await train(origin, 12)
         await task
         ids = [message.microbatch for message, *_ in entrance.seen]
-        assert len(set(ids)) == len(ids) and all(i.startswith(b"origin00") for i in ids)
+        assert {*ids} == {microbatch_id(b"origin00", number) for number in range(len(ids))}
         drawn = [data for message, data, *_ in entrance.seen if message.purpose == "train"]
         assert drawn == [bytes(tokens_of(i).data) for i in range(len(drawn))]
 

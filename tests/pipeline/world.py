@@ -18,6 +18,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
+from agora.core.rates import Client
 from agora.core.span_work import DrawnMicrobatch, SpanResult, SpanWork
 from agora.net.shaping.link import LinkSpec
 from agora.observe.events import (
@@ -97,7 +98,8 @@ class FakeDevice:
     def __init__(self, node: Node, span: Span, service_s: float) -> None:
         self.node, self.span, self.service_s = node, span, service_s
         self.device = asyncio.Lock()
-        self.held: set[MicrobatchId] = set()
+        self.held: set[tuple[MicrobatchId, int, bytes]] = set()
+        self.entries: Counter[tuple[int, MicrobatchId]] = Counter()  # counted, by the stage that each entered
         self.counted: Counter[tuple[int, MicrobatchId]] = Counter()
         self.busy_s = 0.0
         self.fail_next: list[AgoraError] = []
@@ -108,7 +110,7 @@ class FakeDevice:
         self._check(microbatch, first, work.boundary)
         await self._device(self._seconds(first) / 3.0, lambda: None)
         if work.is_training:
-            self.held.add(microbatch)
+            self.held.add((microbatch, first, work.content))
         return boundary_of(microbatch, self.span.last + 1)
 
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
@@ -120,21 +122,16 @@ class FakeDevice:
         gradient = gradient_of(of, first) if train and first else None
         return SpanResult(gradient, self._seconds(first), loss_of(work.tokens), TOKENS)
 
-    async def backward(self, microbatch, first, gradient) -> SpanResult:
-        assert microbatch in self.held, "backward without a forward"
+    async def backward(self, microbatch, first, gradient, content=b"") -> SpanResult:
+        assert (microbatch, first, content) in self.held, "backward without a forward"
         if bytes(gradient.data) != bytes(gradient_of(microbatch, self.span.last + 1).data):
             raise ProtocolError("bad-tensor", "the gradient is wrong")
-        assert first == self.entered[microbatch]
         await self._device(self._seconds(first) * 2.0 / 3.0, lambda: self._count(microbatch, first))
-        self.held.discard(microbatch)
+        self.held.discard((microbatch, first, content))
         return SpanResult(gradient_of(microbatch, first) if first else None, self._seconds(first))
 
-    def forget(self, microbatch, first) -> None:
-        self.held.discard(microbatch)
-
-    @property
-    def entered(self) -> dict[MicrobatchId, int]:
-        return self.__dict__.setdefault("_entered", {})
+    def forget(self, microbatch, first, content=b"") -> None:
+        self.held.discard((microbatch, first, content))
 
     def _seconds(self, first: int) -> float:
         return self.service_s * (self.span.last - first + 1)
@@ -144,7 +141,6 @@ class FakeDevice:
         if first:
             assert boundary is not None
             assert bytes(boundary.data) == bytes(boundary_of(microbatch, first).data)
-        self.entered[microbatch] = first
 
     async def _device(self, seconds: float, effect: Callable[[], None]) -> None:
         """One job. Cancelled in the queue it is dropped; once it runs nothing stops it, as on a real device thread."""
@@ -167,6 +163,7 @@ class FakeDevice:
     def _count(self, microbatch: MicrobatchId, first: int) -> None:
         for stage in range(first, self.span.last + 1):
             self.counted[stage, microbatch] += 1
+        self.entries[first, microbatch] += 1
         stages = tuple(range(first, self.span.last + 1))
         self.node.events.append(MicrobatchCounted(microbatch.hex(), stages, TOKENS))
 
@@ -237,7 +234,9 @@ class Node:
         return self.caller.calls_in
 
     async def _answer(self, call: MemoryCall) -> Reply:
-        return await self.hop.process(ProcessCall(call.message, call.tensors, call.deadline, call.progress))
+        return await self.hop.process(
+            ProcessCall(call.message, call.tensors, call.deadline, call.progress, Client("", call.peer))
+        )
 
     async def _fault(self, point: str) -> None:
         self.reached[point] += 1

@@ -63,10 +63,12 @@ def test_names_are_two_words_and_never_change() -> None:
     assert len(names) > 150 and all(name.count("-") == 1 for name in names)
 
 
-def test_a_microbatch_id_is_session_and_counter() -> None:
-    assert microbatch_id(b"12345678", 1) == b"12345678\0\0\0\0\0\0\0\1"
-    with pytest.raises(ValueError, match="8 random bytes"):
-        microbatch_id(b"1", 1)
+def test_who_has_seen_microbatch_ids_cannot_foretell_the_next_one() -> None:
+    session = bytes(range(32))
+    ids = [microbatch_id(session, number) for number in range(256)]
+    assert len({*ids}) == 256 and {len(made) for made in ids} == {16}
+    assert not any(session[:4] in made for made in ids) and len({made[:4] for made in ids}) == 256, "nothing in common"
+    assert microbatch_id(session, 7) == ids[7] != microbatch_id(session[::-1], 7), "by the origin's key and the counter"
 
 
 @pytest.mark.parametrize(

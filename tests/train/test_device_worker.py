@@ -268,6 +268,27 @@ def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
     with_worker("0", test)
 
 
+def test_two_works_under_one_microbatch_id_keep_their_forwards_apart_if_other_tensors_were_sent() -> None:
+    """One of the senders may be a liar that knows the id; the other gets the gradient of what it has sent."""
+    manifest = small_manifest(stages={"count": 3})
+
+    async def whole() -> None:
+        async with pipeline_of(manifest, ["1", "1"], report=Events()) as (both, alone):
+            sent = {b"true": a_boundary(), b"false": a_boundary(0.25)}
+            expected = {}
+            for content, boundary in sent.items():
+                await alone.forward(SpanWork(M, 1, boundary, a_batch(), "train"))
+                expected[content] = values_of((await alone.backward(M, 1, a_boundary())).gradient)
+                await both.forward(SpanWork(M, 1, boundary, a_batch(), "train", content=content))
+            both.forget(M, 1, b"neither")
+            for content in sent:
+                gradient = (await both.backward(M, 1, a_boundary(), content)).gradient
+                np.testing.assert_array_equal(values_of(gradient), expected[content])
+            assert (expected[b"true"] != expected[b"false"]).any()
+
+    asyncio.run(whole())
+
+
 def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() -> None:
     """A caller that lost patience asks another peer, and that one may enter this span one stage later."""
     manifest = small_manifest(stages={"count": 4})

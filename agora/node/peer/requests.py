@@ -48,8 +48,10 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
+from agora.core.rates import Client
 from agora.net.rpc.connection import Handler, IncomingCall
 from agora.pipeline.hop import WorkLedger
+from agora.pipeline.router import ProcessCall
 from agora.swarm.peer_score import ReportViolation, Violation
 
 JOINING_RETRY_MS = 1000  # milliseconds after which a caller that was refused while no span was held may ask again
@@ -143,7 +145,12 @@ class RequestHandler:
     async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
         answerer = self._answerers.get(type(request))
         if answerer is None:
-            repeat = self._ledger.answer_repeat(request, call.progress) if isinstance(request, Process) else None
+            repeat = None
+            if isinstance(request, Process):
+                caller = Client(call.prefix, call.peer)
+                repeat = self._ledger.answer_repeat(
+                    ProcessCall(request, call.tensors, call.deadline, call.progress, caller)
+                )
             if repeat is None:
                 raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
             return repeat
