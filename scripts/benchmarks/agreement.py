@@ -131,11 +131,11 @@ def notes(effort: Effort) -> list[str]:
         "the best of three for synchronous steps; their decay ends with the run.",
         "`synchronous`: every step takes the mean gradient of all, in float32, at once. `none`: every replica trains "
         "alone on its share of the tokens. `every gradient as`: the same mean in few bits, by the code that the "
-        "daemons run: contributions with error feedback, the owner's mean with its own, the same bytes to all; a "
+        "daemons run: contributions with error feedback, the reducer's mean with its own, the same bytes to all; a "
         f"share of a step's sequences ({DELAY} unless told, more than measured of daemons) begins before the mean "
         "of the step before is applied, at predicted weights as in daemons. `all weights in n inner steps`: a slice "
         "after each step, as its difference to the anchor, taken in a step later.",
-        "unequal shares: replica i of n computes in proportion to i + 1. missing: an owner does not count these "
+        "unequal shares: replica i of n computes in proportion to i + 1. missing: a reducer does not count these "
         "contributions, drawn at random; each is in the next round.",
         "loss_of_replica: held-out nats per token, the mean over the replicas: what a peer holds. lost: that against "
         "synchronous steps with the same optimizer and seed, the mean over seeds, the lowest and the highest; "

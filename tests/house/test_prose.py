@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +71,13 @@ def prose_of(path: Path) -> Iterator[str]:
     yield from re.findall(r"#.*", path.read_text(encoding="utf-8"))
 
 
+def everywhere(find: Callable[[Iterator[str]], list[str]]) -> list[str]:
+    """What `find` finds in the prose of each file of code and of each page, after the file's name."""
+    texts = [(path, prose_of(path)) for path in FILES]
+    texts += [(page, iter([page.read_text(encoding="utf-8")])) for page in PAGES]
+    return [f"{path.relative_to(ROOT)}: {name}" for path, prose in texts for name in find(prose)]
+
+
 def missing(prose: Iterator[str], known: dict[str, Members]) -> list[str]:
     named = {pair for text in prose for pair in NAMED.findall(text)}
     return sorted(f"{name}.{member}" for name, member in named if name in known and not has(known, name, member))
@@ -78,12 +85,7 @@ def missing(prose: Iterator[str], known: dict[str, Members]) -> list[str]:
 
 def test_every_member_of_a_class_that_prose_names_exists() -> None:
     known = classes()
-    dead = [f"{path.relative_to(ROOT)}: {name}" for path in FILES for name in missing(prose_of(path), known)]
-    dead += [
-        f"{page.relative_to(ROOT)}: {name}"
-        for page in PAGES
-        for name in missing(iter([page.read_text(encoding="utf-8")]), known)
-    ]
+    dead = everywhere(lambda prose: missing(prose, known))
     assert not dead, "\n".join(dead)
 
 
@@ -105,12 +107,7 @@ def ends_of_paths() -> set[str]:
 
 def test_every_file_that_prose_names_exists() -> None:
     known = ends_of_paths()
-    dead = [f"{path.relative_to(ROOT)}: {name}" for path in FILES for name in missing_files(prose_of(path), known)]
-    dead += [
-        f"{page.relative_to(ROOT)}: {name}"
-        for page in PAGES
-        for name in missing_files(iter([page.read_text(encoding="utf-8")]), known)
-    ]
+    dead = everywhere(lambda prose: missing_files(prose, known))
     assert not dead, "\n".join(dead)
 
 
