@@ -121,7 +121,7 @@ class NoAgreement:
 class Exact:
     """Every step is along the mean gradient of all replicas, which travels in the format `wire`.
 
-    missing: the share of contributions, drawn at random by `seed`, that their owners do not count.
+    missing: the share of contributions, drawn at random by `seed`, that their reducers do not count.
     """
 
     def __init__(self, replicas: Sequence[Replica], wire: WireName, missing: float = 0.0, seed: int = 0) -> None:
@@ -181,27 +181,27 @@ def exchange(
 ) -> tuple[list[Tensor], int]:
     """Runs a round; returns what each member gets as the answer, float32 [n], and the bytes that each member sends.
 
-    One member owns all parts, for ROUNDS_PER_REDUCER rounds of the same elements; then the next member does.
+    One member reduces all shards, for ROUNDS_PER_REDUCER rounds of the same elements; then the next member does.
 
     in_time: for each member, whether its values count. slices: of the stage, ALL_REDUCE in a round of gradients.
     """
     answers = [torch.empty_like(value) for value in values]
     decoder, sent = members[0].averager, 0
     turn = number // max(slices, 1) // ROUNDS_PER_REDUCER
-    owner = members[turn % len(members)].averager
+    reducer = members[turn % len(members)].averager
     for index, cut in enumerate(cut_into_shards(len(values[0]))):
-        part = Shard(0, kind, number, index, slices)
+        shard = Shard(0, kind, number, index, slices)
         made = [
-            member.averager.contribution(part, value[cut], weight)
+            member.averager.contribution(shard, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
-        came = [decoder.decode(part, contribution.encoded, len(contribution.values)) for contribution in made]
+        came = [decoder.decode(shard, contribution.encoded, len(contribution.values)) for contribution in made]
         present = [place for place, is_in_time in enumerate(in_time) if is_in_time]
-        found = owner.mean(part, [came[place] for place in present], [made[place].weight for place in present], None)
+        found = reducer.mean(shard, [came[place] for place in present], [made[place].weight for place in present], None)
         assert found is not None
         for place, member in enumerate(members):
             answers[place][cut] = found.values
-            member.averager.record_outcome(part, made[place], in_time[place])
+            member.averager.record_outcome(shard, made[place], in_time[place])
         sent += made[0].encoded.nbytes
     return answers, sent
 

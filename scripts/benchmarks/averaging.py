@@ -137,7 +137,7 @@ def notes(effort: Effort) -> list[str]:
         "process with its own libp2p host on loopback, numeric libraries at one thread; a round lasts from the first "
         "member's begin to the last one's end, on the machine's monotonic clock.",
         "`agora N`: agora.replica over agora.net with a manifest's defaults, the slice being the whole vector: int8 "
-        "on the wire, owners by rendezvous, members known beforehand, as replicas are.",
+        "on the wire, reducers by rendezvous, members known beforehand, as replicas are.",
         "`hivemind N`: DecentralizedAverager with its defaults, float32 on the wire, matchmaking in every round as it "
         "has no other way; only the group's size is told. Its 16-bit and 8-bit compressions leave values unaveraged "
         "with this torch, so they cannot be compared.",

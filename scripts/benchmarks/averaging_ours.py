@@ -72,7 +72,7 @@ class Member:
     def _look(self, shard: Shard) -> RoundView:
         view = RoundView(self._members, frozenset(self._members), frozenset(), self._round_s)
         if shard.position >= len(self._sizes):
-            return replace(view, refusal=ProtocolError("bad-message", "no such part"))
+            return replace(view, refusal=ProtocolError("bad-message", "no such shard"))
         return replace(view, numel=self._sizes[shard.position])
 
     async def _answer(self, call: IncomingCall) -> Reply:
@@ -84,7 +84,7 @@ class Member:
         try:
             return await self._reducer.answer_contribution(call.peer, call.message, call.tensors, call.deadline)
         except TimeoutError:
-            raise PeerFailed("the part was not averaged before its deadline") from None
+            raise PeerFailed("the shard was not averaged before its deadline") from None
 
     async def _meet(self, me: PeerId, network: Network, members: list[tuple[str, list[str]]]) -> None:
         self._members = {PeerId(peer): 0.0 for peer, _ in members}
