@@ -202,6 +202,10 @@ class RoundResult:
         return cls(own, [False] * shards, fragments, [fragments] * shards)
 
 
+class RepeatedContribution(ProtocolError):
+    """Raised for a shard that the same peer has contributed before."""
+
+
 class _Answer(NamedTuple):
     """A reducer's mean of one shard. lost: tokens of this peer that no mean will contain, see record_outcome."""
 
@@ -462,7 +466,7 @@ class AllReduce:
     def _record_contribution(self, peer: PeerId, shard: Shard) -> None:
         record = self._record(shard)
         if peer in record.contributed[shard.position]:
-            raise ProtocolError("bad-message", "this shard was contributed before")
+            raise RepeatedContribution("bad-message", "this shard was contributed before")
         record.contributed[shard.position].add(peer)
         record.unresponsive.discard(peer)
         # Whoever is in a later round by now has left the earlier ones. Syncs of fragments run side by side.

@@ -24,7 +24,7 @@ from agora.core.calls import Caller, Reply
 from agora.core.clock import loop_time, slept_s
 from agora.core.sync_mode import ALL_REDUCE, ChangeRule, StepPolicy
 from agora.observe import events
-from agora.replica.all_reduce import AllReduce, Fragments, Members, RoundResult, RoundView
+from agora.replica.all_reduce import AllReduce, Fragments, Members, RepeatedContribution, RoundResult, RoundView
 from agora.replica.decide import (
     Action,
     GradientCompression,
@@ -627,6 +627,9 @@ class ReplicaGroup:
         """Answers Contribute with the mean, see AllReduce.contribute; reports ProtocolErrors as violations."""
         try:
             return await self.all_reduce.answer_contribution(peer, message, tensors, deadline)
+        except RepeatedContribution:
+            # No violation: a restarted peer sends its shards again, and so does a second machine with a copy of its key.
+            raise
         except ProtocolError as error:
             # Counted once for a round, however many shards are wrong: a peer that has restarted sends all of them
             # again.

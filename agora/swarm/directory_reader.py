@@ -74,12 +74,14 @@ class DirectoryReader:
         rng: random.Random,
         unix: Callable[[], float] = time.time,
         was_unreachable: Callable[[PeerId], bool] = lambda peer: False,
+        on_own: Callable[[Record], None] = lambda record: None,
     ) -> None:
         """unix: the wall clock, by which peers of one stage agree on what they read.
 
         was_unreachable: whether a peer was dialled and did not answer; its claim is left out of the estimates.
         """
         self._was_unreachable = was_unreachable
+        self._on_own = on_own
         self._store = store
         self._run = run
         self._me = me
@@ -95,8 +97,8 @@ class DirectoryReader:
     async def read(self, span: Span | None) -> list[FoundRecords]:
         """Reads the claims and progress in the shards due for a peer that claims `span`; updates the estimates.
 
-        Returns the records of other peers, in two groups by how long their peers stay in the view. An AgoraError is
-        reported as DirectoryTrouble, and the records of that kind are missing then.
+        Returns the records of other peers, in two groups by how long their peers stay in the view; `on_own` gets those
+        of this peer. An AgoraError is reported as DirectoryTrouble, and the records of that kind are missing then.
         """
         self._to_read = self._choose_next(span)
         shards = self._to_read.shards
@@ -109,6 +111,9 @@ class DirectoryReader:
         self._readings = add_readings(self._readings, readings)
         self._to_read = self._choose_next(span)
         records = [record for by_shard in (claims, progress) for read in by_shard.values() for record in read]
+        for record in records:
+            if record.peer == self._me:
+                self._on_own(record)
         return self._split_by_linger([record for record in records if record.peer != self._me], span)
 
     def forget_estimates(self) -> None:

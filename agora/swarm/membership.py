@@ -19,6 +19,7 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
 from agora.swarm.handshakes import Handshakes
+from agora.swarm.key_use import KeyUse
 from agora.swarm.placement import (
     Placement,
     Settling,
@@ -43,6 +44,10 @@ LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
+# Seconds that a start watches for another process with its key, if there is a sign of one, and between its probes.
+PROBE_S = 1.4 * PUBLISH_PROGRESS_S + 2.0
+PROBE_AGAIN_S = 0.8
+PROBE_LIFETIME_S = 5.0  # less than a record of a living process has, which so replaces it
 CALM_AFTER_S = 10.0
 MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12  # the greatest values that a claim can hold
 
@@ -112,7 +117,9 @@ class Membership:
             rng=self._rng,
             unix=unix,
             was_unreachable=self._handshakes.was_dialled,
+            on_own=self._judge_own_record,
         )
+        self.key_use = KeyUse(self._me, config.incarnation, config.addresses, loop_time())
         self._needs = equal_needs(config.stage_count)
         self._changed_at = 0.0
         self._announcement = Announcement(addresses=config.addresses)
@@ -127,9 +134,11 @@ class Membership:
 
         Reads the directory and dials unverified peers first; takes seconds. Unless `pinned`, publishes the claim, reads
         those of others that chose at the same time, and claims another span if they collide, until it has settled; call
-        `confirm` before serving. A placement without a span: claims nothing, the peer is to stand by.
+        `confirm` before serving. A placement without a span: claims nothing, the peer is to stand by. Raises KeyInUse
+        when another process publishes under this peer's key.
         """
         await self.refresh()
+        await self._require_sole_use_of_the_key()
         await self._verify_everybody()
         self._needs = needs
         others = self.view.without(self._me)
@@ -225,16 +234,53 @@ class Membership:
             await self._publish(progress, LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
+        # The records under a key that is used twice are the other process's: also that this one leaves stays unsaid.
+        if self.key_use.error is None:
+            await self._store(record, lifetime_s)
+
+    async def _store(self, record: Record, lifetime_s: float) -> None:
         try:
             shards = self._reader.shards_to_publish(record.span)
             await self._directory.publish(record, self._identity, lifetime_s, shards)
         except AgoraError as error:
             self._report(events.DirectoryTrouble("publish", f"{error.code}: {error}"))
 
+    # --- one process for one key
+
+    def _judge_own_record(self, record: Record) -> None:
+        if isinstance(record, Claim | Progress):
+            latest = self._config.incarnation if self.claim is None else self.claim.incarnation
+            if told := self.key_use.take(record, latest, loop_time()):
+                self._report(events.OwnerTold(told))
+
+    async def _require_sole_use_of_the_key(self) -> None:
+        # A process that runs publishes its progress again within PUBLISH_PROGRESS_S, in the place of the probe. The
+        # probe is repeated, so that the other one reads it, also once it is known that there is one.
+        until = loop_time() + PROBE_S
+        while (suspect := self.key_use.suspect) is not None and loop_time() < until:
+            await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
+            await asyncio.sleep(PROBE_AGAIN_S)
+            await self.refresh()
+        self._raise_if_key_is_used()
+
+    def _raise_if_key_is_used(self) -> None:
+        if self.key_use.error is not None:
+            raise self.key_use.error
+
     # --- staying
 
     async def run(self) -> None:
-        """Publishes claim and progress and reads the directory, again and again until cancelled."""
+        """Publishes claim and progress and reads the directory, again and again until cancelled.
+
+        Raises KeyInUse when another process that started earlier publishes under this peer's key.
+        """
+        try:
+            await self._publish_and_read()
+        except BaseExceptionGroup as group:
+            self._raise_if_key_is_used()
+            raise group from None
+
+    async def _publish_and_read(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(PUBLISH_CLAIM_S, self._publish_claim), name="publish claim")
             repeated_progress = self._repeat(PUBLISH_PROGRESS_S, lambda: self.publish_progress(self._progress()))
@@ -249,6 +295,7 @@ class Membership:
     async def _keep_reading(self) -> None:
         while True:
             await self.refresh()
+            self._raise_if_key_is_used()
             is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
             is_calm = is_complete and loop_time() - self._changed_at > CALM_AFTER_S
             await asyncio.sleep(self._jitter(self._reader.interval_s(is_calm)))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from agora_protocol.errors import ProtocolError, Refused, Unavailable
+from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
@@ -28,6 +28,7 @@ from agora_protocol.tensors import WireTensor
 from agora.core.clock import loop_time
 from agora.core.span_work import SpanWork
 from agora.observe.events import PartFailed, RoundDone, StepTaken
+from agora.replica.all_reduce import RepeatedContribution
 from agora.replica.gossip import SwarmView
 from agora.replica.replica_group import ReplicaGroup
 from agora.replica.shard_codec import Shard
@@ -160,6 +161,31 @@ def test_slices_are_averaged_of_inner_steps_only_and_gradients_of_all_reduce_ste
                 refused = group.stages[0].look_at_round(Shard(0, kind, number, 0, slices)).refusal
                 assert isinstance(refused, ProtocolError) and f"averages no {kind} {number} here" in str(refused)
             assert group.stages[0].look_at_round(Shard(0, "fragment", first, 0, 20)).numel > 0
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_the_same_shard_twice_is_refused_and_no_offence() -> None:
+    """A restarted peer sends its shards again, and so does a second machine that has a copy of its key."""
+
+    async def whole() -> None:
+        recorded: list[Any] = []
+        averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
+        offences = PeerScore(recorded.append, loop_time)
+        async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
+            size = group.stages[0].look_at_round(Shard(0, "fragment", 1, 0, 2)).numel
+            refused = 0
+            for round_ in (1, 3, 5, 7):
+                message = Contribute(0, "slice", round_, 0, 2, 1.0, False, "float32", 1000)
+                for _ in range(2):
+                    try:
+                        deadline = asyncio.get_running_loop().time() + 0.2
+                        await group.answer_contribution(OTHER, message, [wire(np.zeros(size, np.float32))], deadline)
+                    except RepeatedContribution:
+                        refused += 1
+                    except (AgoraError, TimeoutError):
+                        continue
+            assert refused > 0 and not recorded and offences.suspended_s(OTHER) == 0.0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 

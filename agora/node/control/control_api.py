@@ -209,6 +209,7 @@ class ControlApi:
             "move": Question(self.move, {"stages": str}, deadline_s=MOVE_S),
             "ban": Question(self.ban, {"peer": str}),
             "revoke": Question(self.revoke, {"revocation": str}),
+            "copied_key": Question(self.copied_key, {"root": str, "pid": int}),
             "link": Question(self.link, {"rate": str}),
             "drain": Question(self.drain, {}, deadline_s=DRAIN_S + 5.0),
             "refill": Question(self.refill, {}),
@@ -296,6 +297,11 @@ class ControlApi:
         if self._daemon.local_peer is None:
             raise LocalError(f"this daemon is {self._daemon.describe_state()}; ask again when it serves")
         return self._daemon.local_peer.bans
+
+    async def copied_key(self, root: str = "", pid: int = 0) -> Answer:
+        """Notes that a second daemon of this machine, with a copy of this one's key, was refused; tells the owner."""
+        self._daemon.note_copied_key(root, pid)
+        return {}
 
     async def link(self, rate: str = "") -> Answer:
         """Changes the rate of this peer's emulated link, such as "20Mbit"; returns {"link": its new RATE,RTT text}.

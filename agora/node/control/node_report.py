@@ -73,6 +73,7 @@ class NodeReport:
     traffic: Traffic = NO_TRAFFIC
     span: SpanReport | None = None  # None while no stages are loaded
     clock_remark: str = ""  # a sentence that its clock is wrong; "" if it is not
+    key_remark: str = ""  # a sentence that another machine has this one's key; "" while none has tried
 
     @property
     def empty_stages(self) -> list[int]:
@@ -133,12 +134,12 @@ def progress_record(report: NodeReport) -> Progress | None:
 def notes_of(report: NodeReport) -> list[str]:
     """Returns remarks on this daemon, [] for none.
 
-    They are: why it is paused, its emulated link, that its clock is wrong; and, while a span is loaded, stages that are
-    MIN_BEHIND or more steps behind their replicas, inner steps, a limited format of gradients, more microbatches in
-    flight than the manifest's staleness, and what keeps its device idle.
+    They are: why it is paused, that another machine has its key, its emulated link, that its clock is wrong; and, while
+    a span is loaded, stages that are MIN_BEHIND or more steps behind their replicas, local steps, a limited format of
+    gradients, more microbatches in flight than the manifest's staleness, and what keeps its device idle.
     """
     link_note = f"link {report.link}" if report.link else ""
-    notes = [note for note in (report.pause_reason, link_note, report.clock_remark) if note]
+    notes = [note for note in (report.pause_reason, report.key_remark, link_note, report.clock_remark) if note]
     span = report.span
     if span is None:
         return notes

@@ -70,6 +70,7 @@ class Daemon:
         self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
         self._stop = asyncio.Event()
         self.leave_reason = ""
+        self._key_remark = ""
         self._report_event = startup.report_event
         self._since_unix = startup.clock.unix()
         self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
@@ -103,6 +104,15 @@ class Daemon:
         """Makes `run` leave in order, which takes LEAVE_S at most. reason: for the log."""
         self.leave_reason = reason
         self._stop.set()
+
+    def note_copied_key(self, root: str, pid: int) -> None:
+        """Notes that a daemon of this machine was refused because its data directory `root` has this one's key."""
+        where = f"{root} of this machine (pid {pid})"
+        self._key_remark = (
+            f"a daemon was started with a copy of this one's data directory and key, in {where}, and refused; "
+            "remove identity.key there, so that it gets its own"
+        )
+        self._report_event(events.OwnerTold(self._key_remark))
 
     @property
     def is_leaving(self) -> bool:
@@ -154,6 +164,7 @@ class Daemon:
             health=self._assess_health(view, run.stage_count, now_unix),
             now_unix=now_unix,
             clock_remark=clock_remark(startup.clock.correction),
+            key_remark=self._key_remark or (local_peer.membership.key_use.remark if local_peer else ""),
             counters=counters,
             tokens_per_second=self._rate.update(now_unix, counters.counted_tokens),
             view=view,
@@ -264,7 +275,8 @@ class Daemon:
             text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
             self._report_event(events.TaskFailed(task, text))
             is_known = isinstance(error, AgoraError)
-            raise _FatalError(str(error) if is_known else f"its task {task} failed ({text}); please report this")
+            told = str(error) if is_known else f"its task {task} failed ({text}); please report this"
+            raise _FatalError(told) from error
 
     # --- move
 

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,12 +21,14 @@ from agora_protocol.ids import PeerId
 
 from agora.core.clock import boot_time
 from agora.node import paths, runs, settings
+from agora.node.control import control_client
 from agora.node.process.watchdog import Notifier
 from agora.node.settings import Settings
 from agora.observe import events, faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
 from agora.observe.reporter import Reporter
+from agora.swarm.key_use import KeyInUse, key_in_use_text
 from agora.swarm.swarm_clock import SwarmClock
 
 WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
@@ -66,6 +68,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
         with phases.enter("identity") as note:
             identity = Identity.load_or_create(home.identity)
             note.text = identity.peer
+            refuse_copied_key(home, identity.peer)
         if chosen.names_hub_model:
             with phases.enter("hub") as note:
                 chosen = chosen.with_fetched_base_model(functools.partial(setattr, note, "text"))
@@ -113,6 +116,18 @@ async def _run_daemon(startup: Startup) -> None:
     finally:
         await control.close()
     startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
+
+
+def refuse_copied_key(home: paths.Home, me: PeerId) -> None:
+    """Raises KeyInUse when another data directory of this machine has a running daemon with the same key, and tells it.
+
+    On another machine the directory of the run shows that, see agora.swarm.key_use.
+    """
+    for entry in paths.find_running_daemons():
+        if entry.peer == me and Path(entry.root).resolve() != home.root.resolve():
+            with suppress(control_client.DaemonRefused, control_client.DaemonUnreachable):
+                control_client.ask(Path(entry.socket), "copied_key", root=str(home.root), pid=os.getpid())
+            raise KeyInUse(key_in_use_text(me, f"in {entry.root} (pid {entry.pid})"))
 
 
 def heeded_signals() -> list[signal.Signals]:
