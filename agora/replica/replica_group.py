@@ -628,7 +628,7 @@ class ReplicaGroup:
         try:
             return await self.all_reduce.answer_contribution(peer, message, tensors, deadline)
         except RepeatedContribution:
-            # No violation: a restarted peer sends its shards again, and so does a second machine with a copy of its key.
+            # No violation: a restarted peer sends its shards again, and so does a second machine with its key.
             raise
         except ProtocolError as error:
             # Counted once for a round, however many shards are wrong: a peer that has restarted sends all of them

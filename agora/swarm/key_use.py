@@ -21,7 +21,7 @@ from collections.abc import Collection
 from typing import Final
 
 from agora_protocol.errors import LocalError
-from agora_protocol.ids import PeerId
+from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim, Progress, Record
 
 # Seconds after which records of an earlier life are usually gone from the directory.
@@ -54,7 +54,7 @@ class KeyUse:
         self._first = incarnation
         self._addresses = frozenset(addresses)
         self._began = now
-        self._is_probe_seen = False
+        self._probed_span: Span | None = None
         self._earlier: Progress | None = None
         self._seen_again = 0
         self.remark = ""
@@ -69,8 +69,8 @@ class KeyUse:
         if record.incarnation > latest:
             return self._note_later(record)
         if record.incarnation >= self._first:
-            self._is_probe_seen |= isinstance(record, Progress)
-        elif self._is_published_again(record, now):
+            return ""
+        if self._is_published_again(record, now):
             self.error = self.error or KeyInUse(key_in_use_text(self._me, self._describe(record)))
         elif isinstance(record, Claim) and record.state != "leaving" and not self._is_of_this_place(record):
             self.suspect = record
@@ -79,16 +79,18 @@ class KeyUse:
     def _is_published_again(self, record: Claim | Progress, now: float) -> bool:
         if not isinstance(record, Progress):
             return False
-        is_late = now - self._began > OLD_RECORDS_S
         former, self._earlier = self._earlier, record
-        if not is_late and not self._is_probe_seen:
+        was_replaced = record.span == self._probed_span
+        if not was_replaced and now - self._began <= OLD_RECORDS_S:
             return False
         # The same once more may be what a slow node has kept, or was published while a clock was ahead.
-        self._seen_again += not is_late
-        return (former is not None and record != former) or self._seen_again > 1
+        self._seen_again += was_replaced
+        is_of_one_start = former is not None and (former.span, former.incarnation) == (record.span, record.incarnation)
+        return (is_of_one_start and record != former) or self._seen_again > 1
 
     def probe(self, seen: Claim) -> Progress:
         """Returns the progress to publish while `seen` is suspect: it is in no view, and its note tells the other."""
+        self._probed_span = seen.span
         note = f"a second daemon started with the key of this one; {_where(self._addresses)}"
         steps = tuple(0 for _ in seen.span.stages)
         return Progress(

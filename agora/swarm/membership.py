@@ -44,8 +44,10 @@ LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
-# Seconds that a start watches for another process with its key, if there is a sign of one, and between its probes.
+# Seconds that a start watches for another process with its key, if there is a sign of one; that it then tells that
+# one, which reads the directory a few times meanwhile; and between two reads or tellings.
 PROBE_S = 1.4 * PUBLISH_PROGRESS_S + 2.0
+TELL_S = 10.0
 PROBE_AGAIN_S = 0.8
 PROBE_LIFETIME_S = 5.0  # less than a record of a living process has, which so replaces it
 CALM_AFTER_S = 10.0
@@ -254,13 +256,20 @@ class Membership:
                 self._report(events.OwnerTold(told))
 
     async def _require_sole_use_of_the_key(self) -> None:
-        # A process that runs publishes its progress again within PUBLISH_PROGRESS_S, in the place of the probe. The
-        # probe is repeated, so that the other one reads it, also once it is known that there is one.
+        if (suspect := self.key_use.suspect) is None:
+            return
+        # A process that runs publishes its progress again within PUBLISH_PROGRESS_S, in the place of the probe.
+        await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
         until = loop_time() + PROBE_S
-        while (suspect := self.key_use.suspect) is not None and loop_time() < until:
-            await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
+        while self.key_use.error is None and loop_time() < until:
             await asyncio.sleep(PROBE_AGAIN_S)
             await self.refresh()
+        if self.key_use.error is not None:
+            self._report(events.OwnerTold(str(self.key_use.error)))
+            until = loop_time() + TELL_S
+            while loop_time() < until:  # again and again, since the other one's progress replaces it
+                await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
+                await asyncio.sleep(PROBE_AGAIN_S)
         self._raise_if_key_is_used()
 
     def _raise_if_key_is_used(self) -> None:

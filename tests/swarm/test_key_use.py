@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from agora_protocol.records import Claim, Progress
 from agora.core.calls import Announcement
 from agora.observe.events import OwnerTold
 from agora.swarm.key_use import OLD_RECORDS_S, KeyInUse, KeyUse
-from agora.swarm.membership import PROBE_S, Membership, MembershipConfig
+from agora.swarm.membership import PROBE_S, TELL_S, Membership, MembershipConfig
 from agora.swarm.stage_capacity import MachineCapacity, equal_needs
 from tests.swarm.makers import RUN
 from tests.swarm.test_membership import Directory, Store, dial_nobody, unix
@@ -45,6 +46,15 @@ def test_what_was_published_before_the_start_is_no_second_process() -> None:
     assert use.suspect == claim(5) and use.error is None
 
 
+def test_a_restart_that_takes_another_stage_is_no_second_process() -> None:
+    """What its earlier life published of the former stage stays for a while beside its own progress."""
+    use = started(address=HOME)
+    for at in range(20):
+        for record in (claim(5), progress(5), replace(progress(9), span=Span(1, 1))):
+            use.take(record, 9, float(at))
+    assert use.error is None
+
+
 @pytest.mark.parametrize("state", ["joining", "serving"])
 def test_a_restart_at_the_same_address_need_not_wait(state: str) -> None:
     use = started(address=HOME)
@@ -68,12 +78,11 @@ def test_what_replaces_the_probe_was_published_by_a_process_that_runs(again: lis
         assert words in str(use.error)
 
 
-@pytest.mark.parametrize("start", [0.0, OLD_RECORDS_S + 1.0])
-def test_progress_that_changes_is_of_a_process_that_runs(start: float) -> None:
+def test_progress_that_changes_long_after_the_start_is_of_a_process_that_runs() -> None:
     use = started()
     for at, record in enumerate((progress(9), progress(5, completed=1), claim(5), progress(5, completed=2))):
         assert use.error is None
-        use.take(record, 9, start + at)
+        use.take(record, 9, OLD_RECORDS_S + 1.0 + at)
     assert use.error is not None
 
 
@@ -104,7 +113,7 @@ def test_own_moves_are_its_own() -> None:
 class Process:
     """A process with the key, its membership and events."""
 
-    def __init__(self, store: Store, incarnation: int, address: str) -> None:
+    def __init__(self, store: Store, incarnation: int, address: str, seed: int = 0) -> None:
         self.events: list = []
         self.completed = 0
         self.membership = Membership(
@@ -115,6 +124,7 @@ class Process:
             is_verified=lambda _: True,
             dial_unverified=dial_nobody,
             progress=self.count,
+            rng=random.Random(incarnation + seed),
             unix=unix,
         )
 
@@ -130,17 +140,18 @@ class Process:
         return [event.text for event in self.events if isinstance(event, OwnerTold)]
 
 
-def test_a_copy_is_refused_before_it_claims_anything_and_the_first_is_told() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_is_refused_before_it_claims_anything_and_the_first_is_told(seed: int) -> None:
     async def work() -> None:
         store = Store()
-        first, copy = Process(store, 5, HOME), Process(store, 900, ELSEWHERE)
+        first, copy = Process(store, 5, HOME, seed), Process(store, 900, ELSEWHERE, seed)
         await first.join()
         working = asyncio.create_task(first.membership.run())
         await asyncio.sleep(20.0)
         began = asyncio.get_running_loop().time()
         with pytest.raises(KeyInUse, match="44.0.0.1"):
             await copy.join()
-        assert asyncio.get_running_loop().time() - began < PROBE_S + 2.0
+        assert asyncio.get_running_loop().time() - began < PROBE_S + TELL_S + 2.0
         assert copy.membership.claim is None
         claims = [entry[0] for (kind, _), by in store.records.items() if kind is Claim for entry in by.values()]
         assert {found.incarnation for found in claims} == {5}, "others never saw the copy"
