@@ -110,14 +110,11 @@ class StepRule:
         return cls(manifest.optimizer.target_tokens, synchronous, 1 if synchronous else MAX_STEPS_BEHIND)
 
 
+# A view, and what follows from it at one moment; the rules share it, so that it is computed once. members: the other
+# replicas that belong to the step; `reachable` of them are not unreachable, `live` have reported. reached: the step
+# that the others have reached, or this replica's own when it is not behind.
 @dataclass(frozen=True, slots=True)
 class _Situation:
-    """A view, and what follows from it at one moment; the rules share it, so that it is computed once.
-
-    members: the other replicas that belong to the step; `reachable` of them are not unreachable, `live` have reported.
-    reached: the step that the others have reached, or this replica's own when it is not behind.
-    """
-
     view: StageView
     now: float
     rule: StepRule

@@ -53,14 +53,11 @@ class SwarmView:
     steps_of_run: Callable[[], Collection[Collection[int]]]
 
 
+# What gossip keeps for one stage of the span. known: the last known progress of the stage's other replicas. sent,
+# sent_at: the counts that this peer last sent to them, and when. implausible: by replica, when it last reported an
+# implausible step. Times are loop times.
 @dataclass(slots=True)
 class _StageGossip:
-    """What gossip keeps for one stage of the span. known: the last known progress of the stage's other replicas.
-
-    sent, sent_at: the counts that this peer last sent to them, and when. implausible: by replica, when it last reported
-    an implausible step. Times are loop times.
-    """
-
     known: KnownReplicas = field(default_factory=dict)
     sent: ReplicaCounts | None = None
     sent_at: float = -1e9

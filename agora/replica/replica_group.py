@@ -88,8 +88,6 @@ FetchState = Callable[[int, Sequence[PeerId], int], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all stages of a span share."""
-
     signed: SignedManifest
     me: PeerId
     worker: StageWorker

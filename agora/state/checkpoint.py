@@ -46,12 +46,9 @@ class CheckpointError(LocalError):
     code: ClassVar[str] = "checkpoint"
 
 
+# The content of checkpoint.json. Unknown keys in the file are ignored: earlier versions wrote more keys. files: file
+# name -> size and SHA-256. slices to later_slices: as in StepPlan. The others are as in StageState.
 class _CheckpointIndex(BaseModel):
-    """The content of checkpoint.json. Unknown keys in the file are ignored: earlier versions wrote more keys.
-
-    files: file name -> size and SHA-256. slices to later_slices: as in StepPlan. The others are as in StageState.
-    """
-
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
     format: int = Field(ge=1, le=1)
     run: str

@@ -53,8 +53,6 @@ SKETCHED_PER_S, SKETCHED_BURST = 16.0, 4096.0
 
 @dataclass(slots=True)
 class _Snapshot:
-    """A copy of a stage's state."""
-
     digest: bytes  # the SHA-256 of `hashes`, by which peers ask for chunks
     state: StageState
     hashes: bytes  # the chunks' SHA-256, concatenated

@@ -24,10 +24,9 @@ FIRST_WAIT_S: Final = 2.0
 LONGEST_WAIT_S: Final = 120.0
 
 
+# One peer that was dialled: when it may be dialled again, and how long to wait after that dial.
 @dataclass(slots=True)
 class _Dialled:
-    """One peer that was dialled: when it may be dialled again, and how long to wait after that dial."""
-
     again_at: float
     wait_s: float = FIRST_WAIT_S
 

@@ -52,10 +52,9 @@ class ReportViolation(Protocol):
     def __call__(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "", /) -> None: ...
 
 
+# One violation that was recorded, and has not expired.
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One violation that was recorded, and has not expired."""
-
     violation: Violation
     dedup_key: str
     expires_at: float
@@ -63,8 +62,6 @@ class _Point:
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of one peer."""
-
     points: list[_Point] = field(default_factory=list)  # the newest, at most POINTS_TO_SUSPEND
     suspended_until: float = 0.0
 

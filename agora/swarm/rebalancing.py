@@ -77,17 +77,15 @@ def judge_move(
     return alone if draw * (1 + len(others)) < OUT_OF_TURN * moved else None
 
 
+# The swarm's microbatches per second: before a move, and after it and the moves that would follow.
 @dataclass(slots=True)
 class _Rates:
-    """The swarm's microbatches per second: before a move, and after it and the moves that would follow."""
-
     before: float
     after: float
 
 
+# One evaluation of whether one peer should move. Use it once: each simulated move changes its StageCapacity.
 class _MoveEvaluation:
-    """One evaluation of whether one peer should move. Use it once: each simulated move changes its StageCapacity."""
-
     def __init__(self, view: View, own: PeerView, needs: StageNeeds, machine: MachineCapacity, served_s: float) -> None:
         self._view = view
         self._horizon_s = min(HORIZON_S, served_s)

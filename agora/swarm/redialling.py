@@ -44,10 +44,9 @@ MAX_REMEMBERED: Final = 256
 MAX_DIALS: Final = 8  # maximum number of peers dialled at the same time; those that have waited longest come first
 
 
+# One remembered peer. dial_at: when to dial it unless it comes back. wait_s: before jitter, after that dial.
 @dataclass(slots=True)
 class _KnownPeer:
-    """One remembered peer. dial_at: when to dial it unless it comes back. wait_s: before jitter, after that dial."""
-
     addresses: tuple[str, ...]
     seen_at: float
     dial_at: float

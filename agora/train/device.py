@@ -41,8 +41,6 @@ class Priority(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _DeviceJob:
-    """One job for the device thread; see DeviceQueue.run."""
-
     priority: Priority
     call: Callable[[], Any]
     afterwards: Callable[[], None]

@@ -85,7 +85,6 @@ def freed_bytes() -> int:
     return int(mallinfo2().fordblks)
 
 
+# The C library's struct mallinfo2, see mallinfo(3).
 class _Mallinfo2(ctypes.Structure):
-    """The C library's struct mallinfo2, see mallinfo(3)."""
-
     _fields_: ClassVar = [("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("last", ctypes.c_size_t)]

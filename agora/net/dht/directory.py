@@ -40,13 +40,10 @@ KEYS_AT_ONCE: Final = 16  # keys whose nodes are looked up in one search
 MAX_KEYS: Final = 4096  # maximum number of keys whose nodes are remembered
 
 
+# The nodes nearest to one key, peer by node id, and since when they count as looked up. nodes: may include this node.
+# found_at: loop time of the look-up, less up to HOLDERS_S / 2 at random.
 @dataclass(slots=True)
 class _Holders:
-    """The nodes nearest to one key, peer by node id, and since when they count as looked up.
-
-    nodes: may include this node. found_at: loop time of the look-up, less up to HOLDERS_S / 2 at random.
-    """
-
     nodes: dict[Any, Any]
     found_at: float
 

@@ -91,10 +91,9 @@ def _ask_run(
     return answer
 
 
+# The request that is sent to each peer, the run that it is about, and the requester's credentials.
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """The request that is sent to each peer, the run that it is about, and the requester's credentials."""
-
     run: RunId
     request: Message
     requester: Credentials

@@ -62,12 +62,9 @@ _GUARD: Final = (
 )
 
 
+# hivemind's P2P, with a p2pd that the kernel kills together with this process, however this process ends. Without that,
+# p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a dead daemon.
 class _GuardedP2P(P2P):  # type: ignore[misc]
-    """hivemind's P2P, with a p2pd that the kernel kills together with this process, however this process ends.
-
-    Without that, p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a dead daemon.
-    """
-
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         kwargs["relayService"] = 0  # p2pd's own relay; the daemon has one (relay.py)
@@ -78,14 +75,11 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
         return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
 
 
+# hivemind's calls of p2pd that await an answer, by id; a cancelled or answered one is not `in` this dict. hivemind sets
+# the result of a call whose id is `in` this dict. When this process has stood still, a call's deadline and its answer
+# come in one turn of the event loop: the call is cancelled, and not removed yet. The result of a cancelled call cannot
+# be set, so that the task that reads all answers would end, and with it the daemon.
 class _OpenCalls(dict[UUID, "asyncio.Future[Any]"]):
-    """hivemind's calls of p2pd that await an answer, by id; a cancelled or answered one is not `in` this dict.
-
-    hivemind sets the result of a call whose id is `in` this dict. When this process has stood still, a call's deadline
-    and its answer come in one turn of the event loop: the call is cancelled, and not removed yet. The result of a
-    cancelled call cannot be set, so that the task that reads all answers would end, and with it the daemon.
-    """
-
     def __contains__(self, call: object) -> bool:
         answer = self.get(call) if isinstance(call, UUID) else None
         return answer is not None and not answer.done()

@@ -377,10 +377,9 @@ class IncomingCalls:
         return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))
 
 
+# A call made here and not yet answered. request_type decides which messages answer it.
 @dataclass(slots=True)
 class _OpenCall:
-    """A call made here and not yet answered. request_type decides which messages answer it."""
-
     reply: asyncio.Future[Reply]
     request_type: type[Message]
     on_progress: OnProgress | None

@@ -62,13 +62,10 @@ class AccessLink:
         return max(self.sent_at_once, min(MAX_CHUNK, int(HOLD_S * self.down.rate)))
 
 
+# Bytes that are on the emulated link until `arrives`, and are written at the latest at `hand_on_at`. They are written
+# earlier if an earlier chunk is written after `arrives`. Times are the link's.
 @dataclass(slots=True)
 class _Chunk:
-    """Bytes that are on the emulated link until `arrives`, and are written at the latest at `hand_on_at`.
-
-    They are written earlier if an earlier chunk is written after `arrives`. Times are the link's.
-    """
-
     arrives: float
     hand_on_at: float
     size: int

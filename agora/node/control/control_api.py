@@ -58,9 +58,8 @@ class Question:
     deadline_s: float = 5.0
 
 
+# Raised for a line that is not a valid question; its `code`, one word, and its text answer the line.
 class _BadQuestion(Exception):
-    """Raised for a line that is not a valid question; its `code`, one word, and its text answer the line."""
-
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
         self.code = code

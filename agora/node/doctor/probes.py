@@ -253,12 +253,9 @@ def _is_public(address: str) -> bool:
     return False
 
 
+# What the daemon in a data directory reports of itself; None and "" for what is not known. pid: None without a daemon.
+# in_sight: how many other peers it sees. pause_reason: why it is paused, "" if it works.
 class _DaemonReading(NamedTuple):
-    """What the daemon in a data directory reports of itself; None and "" for what is not known.
-
-    pid: None without a daemon. in_sight: how many other peers it sees. pause_reason: why it is paused, "" if it works.
-    """
-
     pid: int | None = None
     in_sight: int | None = None
     pause_reason: str = ""

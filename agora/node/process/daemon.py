@@ -43,10 +43,9 @@ MEASURE_S = 4.0  # seconds between two measurements of how long microbatches tak
 WAIT_AFTER_FAILURE_S = 120.0  # seconds for which a peer whose move has failed does not try again
 
 
+# A request to serve the stages `span`. done: ends when they are served, or with the error that prevents it.
 @dataclass(frozen=True, slots=True)
 class _MoveRequest:
-    """A request to serve the stages `span`. done: ends when they are served, or with the error that prevents it."""
-
     span: Span
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
