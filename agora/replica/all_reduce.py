@@ -206,9 +206,8 @@ class RepeatedContribution(ProtocolError):
     """Raised for a shard that the same peer has contributed before."""
 
 
+# A reducer's mean of one shard. lost: tokens of this peer that no mean will contain, see record_outcome.
 class _Answer(NamedTuple):
-    """A reducer's mean of one shard. lost: tokens of this peer that no mean will contain, see record_outcome."""
-
     mean: ShardMean
     lost: float = 0.0
 
@@ -333,10 +332,9 @@ class Round:
 # --- a reducer: gathers the members' values of a shard, averages those that came in time, answers each
 
 
+# The members' contributions to one shard, while this reducer waits for more of them.
 @dataclass(slots=True)
 class _Gathering:
-    """The members' contributions to one shard, while this reducer waits for more of them."""
-
     numel: int
     expected: frozenset[PeerId]  # the members that are waited for
     result: asyncio.Future[ShardMean]  # awaited by all contributors
@@ -354,19 +352,17 @@ class _Gathering:
         return self.recall is not None and not self.recall.done()
 
 
+# A shard's mean of `numel` elements as its reducer encoded it. Shards of other fragments have other elements.
 class _KeptMean(NamedTuple):
-    """A shard's mean of `numel` elements as its reducer encoded it. Shards of other fragments have other elements."""
-
     message: Averaged
     tensors: Sequence[WireTensor]
     numel: int
     fragments: int
 
 
+# What a replica remembers of one round, above all as a reducer; some of it by position of the shard.
 @dataclass(slots=True)
 class _RoundRecord:
-    """What a replica remembers of one round, above all as a reducer; some of it by position of the shard."""
-
     members: dict[PeerId, float | None] = field(default_factory=dict)  # with bandwidths as they first were
     unresponsive: set[PeerId] = field(default_factory=set)  # members that no shard waits for
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
