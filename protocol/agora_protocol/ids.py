@@ -26,6 +26,20 @@ PEER_ID_PREFIX: Final = bytes.fromhex(
     "002408011220"
 )  # identity multihash of 36 bytes: protobuf {1: Ed25519, 2: 32 bytes}
 PEER_ID_CHARACTERS: Final = 52
+# The points of order 1, 2, 4 and 8 of edwards25519 without their sign bits, in every encoding that some library takes:
+# under such a key a signature of anything can be made by anybody.
+SMALL_ORDER_KEYS: Final = frozenset(
+    bytes.fromhex(key)
+    for key in (
+        "0000000000000000000000000000000000000000000000000000000000000000",
+        "0100000000000000000000000000000000000000000000000000000000000000",
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    )
+)
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}\Z")
 _SPAN: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?\Z", re.ASCII)
 
@@ -91,11 +105,17 @@ def _decode_key(text: str) -> bytes | None:
         data = base58.decode(text)
     except ValueError:
         return None
-    return data[6:] if len(data) == 38 and data.startswith(PEER_ID_PREFIX) else None
+    if len(data) != 38 or not data.startswith(PEER_ID_PREFIX):
+        return None
+    key = data[6:]
+    return None if key[:31] + bytes([key[31] & 0x7F]) in SMALL_ORDER_KEYS else key
 
 
 def key_in_peer_id(text: str) -> bytes | None:
-    """Returns the 32-byte Ed25519 public key inside a peer id, or None when `text` is no such peer id."""
+    """Returns the 32-byte Ed25519 public key inside a peer id, or None when `text` is no such peer id.
+
+    None also for the keys of small order, under which anybody can sign.
+    """
     return _decode_key(text) if len(text) == PEER_ID_CHARACTERS else None
 
 

@@ -247,16 +247,31 @@ def open_record(data: bytes, *, run: RunId, key: str, subkey_peer: PeerId, now_u
         raise ProtocolError("expired", f"The record expired {now_unix - expires_unix:.1f} s ago.")
     if expires_unix > now_unix + MAX_RECORD_LIFETIME_S + CLOCK_TOLERANCE_S:
         raise ProtocolError("lives-too-long", f"The record expires more than {MAX_RECORD_LIFETIME_S} s from now.")
-    if not verify(subkey_peer, _signed_bytes(run, payload), signature):
-        raise ProtocolError(
-            "bad-signature", "The record's signature is not that of the peer and run it is published for."
-        )
+    _check_signature(subkey_peer, run, payload, signature)
     return record
 
 
 def read_unverified(data: bytes) -> tuple[Record, float]:
     """Returns a record and the unix time at which it expires; verifies nothing. Raises ProtocolError if malformed."""
     return _parse_payload(_parse_envelope(data)[0])
+
+
+def read_signed(data: bytes, run: RunId) -> Record:
+    """Returns a record that its own peer has signed for this run; its key and expiry are not looked at.
+
+    Raises ProtocolError if it is malformed, "bad-signature" if it is another's.
+    """
+    payload, signature = _parse_envelope(data)
+    record, _ = _parse_payload(payload)
+    _check_signature(record.peer, run, payload, signature)
+    return record
+
+
+def _check_signature(peer: PeerId, run: RunId, payload: bytes, signature: bytes) -> None:
+    if not verify(peer, _signed_bytes(run, payload), signature):
+        raise ProtocolError(
+            "bad-signature", "The record's signature is not that of the peer and run it is published for."
+        )
 
 
 def _signed_bytes(run: RunId, payload: bytes) -> bytes:

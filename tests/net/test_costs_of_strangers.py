@@ -19,20 +19,22 @@ import pytest
 from agora_protocol.errors import ProtocolError
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity
-from agora_protocol.limits import MAX_KEY_RECORDS
+from agora_protocol.ids import RunId, Span
+from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
 from agora_protocol.messages import Chunk, GetChunk, GetStatus
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, record_key, seal_record
-from agora_protocol.shards import Shard
+from agora_protocol.shards import Shard, shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from agora.core.calls import Reply
-from agora.net.dht import bounded_dht
-from agora.net.dht.bounded_dht import BoundedP2P, DhtRules
+from agora.net.dht import bounded_dht, stored_records
+from agora.net.dht.bounded_dht import BURST_S, LOOKUP_PRICE, TOKENS_PER_S, TOKENS_PER_STAGE, BoundedP2P, DhtRules
 from agora.net.dht.stored_records import SignedRecords
+from agora.net.p2pd.hivemind_shim import DHTRecord
 from agora.net.rpc.budgets import NetLimits
 from agora.net.rpc.connection import IncomingCall
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
@@ -361,3 +363,75 @@ def test_a_flood_of_questions_for_the_status_is_rationed() -> None:
             yield
 
     assert run(lambda: beside(attack, "2,000 questions for the status"), timeout_s=60) >= MIN_THROUGHPUT
+
+
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys whose hashes are computed from now on."""
+    keys = list[str]()
+    computed = stored_records.dht_id_of
+
+    def count(key: str) -> bytes:
+        keys.append(key)
+        return computed(key)
+
+    monkeypatch.setattr(stored_records, "dht_id_of", count)
+    return keys
+
+
+@pytest.mark.parametrize("signer", ["nobody", "another", "another run"])
+def test_the_search_for_a_new_key_begins_with_the_signature(monkeypatch: pytest.MonkeyPatch, signer: str) -> None:
+    validator, author, now = SignedRecords(RUN_ID, 256), Identity.generate(), time.time()
+    claim = Claim(author.peer, Span(0, 255), 1, (), "serving", 0.0)
+    run = RunId("00" * 32) if signer == "another run" else RUN_ID
+    sealed = seal_record(claim, run, author, now + 60)
+    if signer != "another run":
+        sealed = sealed[:-64] + (Identity.generate().sign(sealed) if signer == "another" else bytes(64))
+    keys = searched(monkeypatch)
+    assert not validator.validate(DHTRecord(bytes(20), pack(str(author.peer)), pack(sealed), now + 60))
+    assert not keys
+
+
+@pytest.mark.parametrize("spans", [1, 40])
+def test_a_member_pays_for_the_search_by_its_span(monkeypatch: pytest.MonkeyPatch, spans: int) -> None:
+    async def main() -> None:
+        author, now, count = Identity.generate(), time.time(), 400
+        validator = SignedRecords(RUN_ID, 256)
+        made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), b""), validator, 256, DhtRules())
+        claims = [Claim(author.peer, Span(n % spans, 255), 1, (), "serving", 0.0) for n in range(count)]
+        keys = searched(monkeypatch)
+        request = dht_pb2.StoreRequest(
+            keys=[number.to_bytes(20, "big") for number in range(count)],
+            subkeys=[pack(str(author.peer))] * count,
+            values=[pack(seal_record(each, RUN_ID, author, now + 60)) for each in claims],
+            expiration_time=[now + 60] * count,
+            in_cache=[False] * count,
+        )
+        began = asyncio.get_running_loop().time()
+        assert not any(await made._keep_own_records(request, author.peer))
+        seconds = BURST_S + asyncio.get_running_loop().time() - began
+        assert len(keys) <= seconds * (TOKENS_PER_S + 256 * TOKENS_PER_STAGE) / LOOKUP_PRICE
+        if spans == 1:
+            assert len(keys) == 4096, "once for all keys of one record"
+        else:
+            assert validator.refused["busy"] > count / 4
+
+    run(main)
+
+
+def test_a_record_of_all_stages_is_stored_under_each_of_its_keys() -> None:
+    async def main() -> None:
+        author, now, validator = Identity.generate(), time.time(), SignedRecords(RUN_ID, 64)
+        made = BoundedP2P(Replies(PeerID.from_base58(Identity.generate().peer), b""), validator, 64, DhtRules())
+        claim = Claim(author.peer, Span(0, 63), 1, (), "serving", 0.0)
+        bits = shard_bits(shard_hash(RUN_ID, author.peer), MAX_SHARD_BITS)
+        keys = [record_key(RUN_ID, Claim, stage, bits[:depth]) for stage in range(64) for depth in (0, 4, 5)]
+        request = dht_pb2.StoreRequest(
+            keys=[DHTID.generate(key).to_bytes() for key in keys],
+            subkeys=[pack(str(author.peer))] * len(keys),
+            values=[pack(seal_record(claim, RUN_ID, author, now + 60))] * len(keys),
+            expiration_time=[now + 60] * len(keys),
+            in_cache=[False] * len(keys),
+        )
+        assert all(await made._keep_own_records(request, author.peer))
+
+    run(main)

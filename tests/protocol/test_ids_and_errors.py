@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from agora_protocol import base58, errors, ids
 from agora_protocol.errors import AgoraError, InputError, ProtocolError
-from agora_protocol.identity import Identity
+from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, Span, microbatch_id, peer_name
 from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.messages import Refusal
@@ -123,3 +123,36 @@ def test_every_error_has_a_word_of_its_own() -> None:
     assert len(words) == len(set(words))
     with pytest.raises(ValueError, match="PROTOCOL_CODES"):
         ProtocolError("no-such-word", "")
+
+
+PRIME = 2**255 - 19
+
+
+def _times_eight(y: int) -> tuple[int, int] | None:
+    """Eight times the point of edwards25519 with this y, by its formulas; None if there is none."""
+    d = -121665 * pow(121666, -1, PRIME) % PRIME
+    square = (y * y - 1) * pow(d * y * y + 1, -1, PRIME) % PRIME
+    x = pow(square, (PRIME + 3) // 8, PRIME)
+    if x * x % PRIME != square:
+        x = x * pow(2, (PRIME - 1) // 4, PRIME) % PRIME
+    if x * x % PRIME != square:
+        return None
+    for _ in range(3):
+        product = d * x * x * y * y
+        x, y = 2 * x * y * pow(1 + product, -1, PRIME), (y * y + x * x) * pow(1 - product, -1, PRIME)
+        x, y = x % PRIME, y % PRIME
+    return x, y
+
+
+def test_no_peer_has_a_key_under_which_anybody_can_sign() -> None:
+    small = sorted(ids.SMALL_ORDER_KEYS)
+    for key in small:
+        y = int.from_bytes(key, "little")
+        assert _times_eight(y % PRIME) == (0, 1), "the neutral point: its order divides 8"
+        for sign in (0, 0x80):
+            peer = ids.peer_id_of(key[:31] + bytes([key[31] | sign]))
+            assert not ids.is_peer_id(peer) and ids.key_in_peer_id(peer) is None
+            assert not verify(peer, b"anything", bytes([1]) + bytes(63))
+    # Of order 8 there are four points in two values of y, of order 4 one y, of order 2 and 1 one each.
+    assert len({int.from_bytes(key, "little") % PRIME for key in small}) == 5
+    assert all(ids.is_peer_id(Identity.generate().peer) for _ in range(100))

@@ -49,6 +49,7 @@ TOKENS_PER_S: Final = 200.0
 TOKENS_PER_STAGE: Final = 8.0
 BURST_S: Final = 10.0  # A bucket holds the tokens of this many seconds
 RECORD_PRICE: Final = 4.0  # tokens for each record to store; a key, and a kilobyte, cost 1
+LOOKUP_PRICE: Final = 1 / 8  # tokens for each key that is computed to find the shard that a new key is of
 # New signatures in one peer's replies that are verified: per second, and in one burst after a pause.
 SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
 VERIFIED_AT_ONCE: Final = 16  # number of signatures after which other tasks on the event loop have their turn
@@ -231,7 +232,9 @@ class BoundedP2P:
             zip(request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache, strict=True)
         )
         for number, (key, subkey, value, expires_unix, in_cache) in enumerate(entries):
-            is_valid = self._validator.validate(DHTRecord(key, subkey or _PACKED_NONE, value, expires_unix))
+            is_valid = self._can_pay_lookups(peer, key, value) and self._validator.validate(
+                DHTRecord(key, subkey or _PACKED_NONE, value, expires_unix)
+            )
             is_own = subkey == own_subkey and not in_cache  # a peer stores nothing for others
             if is_valid and not is_own:
                 self._validator.refused["wrong-key"] += 1
@@ -248,6 +251,13 @@ class BoundedP2P:
             request.expiration_time.append(expires_unix)
             request.in_cache.append(in_cache)
         return verdicts
+
+    def _can_pay_lookups(self, peer: PeerId, key: bytes, value: bytes) -> bool:
+        price = LOOKUP_PRICE * self._validator.count_lookups(key, value)
+        if price and not self._work.take(peer, loop_time(), price):
+            self._validator.refused["busy"] += 1
+            return False
+        return True
 
     # --- what others reply
 
@@ -316,7 +326,8 @@ class BoundedP2P:
         for number, entry in enumerate(entries):
             record = DHTRecord(key, pack(entry.subkey), entry.packed, entry.expires_unix)
             # A record whose signature is known to be valid costs nothing.
-            is_affordable = self._validator.is_known(record) or self._signatures.take(peer, loop_time())
+            price = 1.0 + LOOKUP_PRICE * self._validator.count_lookups(key, entry.packed)
+            is_affordable = self._validator.is_known(record) or self._signatures.take(peer, loop_time(), price)
             if is_affordable and self._validator.validate(record):
                 kept.append(entry)
             if number % VERIFIED_AT_ONCE == VERIFIED_AT_ONCE - 1:
