@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from agora_protocol.identity import Identity
 
 WATCH_S = 2.0
+# A peer wrote the status: one wide cell would widen every row, and a megabyte of it has tens of thousands of rows.
+MAX_CELL, MAX_ROWS, MAX_LINE = 64, 1000, 1024
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
 PEER_COLUMNS = ["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN"]
 EXIT_CODES = {"OK": console.DONE, "PAUSED": console.DONE, "DEGRADED": console.DEGRADED}
@@ -133,6 +135,9 @@ def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identi
 def lines_of(status: Status) -> list[str]:
     """Unprintable characters are replaced, since peers wrote some of the texts."""
     loss = f"loss {status['loss']:.3f}" if status["loss"] is not None else "no loss yet"
+    if spread := status.get("loss_spread"):
+        low, high = (f"{bound:.3f}" for bound in spread)
+        loss += f" ({low} to {high})" if low != high else ""
     run = f"{status['name'] or 'unnamed'} ({status['run_id'][:12] or 'unsigned'})"
     lines = [f"run     {run}  step {status['step']}  {loss}  {status['tokens_per_second']:.0f} tokens/s"]
     if tuning := status.get("tuning"):
@@ -140,13 +145,14 @@ def lines_of(status: Status) -> list[str]:
     if samples := status.get("samples"):
         lines.append(_samples_line(samples))
     if status["stages"]:
-        lines += _table(STAGE_COLUMNS, [_stage_cells(row) for row in status["stages"]])
-        lines += _table(PEER_COLUMNS, [_peer_cells(peer) for peer in status["peers"]])
-    lines += [f"note    {peer['name']}: {note}" for peer in status["peers"] for note in [peer["note"]] if note]
+        lines += _table(STAGE_COLUMNS, "stages", [_stage_cells(row) for row in status["stages"]])
+        lines += _table(PEER_COLUMNS, "peers", [_peer_cells(peer) for peer in status["peers"]])
+    notes = [f"note    {peer['name']}: {note}" for peer in status["peers"] for note in [peer["note"]] if note]
+    lines += [*notes[:MAX_ROWS], *_left_out("notes", len(notes))]
     health = status["health"]
     do = f"  do: {health['do']}" if health["do"] else ""
     lines.append(f"health  {health['state']}  why: {health['why']}{do}")
-    return [printable(line, keep="") for line in lines]  # peers wrote parts of it
+    return [_cut(printable(line, keep=""), MAX_LINE) for line in lines]  # peers wrote parts of it
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:
@@ -184,7 +190,16 @@ def _peer_cells(peer: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    cells = [columns, *rows]
+def _table(columns: list[str], kind: str, rows: list[list[str]]) -> list[str]:
+    cells = [columns, *([_cut(cell, MAX_CELL) for cell in row] for row in rows[:MAX_ROWS])]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return [*lines, *_left_out(kind, len(rows))]
+
+
+def _left_out(kind: str, count: int) -> list[str]:
+    return [f"... and {count - MAX_ROWS:,} more {kind}; --json has all of them"] if count > MAX_ROWS else []
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median_low
 from typing import Any
 
 from agora_protocol.ids import PeerId, peer_name
@@ -18,6 +19,7 @@ from agora.swarm.health import Health
 from agora.swarm.view import PeerView, View
 
 SCHEMA = 1
+MAX_TIMES_USUAL = 4.0  # a claim of tokens per second counts as at most this many times the median
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +71,30 @@ def build_status(
     """Returns the object that `swarm status --json` prints: the run, its health, an entry for each stage and each peer.
 
     "step" is stage 0's, "tokens_per_second" the slowest stage's. "loss" and the metrics in "tuning" are means over the
-    peers that report them, weighted by tokens per second. paths: by peer, how the asked peer reaches it: "direct",
-    "punched", "relayed" or "self". samples: None in runs on text, and if the asked peer is no origin or has seen no
-    step.
+    peers that report them, weighted by tokens per second; "loss_spread" is what they report without the outermost
+    quarter at each end. Of claimed tokens per second, MAX_TIMES_USUAL times the peers' median counts. paths: by peer,
+    how the asked peer reaches it: "direct", "punched", "relayed" or "self". samples: None in runs on text, and if the
+    asked peer is no origin or has seen no step.
     """
-    stages = [_stage_status(view, stage, run.target_tokens) for stage in range(run.stage_count)]
+    usual = _usual_rate(view)
+    losses = [(peer.loss, _counted_rate(peer, usual)) for peer in view.peers.values() if peer.loss is not None]
+    stages = [_stage_status(view, stage, run.target_tokens, usual) for stage in range(run.stage_count)]
     known = sorted(view.peers.values(), key=lambda peer: (peer.span.first, peer.span.last, peer.peer))
     return {
         "schema": SCHEMA,
         "run_id": run.run_id,
         "name": run.name,
         "step": stages[0]["step"] if stages else 0,
-        "loss": _mean_over_peers((peer, peer.loss) for peer in known),
+        "loss": _mean(losses),
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.advice},
         "stages": stages,
         "peers": [_peer_status(peer, (paths or {}).get(peer.peer) or _expected_path(peer), now_unix) for peer in known],
         "objective": run.objective,
         "unix": round(now_unix, 3),
-        "tuning": _mean_metrics(view, run.objective),
+        "tuning": _mean_metrics(view, run.objective, usual),
         "samples": asdict(samples) if samples is not None else None,
+        "loss_spread": [round(loss, 4) for loss in _spread([loss for loss, _ in losses])] if losses else None,
     }
 
 
@@ -114,7 +120,7 @@ def _peer_status(peer: PeerView, path: str, now_unix: float) -> dict[str, Any]:
     }
 
 
-def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
+def _stage_status(view: View, stage: int, target_tokens: int, usual: float) -> dict[str, Any]:
     replicas = view.replicas(stage)
     count = view.replica_count(stage)
     last = min((p for p in replicas if p.waits_for), key=lambda peer: peer.step_of(stage), default=None)
@@ -123,7 +129,7 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
         "stage": stage,
         "replicas": count,
         "step": max((p.step_of(stage) for p in replicas), default=0),
-        "tokens_per_second": round(sum(p.tokens_per_second for p in replicas) * count / max(1, len(replicas)), 1),
+        "tokens_per_second": round(sum(_counted_rate(p, usual) for p in replicas) * count / max(1, len(replicas)), 1),
         "replicas_known": len(replicas),
         "target_tokens": target_tokens,
         **asdict(sum_accounts([peer.account_of(stage) for peer in replicas])),
@@ -131,20 +137,41 @@ def _stage_status(view: View, stage: int, target_tokens: int) -> dict[str, Any]:
     }
 
 
-def _mean_metrics(view: View, objective: str) -> dict[str, float]:
-    means = {}
+def _mean_metrics(view: View, objective: str, usual: float) -> dict[str, float]:
+    found = {}
     for index, name in enumerate(METRIC_NAMES[objective]):
-        reported = [(peer, peer.metrics[index]) for peer in view.peers.values() if index < len(peer.metrics)]
-        if (mean := _mean_over_peers(reported)) is not None:
-            means[name] = mean
-    return means
+        reporting = [peer for peer in view.peers.values() if index < len(peer.metrics)]
+        reported = [(peer.metrics[index], _counted_rate(peer, usual)) for peer in reporting]
+        if (value := _mean(reported)) is not None:
+            found[name] = value
+    return found
 
 
-# Weighted by the peers' tokens per second; one without any has a weight of nearly 0, so that a lone one still counts.
-def _mean_over_peers(reported: Iterable[tuple[PeerView, float | None]]) -> float | None:
-    known = [(value, max(peer.tokens_per_second, 1e-3)) for peer, value in reported if value is not None]
-    weights = sum(weight for _, weight in known)
-    return round(sum(value * weight for value, weight in known) / weights, 4) if known else None
+def _usual_rate(view: View) -> float:
+    rates = [peer.tokens_per_second for peer in view.peers.values() if peer.tokens_per_second > 0]
+    return median_low(rates) if rates else 0.0
+
+
+# Nobody measures what others claim: so a claim counts near the median.
+def _counted_rate(peer: PeerView, usual: float) -> float:
+    return min(peer.tokens_per_second, MAX_TIMES_USUAL * usual)
+
+
+# What a quarter of the peers report beyond the others counts as the last of the others does.
+def _mean(reported: Iterable[tuple[float, float]]) -> float | None:
+    known = list(reported)
+    if not known:
+        return None
+    low, high = _spread([value for value, _ in known])
+    weights = [max(rate, 1e-3) for _, rate in known]  # not 0, so that a lone peer without any counts
+    total = sum(min(max(value, low), high) * weight for (value, _), weight in zip(known, weights, strict=True))
+    return round(total / sum(weights), 4)
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    outside = (len(ordered) + 1) // 4
+    return ordered[outside], ordered[-1 - outside]
 
 
 # --- tokens: peers may publish wrong numbers, therefore these sums are only shown to people

@@ -100,6 +100,42 @@ def test_a_peers_malformed_status_is_a_sentence(
     assert "malformed status" in shown["health"]["why"]
 
 
+def row_of_peer(number: int, **texts: str) -> dict[str, Any]:
+    row = {
+        "peer": f"12D3KooW{number:06}",
+        "name": "n",
+        "span": [0, 0],
+        "state": "training",
+        "step": 1,
+        "path": "direct",
+    }
+    return row | {"tokens_per_second": 1.0, "seen_seconds": 1.0, "note": ""} | texts
+
+
+@pytest.mark.parametrize("field", ["name", "state", "path", "note"])
+def test_one_wide_text_of_a_peer_widens_no_other_line(field: str) -> None:
+    peers = [row_of_peer(0, **{field: "x" * 2**19}), *(row_of_peer(number) for number in range(1, 3000))]
+    lines = lines_of(GOOD_STATUS | {"peers": peers})
+    assert len(lines) < 1020 and sum(map(len, lines)) < 200_000
+    assert any("2,000 more peers; --json has all of them" in line for line in lines)
+
+
+def test_the_texts_of_a_run_and_its_health_are_cut_and_many_notes_and_stages_left_out() -> None:
+    health = {"state": "OK", "why": "w" * 2**19, "do": "d" * 2**19}
+    stage = GOOD_STATUS["stages"][0] | {"waits_for": "w" * 2**19, "tokens_per_second": 1e300}
+    peers = [row_of_peer(number, note="note") for number in range(1500)]
+    lines = lines_of(GOOD_STATUS | {"name": "n" * 2**19, "health": health, "stages": [stage] * 2000, "peers": peers})
+    assert max(map(len, lines)) <= 1024 and len(lines) < 3100 and sum(map(len, lines)) < 500_000
+    for left_out in ("1,000 more stages", "500 more peers", "500 more notes"):
+        assert any(left_out in line for line in lines)
+
+
+def test_the_loss_is_shown_with_its_spread() -> None:
+    assert "loss 1.000 (0.900 to 1.200)" in lines_of(GOOD_STATUS | {"loss_spread": [0.9, 1.2]})[0]
+    assert "loss 1.000  1 tokens/s" in lines_of(GOOD_STATUS | {"loss_spread": [1.0, 1.0]})[0]
+    assert "loss 1.000  1 tokens/s" in lines_of(GOOD_STATUS)[0], "of an older peer"
+
+
 def test_text_in_any_language_stays_as_it_is() -> None:
     text = "größer, 模型, модель, 3 × 4\n\tnext line"
     assert printable(text) == text

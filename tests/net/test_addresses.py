@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 
 import pytest
 from agora_protocol.errors import LocalError
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId
 
 from agora.net.nat.addresses import (
     HeldPorts,
@@ -17,6 +20,7 @@ from agora.net.nat.addresses import (
     listening_places,
     public_only,
 )
+from agora.net.nat.dialling import AddressBook
 
 RELAYED = "/p2p/12D3KooWJh8qcyGgNZcyHmiyKVcAPggbd4AoSmPxExqV161dWcct/p2p-circuit"
 
@@ -34,6 +38,9 @@ RELAYED = "/p2p/12D3KooWJh8qcyGgNZcyHmiyKVcAPggbd4AoSmPxExqV161dWcct/p2p-circuit
         "/ip6/::1",
         "/ip6/fe80::1",
         "/ip6/fd00::1",
+        "/ip6/::ffff:127.0.0.1",
+        "/ip6/64:ff9b::7f00:1",
+        "/ip6/2002:7f00:1::1",
     ],
 )
 def test_addresses_of_a_lan_a_cable_or_this_machine_are_private(host: str) -> None:
@@ -95,3 +102,71 @@ def test_a_machine_that_listens_everywhere_has_its_interfaces_addresses() -> Non
     assert "/ip4/127.0.0.1/tcp/4001" in interface_addresses(["/ip4/0.0.0.0/tcp/4001", "/ip4/0.0.0.0/udp/1/quic-v1"])
     assert listening_places(["/ip4/0.0.0.0/tcp/4001"]) == {"ip4": ("127.0.0.1", 4001)}
     assert listening_places(["/ip4/10.0.0.9/tcp/5", "/ip6/::/tcp/6"]) == {"ip4": ("10.0.0.9", 5), "ip6": ("::1", 6)}
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """A resolver: the IP addresses of each name."""
+    known: dict[str, list[str]] = {}
+
+    async def getaddrinfo(_: object, host: str, port: None, *, family: int = 0, type: int = 0) -> list[object]:
+        found = [(socket.AF_INET6 if ":" in ip else socket.AF_INET, ip) for ip in known.get(host, [])]
+        if not found:
+            raise socket.gaierror("no such name")
+        return [(kind, type, 6, "", (ip, 0)) for kind, ip in found if family in (0, kind)]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    return known
+
+
+def dialled(book: AddressBook, peer: PeerId) -> list[str]:
+    return asyncio.run(book.dialable(peer))
+
+
+PEER = "12D3KooWJh8qcyGgNZcyHmiyKVcAPggbd4AoSmPxExqV161dWcct"
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "ips"),
+    [
+        ("dns4", "localhost", ["127.0.0.1"]),
+        ("dns4", "169.254.169.254", ["169.254.169.254"]),
+        ("dns6", "ip6-localhost", ["::1"]),
+        ("dns4", "router.lan", ["192.168.0.1"]),
+        ("dns", "mine.example.org", ["10.0.0.7", "fd00::7"]),
+        ("dns6", "mapped.example.org", ["::ffff:127.0.0.1"]),
+        ("dns6", "nat64.example.org", ["64:ff9b::a9fe:a9fe"]),
+        ("dns4", "nowhere.example.org", []),
+        ("dnsaddr", "any.example.org", ["44.77.0.1"]),
+    ],
+)
+@pytest.mark.parametrize("relayed", [False, True])
+def test_a_name_that_a_peer_announces_does_not_lead_to_private_addresses(
+    names: dict[str, list[str]], kind: str, host: str, ips: list[str], relayed: bool
+) -> None:
+    names[host] = ips
+    announced = f"/{kind}/{host}/tcp/9200{RELAYED if relayed else ''}/p2p/{PEER}"
+    strict, lenient = AddressBook(lambda address: not is_private(address)), AddressBook()
+    for book in (strict, lenient):
+        book.learn_announced(PeerId(PEER), [announced])
+    assert dialled(strict, PeerId(PEER)) == []
+    assert len(dialled(lenient, PeerId(PEER))) == (0 if kind == "dnsaddr" else len(ips))
+    strict.learn(PeerId(PEER), [announced])
+    assert dialled(strict, PeerId(PEER)) == [announced], "an invite's is dialled"
+
+
+def test_what_is_dialled_is_what_was_checked_and_public_names_still_lead_there(names: dict[str, list[str]]) -> None:
+    names["peer.example.org"] = ["44.77.0.1", "10.0.0.1", "2a00:1450::1"]
+    book = AddressBook(lambda address: not is_private(address))
+    direct = f"/ip4/44.77.0.2/tcp/1/p2p/{PEER}"
+    book.learn_announced(PeerId(PEER), [f"/dns/peer.example.org/tcp/4001/p2p/{PEER}", direct])
+    expected = [f"/ip4/44.77.0.1/tcp/4001/p2p/{PEER}", f"/ip6/2a00:1450::1/tcp/4001/p2p/{PEER}", direct]
+    assert dialled(book, PeerId(PEER)) == expected
+
+
+def test_a_relays_name_is_checked_as_well(names: dict[str, list[str]]) -> None:
+    names["relay.lan"] = ["192.168.0.9"]
+    relay, book = RELAYED.split("/")[2], AddressBook(lambda address: not is_private(address))
+    other = Identity(bytes([7]) * 32).peer
+    book.learn_announced(other, [f"/dns4/relay.lan/tcp/1{RELAYED}/p2p/{other}"])
+    assert dialled(book, PeerId(relay)) == dialled(book, other) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agora_protocol.ids import PeerId, Span
 
+from agora.net.nat.dialling import AddressBook
 from agora.net.p2pd.host import Host
 from agora.node.peer.local_peer import watch_connections
 from agora.swarm.redialling import LostPeers
@@ -44,7 +45,10 @@ def test_a_peer_whose_process_ended_is_lost_and_one_that_only_hung_up_is_not(tmp
         view, lost, noticed = View({peer.peer: peer for peer in peers}), Noting(connected=3), asyncio.Event()
         await watcher.connect([address for peer in peers for address in peer.addresses])
         assert await watcher.connected_peers() == frozenset(host.peer for host in others)
-        watching = asyncio.create_task(watch_connections(watcher, lambda: view, lost, noticed.set))
+        book = AddressBook()
+        for peer in peers:
+            book.learn_announced(peer.peer, peer.addresses)
+        watching = asyncio.create_task(watch_connections(watcher, book, lambda: view, lost, noticed.set))
         try:
             await lost.looked.wait()
             await hangs_up.p2p._client.disconnect(watcher.p2p.peer_id)

@@ -119,7 +119,7 @@ OK = Health("OK", "fine", None)
 def test_status_has_exactly_the_fields_of_the_contract() -> None:
     found = build_status(two_each(2, stepped_unix=NOW, seen_unix=NOW - 1.2), RUN_IDENTITY, OK, NOW)
     first = ["schema", "run_id", "name", "step", "loss", "tokens_per_second", "health", "stages", "peers"]
-    assert list(found) == [*first, "objective", "unix", "tuning", "samples"]
+    assert list(found) == [*first, "objective", "unix", "tuning", "samples", "loss_spread"]
     assert list(found["health"]) == ["state", "why", "do"]
     assert list(found["stages"][0])[:4] == ["stage", "replicas", "step", "tokens_per_second"]
     expected = ["peer", "name", "span", "state", "step", "tokens_per_second", "path", "seen_seconds", "note"]
@@ -138,7 +138,7 @@ def test_status_sums_replicas_and_the_slowest_stage_is_the_swarms_throughput() -
     assert [s["replicas"] for s in found["stages"]] == [2, 1]
     assert [s["step"] for s in found["stages"]] == [12, 11] and found["step"] == 12
     assert [s["tokens_per_second"] for s in found["stages"]] == [150.0, 50.0] and found["tokens_per_second"] == 50.0
-    assert found["loss"] == 3.0, "weighted by throughput"
+    assert found["loss"] == 3.0 and found["loss_spread"] == [1.0, 4.0], "weighted by throughput"
     assert {p["state"] for p in found["peers"]} == {"training", "joining"}
     assert [p["span"] for p in found["peers"]] == [[0, 0], [0, 1], [1, 1]]
 
@@ -219,3 +219,32 @@ def test_staleness_is_weighted_by_the_tokens_counted() -> None:
 
 def test_a_stage_of_which_nothing_is_known_has_no_figures() -> None:
     assert sum_accounts([]) == sum_accounts([StageAccount()]) == StageTokens(0, 0, None, None, None)
+
+
+@pytest.mark.parametrize("count", [3, 4, 7, 16])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"loss": 0.0, "tokens_per_second": 1e12},
+        {"loss": 1e30, "tokens_per_second": 1e300},
+        {"loss": -1e30, "tokens_per_second": 50.0},
+        {"loss": 3.0, "tokens_per_second": 1e12, "metrics": (1e30,) * 6},
+        {"loss": 1e9, "tokens_per_second": 0.0},
+    ],
+)
+def test_one_peers_claims_decide_neither_the_loss_nor_the_totals(count: int, lie: dict[str, float]) -> None:
+    honest = [
+        seen(f"p{n}", "0", tokens_per_second=100.0, loss=3.0 + 0.01 * n, metrics=(0.5,) * 6) for n in range(count - 1)
+    ]
+    run = RunIdentity("ab" * 32, "demo", 1, 256, "dpo")
+    true, found = (build_status(view(*peers), run, OK, NOW) for peers in (honest, [*honest, seen("liar", "0", **lie)]))
+    assert 3.0 <= found["loss"] <= 3.0 + 0.01 * count, "within what the honest ones report"
+    low, high = found["loss_spread"]
+    assert 3.0 <= low <= high <= 3.0 + 0.01 * count
+    assert found["tuning"] == true["tuning"] or set(found["tuning"].values()) == {0.5}
+    assert found["tokens_per_second"] <= true["tokens_per_second"] + 400.0
+
+
+def test_the_claims_of_honest_peers_of_unlike_speed_count_as_they_are() -> None:
+    peers = [seen(f"p{n}", "0", tokens_per_second=rate, loss=3.0) for n, rate in enumerate((50.0, 100.0, 130.0, 380.0))]
+    assert build_status(view(*peers), RUN_IDENTITY, OK, NOW)["stages"][0]["tokens_per_second"] == 660.0

@@ -170,7 +170,7 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> 
 def _decode_status(answer: Message) -> dict[str, Any]:
     try:
         status = json.loads(answer.status) if isinstance(answer, messages.StatusAnswer) else None
-    except ValueError:
+    except (ValueError, RecursionError):  # a megabyte of brackets is deeper than any parser goes
         status = None
     if not isinstance(status, dict):
         raise ProtocolError("bad-message", "The status is not a JSON object.")

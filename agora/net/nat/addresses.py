@@ -6,6 +6,7 @@ NAT, or reserved (RFC 6890).
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import socket
@@ -19,6 +20,9 @@ from agora_protocol.errors import InputError, LocalError
 from agora_protocol.ids import PeerId
 
 ANY: Final = {"ip4": "0.0.0.0", "ip6": "::"}  # the addresses to listen on that stand for all of the machine's
+RESOLVE_S: Final = 2.0  # seconds that a resolver may take for one name
+_NAME_FAMILIES: Final = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
@@ -38,15 +42,48 @@ def is_circuit(address: str) -> bool:
 def is_private(address: str) -> bool:
     """Returns whether a multiaddr begins with an IP address that not all of the internet can dial.
 
-    False for host names (/dns...); True for a malformed address.
+    False for host names (/dns...), see resolve_name; True for a malformed address.
     """
     words = address.split("/")
     if len(words) < 3 or words[1] not in ANY:
         return len(words) < 3 or not words[1].startswith("dns")
     try:
-        return not ipaddress.ip_address(words[2]).is_global
+        return not _is_global(words[2])
     except ValueError:
         return True
+
+
+def _is_global(host: str) -> bool:
+    ip = ipaddress.ip_address(host)
+    if ip.version == 6:
+        # Those that stand for an IPv4 address lead where that one does: mapped, 6to4, and NAT64 (RFC 6052).
+        last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        within = ip.ipv4_mapped or ip.sixtofour or (last if ip in _NAT64 else None)
+        return ip.is_global and (within is None or within.is_global)
+    return ip.is_global
+
+
+def is_named(address: str) -> bool:
+    """Returns whether a multiaddr begins with a host name: only who resolves it knows where it leads."""
+    return address.startswith("/dns")
+
+
+async def resolve_name(address: str) -> list[str]:
+    """Returns a multiaddr that begins with a host name (/dns, /dns4, /dns6), with each IP address that the name has.
+
+    Empty when the name does not resolve within RESOLVE_S, and for /dnsaddr.
+    """
+    _, kind, host, *rest = address.split("/")
+    if kind not in _NAME_FAMILIES:
+        return []
+    family, resolver = _NAME_FAMILIES[kind], asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            found = await resolver.getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, TimeoutError):
+        return []
+    hosts = dict.fromkeys((family, str(place[0])) for family, *_, place in found)
+    return ["/".join(["", "ip6" if family == socket.AF_INET6 else "ip4", ip, *rest]) for family, ip in hosts]
 
 
 def addresses_by_peer(addresses: Iterable[str]) -> dict[PeerId, list[str]]:

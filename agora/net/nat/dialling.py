@@ -26,7 +26,7 @@ from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_NAME
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
-from agora.net.nat.addresses import is_circuit, relays_of
+from agora.net.nat.addresses import is_circuit, is_named, relays_of, resolve_name
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host, SimultaneousOpen
 from agora.net.rpc.connection import Connection
@@ -61,13 +61,20 @@ class AddressBook:
     def __init__(self, may_dial: Callable[[str], bool] = lambda _address: True) -> None:
         """may_dial: returns whether an address that a peer announces may be dialled."""
         self._may_dial = may_dial
+        self._vouched_names: set[str] = set()  # addresses with host names that came from an invite or the owner
         self._known: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Replaces the addresses of `peer` with the first MAX_ADDRESSES given that are well-formed and end in its id.
 
-        Keeps the known addresses if no given address qualifies.
+        Keeps the known addresses if no given address qualifies. They are those of an invite, or of the owner: they are
+        dialled wherever they lead.
         """
+        addresses = tuple(addresses)
+        self._vouched_names.update(filter(is_named, addresses))
+        self._remember(peer, addresses)
+
+    def _remember(self, peer: PeerId, addresses: Iterable[str]) -> None:
         usable = [known for known in addresses if address_problem(known) is None and peer_of_address(known) == peer]
         if usable:
             self._known[peer] = tuple(usable[:MAX_ADDRESSES])
@@ -81,14 +88,27 @@ class AddressBook:
         Where one goes through a relay of which no address is known, learns the relay's own address from it.
         """
         usable = [address for address in addresses if self._may_dial(address)]
-        self.learn(peer, usable)
+        self._remember(peer, usable)
         for relay, its_addresses in relays_of(usable).items():
             if not self.addresses(relay):
-                self.learn(relay, its_addresses)
+                self._remember(relay, its_addresses)
 
     def addresses(self, peer: PeerId) -> tuple[str, ...]:
         """Returns the peer's remembered multiaddrs, each ending in /p2p/ and its id; empty if none are known."""
         return self._known.get(peer, ())
+
+    async def dialable(self, peer: PeerId) -> list[str]:
+        """Returns the peer's addresses with announced host names resolved, as far as those lead where may_dial says.
+
+        A peer can give its name any address, of a LAN for example. So the address that was checked is what is dialled.
+        """
+        addresses: list[str] = []
+        for address in self.addresses(peer):
+            if is_named(address) and address not in self._vouched_names:
+                addresses += filter(self._may_dial, await resolve_name(address))
+            else:
+                addresses.append(address)
+        return addresses
 
 
 async def reach_by_any_way(
@@ -230,7 +250,7 @@ class Dialler:
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
         # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
-        addresses = self._book.addresses(peer)
+        addresses = await self._book.dialable(peer)
         tried = ""
         if addresses:
             try:

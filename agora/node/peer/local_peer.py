@@ -25,7 +25,7 @@ from agora.cost.manifest_cost import usual_in_flight
 from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import Directory
 from agora.net.nat.addresses import addresses_by_peer, is_circuit, public_only
-from agora.net.nat.dialling import DialStrategy
+from agora.net.nat.dialling import AddressBook, DialStrategy
 from agora.net.nat.reachability_keeper import ReachabilityKeeper
 from agora.net.nat.relay import RelayService
 from agora.net.p2pd.host import Host
@@ -257,7 +257,9 @@ class LocalPeer:
         members = self.membership
         self.tasks.start(
             "connections",
-            watch_connections(self.host, lambda: self.view, members.lost_peers, on_lost=members.forget_lost),
+            watch_connections(
+                self.host, self.network.address_book, lambda: self.view, members.lost_peers, on_lost=members.forget_lost
+            ),
         )
         self.tasks.start("addresses", self._keep_writing_addresses())
         self.tasks.start("uplink", self._measure_uplink())
@@ -368,7 +370,7 @@ def compute_slots(manifest: Manifest, free_bytes: int) -> int:
 
 
 async def watch_connections(
-    host: Host, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
+    host: Host, book: AddressBook, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
 ) -> None:
     """Every CONNECTIONS_S, until cancelled, dials peers of the view whose connection broke; tells `lost` of failures.
 
@@ -380,15 +382,15 @@ async def watch_connections(
         with contextlib.suppress(ConnectionBroken):  # p2pd is gone: the daemon notices that
             connected = await host.connected_peers()
             due = lost.update_connected(loop_time(), connected, view_of())
-            failed = await asyncio.gather(*(_is_unreachable(host, peer) for peer in due))
+            failed = await asyncio.gather(*(_is_unreachable(host, book, peer.peer) for peer in due))
             for peer in (peer for peer, has_failed in zip(due, failed, strict=True) if has_failed):
                 if lost.record_failed_dial(loop_time(), peer.peer, peer.incarnation):
                     on_lost()
 
 
-async def _is_unreachable(host: Host, peer: PeerView) -> bool:
+async def _is_unreachable(host: Host, book: AddressBook, peer: PeerId) -> bool:
     try:
-        await host.reach(peer.peer, peer.addresses, CHECK_DIAL_S)
+        await host.reach(peer, await book.dialable(peer), CHECK_DIAL_S)
     except AgoraError as error:
         return isinstance(error, ConnectionBroken)
     return False
