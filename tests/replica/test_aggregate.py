@@ -1,4 +1,4 @@
-"""What an owner makes of contributions: shares that nobody can grow, a clip that nobody can stretch."""
+"""What a reducer makes of contributions: shares that nobody can grow, a clip that nobody can stretch."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_comes_in_is_not_changed() -> None:
 @pytest.mark.parametrize("rule", ["mean", "clip"])
 @pytest.mark.parametrize("size", [1e19, 1e25, 1e35, 3e38])
 def test_what_is_said_of_an_absurd_average_can_be_said(size: float, rule: Aggregation) -> None:
-    """Else one member's values would make the owner refuse the honest ones."""
+    """Else one member's values would make the reducer refuse the honest ones."""
     for attackers in (1, 2):
         values = [honest(1), honest(2)] + [torch.full((SIZE,), size)] * attackers
         found = averaged(values, rule=rule, center=values[0])

@@ -121,13 +121,13 @@ def test_a_stage_that_is_behind_at_an_all_reduce_step_of_an_asynchronous_run_rep
         assert next_action(NOW, StageView(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
     closed = StageView(at(5, tokens, share=6))
     assert next_action(NOW, closed, others((A, 6, 0)), EXACT)[0] == Action("step together", 5), (
-        "its owners have the mean"
+        "its reducers have the mean"
     )
 
 
 @pytest.mark.parametrize("tokens", [0, 10])
 def test_a_stage_one_synchronous_step_behind_comes_to_that_step(tokens: int) -> None:
-    """Others may have got their average before: their owner still has it."""
+    """Others may have got their average before: their reducer still has it."""
     assert next_action(NOW, StageView(at(5, tokens)), others((A, 6, 0)), SYNCHRONOUS)[0] == Action("step together", 5)
 
 

@@ -50,7 +50,7 @@ def test_slices_beyond_the_number_of_blocks_are_empty() -> None:
     slices = Fragments(3 * SLICE_BLOCK, slice_count(0.1), seed=7)
     assert [len(slices.blocks(number)) for number in range(10)] == [1, 1, 1] + [0] * 7
     assert [slices.numel_of(number) for number in range(2, 5)] == [SLICE_BLOCK, 0, 0]
-    assert cut_into_shards(0) == [], "and have no parts"
+    assert cut_into_shards(0) == [], "and have no shards"
 
 
 def test_parts_are_of_one_size_but_the_last() -> None:
@@ -59,7 +59,7 @@ def test_parts_are_of_one_size_but_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elements", "of_part", "parts"),
+    ("elements", "of_shard", "shards"),
     [
         (64 * PART_ELEMENTS, PART_ELEMENTS, 64),
         (64 * PART_ELEMENTS + 1, 2 * PART_ELEMENTS, 33),
@@ -67,10 +67,10 @@ def test_parts_are_of_one_size_but_the_last() -> None:
         (10**9, MAX_PART_ELEMENTS, 1908),
     ],
 )
-def test_a_large_vector_has_larger_parts_up_to_a_limit(elements: int, of_part: int, parts: int) -> None:
+def test_a_large_vector_has_larger_shards_up_to_a_limit(elements: int, of_shard: int, shards: int) -> None:
     cuts = cut_into_shards(elements)
-    assert len(cuts) == parts and cuts[-1].stop == elements
-    assert {cut.stop - cut.start for cut in cuts[:-1]} == {of_part}
+    assert len(cuts) == shards and cuts[-1].stop == elements
+    assert {cut.stop - cut.start for cut in cuts[:-1]} == {of_shard}
     assert all(before.stop == after.start for before, after in pairwise(cuts))
 
 
@@ -108,13 +108,13 @@ def test_a_peer_that_goes_leaves_the_parts_of_others_alone() -> None:
         assert reducers_of(RUN, Shard(0, "fragment", 1, part, 20), after)[0] == (second if first == gone else first)
 
 
-def test_a_gradient_has_its_owners_for_sixteen_rounds() -> None:
+def test_a_gradient_has_its_reducers_for_sixteen_rounds() -> None:
     turns = [reducing_epoch(number, fragments=0) for number in range(3 * ROUNDS_PER_REDUCER)]
     assert turns == ["0"] * 16 + ["1"] * 16 + ["2"] * 16
 
 
 @pytest.mark.parametrize("slices", [1, 4, 20])
-def test_a_slice_has_its_owners_for_sixteen_of_its_own_rounds_and_no_other_slice_has_them(slices: int) -> None:
+def test_a_slice_has_its_reducers_for_sixteen_of_its_own_rounds_and_no_other_slice_has_them(slices: int) -> None:
     turns = [reducing_epoch(number, slices) for number in range(2 * ROUNDS_PER_REDUCER * slices)]
     for number in range(slices):
         assert turns[number::slices] == [f"{number}.0"] * ROUNDS_PER_REDUCER + [f"{number}.1"] * ROUNDS_PER_REDUCER

@@ -1,4 +1,4 @@
-"""What a part is after it has travelled: near what it was, right in the mean, and never what a stranger made of it."""
+"""What a shard is after it has travelled: near what it was, right in the mean, and never what a stranger made of it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_quantisation_under_a_common_dither_is_right_in_the_mean() -> None:
 def test_dithers_differ_by_label_and_are_the_same_for_the_same() -> None:
     one, same, other = (dither_fractions(label, 4096) for label in ("a\0b", "a\0b", "a\0c"))
     assert torch.equal(one, same) and not torch.equal(one, other)
-    assert torch.equal(dither_fractions("a\0b", 13), one[:13]), "a shorter part has the same first ones"
+    assert torch.equal(dither_fractions("a\0b", 13), one[:13]), "a shorter shard has the same first ones"
     assert float(one.abs().max()) < 0.5 and abs(float(one.mean())) < 5 * math.sqrt(1 / 12 / 4096)
     assert abs(float((one * other).mean())) < 5 / 12 / math.sqrt(4096), "and know nothing of each other"
 
@@ -240,15 +240,15 @@ def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_t
 @pytest.mark.parametrize("name", WIRE_NAMES)
 def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, kind: RoundKind) -> None:
     """The receiver of a mean sends in another format itself: what the bytes are is said beside them."""
-    owner, member = (ShardCodec(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
+    reducer, member = (ShardCodec(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
     part = Shard(0, kind, 30, 0, int(kind == "fragment"))
     first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
-    average = owner.mean(part, [first, second], [1.0, 3.0], None)
+    average = reducer.mean(part, [first, second], [1.0, 3.0], None)
     assert average is not None and average.encoded is not None and average.message.wire == name
     told = member.decode_mean(part, average.encoded.tensors, 1000, average.message)
-    assert torch.equal(told.values, average.values), "the owner too uses what the bytes decode to"
+    assert torch.equal(told.values, average.values), "the reducer too uses what the bytes decode to"
     assert told.encoded is not None
-    passed_on = owner.decode_mean(part, told.encoded.tensors, 1000, told.message)
+    passed_on = reducer.decode_mean(part, told.encoded.tensors, 1000, told.message)
     assert torch.equal(passed_on.values, average.values)
 
 

@@ -105,7 +105,7 @@ def test_parts_are_those_of_the_text() -> None:
         assert vector["parts"] == [list(pair) for pair in zip(ends, ends[1:], strict=False)]
 
 
-def test_owners_are_those_of_the_text() -> None:
+def test_reducers_are_those_of_the_text() -> None:
     for vector in VECTORS["owners"]:
         members = vector["members"]
         usual = statistics.median([it for it in members.values() if it] or [1.0])

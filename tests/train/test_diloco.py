@@ -54,7 +54,7 @@ def test_a_part_without_a_mean_stays_with_its_weights() -> None:
 
 
 def test_a_part_of_a_large_slice_is_larger() -> None:
-    """A slice of 65 small parts has 33 parts of twice as many elements."""
+    """A fragment of 65 small shards has 33 of twice as many elements."""
     large = 65 * PART_ELEMENTS
     layout = lay_out([("weights", (large // SLICE_BLOCK, SLICE_BLOCK))])
     outer = OuterOptimizer(SECTION, layout, torch.zeros(large))
