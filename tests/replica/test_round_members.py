@@ -18,7 +18,7 @@ from tests.virtual_time import run
 
 
 def test_nobody_waits_for_a_replica_that_is_listed_and_has_never_reported() -> None:
-    """It may be there, so that no step is taken as if it were not; but it reduces no shard, and no reducer waits for it."""
+    """It may be there, so no step is taken as if it were not; but it reduces no shard, and no reducer waits for it."""
 
     async def main() -> None:
         world = GroupWorld([4000.0, 4000.0, 4000.0])
