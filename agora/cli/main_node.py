@@ -69,6 +69,16 @@ HOURS = Annotated[
 ]
 
 
+AT_END = Annotated[
+    str | None,
+    typer.Option(
+        "--at-end",
+        metavar="serve|leave|go-on",
+        help="When the run has taken its total_steps: serve the result (default), leave, or train on.",
+    ),
+]
+
+
 @app.command()
 def join(
     run: console.RUN,
@@ -86,6 +96,7 @@ def join(
     memory_gib: MEMORY = None,
     disk_gib: DISK = None,
     hours: HOURS = None,
+    at_end: AT_END = None,
     log_level: LOG_LEVEL = None,
 ) -> None:
     """Join a run and train until stopped.
@@ -113,7 +124,7 @@ def join(
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
-    flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
+    flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib, "at_end": at_end}
     startup.run(run, paths.home_at(directory), flags)
 
 

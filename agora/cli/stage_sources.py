@@ -15,7 +15,7 @@ from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
 from agora.node.runs import RunReference
-from agora.state.checkpoint import MOMENTS, WEIGHTS, newest_checkpoint
+from agora.state.checkpoint import MOMENTS, WEIGHTS, end_checkpoint, newest_checkpoint
 from agora.state.layout import AVERAGE
 from agora.state.merged_model import StageFile
 from agora.tuning.base.hub import absolute_name
@@ -72,11 +72,16 @@ def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True)
 
 
 def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
-    """Asks the daemons in turn, then takes the newest checkpoints. Raises Failure with exit code 4 when a stage has no
-    weights.
+    """Takes the state at the run's end if this machine has all of it; else asks the daemons in turn, then takes the
+    newest checkpoints. Raises Failure with exit code 4 when a stage has no weights.
     """
     signed = found.signed
     reasons: list[str] = []
+    if at_end := _end_checkpoints(signed, found.homes, average and signed.manifest.optimizer.average_decay > 0):
+        steps = " and ".join(f"{step:,}" for step in sorted({file.step for file in at_end}))
+        print_to_stderr(f"the run has ended: its state of step {steps} is taken, as it was kept at the end")
+        is_average = average and signed.manifest.optimizer.average_decay > 0
+        return StageSources(signed, "checkpoints", is_average, at_end, found.base)
     average = average and signed.manifest.optimizer.average_decay > 0
     for entry in found.daemons:
         try:
@@ -141,6 +146,19 @@ def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -
         return tuple(StageFile(stage, int(steps[str(stage)]), Path(files[str(stage)])) for stage in range(stage_count))
     except (KeyError, TypeError, ValueError):
         raise control_client.DaemonRefused("bad-answer", "its answer does not name a file for every stage") from None
+
+
+def _end_checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], average: bool) -> tuple[StageFile, ...]:
+    end_step = signed.manifest.optimizer.total_steps
+    name, prefix = (MOMENTS, f"{AVERAGE}.") if average else (WEIGHTS, "")
+    files = []
+    for stage in range(signed.manifest.stage_count):
+        kept = [end_checkpoint(home.checkpoints(signed.run_id), signed.run_id, stage, end_step) for home in homes]
+        first = min((found for found in kept if found is not None), key=lambda found: found.step, default=None)
+        if first is None:
+            return ()
+        files.append(StageFile(stage, first.step, first.path / name, prefix))
+    return tuple(files)
 
 
 def _newest_checkpoints(

@@ -77,6 +77,8 @@ class Settings(pydantic.BaseModel):
     download_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # likewise
     # FROM-TO[,FROM-TO] in local time, such as 22-07: outside it is paused; "" is all day.
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
+    # What follows when the run has taken its total_steps: it serves the state and trains no more, leaves, or trains on.
+    at_end: Literal["serve", "leave", "go-on"] = "serve"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @pydantic.field_validator("listen", "announce", mode="before")

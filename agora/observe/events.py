@@ -82,7 +82,7 @@ class OwnerTold(Event, level="warning", template="{text}"):
 
 
 class StateChanged(Event, level="info", template="{state}: {reason}"):
-    """Event: the daemon's own state changed. `state`: serving, paused, moving, leaving or left."""
+    """Event: the daemon's own state changed. `state`: serving, paused, moving, completed, leaving or left."""
 
     state: str
     reason: str
@@ -406,7 +406,7 @@ class MoveChosen(Event, level="info", template="moves to stages {first_stage}-{l
 
 
 class HealthChanged(Event, level="info", template="health {state}: {why}; {do}"):
-    """Event: the swarm's health, as this peer judges it, changed to OK, DEGRADED, STALLED or PAUSED; `do`: advice."""
+    """Event: the swarm's health, as this peer judges it, has changed. state: see agora.swarm.health. `do`: advice."""
 
     state: str
     why: str

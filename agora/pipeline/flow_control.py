@@ -150,6 +150,8 @@ class SendInputs:
     # How many may be open until the awaited mean gradient is applied: more would be computed on weights without it.
     # None where origins do not wait for means.
     before_mean: int | None = None
+    # Whether stage 0 has taken the run's last step: "last" while other stages have not, "over" once all have.
+    end: Literal["", "last", "over"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,10 @@ def next_send(
         return SendDecision("wait", "too few replicas serve the run", quota)
     if paused:
         return SendDecision("wait", "paused by its owner", quota)
+    if seen.end == "over":
+        return SendDecision("wait", "the run has taken its total_steps", quota)
+    if seen.end == "last" and open_count:  # one at a time, so that no stage goes far beyond the end
+        return SendDecision("wait", "the last stages take their last step", quota)
     if seen.step is not None and not quota.left and not open_count:
         quota = quota.next_quota(now, seen.step)
     if seen.step is not None and not quota.left:

@@ -234,7 +234,8 @@ class Origin:
                     return drawn
                 self._quota = quota  # undoes what _decide counted: the source had nothing to draw
             # Nobody notifies of replicas that come, of steps of others, or of means: then it looks again by itself.
-            is_notified = decision.action == "wait" and seen.ready and seen.step is None and seen.before_mean is None
+            is_alone = seen.ready and seen.step is None and seen.before_mean is None and not seen.end
+            is_notified = decision.action == "wait" and is_alone
             until = None if is_notified else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)
 

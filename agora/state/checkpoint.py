@@ -78,13 +78,14 @@ class Checkpoint:
     plan: StepPlan = ONLY_ALL_REDUCE
 
 
-def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) -> Checkpoint:
+def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int, end_step: int = 0) -> Checkpoint:
     """Writes `state` as a checkpoint below `folder`, and removes the stage's oldest checkpoints.
 
     Of the stage's checkpoints up to this step, the `keep` newest stay, always including this one; checkpoints of later
-    steps stay, too. If an intact checkpoint of the same content exists, it stays instead. Temporary folders of killed
-    writers are removed. run: the run's id, which is written into the index; the path does not depend on it. Raises
-    DiskError when the checkpoint cannot be written; all earlier ones are then still there, and nothing of this one.
+    steps stay, too, and so does the first one from `end_step`, the run's last step, on. If an intact checkpoint of the
+    same content exists, it stays instead. Temporary folders of killed writers are removed. run: the run's id, which is
+    written into the index; the path does not depend on it. Raises DiskError when the checkpoint cannot be written; all
+    earlier ones are then still there, and nothing of this one.
     """
     parent = stage_folder(folder, state.stage)
     try:
@@ -96,7 +97,9 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
         raise DiskError(
             f"Cannot write a checkpoint below {parent} ({error.strerror}); the older ones are intact. Free some space."
         ) from error
-    for old in [p for step, p in _list_checkpoints(parent) if step <= state.step and p != path][max(keep, 1) - 1 :]:
+    kept = end_checkpoint_folder(parent, end_step)
+    earlier = [p for step, p in _list_checkpoints(parent) if step <= state.step and p not in (path, kept)]
+    for old in earlier[max(keep, 1) - 1 :]:
         trash = fresh_path(old)
         with contextlib.suppress(OSError):  # the next write tries again
             os.rename(old, trash)  # rename before removing, so that no reader ever finds half of one
@@ -111,6 +114,20 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int) ->
         history_hash=state.history_hash,
         plan=state.plan,
     )
+
+
+def end_checkpoint_folder(parent: Path, end_step: int) -> Path | None:
+    """Returns the folder in `parent`, a stage's, of the first checkpoint from `end_step` on; None for 0 and without."""
+    return next((path for step, path in reversed(_list_checkpoints(parent)) if step >= end_step > 0), None)
+
+
+def end_checkpoint(folder: Path, run: str, stage: int, end_step: int) -> Checkpoint | None:
+    """Returns the intact checkpoint of `stage` at the run's end, the first one from `end_step` on, or None."""
+    for step, path in reversed(_list_checkpoints(stage_folder(folder, stage))):
+        with contextlib.suppress(CheckpointError):
+            if step >= end_step:
+                return verify_checkpoint(path, run, stage)
+    return None
 
 
 def newest_checkpoint(

@@ -284,11 +284,13 @@ class StateKeeper:
     # --- writing checkpoints
 
     def on_stepped(self, stage: int, step: int) -> None:
-        """If a checkpoint is due at `step`, makes `run` write it soon, without waiting. Call it after each step.
+        """If a checkpoint is due at `step`, by the manifest or as the run's last, makes `run` write it soon.
 
-        The checkpoint is of the step that the stage has reached when it is written.
+        Does not wait. Call it after each step. The checkpoint is of the step that the stage has reached when it is
+        written.
         """
-        if rules.is_checkpoint_due(step, self._manifest.checkpoint.every, self._checkpoint_steps.get(stage, 0)):
+        last, end = self._checkpoint_steps.get(stage, 0), self._manifest.optimizer.total_steps
+        if rules.is_checkpoint_due(step, self._manifest.checkpoint.every, last) or step >= end > last:
             self._checkpoint_steps[stage] = step
             self._due_stages.add(stage)
             self._wake.set()
@@ -308,12 +310,13 @@ class StateKeeper:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
-        keep, started_at = self._manifest.checkpoint.keep, loop_time()
+        keep, end = self._manifest.checkpoint.keep, self._manifest.optimizer.total_steps
+        folder, run, started_at = self._folder, self._run_id, loop_time()
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
                 await run_in_thread(lambda: self._make_room(stage, state.layout.nbytes))
-                await run_in_thread(lambda: write_checkpoint(self._folder, self._run_id, state, keep=keep))
+                await run_in_thread(lambda: write_checkpoint(folder, run, state, keep=keep, end_step=end))
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))
             return

@@ -6,6 +6,7 @@ Steps count, not heartbeats: a swarm whose peers all answer but whose weights do
 |---|---|
 | PAUSED | this peer is paused: by its owner, or it is outside its hours; see node/limits/pausing.py |
 | UNREACHABLE | the view is empty |
+| COMPLETED | every stage has taken `total_steps`, and this peer's owner has not chosen to go on |
 | STALLED | a stage has no serving peer, or took no step within its time limit |
 | DEGRADED | a stage has not taken its first step, still within its time limit; or it has a single replica |
 | OK | every stage has two replicas or more, and steps |
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from agora.swarm.view import PeerView, View
 
 OK, DEGRADED, STALLED, PAUSED, UNREACHABLE = "OK", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE"
+COMPLETED = "COMPLETED"
 MIN_LIMIT_S = 60.0
 LIMIT_STEPS = 10.0  # A stage that took no step for this many usual step times, and for MIN_LIMIT_S at least, is stalled
 
@@ -36,11 +38,18 @@ class Health:
     advice: str | None = None
 
 
-def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: float) -> Health:
+def has_ended(view: View, stage_count: int, total_steps: int) -> bool:
+    """Returns whether a replica of every stage has taken `total_steps`; False for 0, a run without an end."""
+    steps = (max((seen.step_of(stage) for seen in view.replicas(stage)), default=0) for stage in range(stage_count))
+    return total_steps > 0 and all(step >= total_steps for step in steps)
+
+
+def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: float, total_steps: int = 0) -> Health:
     """Returns the swarm's health as a running peer sees it in its view; never PAUSED. The first stage at fault is
     named.
 
-    since_unix: when the peer began to look; time without steps counts only from then on.
+    since_unix: when the peer began to look; time without steps counts only from then on. total_steps: the run's end, 0
+    where it goes on.
     """
     if not view.peers:
         advice = "check the invite's addresses and this machine's network"
@@ -48,6 +57,9 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
     empty = [stage for stage in range(stage_count) if not view.replicas(stage)]
     if empty:
         return _judge_vacant(view, empty)
+    if has_ended(view, stage_count, total_steps):
+        why = f"the run has taken its {total_steps:,} steps, and trains no more"
+        return Health(COMPLETED, why, "export it with `swarm export RUN --out DIR`; its peers may leave then")
     last: dict[int, float | None] = {}
     for stage in range(stage_count):
         replicas = view.replicas(stage)

@@ -54,6 +54,15 @@ def test_the_first_row_that_holds_decides(state: dict[str, Any], action: str, re
     assert opening.quota == NONE or action == "open", "waiting uses nothing up"
 
 
+def test_after_the_last_step_nothing_is_opened_and_until_others_have_taken_it_one_at_a_time() -> None:
+    for open_count in (0, 3):
+        over = decide(seen=SendInputs(end="over"), open_count=open_count)
+        assert (over.action, over.reason) == ("wait", "the run has taken its total_steps")
+    assert decide(seen=SendInputs(end="last"), open_count=0).action == "open"
+    assert decide(seen=SendInputs(end="last"), open_count=1).action == "wait"
+    assert decide(seen=SendInputs(end="over"), leaving=True).action == "stop"
+
+
 def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
     for before, open_count, action in (None, 3, "open"), (2, 1, "open"), (2, 2, "wait"), (-1, 0, "wait"):
         opening = decide(seen=SendInputs(before_mean=before), open_count=open_count)

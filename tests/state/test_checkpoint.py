@@ -24,6 +24,7 @@ from agora.state import files
 from agora.state.checkpoint import (
     Checkpoint,
     CheckpointError,
+    end_checkpoint,
     newest_checkpoint,
     read_checkpoint,
     stage_folder,
@@ -125,6 +126,20 @@ def test_the_last_k_are_kept_and_what_is_not_ours_is_left_alone(tmp_path: Path) 
     assert all((place / name).is_dir() for name in foreign)
     assert newest(tmp_path)[0].step == 500
     assert not newest(tmp_path)[1]
+
+
+@pytest.mark.parametrize("end_step", [200, 150])
+def test_the_state_at_the_end_of_the_run_stays_however_long_it_goes_on(tmp_path: Path, end_step: int) -> None:
+    for step in (100, 200, 300, 400, 500, 600):
+        write_checkpoint(tmp_path, RUN, trained(step), keep=2, end_step=end_step)
+    assert [name.split("-")[1] for name in names(tmp_path)] == ["200", "500", "600"]
+    kept = end_checkpoint(tmp_path, RUN, 2, end_step)
+    assert kept is not None and kept.step == 200
+    assert newest(tmp_path)[0].step == 600
+    assert end_checkpoint(tmp_path, RUN, 2, 601) is None
+    (kept.path / "weights.safetensors").write_bytes(b"damaged")
+    later = end_checkpoint(tmp_path, RUN, 2, end_step)
+    assert later is not None and later.step == 500, "a damaged one is passed over"
 
 
 def test_stages_do_not_touch_each_other(tmp_path: Path) -> None:

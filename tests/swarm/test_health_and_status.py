@@ -248,3 +248,20 @@ def test_one_peers_claims_decide_neither_the_loss_nor_the_totals(count: int, lie
 def test_the_claims_of_honest_peers_of_unlike_speed_count_as_they_are() -> None:
     peers = [seen(f"p{n}", "0", tokens_per_second=rate, loss=3.0) for n, rate in enumerate((50.0, 100.0, 130.0, 380.0))]
     assert build_status(view(*peers), RUN_IDENTITY, OK, NOW)["stages"][0]["tokens_per_second"] == 660.0
+
+
+def test_a_run_that_has_taken_its_steps_is_completed_and_not_stalled() -> None:
+    """Nobody steps any more: without an end that would be STALLED after a minute."""
+    peers = two_each(2, steps=(40,), stepped_unix=NOW - 5_000.0)
+
+    def at(total_steps: int, known: View = peers) -> Health:
+        return assess_health(known, 2, NOW, since_unix=0.0, total_steps=total_steps)
+
+    assert at(40).state == "COMPLETED" and "40 steps" in at(40).why
+    assert at(40).advice is not None and "swarm export" in str(at(40).advice)
+    assert at(41).state == "STALLED", "one step is lacking"
+    assert at(0).state == "STALLED", "it goes on for ever"
+    late = view(seen("a", "0", steps=(40,), stepped_unix=NOW), seen("b", "1", steps=(39,), stepped_unix=NOW))
+    assert at(40, late).state == "DEGRADED", "every stage must have taken them"
+    lone = late.without(peer_id("b"))
+    assert at(40, lone).why == "stage 1 has no peer"

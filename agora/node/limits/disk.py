@@ -18,7 +18,7 @@ from agora_protocol.errors import DiskError
 from agora_protocol.manifest import Manifest
 
 from agora.node.paths import Home
-from agora.state.checkpoint import checkpoint_folders, stage_folder
+from agora.state.checkpoint import checkpoint_folders, end_checkpoint_folder, stage_folder
 
 # The folders of a run that can be removed: an export, or a question to the control socket, makes them again.
 EXPORTS: Final = ("collected", "weights")
@@ -67,7 +67,8 @@ class DiskGuard:
         """
         if not self._limit or self._has_room_for(nbytes):
             return
-        for folder in self._removable_folders(manifest.run_id, getattr(manifest.model, "tensors_hash", ""), stage):
+        base, end_step = getattr(manifest.model, "tensors_hash", ""), manifest.optimizer.total_steps
+        for folder in self._removable_folders(manifest.run_id, base, stage, end_step):
             shutil.rmtree(folder, ignore_errors=True)
             if self._has_room_for(nbytes):
                 return
@@ -81,8 +82,9 @@ class DiskGuard:
     def _has_room_for(self, nbytes: int) -> bool:
         return stored_bytes(self._home.root) + nbytes <= self._limit
 
-    def _removable_folders(self, run: str, base: str, stage: int | None) -> Iterator[Path]:
-        # In the order of make_room. The newest checkpoint of a stage never goes: a run may have no other copy.
+    def _removable_folders(self, run: str, base: str, stage: int | None, end_step: int) -> Iterator[Path]:
+        # In the order of make_room. The newest checkpoint of a stage, and the one of the run's end, never go: a run may
+        # have no other copy.
         runs = sorted(self._home.runs.glob("*"))
         yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())
         for folder in runs:
@@ -91,7 +93,9 @@ class DiskGuard:
                     yield from reversed(checkpoint_folders(of_stage)[1:])
         yield from (folder for folder in sorted((self._home.root / "base").glob("*")) if folder.name != base)
         if stage is not None:
-            yield from reversed(checkpoint_folders(stage_folder(self._home.checkpoints(run), stage))[1:])
+            folder = stage_folder(self._home.checkpoints(run), stage)
+            at_end = end_checkpoint_folder(folder, end_step)
+            yield from (old for old in reversed(checkpoint_folders(folder)[1:]) if old != at_end)
 
 
 def stored_bytes(root: Path) -> int:

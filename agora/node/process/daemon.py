@@ -39,6 +39,8 @@ ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon le
 CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
 MOVE_FINISH_S = 30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
 MOVE_CHECKPOINT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
+END_LOOK_S = 1.0  # seconds between two looks whether the run has ended
+LEAVE_AT_END_S = 15.0  # seconds from that until a daemon leaves: more than a read of the directory takes
 MEASURE_S = 4.0  # seconds between two measurements of how long microbatches take here
 WAIT_AFTER_FAILURE_S = 120.0  # seconds for which a peer whose move has failed does not try again
 
@@ -178,7 +180,9 @@ class Daemon:
         if self.loaded is None:
             step = self.startup.phases.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
-        return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix)
+        ends = self.startup.settings.at_end != "go-on"
+        total_steps = self.signed.manifest.optimizer.total_steps if self.signed is not None and ends else 0
+        return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix, total_steps=total_steps)
 
     def _total_traffic(self) -> events.Traffic:
         return add_traffic(self._past_traffic, self.local_peer.traffic()) if self.local_peer else self._past_traffic
@@ -218,6 +222,7 @@ class Daemon:
         )
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("capacity", publish_capacity(local_peer, lambda: self.loaded))
+        local_peer.tasks.start("end", watch_for_the_end(local_peer, self.leave))
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
         while True:
@@ -380,6 +385,29 @@ class Daemon:
                 await self._peer_closing.aclose()
         except TimeoutError:
             self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
+
+
+async def watch_for_the_end(local_peer: LocalPeer, leave: Callable[[str], None]) -> None:
+    """Waits until every stage has taken the manifest's total_steps; reports that, and leaves where the owner says so.
+
+    Runs until cancelled.
+    """
+    manifest, at_end = local_peer.manifest, local_peer.startup.settings.at_end
+    total_steps = manifest.optimizer.total_steps
+    while not health.has_ended(local_peer.view, manifest.stage_count, total_steps):  # noqa: ASYNC110
+        await asyncio.sleep(END_LOOK_S)
+    follows = {
+        "serve": "it serves the result and trains no more; export it, then run `agora-node leave`",
+        "leave": f"it leaves in {LEAVE_AT_END_S:.0f} s",
+        "go-on": "it goes on at the lowest learning rate, as at_end says; an export takes the state of the end",
+    }[at_end]
+    reason = f"the run has taken its {total_steps:,} steps, and the state at the end is kept"
+    local_peer.startup.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
+    if at_end == "leave":
+        # Others read of the last steps within seconds, and must, before a stage has no peer any more.
+        await asyncio.sleep(LEAVE_AT_END_S)
+        leave(reason)
+    await asyncio.Event().wait()
 
 
 async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:

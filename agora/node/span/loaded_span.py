@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError, NotMyStage, ProtocolError
@@ -477,6 +477,8 @@ class LoadedSpan:
         ready = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
         origins = [seen.peer for seen in view.replicas(0)]
         rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
+        if end := self._end_of_run():
+            return SendInputs(ready, path_s=path_s, end=end)
         tokens_each = max(self._tokens_per_microbatch(), 1.0)
         per_step = math.ceil(manifest.optimizer.target_tokens / tokens_each)
         if not self._is_synchronous:
@@ -488,6 +490,16 @@ class LoadedSpan:
             return SendInputs(ready, None, path_s, staleness)
         lacking = math.ceil(self.replicas.stages[0].missing_tokens() / tokens_each)
         return SendInputs(ready, StepState(self.worker.step_of(0), per_step, lacking, rank, count), path_s)
+
+    def _end_of_run(self) -> Literal["", "last", "over"]:
+        local_peer, total_steps = self._local_peer, self._local_peer.manifest.optimizer.total_steps
+        if local_peer.startup.settings.at_end == "go-on" or self.worker.step_of(0) < total_steps:
+            return ""
+        # What peers publish is some seconds old; the own stages are known.
+        others = [stage for stage in range(local_peer.manifest.stage_count) if stage not in self.span]
+        steps = [self.worker.step_of(stage) for stage in self.span.stages]
+        steps += [max(local_peer.steps_of(stage).values(), default=0) for stage in others]
+        return "over" if min(steps) >= total_steps else "last"
 
     def _tokens_per_microbatch(self) -> float:
         manifest = self._local_peer.manifest

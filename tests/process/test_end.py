@@ -1,0 +1,76 @@
+"""A run has an end: after its total_steps nothing is drawn, the state is kept, and daemons serve it, leave or go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agora.node import paths
+from agora.node.control.control_client import DaemonRefused, DaemonUnreachable
+from agora.state.checkpoint import end_checkpoint
+from tests.process.harness import WAIT_S, Swarm, swarm, tiny
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+STEPS = 6
+OPTIMIZER = {"target_tokens": 1024, "warmup_steps": 2, "total_steps": STEPS}
+MANIFEST = tiny(2, checkpoint={"every": 1, "keep": 1}, optimizer=OPTIMIZER)
+
+
+def started(made: Swarm, at_end: str) -> None:
+    for stage in ("0", "1"):
+        made.start(f"peer-{stage}", stage, flags=["--at-end", at_end])
+
+
+def state_of(made: Swarm) -> str:
+    try:
+        return str(made.daemons["peer-0"].ask("status")["health"]["state"])
+    except (DaemonUnreachable, DaemonRefused):
+        return ""
+
+
+def test_daemons_that_serve_draw_no_more_and_keep_and_export_the_state_of_the_end(tmp_path: Path) -> None:
+    with swarm(tmp_path, MANIFEST) as made:
+        started(made, "serve")
+        made.until(lambda: state_of(made) == "COMPLETED", "the run to be completed")
+        origin = made.daemons["peer-0"]
+        made.until(lambda: origin.ask("report")["in_progress"] == 0, "the last microbatch")
+        drawn = made.completed(origin)
+        made.until(lambda: bool(origin.events("StateChanged", state="completed")), "the log to say so")
+        made.until(lambda: bool(made.daemons["peer-1"].events("StateChanged", state="completed")), "the other's too")
+        assert made.completed(origin) == drawn, "nothing was drawn meanwhile"
+        assert origin.ask("evaluate", batches=1)["loss"] > 0, "it still answers"
+        run = origin.ask("status")["run_id"]
+        for stage, daemon in enumerate(made.daemons.values()):
+            folder = paths.Home(daemon.root).checkpoints(run)
+
+            def kept(folder: Path = folder, stage: int = stage) -> bool:
+                return end_checkpoint(folder, run, stage, STEPS) is not None
+
+            made.until(kept, f"stage {stage} to be kept")
+            found = end_checkpoint(folder, run, stage, STEPS)
+            assert found is not None and STEPS <= found.step <= STEPS + 3
+
+
+def test_daemons_that_leave_do_so_in_order_and_say_why(tmp_path: Path) -> None:
+    with swarm(tmp_path, MANIFEST) as made:
+        started(made, "leave")
+        for daemon in made.daemons.values():
+            daemon.end_is_intended = True
+        for daemon in made.daemons.values():
+            assert daemon.process.wait(2 * WAIT_S) == 0
+            (left,) = daemon.events("StateChanged", state="left")
+            assert f"has taken its {STEPS} steps" in left["reason"]
+
+
+def test_daemons_that_go_on_keep_the_state_of_the_end(tmp_path: Path) -> None:
+    """The newest checkpoint is rotated; the one of the end stays."""
+    with swarm(tmp_path, MANIFEST) as made:
+        started(made, "go-on")
+        origin = made.daemons["peer-0"]
+        made.until(lambda: int(origin.ask("status")["step"]) > 3 * STEPS, "it to go on")
+        run = origin.ask("status")["run_id"]
+        found = end_checkpoint(paths.Home(origin.root).checkpoints(run), run, 0, STEPS)
+        assert found is not None and found.step < 2 * STEPS
+        assert state_of(made) != "COMPLETED"
