@@ -279,6 +279,37 @@ def test_the_newest_whole_checkpoint_in_any_data_directory_is_taken(
     assert str(newer) in output.err and "expected SHA-256" in output.err
 
 
+def test_of_a_run_that_has_ended_the_state_at_its_end_is_taken_however_far_others_went_on(
+    home: paths.Home,
+    signed: SignedManifest,
+    stages: list[StageModule],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither a later checkpoint nor what a daemon that goes on would collect; not before every stage has ended."""
+    runs.remember_manifest(home, signed)
+    end = signed.manifest.optimizer.total_steps
+    asked = []
+
+    async def collect(average: bool) -> Answer:
+        asked.append("collect")
+        return collected(tmp_path / "collected", signed, stages, end + 60)
+
+    for stage in range(3):
+        for step in (end - 1, end, end + 50):
+            if (stage, step) != (2, end):
+                checkpoint(home, signed, stages, stage, step + (stage == 1))
+    with daemon(home, signed, collect):
+        run("poems", tmp_path / "out")
+    output = capsys.readouterr()
+    steps = [stage["step"] for stage in json.loads(output.out)["stages"]]
+    assert steps == [end, end, end + 50] and not asked and "the run has ended" in output.err
+    shutil.rmtree(home.checkpoints(signed.run_id) / "stage-2")
+    with daemon(home, signed, collect):
+        run("poems", tmp_path / "again")
+    assert asked == ["collect"]
+
+
 def test_a_missing_stage_is_named_with_exit_code_4(
     checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path
 ) -> None:
