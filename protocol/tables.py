@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from agora_protocol import (
     addresses,
@@ -215,6 +216,8 @@ def _type(annotation: Any) -> str:
         return _type(inside[0])
     if origin is Literal:
         return " or ".join(inside)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_type, inside))
     return "text" if annotation is str else str(annotation.__name__)
 
 

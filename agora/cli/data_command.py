@@ -5,8 +5,11 @@ What a file contains is escaped before a terminal sees it.
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,12 +19,23 @@ import numpy as np
 
 from agora.cli import console
 from agora.cli.console import USAGE, Failure, ProgressDisplay
+from agora.data.record_files import format_suffix, known_suffixes
 from agora.data.text_sources import READERS
 from agora.tuning.chat.chat_template import split_supervised
 from agora.tuning.chat.data_survey import DataSurvey, survey
-from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer
-from agora.tuning.chat.sample_file import OBJECTIVES, Objective, SampleFile, open_samples, parse_columns
-from agora.tuning.chat.supervision import TokenSequence, tokenise
+from agora.tuning.chat.hub_data import fetch_data_set
+from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer, read_chat_template
+from agora.tuning.chat.sample_file import (
+    OBJECTIVES,
+    Objective,
+    ReadingRules,
+    SampleFile,
+    SampleFiles,
+    open_samples,
+    parse_columns,
+    parse_roles,
+)
+from agora.tuning.chat.supervision import TokenSequence
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,40 +50,134 @@ SIDES: Final = {1: ("",), 2: (", chosen", ", rejected")}
 
 Part = tuple[str, bool]  # A piece of a sample's text, and whether its tokens are supervised (are targets of the loss)
 ROWS_OF_A_PAIR: Final = 2
+SHOWN_PROBLEMS: Final = 20
+STANDARD_INPUT: Final = "-"
+ROLE_ORDERS: Final = ("turns", "any")
+TOO_LONG: Final = ("cut", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingChoice:
+    """The flags of `swarm data` and `swarm new` that say how data is read; None for one that was not given.
+
+    columns: which column of the file has which part of a sample, such as "prompt=question,completion=answer".
+    roles: such as "customer=user,agent=assistant".
+    role_order: one of ROLE_ORDERS.
+    too_long: one of TOO_LONG.
+    chat_template: a file, or the name of a template.
+    bad_report: a file to write, with a line for each malformed record that was skipped.
+    """
+
+    columns: str | None = None
+    roles: str | None = None
+    role_order: str | None = None
+    skip_bad: bool = False
+    too_long: str | None = None
+    chat_template: str | None = None
+    bad_report: Path | None = None
+
+    def rules(self) -> ReadingRules:
+        """Returns the rules that the flags ask for. Raises Failure and InputError for wrong ones."""
+        for flag, value, known in (("role-order", self.role_order, ROLE_ORDERS), ("too-long", self.too_long, TOO_LONG)):
+            if value is not None and value not in known:
+                raise Failure(f"--{flag} is {' or '.join(known)}", USAGE)
+        if self.bad_report is not None and not self.skip_bad:
+            raise Failure("--bad-report is about what --skip-bad skips; add that", USAGE)
+        return ReadingRules(
+            parse_columns(self.columns) if self.columns else {},
+            parse_roles(self.roles) if self.roles else {},
+            self.role_order == "any",
+            self.skip_bad,
+            self.too_long == "drop",
+        )
+
+    def template(self, base_model: Path | None) -> str:
+        """Returns the source of the chosen chat template; "" for the model's own."""
+        return read_chat_template(self.chat_template, base_model) if self.chat_template else ""
+
+
+USUAL_READING: Final = ReadingChoice()
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """The flags of `swarm data`; None: not given. columns: such as "prompt=question,completion=answer"."""
+    """The flags of `swarm data`; None for one that was not given.
 
-    file: Path
-    base_model: Path | None
-    columns: str | None
-    objective: str | None
-    context: int | None
+    files: the data files to show, or folders of them.
+    base_model: the folder with the tokenizer; None for the built-in one.
+    objective: what is trained, one of OBJECTIVES.
+    context: in tokens.
+    """
+
+    files: tuple[Path, ...]
+    base_model: Path | None = None
+    objective: str | None = None
+    context: int | None = None
+    reading: ReadingChoice = USUAL_READING
 
 
 def run(options: DataOptions, *, as_json: bool) -> int:
     """Prints the survey of a data file. Raises Failure and InputError for wrong flags, DataError, DiskError."""
     objective = check_objective(options.objective)
-    file = open_samples(options.file, parse_columns(options.columns) if options.columns else {}, objective)
-    tokenizer = open_model_tokenizer(options.base_model, datetime.now())
+    rules = options.reading.rules()
+    tokenizer = open_model_tokenizer(options.base_model, datetime.now(), options.reading.template(options.base_model))
     context = _choose_context(options.context, tokenizer)
-    is_lm = file.objective == "lm"
+    file = open_samples(options.files, rules, objective)
     with console.ProgressDisplay("reading samples") as display:
-        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, supervise_all=is_lm)
         found = survey(
-            samples,
-            file.objective,
-            context,
-            SHOWN_SAMPLES,
-            lambda count: display.show(count, f"{count:,} samples read"),
+            file, tokenizer, context, SHOWN_SAMPLES, lambda count: display.show(count, f"{count:,} samples read")
         )
+    write_bad_report(options.reading.bad_report, found)
     if as_json:
         console.print_json(survey_fields(file, tokenizer, found))
     else:
         _print_survey(file, tokenizer, found)
     return console.DONE
+
+
+def write_bad_report(path: Path | None, found: DataSurvey) -> None:
+    """Writes a line for each malformed record to the file `path`, if one is given; shows the first ones otherwise."""
+    problems = found.counts.problems
+    if path is None:
+        for problem in problems[:SHOWN_PROBLEMS]:
+            console.print_to_stderr(f"skipped      {problem}")
+        if len(problems) > SHOWN_PROBLEMS:
+            more = len(problems) - SHOWN_PROBLEMS
+            console.print_to_stderr(f"skipped      {more:,} more; --bad-report FILE writes all of them")
+        return
+    try:
+        path.write_text("".join(f"{problem}\n" for problem in problems), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise Failure(f"cannot write {path} ({error.strerror}); choose another place") from None
+    console.print_to_stderr(f"skipped      {len(problems):,} malformed records, listed in {path}")
+
+
+@contextlib.contextmanager
+def local_files(named: Sequence[Path], kept_input: Path | None = None) -> Iterator[tuple[Path, ...]]:
+    """Yields the data files: `-` is standard input, which is copied to a file, ORG/NAME a data set of the Hub.
+
+    kept_input: the new file for standard input; None for one that is removed at the end. Raises Failure if the file
+    exists or if `-` is named twice, DataError or LocalError if a data set cannot be fetched.
+    """
+    if sum(str(path) == STANDARD_INPUT for path in named) > 1:
+        raise Failure("standard input (-) is named twice; leave one out", USAGE)
+    with tempfile.TemporaryDirectory(prefix="agora-data-") as folder:
+        found: list[Path] = []
+        for path in named:
+            if str(path) == STANDARD_INPUT:
+                found.append(_copy_input(kept_input or Path(folder, "standard-input.json")))
+            else:
+                found += fetch_data_set(path) or (path,)
+        yield tuple(found)
+
+
+def _copy_input(target: Path) -> Path:
+    try:
+        with target.open("xb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+    except OSError as error:
+        raise Failure(f"cannot write standard input to {target} ({error.strerror}); remove or rename it") from None
+    return target
 
 
 def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
@@ -84,14 +192,25 @@ def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
     return chosen
 
 
-def survey_fields(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
+def survey_fields(file: SampleFiles, tokenizer: ModelTokenizer, found: DataSurvey) -> dict[str, Any]:
+    """Returns the JSON object that `swarm data --json` prints: format, columns, counts, lengths, samples shown.
+
+    "file", "format" and the columns are those of the first file; "files" has all of them.
+    """
     low, median, high, most = _quantiles(found)
+    files = [
+        {
+            "file": str(each.path),
+            "format": each.reader.format.name,
+            "columns": each.used_columns,
+            "unused_columns": each.unused_columns,
+        }
+        for each in file.files
+    ]
     return {
         "schema": 1,
-        "file": str(file.path),
-        "format": file.reader.format.name,
-        "columns": file.used_columns,
-        "unused_columns": _unused_columns(file),
+        **files[0],
+        "files": files,
         "objective": found.objective,
         "tokenizer": tokenizer.name,
         "template": tokenizer.template_name,
@@ -107,6 +226,11 @@ def survey_fields(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey
         },
         "truncated": {"samples": found.truncated_samples, "tokens": found.truncated_tokens},
         "left_out": found.left_out,
+        "too_long": found.counts.too_long,
+        "labelled_bad": found.counts.labelled_bad,
+        "duplicates": found.duplicates,
+        "empty_answers": found.counts.empty_answers,
+        "skipped": found.counts.problems,
         "packing": None if found.rows is None else {"sequences": found.rows, "efficiency": found.efficiency},
         "shown": [
             [
@@ -141,6 +265,7 @@ def summary_lines(found: DataSurvey) -> list[str]:
         lines.append(
             f"left out   {_count_with_noun(found.left_out, 'sample')} without a supervised token within the context"
         )
+    lines += remark_lines(found, 11)
     if found.rows is None:
         lines.append("packing    none: the two sides of a preference are computed together")
     elif found.efficiency is not None:
@@ -148,26 +273,53 @@ def summary_lines(found: DataSurvey) -> list[str]:
     return lines
 
 
-def heading_lines(file: SampleFile, tokenizer: ModelTokenizer) -> list[str]:
-    named = [name if name == column else f"{name} from {column!r}" for name, column in file.used_columns.items()]
-    unused = f"; not used: {', '.join(map(repr, _unused_columns(file)))}" if _unused_columns(file) else ""
+def remark_lines(found: DataSurvey, width: int) -> list[str]:
+    """Returns a line for each count that is not 0 of what was left out while reading, duplicates, empty answers.
+
+    width: characters of the names at the lines' beginnings.
+    """
+    counts = found.counts
+    counted = (
+        ("too long", counts.too_long, "longer than the context, left out"),
+        ("bad", counts.labelled_bad, "labelled bad, left out: only good answers are learnt"),
+        ("malformed", len(counts.problems), "malformed, left out"),
+        ("duplicates", found.duplicates, "equal to an earlier one, learnt each time"),
+        ("empty", counts.empty_answers, "with an empty answer, learnt as they are"),
+    )
+    return [f"{name:<{width}}{_count_with_noun(count, 'sample')} {what}" for name, count, what in counted if count]
+
+
+def heading_lines(file: SampleFiles, tokenizer: ModelTokenizer) -> list[str]:
+    """Returns the lines to print before the shown samples: formats, columns, objective, tokenizer, template."""
+    formats = dict.fromkeys(map(format_words, file.files))
+    lines = (
+        []
+        if len(file.files) == 1
+        else [f"files      {len(file.files)}, the first is {_escape(file.files[0].path.name)}"]
+    )
     return [
-        f"format     {file.reader.format.name}, by the columns {', '.join(named)}{unused}",
+        *lines,
+        *(f"format     {words}" for words in formats),
         f"objective  {file.objective}",
         f"tokenizer  {_escape(tokenizer.name)}, conversations by {_escape(tokenizer.template_name)}",
     ]
+
+
+def format_words(file: SampleFile) -> str:
+    """Returns the format of a file and its columns in words, also those that are not used."""
+    named = [name if name == column else f"{name} from {column!r}" for name, column in file.used_columns.items()]
+    unused = f"; not used: {', '.join(map(repr, file.unused_columns))}" if file.unused_columns else ""
+    return f"{file.reader.format.name}, by the columns {', '.join(named)}{unused}"
 
 
 def _count_with_noun(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
-def _unused_columns(file: SampleFile) -> list[str]:
-    return [column for column in file.present if column not in file.used_columns.values()]
-
-
 def _quantiles(found: DataSurvey) -> tuple[int, int, int, int]:
     # Each is the length of a sample, never a mean of two.
+    if not found.samples:
+        return 0, 0, 0, 0
     low, median, high, most = np.quantile(found.lengths, (0, 0.5, 0.95, 1), method="higher").tolist()
     return low, median, high, most
 
@@ -187,14 +339,15 @@ def _split_by_supervision(sequence: TokenSequence) -> list[Part]:
     )
 
 
-def _print_survey(file: SampleFile, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
+def _print_survey(file: SampleFiles, tokenizer: ModelTokenizer, found: DataSurvey) -> None:
     from rich.console import Console
     from rich.text import Text
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal of another encoding than UTF-8
     terminal = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    has_colour = terminal.is_terminal and not terminal.no_color
+    # A terminal may have no colours, such as one whose TERM is dumb.
+    has_colour = terminal.color_system is not None and not terminal.no_color
     for line in heading_lines(file, tokenizer):
         terminal.print(Text(line))
     for number, sample in enumerate(found.shown, 1):
@@ -243,13 +396,19 @@ def _escape(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """A data file to train on, and its counts for rows of context + 1 tokens. columns: (name in the format, in the
-    file).
+    """Data files to train on, and the counts of their samples and tokens.
+
+    files: the files, with absolute paths.
+    named: the absolute paths of what was named: files and folders.
+    tokenizer: with which they were counted.
+    chat_template: the source of the chosen template; "" for the model's own.
+    found: the counts, for rows of context + 1 tokens, of which all but the first are targets.
     """
 
-    path: Path
-    format: str
-    columns: tuple[tuple[str, str], ...]
+    files: SampleFiles
+    named: tuple[Path, ...]
+    tokenizer: ModelTokenizer
+    chat_template: str
     found: DataSurvey
 
     @property
@@ -268,8 +427,11 @@ class TrainingData:
         found = self.found
         supervised = 100 * found.supervised / found.tokens
         packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
+        formats = list(dict.fromkeys(file.reader.format.name for file in self.files.files))
+        several = f" in {len(self.files.files)} files" if len(self.files.files) > 1 else ""
+        unused = list(dict.fromkeys(name for file in self.files.files for name in file.unused_columns))
         lines = [
-            f"data         {self.format}, {found.samples:,} samples, objective {self.objective}",
+            f"data         {', '.join(formats)}, {found.samples:,} samples{several}, objective {self.objective}",
             f"rows         {self.rows:,} of {context:,} tokens{packing}; "
             f"{supervised:.1f} % of {found.tokens:,} tokens are supervised",
         ]
@@ -277,6 +439,11 @@ class TrainingData:
             lines.append(f"truncated    {found.truncated_samples:,} samples, {found.truncated_tokens:,} tokens")
         if found.left_out:
             lines.append(f"left out     {found.left_out:,} samples without a supervised token within the context")
+        lines += remark_lines(found, 13)
+        if unused:
+            lines.append(f"not used     the columns {', '.join(map(repr, unused))}")
+        if self.objective != "lm":
+            lines.append(f"template     {_escape(self.tokenizer.template_name)}")
         return lines
 
 
@@ -290,34 +457,39 @@ def check_objective(text: str | None) -> Objective | None:
 
 
 def read_training_data(
-    path: Path, base_model: Path, columns: str | None, objective: Objective | None, context: int
+    named: Sequence[Path], base_model: Path, reading: ReadingChoice, objective: Objective | None, context: int
 ) -> TrainingData:
-    """Reads the whole data file once and shows the progress. columns: the value of --columns. Raises InputError,
-    DataError, DiskError.
+    """Reads the whole data once, and counts its samples and tokens by the tokenizer in the folder `base_model`.
+
+    objective: None for the format's usual one. context: number of targets of a row. Shows the progress, and what
+    --skip-bad skipped. Raises InputError for malformed columns, DataError if a file is wrong, DiskError if it cannot be
+    read, Failure if nothing in it can be learnt or, for lm, if a run cannot read it as a corpus.
     """
-    mapped = parse_columns(columns) if columns else {}
-    file = open_samples(path.expanduser().absolute(), mapped, objective)
-    is_lm = file.objective == "lm"
-    if is_lm:
-        _require_readable_corpus(file)
-    tokenizer = open_model_tokenizer(base_model, datetime.now())
-    with ProgressDisplay(f"reading {path}") as display:
-        samples = tokenise(file.samples(), tokenizer, context=None if is_lm else context + 1, supervise_all=is_lm)
-        found = survey(
-            samples, file.objective, context, 0, lambda count: display.show(count, f"{count:,} samples read")
-        )
-    data = TrainingData(file.path, file.reader.format.name, tuple(mapped.items()), found)
+    paths = tuple(path.expanduser().absolute() for path in named)
+    file = open_samples(paths, reading.rules(), objective)
+    if file.objective == "lm":
+        for each in file.files:
+            _require_readable_corpus(each)
+    template = reading.template(base_model)
+    tokenizer = open_model_tokenizer(base_model, datetime.now(), template)
+    with ProgressDisplay(f"reading {', '.join(str(path) for path in named)}") as display:
+        found = survey(file, tokenizer, context, 0, lambda count: display.show(count, f"{count:,} samples read"))
+    write_bad_report(reading.bad_report, found)
     if not found.supervised:
         raise Failure(
-            f"{path} has nothing to learn: none of its {found.samples:,} samples has a supervised token among its "
+            f"{file.name} has nothing to learn: none of its {found.samples:,} samples has a supervised token among its "
             f"first {context + 1:,}; look at it with `swarm data`"
         )
-    return data
+    if file.objective == "lm" and found.tokens <= context:
+        raise Failure(
+            f"{file.name} has {found.tokens:,} tokens, and a row has {context + 1:,}; add text, or choose another model"
+        )
+    return TrainingData(file, paths, tokenizer, template, found)
 
 
 def _require_readable_corpus(file: SampleFile) -> None:
-    if file.path.is_dir() or file.path.suffix not in READERS:
-        known = " or ".join(", ".join(READERS).rsplit(", ", 1))
+    if file.path.is_dir() or format_suffix(file.path) not in READERS:
+        known = known_suffixes(READERS)
         raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", USAGE)
     if file.used_columns != {"text": "text"}:
         usual = file.reader.format.objectives[0]

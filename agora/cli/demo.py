@@ -94,7 +94,7 @@ class DemoOptions:
         if len(self.data) > 1:
             raise Failure("--base-model learns from one file; give one with --data FILE", console.USAGE)
         file = None if self.data == (STDLIB,) else Path(self.data[0])
-        made = manifest_of_base_model(folder, "demo", TuningChoice(file, self.objective))
+        made = manifest_of_base_model(folder, "demo", TuningChoice((file,) if file is not None else (), self.objective))
         for line in made.data.summary_lines(made.manifest.model.context) if made.data is not None else []:
             print_to_stderr(line)
         return made.manifest

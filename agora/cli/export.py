@@ -211,7 +211,12 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
     if described.is_pretrained:
         learns_samples = manifest.objective.kind != "lm"
         expected = manifest.data.tokenizer_hash
-        files = pretrained_tokenizer_files(*tokenizer, learns_samples=learns_samples, expected_hash=expected)
+        files = pretrained_tokenizer_files(
+            *tokenizer,
+            learns_samples=learns_samples,
+            expected_hash=expected,
+            template=manifest.data.chat_template,
+        )
     else:
         files, end_of_text = tokenizer_files(*tokenizer)
     turn_ends = learnt_turn_ends(manifest, sources.base)
@@ -235,7 +240,9 @@ def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
     """Ids of the tokens that end an answer; () for a run on plain text. base: of the manifest's relative paths."""
     if manifest.objective.kind == "lm":
         return ()
-    return turn_end_ids(open_training_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base))
+    data = manifest.data
+    tokenizer = open_training_tokenizer(data.tokenizer, manifest.model.vocabulary, base, template=data.chat_template)
+    return turn_end_ids(tokenizer)
 
 
 def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:

@@ -17,7 +17,40 @@ PRESET = Annotated[
 START = Annotated[
     str | None, typer.Option(help="What to start from; see the list below. Default tiny.", show_default=False)
 ]
-DATA = Annotated[Path | None, typer.Option(metavar="FILE", help="What to learn: chats, answers, preferences or text.")]
+DATA = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="What to learn: chats, answers, preferences or text; a file, a folder of files, a data set of the Hub "
+        "(ORG/NAME), or - for standard input. May be given several times.",
+    ),
+]
+ROLES = Annotated[
+    str | None,
+    typer.Option(metavar="NAME=ROLE,...", help="Maps other names of roles to system, user, assistant and tool."),
+]
+ROLE_ORDER = Annotated[
+    str | None,
+    typer.Option(metavar="turns|any", help="Whether user and assistant must take turns; default turns."),
+]
+SKIP_BAD = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave malformed records out, and list them, instead of ending at the first.")
+]
+BAD_REPORT = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write there all records that --skip-bad left out.")
+]
+TOO_LONG = Annotated[
+    str | None,
+    typer.Option(metavar="cut|drop", help="Samples longer than the context lose their end, or are left out."),
+]
+CHAT_TEMPLATE = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME",
+        help="The chat template instead of the model's: a file, chatml, gemma, llama3 or qwen3, or one that the model "
+        "has under a name.",
+    ),
+]
 COLUMNS = Annotated[
     str | None, typer.Option(metavar="NAME=COLUMN,...", help="Maps the format's fields to the file's columns.")
 ]
@@ -65,6 +98,12 @@ def new(
     data: DATA = None,
     objective: OBJECTIVE = None,
     columns: COLUMNS = None,
+    roles: ROLES = None,
+    role_order: ROLE_ORDER = None,
+    skip_bad: SKIP_BAD = False,
+    bad_report: BAD_REPORT = None,
+    too_long: TOO_LONG = None,
+    chat_template: CHAT_TEMPLATE = None,
     train: TRAIN = None,
     frozen_as: FROZEN_AS = None,
     epochs: EPOCHS = None,
@@ -91,9 +130,10 @@ def new(
       swarm new further.toml --base-model ./Qwen3-0.6B
       swarm new chats.toml --base-model Qwen/Qwen3-0.6B --data chats.jsonl --frozen-as nf4
     """
-    from agora.cli import new_run
+    from agora.cli import data_command, new_run
 
-    choice = new_run.TuningChoice(data, objective, columns, train, frozen_as, epochs)
+    reading = data_command.ReadingChoice(columns, roles, role_order, skip_bad, too_long, chat_template, bad_report)
+    choice = new_run.TuningChoice(tuple(data or ()), objective, train, frozen_as, epochs, reading)
     new_run.run(path, preset, base_model, name, choice, as_json=as_json)
 
 
@@ -320,12 +360,25 @@ def sample(
 
 @app.command()
 def data(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A data file, or a folder saved by `datasets`.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Data files, folders of them or saved by `datasets`, data sets of the Hub (ORG/NAME), - for standard "
+            "input.",
+        ),
+    ],
     base_model: Annotated[
         Path | None,
         typer.Option(metavar="DIR|ORG/NAME", help="The model with tokenizer and chat template; default plain bytes."),
     ] = None,
     columns: COLUMNS = None,
+    roles: ROLES = None,
+    role_order: ROLE_ORDER = None,
+    skip_bad: SKIP_BAD = False,
+    bad_report: BAD_REPORT = None,
+    too_long: TOO_LONG = None,
+    chat_template: CHAT_TEMPLATE = None,
     objective: OBJECTIVE = None,
     context: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of a sequence; default 1024, or what the model has.")
@@ -336,17 +389,23 @@ def data(
 
     Prints the format that was recognised and by which columns, three samples with the supervised part marked, how long
     the samples are, how many would be truncated, and how full packed sequences would be. Reads chat messages, ShareGPT,
-    Alpaca, prompt and completion, preferences and plain text, as .jsonl, .json, .parquet, .txt or a datasets folder.
+    Alpaca, prompt and completion, preferences and plain text, as .jsonl, .ndjson, .json, .csv, .tsv, .parquet or .txt,
+    compressed or not, or a datasets folder; see docs/use/data.md. `swarm new` takes the same flags.
 
     \b
     Examples:
       swarm data chats.jsonl --base-model ./Qwen3-0.6B
       swarm data answers.parquet --columns prompt=question,completion=answer --context 2048
+      swarm data shards/ more.jsonl.zst --skip-bad --bad-report bad.txt
+      swarm data calls.jsonl --columns role=speaker,content=said --roles agent=assistant,customer=user
+      zcat chats.jsonl.gz | swarm data - --chat-template qwen3
     """
     from agora.cli import data_command
 
-    options = data_command.DataOptions(file, _find_base_model(base_model), columns, objective, context)
-    raise typer.Exit(data_command.run(options, as_json=as_json))
+    reading = data_command.ReadingChoice(columns, roles, role_order, skip_bad, too_long, chat_template, bad_report)
+    with data_command.local_files(files) as found:
+        options = data_command.DataOptions(found, _find_base_model(base_model), objective, context, reading)
+        raise typer.Exit(data_command.run(options, as_json=as_json))
 
 
 @app.command()

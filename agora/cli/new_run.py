@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,14 @@ from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli.console import USAGE, Failure, print_json, print_to_stderr
-from agora.cli.data_command import TrainingData, check_objective, read_training_data
+from agora.cli.data_command import (
+    USUAL_READING,
+    ReadingChoice,
+    TrainingData,
+    check_objective,
+    local_files,
+    read_training_data,
+)
 from agora.data.tokenizer import BYTES
 from agora.tuning.base.hub import fetch_model, hub_id_of
 from agora.tuning.chat.sample_file import Objective
@@ -55,14 +62,21 @@ TOKENIZER: Final = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class TuningChoice:
-    """The flags of `swarm new` about a base model; None for one that was not given."""
+    """The flags of `swarm new` about training a base model; None for one that was not given.
 
-    data: Path | None = None
+    data: the data files, or folders of them.
+    objective: "lm", "sft" or "dpo".
+    trained: which parameters, one of TRAINED.
+    frozen_as: how LoRA keeps the base model's weights, one of FROZEN_AS.
+    epochs: how often the data is seen.
+    """
+
+    data: tuple[Path, ...] = ()
     objective: str | None = None
-    columns: str | None = None
     trained: str | None = None
     frozen_as: str | None = None
     epochs: float | None = None
+    reading: ReadingChoice = USUAL_READING
 
 
 NOTHING_CHOSEN: Final = TuningChoice()
@@ -91,7 +105,8 @@ def run(
     try:
         if base_model is not None:
             folder, base_model = _find_base_model(base_model)
-            tuning = manifest_of_base_model(folder, name, choice)
+            with local_files(choice.data, path.with_suffix(".data.json").absolute()) as files:
+                tuning = manifest_of_base_model(folder, name, replace(choice, data=files))
             made = tuning.manifest
             summary = tuning.summary_lines()
         else:
@@ -153,8 +168,10 @@ class TuningManifest:
         optimizer = self.manifest.optimizer
         times = "once" if self.epochs == 1 else f"{self.epochs:g} times"
         held = f"{optimizer.target_tokens:,} {'supervised tokens' if self.data.objective == 'sft' else 'tokens'}"
+        heldout = [] if self.manifest.data.heldout else ["held out     nothing: the data is too little for it"]
         return [
             *self.data.summary_lines(self.manifest.model.context),
+            *heldout,
             f"steps        {optimizer.total_steps:,} of {held}, which see the data {times}; "
             f"learning rate {optimizer.learning_rate:g}",
         ]
@@ -177,8 +194,8 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     config, sizes = _read_model_config(folder)
     context = min(CONTEXT, sizes.positions)
     data = None
-    if choice.data is not None:
-        data = read_training_data(choice.data, folder, choice.columns, chosen_objective, context)
+    if choice.data:
+        data = read_training_data(choice.data, folder, choice.reading, chosen_objective, context)
         context = fitting_context(data, context)
     objective = data.objective if data is not None else "lm"
     trained = choose_parameters(choice, objective)
@@ -206,17 +223,22 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
 
 
 def check_choice(choice: TuningChoice) -> Objective | None:
-    """Raises Failure for an unknown value, and for sft, dpo, --columns and --epochs without a data file."""
+    """Checks the flags in `choice`, and returns the chosen objective; None if none was chosen.
+
+    Raises Failure for an unknown value of a flag, and for sft, dpo, and flags about data without any.
+    choose_parameters checks the rest.
+    """
     objective = check_objective(choice.objective)
     for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
         if value is not None and value not in known:
             raise Failure(f"--{flag} is {', '.join(known[:-1])} or {known[-1]}", USAGE)
-    if choice.data is None:
+    if not choice.data:
         if objective in ("sft", "dpo"):
             raise Failure(f"--objective {objective} learns from samples; give them with --data FILE", USAGE)
-        for flag, given in (("columns", choice.columns), ("epochs", choice.epochs)):
-            if given is not None:
-                raise Failure(f"--{flag} is about a data file; give one with --data FILE", USAGE)
+        given = {"epochs": choice.epochs} | asdict(choice.reading)
+        for flag, value in given.items():
+            if value not in (None, False):
+                raise Failure(f"--{flag.replace('_', '-')} is about a data file; give one with --data FILE", USAGE)
     return objective
 
 
@@ -273,9 +295,15 @@ def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, An
 
 
 def heldout_share(data: TrainingData) -> float:
-    """MIN_HELDOUT for lm, otherwise what HELDOUT_SAMPLES are of the samples, MAX_HELDOUT at most."""
+    """Returns the fraction, from 0 to 1, of the data to hold out for evaluation: MIN_HELDOUT for lm.
+
+    0 if there is one sample, or text for one row: then all of it is trained on. Otherwise HELDOUT_SAMPLES / number of
+    trainable samples, at least MIN_HELDOUT and at most MAX_HELDOUT, rounded to three decimals.
+    """
     if data.objective == "lm":
-        return MIN_HELDOUT
+        return MIN_HELDOUT if (data.found.tokens - 1) // data.found.context > 1 else 0.0
+    if data.trainable_samples < 2:
+        return 0.0
     return round(min(MAX_HELDOUT, max(MIN_HELDOUT, HELDOUT_SAMPLES / data.trainable_samples)), 3)
 
 
@@ -309,18 +337,25 @@ def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:
     # Otherwise "samples", the path, with "columns", "heldout" and the hashes of `_data_hashes`. folder: the base
     # model's.
     if data.objective == "lm":
-        return {"corpus": (str(data.path),)}
+        return {"corpus": tuple(map(str, data.named)), "heldout": heldout_share(data)}
+    rules = data.files.rules
+    named = tuple(map(str, data.named))
     return {
-        "samples": str(data.path),
-        "columns": data.columns,
+        "samples": named[0] if len(named) == 1 else named,
+        "columns": tuple(rules.columns.items()),
+        "roles": tuple(rules.roles.items()),
+        "role_order": "any" if rules.any_order else "turns",
+        "skip_bad": rules.skip_bad,
+        "too_long": "drop" if rules.drop_long else "cut",
+        "chat_template": data.chat_template,
         "heldout": heldout_share(data),
-        **_data_hashes(data.path, folder),
+        **_data_hashes(data, folder),
     }
 
 
-def _data_hashes(samples: Path, base_model: Path) -> dict[str, str]:
+def _data_hashes(data: TrainingData, base_model: Path) -> dict[str, str]:
     from agora.tuning.chat.model_tokenizer import open_training_tokenizer
     from agora.tuning.chat.sample_file import hash_samples
 
-    tokenizer = open_training_tokenizer(str(base_model / TOKENIZER), 2**31)
-    return {"samples_hash": hash_samples(samples), "tokenizer_hash": tokenizer.fingerprint}
+    tokenizer = open_training_tokenizer(str(base_model / TOKENIZER), 2**31, template=data.chat_template)
+    return {"samples_hash": hash_samples(data.named), "tokenizer_hash": tokenizer.fingerprint}

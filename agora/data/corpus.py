@@ -7,13 +7,14 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from agora_protocol.errors import ManifestError
 
 from agora.data.text_sources import Piece, SourceFile, find_files, unreadable_file
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, Tokenizer, token_dtype
 
-FORMAT = "agora corpus 2"
+FORMAT = "agora corpus 3"
 ENCODE_CHARACTERS = 1 << 20  # characters that are tokenised at a time
 
 
@@ -22,9 +23,9 @@ def open_corpus(sources: Sequence[str], tokenizer: Tokenizer, cache_dir: Path, *
 
     If no intact cache exists for these files and this tokenizer, tokenises the files and writes the cache first. Of
     several processes, one writes the cache and the others wait. sources: see text_sources.find_files. base: the folder
-    of relative paths, by default the current one. The tokenizer's separator follows each document. Raises ManifestError
-    when data.corpus is wrong, DataError for a malformed file, DiskError when a file cannot be read or written,
-    LocalError without the package that a file's format needs.
+    of relative paths, by default the current one. The tokenizer's separator follows each document that does not end
+    with it. Raises ManifestError when data.corpus is wrong, DataError for a malformed file, DiskError when a file
+    cannot be read or written, LocalError without the package that a file's format needs.
     """
     files = find_files(sources, base or Path.cwd())
     cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))
@@ -44,6 +45,8 @@ def _signature(files: Sequence[SourceFile], tokenizer: Tokenizer) -> str:
 
 def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: Tokenizer) -> Iterator[Ids]:
     is_empty = True
+    end = tokenizer.separator
+    last = end[:0]  # as many ids of the present document as a separator has
     for pieces in _group_pieces(files):
         for piece, ids in zip(pieces, tokenizer.encode([piece.text for piece in pieces]), strict=True):
             is_empty &= len(ids) == 0
@@ -53,8 +56,11 @@ def _tokenise(sources: Sequence[str], files: Sequence[SourceFile], tokenizer: To
                     "use another tokenizer file."
                 )
             yield ids
+            last = np.concatenate([last, ids])[-len(end) :]
             if piece.ends_document:
-                yield tokenizer.separator
+                if not np.array_equal(last, end):
+                    yield end
+                last = end[:0]
     if is_empty:
         raise ManifestError(f"The corpus {', '.join(sources)} holds no text; name other files in [data] corpus.")
 

@@ -13,10 +13,21 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
-from agora.data.record_files import ROWS, check_text, import_pyarrow, read_lines, unreadable_table
+from agora.data.record_files import (
+    READ_ERRORS,
+    check_text,
+    format_suffix,
+    import_pyarrow,
+    known_suffixes,
+    not_utf8,
+    open_text,
+    parquet_batches,
+    read_lines,
+)
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"
@@ -48,13 +59,16 @@ class SourceFile:
         """Raises DiskError, DataError for malformed content, LocalError without the package that the format needs."""
         try:
             yield from self.read(self.path)
-        except OSError as error:
+        except READ_ERRORS as error:
             raise unreadable_file(self.path, error) from error
 
 
-def unreadable_file(path: Path, error: OSError) -> DiskError:
-    reason = error.strerror or error
-    return DiskError(f"Cannot read {path} ({reason}); correct [data] corpus or the file's permissions.")
+def unreadable_file(path: Path, error: Exception) -> DataError | DiskError:
+    """The error for READ_ERRORS, as record_files.unreadable_data; it names [data] corpus."""
+    if isinstance(error, OSError) and error.errno is not None:
+        reason = error.strerror or error
+        return DiskError(f"Cannot read {path} ({reason}); correct [data] corpus or the file's permissions.")
+    return DataError(f"Corpus file {path} is damaged or cut off ({str(error)[:200]!r}); fetch or write it again.")
 
 
 def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
@@ -82,9 +96,9 @@ def _find_source_files(source: str, base: Path) -> list[SourceFile]:
         return stdlib_files()
     given = Path(source).expanduser()
     path = base / given
-    formats = " or ".join(", ".join(READERS).rsplit(", ", 1))
+    formats = known_suffixes(READERS)
     if path.is_dir():
-        paths = [file for file in path.rglob("*") if file.suffix in READERS]
+        paths = [file for file in path.rglob("*") if format_suffix(file) in READERS]
         problem = f"Folder {path} holds no {formats} file; correct {source!r} in [data] corpus."
     elif path.exists() or not glob.has_magic(source):
         paths = [path]
@@ -96,9 +110,9 @@ def _find_source_files(source: str, base: Path) -> list[SourceFile]:
     if not files:
         raise ManifestError(problem)
     for file in files:
-        if file.suffix not in READERS:
+        if format_suffix(file) not in READERS:
             raise ManifestError(f"The format of corpus file {file} is unknown; rename it to end in {formats}.")
-    return [SourceFile(file.resolve(), READERS[file.suffix]) for file in files]
+    return [SourceFile(file.resolve(), READERS[format_suffix(file)]) for file in files]
 
 
 def stdlib_files(root: Path | None = None) -> list[SourceFile]:
@@ -127,22 +141,26 @@ def _read_source(path: Path) -> Iterator[Piece]:
 
 def _read_text(path: Path) -> Iterator[Piece]:
     rest = ""
-    with path.open("rb") as file:
-        try:
-            for text in codecs.iterdecode(iter(lambda: file.read(PIECE_BYTES), b""), "utf-8-sig"):
-                rest += text
-                cut = rest.rfind("\n") + 1 or (len(rest) if len(rest) >= PIECE_BYTES else 0)
-                if cut:
-                    yield Piece(rest[:cut], False)
-                    rest = rest[cut:]
-        except UnicodeDecodeError as error:
-            position = file.tell() - len(error.object) + error.start  # error.object: the last bytes that were read
-            raise DataError(
-                f"Corpus file {path} is not UTF-8 text (near byte {position}); "
-                "convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`."
-            ) from error
-        if file.tell():
-            yield Piece(rest, True)
+    read = 0
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    with open_text(path) as file:
+        while block := file.read(PIECE_BYTES):
+            try:
+                rest += decoder.decode(block)
+            except UnicodeDecodeError as error:
+                near = f"near byte {read + len(block) - len(error.object) + error.start}"
+                raise not_utf8(path, f"Corpus file {path}, {near},", error.object[error.start :], error) from error
+            read += len(block)
+            cut = rest.rfind("\n") + 1 or (len(rest) if len(rest) >= PIECE_BYTES else 0)
+            if cut:
+                yield Piece(rest[:cut], False)
+                rest = rest[cut:]
+    try:
+        rest += decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, f"Corpus file {path}, at its end,", error.object, error) from error
+    if read:
+        yield Piece(rest, True)
 
 
 def _read_jsonl(path: Path) -> Iterator[Piece]:
@@ -162,19 +180,32 @@ def _missing_text_error(where: str, kind: str, present: Sequence[str]) -> DataEr
 
 def _read_parquet(path: Path) -> Iterator[Piece]:
     pyarrow = import_pyarrow(path)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as table:
-            types = pyarrow.types
-            schema = table.schema_arrow
-            kind = schema.field(TEXT_FIELD).type if TEXT_FIELD in schema.names else pyarrow.null()
-            kind = kind.value_type if types.is_dictionary(kind) else kind
-            if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-                raise _missing_text_error(str(path), "column", schema.names)
-            for batch in table.iter_batches(batch_size=ROWS, columns=[TEXT_FIELD], use_threads=False):
-                yield from (Piece(text, True) for text in batch.column(0).to_pylist() if text)
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise unreadable_table(path, error) from error
+    is_checked = False
+    for batch in parquet_batches(path, (TEXT_FIELD,)):
+        if not is_checked:
+            _check_text_column(path, batch.schema, pyarrow.types)
+            is_checked = True
+        yield from (Piece(text, True) for text in batch.column(0).to_pylist() if text)
+
+
+def _check_text_column(path: Path, schema: Any, types: Any) -> None:
+    if TEXT_FIELD not in schema.names:
+        raise _missing_text_error(str(path), "column", _parquet_columns(path))
+    kind = schema.field(TEXT_FIELD).type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise _missing_text_error(str(path), "column", schema.names)
+
+
+def _parquet_columns(path: Path) -> list[str]:
+    names: list[str] = import_pyarrow(path).parquet.read_schema(path).names
+    return names
 
 
 # The function that reads a file, by its suffix. Another format is another entry.
-READERS: dict[str, Reader] = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+READERS: dict[str, Reader] = {
+    ".txt": _read_text,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".parquet": _read_parquet,
+}

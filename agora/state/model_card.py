@@ -194,7 +194,8 @@ def _data_words(manifest: Manifest) -> str:
     if manifest.objective.kind == "lm":
         return ", ".join(data.corpus)
     columns = ", ".join(f"{name} from {column}" for name, column in data.columns)
-    return f"{data.samples} ({columns})" if columns else data.samples
+    samples = ", ".join(data.sample_paths)
+    return f"{samples} ({columns})" if columns else samples
 
 
 def _loading_code(manifest: Manifest, kind: Kind) -> str:

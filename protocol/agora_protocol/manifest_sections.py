@@ -163,13 +163,27 @@ class DataSection(Section):
     )
     tokenizer: PathText = Field(default="bytes", description="bytes, or the path of a tokenizers JSON file")
     heldout: float = Field(default=0.01, ge=0, le=0.5, description="share of the text that is never trained on")
-    samples: str = Field(
-        default="", max_length=1024, description="sft and dpo: a .jsonl, .json or .parquet file, or a datasets folder"
+    samples: Annotated[str, Field(max_length=1024)] | Annotated[tuple[PathText, ...], Field(max_length=64)] = Field(
+        default="",
+        description="sft and dpo: a file of records, a folder of such files or of datasets, or a list of these",
     )
     columns: tuple[tuple[PathText, PathText], ...] = Field(
         default=(),
         max_length=16,
         description='pairs: ["prompt", "question"] takes the prompt from the column question',
+    )
+    roles: tuple[tuple[PathText, PathText], ...] = Field(
+        default=(), max_length=16, description='pairs: ["customer", "user"] takes messages of customer as those of user'
+    )
+    role_order: Literal["turns", "any"] = Field(
+        default="turns", description="turns: user and assistant alternate, after a system message at most; any"
+    )
+    skip_bad: bool = Field(default=False, description="leave malformed records out instead of refusing the file")
+    too_long: Literal["cut", "drop"] = Field(
+        default="cut", description="samples that are longer than the context lose their end, or are left out"
+    )
+    chat_template: str = Field(
+        default="", max_length=32_768, description="source of the chat template; empty: that of the tokenizer's folder"
     )
     samples_hash: str = Field(
         default="", pattern=SHA256_OR_EMPTY, description="SHA-256 of the samples' file or files; empty: not checked"
@@ -177,6 +191,11 @@ class DataSection(Section):
     tokenizer_hash: str = Field(
         default="", pattern=SHA256_OR_EMPTY, description="SHA-256 of tokenizer and chat template; empty: not checked"
     )
+
+    @property
+    def sample_paths(self) -> tuple[str, ...]:
+        """The files and folders of `samples`."""
+        return (self.samples,) if isinstance(self.samples, str) and self.samples else tuple(self.samples)
 
 
 class ObjectiveSection(Section):

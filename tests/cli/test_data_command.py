@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from agora.cli import console, data_command
-from agora.cli.data_command import DataOptions
+from agora.cli.data_command import DataOptions, ReadingChoice
 from agora.tuning.chat.data_survey import DataSurvey
+from agora.tuning.chat.sample_file import ReadingCounts
 from agora.tuning.chat.sample_rows import open_sample_rows
 from tests.tuning.chat_folders import CHATML, write_folder
 from tests.tuning.sample_runs import completions, sample_run
@@ -29,15 +30,16 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
     def command(rows: Sequence[Mapping[str, Any]], as_json: bool = False, **flags: Any) -> str:
         (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        asked = {"base_model": None, "columns": None, "objective": None, "context": None} | flags
-        assert data_command.run(DataOptions(tmp_path / "x.jsonl", **asked), as_json=as_json) == console.DONE
+        chosen = {key: flags.pop(key) for key in list(flags) if key in ("base_model", "objective", "context")}
+        options = DataOptions((tmp_path / "x.jsonl",), **chosen, reading=ReadingChoice(**flags))
+        assert data_command.run(options, as_json=as_json) == console.DONE
         return capsys.readouterr().out
 
     return command
 
 
 def test_it_prints_what_was_recognised_and_three_samples_with_the_supervised_part_in_brackets(run: Run) -> None:
-    lines = run([{"messages": CHAT, "id": 1}] * 5).splitlines()
+    lines = run([{"messages": CHAT, "id": number} for number in range(5)]).splitlines()
     assert lines[:5] == [
         "format     chat, by the columns messages; not used: 'id'",
         "objective  sft",
@@ -47,13 +49,14 @@ def test_it_prints_what_was_recognised_and_three_samples_with_the_supervised_par
     ]
     assert lines[5:7] == ["User: 2 + 2?", "Assistant: [[4\\x00]]"]
     assert "sample 3: 26 tokens" in lines and "sample 4: 26 tokens" not in lines
-    assert lines[-3].split()[:3] == ["17", "to", "32"] and lines[-3].endswith("  5")
-    assert [*lines[-7:-3], *lines[-2:]] == [
+    assert lines[-4].split()[:3] == ["17", "to", "32"] and lines[-4].endswith("  5")
+    assert [*lines[-8:-4], *lines[-3:]] == [
         "supervised is what stands in [[ ]]",
         "samples    5",
         "tokens     130, 7.7 % of them supervised",
         "lengths    26 to 26 tokens, median 26, 95 % at most 26",
         "context    1,024 tokens; 0 samples truncated, losing 0 tokens",
+        "duplicates 4 samples equal to an earlier one, learnt each time",
         "packing    1 sequence, 12.7 % full",
     ]
 
@@ -172,7 +175,81 @@ def test_the_command_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [2], [1, 2, 3, 4, 5, 8, 9], [1024, 1025], [0, 7]])
 def test_each_length_is_in_the_bin_that_says_so(lengths: list[int]) -> None:
-    survey = DataSurvey("sft", 8, np.array(lengths), 0, 0, 0, 0, 0, None, None, ())
+    survey = DataSurvey("sft", 8, np.array(lengths), 0, 0, 0, 0, 0, 0, ReadingCounts(), None, None, ())
     for each in survey.histogram():
         assert each.count == sum(each.first <= length <= each.last for length in lengths)
     assert sum(each.count for each in survey.histogram()) == len(lengths)
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": "unknown"}, {"TERM": "xterm", "NO_COLOR": "1"}])
+def test_a_terminal_without_colours_gets_brackets(
+    run: Run, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name in ("NO_COLOR", "CI", "COLUMNS", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal would be
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    out = run([{"messages": CHAT}])
+    assert "[[4\\x00]]" in out and "supervised is what stands in [[ ]]" in out
+
+
+def test_what_was_left_out_is_counted_and_shown(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"prompt": "a", "completion": "b", "label": True}
+    rows = [good, good, good | {"label": False}, {"prompt": 5, "completion": "c", "label": True}]
+    rows += [good | {"completion": ""}, good | {"completion": "b" * 50}]
+    report = tmp_path / "bad.txt"
+    flags = {"objective": "sft", "skip_bad": True, "too_long": "drop", "context": 8}
+    out = run(rows, **flags)
+    for line in (
+        "samples    3",
+        "too long   1 sample longer than the context, left out",
+        "bad        1 sample labelled bad, left out: only good answers are learnt",
+        "malformed  1 sample malformed, left out",
+        "duplicates 1 sample equal to an earlier one, learnt each time",
+        "empty      1 sample with an empty answer, learnt as they are",
+    ):
+        assert line in out.splitlines()
+    fields = json.loads(run(rows, as_json=True, bad_report=report, **flags))
+    assert [fields[key] for key in ("too_long", "labelled_bad", "duplicates", "empty_answers")] == [1, 1, 1, 1]
+    (skipped,) = fields["skipped"]
+    assert "x.jsonl:4: prompt is a number, not text" in skipped and report.read_text() == f"{skipped}\n"
+
+
+def test_every_skipped_record_is_listed_on_the_screen_or_in_the_report(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows: list[dict[str, Any]] = [{"messages": CHAT}, *[{"messages": number} for number in range(30)]]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data_command.run(DataOptions((tmp_path / "x.jsonl",), reading=ReadingChoice(skip_bad=True)), as_json=False)
+    shown = capsys.readouterr().err
+    assert shown.count("skipped      ") == 21 and "10 more; --bad-report FILE writes all of them" in shown
+    run(rows, skip_bad=True, bad_report=tmp_path / "bad.txt")
+    assert len((tmp_path / "bad.txt").read_text().splitlines()) == 30
+
+
+def test_wrong_flags_of_reading_say_what_is_right(run: Run) -> None:
+    for flags, says in (
+        ({"role_order": "none"}, "--role-order is turns or any"),
+        ({"too_long": "no"}, "--too-long is cut or drop"),
+        ({"bad_report": Path("x")}, "--bad-report is about what --skip-bad skips"),
+    ):
+        with pytest.raises(console.Failure, match=says):
+            run([{"messages": CHAT}], **flags)
+
+
+def test_standard_input_several_files_and_a_template_are_read_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "x.JSONL").write_text(json.dumps({"messages": CHAT}))
+    program = [sys.executable, "-m", "agora.cli.main_swarm", "data"]
+    command = [*program, "-", "x.JSONL", "--chat-template", "chatml", "--json"]
+    given = json.dumps([{"messages": CHAT}, {"messages": CHAT}])
+    done = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    fields = json.loads(done.stdout)
+    assert (fields["samples"], fields["duplicates"], len(fields["files"])) == (3, 2, 2)
+    assert fields["template"] == "the chosen chat template"
+    assert fields["shown"][0][0][1] == {"text": "4<|im_end|>\n", "supervised": True}
+    again = subprocess.run(
+        [*program, "-", "-"], cwd=tmp_path, input="", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert again.returncode == 2 and "named twice" in again.stderr

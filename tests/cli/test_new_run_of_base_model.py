@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import new_run
 from agora.cli.console import USAGE, Failure
-from agora.cli.data_command import TrainingData, read_training_data
+from agora.cli.data_command import USUAL_READING, ReadingChoice, TrainingData, read_training_data
 from agora.cli.new_run import (
     FEWER_ROWS_OF_A_STEP,
     ROWS_OF_A_STEP,
@@ -24,10 +25,15 @@ from agora.cli.new_run import (
     manifest_of_base_model,
     step_values,
 )
-from agora.data.tokenizer import byte_tokenizer_json
+from agora.data.corpus import open_corpus
+from agora.data.sampling import Sampler
+from agora.data.tokenizer import byte_tokenizer_json, open_tokenizer
+from agora.tuning.chat.model_tokenizer import read_chat_template
+from agora.tuning.chat.sample_rows import open_sample_rows
 from tests.model.tiny_models import make_model, save
 
 CONTEXT = 64
+READING_FLAGS = tuple(ReadingChoice.__dataclass_fields__)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,9 @@ def preferences(path: Path, count: int) -> Path:
 
 
 def made(base: Path, file: Path | None = None, **choice: Any) -> TuningManifest:
-    return manifest_of_base_model(base, "run", TuningChoice(data=file, **choice))
+    reading = ReadingChoice(**{key: choice.pop(key) for key in list(choice) if key in READING_FLAGS})
+    files = () if file is None else (file,)
+    return manifest_of_base_model(base, "run", TuningChoice(data=files, reading=reading, **choice))
 
 
 def test_sft_trains_adapters_beside_frozen_weights_and_averages_them_exactly(base: Path, tmp_path: Path) -> None:
@@ -81,17 +89,19 @@ def test_the_steps_see_the_training_rows_once_per_epoch(base: Path, tmp_path: Pa
         assert abs(target - FEWER_ROWS_OF_A_STEP * each) <= CONTEXT, "about so many rows, in whole microbatches"
         assert tokens * epochs <= optimizer.total_steps * target < tokens * epochs + target
         assert 0 < optimizer.warmup_steps < optimizer.total_steps / 2
-    first, second, third = once.summary_lines()
+    first, second, repeated, template, third = once.summary_lines()
+    assert repeated == "duplicates   499 samples equal to an earlier one, learnt each time"
+    assert template == "template     the plain template"
     assert first == "data         chat, 500 samples, objective sft"
     assert second.startswith(f"rows         {once.data.rows} of 64 tokens, ") and "tokens are supervised" in second
     steps = once.manifest.optimizer
     held = f"steps        {steps.total_steps} of {steps.target_tokens:,} supervised tokens"
     assert third == f"{held}, which see the data once; learning rate 0.0002"
-    assert "which see the data 3 times" in thrice.summary_lines()[2]
+    assert "which see the data 3 times" in thrice.summary_lines()[-1]
 
 
 def test_a_large_file_has_larger_steps_and_a_single_sample_still_makes_one(base: Path, tmp_path: Path) -> None:
-    one = read_training_data(chats(tmp_path / "one.jsonl", 1), base, None, None, CONTEXT)
+    one = read_training_data([chats(tmp_path / "one.jsonl", 1)], base, USUAL_READING, None, CONTEXT)
     few, many = step_values(one, CONTEXT, 1.0), step_values(one, CONTEXT, 100_000.0)
     assert few["total_steps"] == 1 and few["warmup_steps"] == 0
     assert abs(many["target_tokens"] - ROWS_OF_A_STEP * one.found.supervised) <= CONTEXT
@@ -120,9 +130,9 @@ def test_dpo_has_pairs_in_rows_as_short_as_the_answers(base: Path, tmp_path: Pat
 def test_the_context_of_dpo_is_the_longest_answer_in_blocks(base: Path, tmp_path: Path) -> None:
     from agora.cli.new_run import fitting_context
 
-    data = read_training_data(preferences(tmp_path / "pairs.jsonl", 10), base, None, None, 1000)
+    data = read_training_data([preferences(tmp_path / "pairs.jsonl", 10)], base, USUAL_READING, None, 1000)
     assert fitting_context(data, 1000) == 64
-    chat = read_training_data(chats(tmp_path / "chats.jsonl", 10), base, None, None, 1000)
+    chat = read_training_data([chats(tmp_path / "chats.jsonl", 10)], base, USUAL_READING, None, 1000)
     assert fitting_context(chat, 1000) == 1000
 
 
@@ -203,7 +213,7 @@ def test_what_is_wrong_in_a_file_is_said_as_swarm_data_says_it(base: Path, tmp_p
 def test_text_that_a_run_cannot_read_is_said_before_it_is_counted(base: Path, tmp_path: Path) -> None:
     listed = tmp_path / "text.json"
     listed.write_text(json.dumps([{"text": "one"}]))
-    with pytest.raises(Failure, match="convert it to .txt, .jsonl or .parquet"):
+    with pytest.raises(Failure, match="convert it to .txt, .jsonl, .ndjson or .parquet"):
         made(base, listed)
     renamed = write(tmp_path / "body.jsonl", [{"body": "one"}])
     with pytest.raises(Failure, match="rename its column to text"):
@@ -214,16 +224,121 @@ def test_the_command_prints_what_it_found_and_a_choice_needs_a_base_model(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = preferences(tmp_path / "pairs.jsonl", 40)
-    new_run.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=file))
+    new_run.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=(file,)))
     printed = capsys.readouterr().err
     assert "data         preference, 40 samples, objective dpo" in printed and "rows         80 of 64" in printed
     assert f"agora-node join {tmp_path / 'run.toml'} --base-model {base}" in printed.splitlines()[-1]
     assert Manifest.from_toml((tmp_path / "run.toml").read_text()).objective.kind == "dpo"
     with pytest.raises(Failure, match="give one with --base-model DIR"):
-        new_run.run(tmp_path / "other.toml", None, None, None, TuningChoice(data=file))
+        new_run.run(tmp_path / "other.toml", None, None, None, TuningChoice(data=(file,)))
 
 
 def test_training_data_is_counted_with_rows_of_one_token_more_than_the_context(base: Path, tmp_path: Path) -> None:
     exact = {"prompt": "p" * 32, "completion": "c" * 32}  # and its end of turn: 65 tokens
-    data: TrainingData = read_training_data(write(tmp_path / "f.jsonl", [exact] * 7), base, None, None, CONTEXT)
+    data: TrainingData = read_training_data(
+        [write(tmp_path / "f.jsonl", [exact] * 7)], base, USUAL_READING, None, CONTEXT
+    )
     assert (data.rows, data.found.truncated_samples, data.trainable_samples) == (7, 0, 7)
+
+
+# --- what is wrong is said before anything is signed
+
+
+@pytest.mark.parametrize("make", [chats, preferences])
+def test_one_sample_trains_without_a_held_out_part(base: Path, tmp_path: Path, make: Any) -> None:
+    tuning = made(base, make(tmp_path / "one.jsonl", 1))
+    assert tuning.manifest.data.heldout == 0 and tuning.manifest.optimizer.total_steps == 1
+    assert "held out     nothing: the data is too little for it" in tuning.summary_lines()
+    rows = open_sample_rows(tuning.manifest, tmp_path / "cache")
+    assert rows.items == 1 and rows.summary.heldout == 0
+    two = made(base, make(tmp_path / "two.jsonl", 2))
+    assert two.manifest.data.heldout > 0 and open_sample_rows(two.manifest, tmp_path / "cache").summary.heldout == 1
+
+
+def test_one_sample_of_many_that_are_left_out_counts_as_one(base: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * 99, "completion": "c"}] * 9 + [{"prompt": "p", "completion": "c"}]
+    tuning = made(base, write(tmp_path / "x.jsonl", rows))
+    assert tuning.manifest.data.heldout == 0
+    assert open_sample_rows(tuning.manifest, tmp_path / "cache").summary.trained == 1
+
+
+def test_text_for_less_than_a_row_is_refused_and_for_one_row_is_not_held_out(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="has 21 tokens, and a row has 65"):
+        made(base, write(tmp_path / "short.jsonl", [{"text": "x" * 20}]))
+    one = made(base, write(tmp_path / "one.jsonl", [{"text": "x" * 70}])).manifest
+    assert one.data.heldout == 0
+    tokens = open_corpus(one.data.corpus, open_tokenizer(one.data.tokenizer, 256), tmp_path / "cache")
+    assert Sampler(tokens, one.model.context, one.data.heldout, one.seed).windows == 1
+
+
+def test_how_data_is_read_is_in_the_manifest_and_gives_the_rows_that_were_counted(base: Path, tmp_path: Path) -> None:
+    turns = [{"speaker": "customer", "said": "q"}, {"speaker": "agent", "said": "a<|im_end|>"}]
+    rows: list[dict[str, Any]] = [{"dialog": turns}] * 20 + [{"dialog": 5}]
+    rows += [{"dialog": [turns[0], turns[1] | {"said": "long " * 20}]}, {"dialog": [turns[1], *turns]}]
+    first = write(tmp_path / "x.jsonl", rows)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    write(folder / "y.jsonl", [{"dialog": turns}] * 3)
+    reading = ReadingChoice(
+        columns="messages=dialog,role=speaker,content=said",
+        roles="customer=user,agent=assistant",
+        role_order="any",
+        skip_bad=True,
+        too_long="drop",
+        chat_template="chatml",
+    )
+    tuning = manifest_of_base_model(base, "run", TuningChoice(data=(first, folder), reading=reading))
+    manifest = tuning.manifest
+    data = manifest.data
+    assert data.samples == (str(first), str(folder)) and data.roles == (("customer", "user"), ("agent", "assistant"))
+    assert (data.role_order, data.skip_bad, data.too_long) == ("any", True, "drop")
+    assert data.chat_template == read_chat_template("chatml", None)
+    assert Manifest.from_toml(manifest.to_toml()) == manifest
+    assert tuning.data is not None and "malformed    1 sample malformed, left out" in tuning.summary_lines()
+    summary = open_sample_rows(manifest, tmp_path / "cache").summary
+    assert (summary.malformed, summary.too_long, summary.samples) == (1, 2, 23) == (1, 2, tuning.data.found.samples)
+    assert "1 malformed, 2 too long" in summary.sentence()
+    first.write_text(first.read_text() + "\n")
+    with pytest.raises(AgoraError, match="copy the file from a peer that trains"):
+        open_sample_rows(manifest, tmp_path / "cache")
+
+
+def test_named_templates_without_a_default_are_said_before_a_manifest_is_written(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "named"
+    shutil.copytree(base, folder)
+    named = [{"name": "tool_use", "template": read_chat_template("chatml", None)}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    file = chats(tmp_path / "chats.jsonl", 20)
+    with pytest.raises(AgoraError, match=r"several chat templates \('tool_use'\), and none is the default"):
+        made(folder, file)
+    chosen = made(folder, file, chat_template="tool_use").manifest
+    assert chosen.data.chat_template == named[0]["template"]
+    assert made(folder, write(tmp_path / "qa.jsonl", [{"prompt": "a", "completion": "b"}] * 9)).manifest
+
+
+def test_columns_that_are_not_used_are_said(base: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "x.jsonl", [{"prompt": "a", "completion": f"b{n}", "score": n} for n in range(20)])
+    assert "not used     the columns 'score'" in made(base, file).summary_lines()
+
+
+def test_bad_answers_are_counted_before_training(base: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": f"b{n}", "label": n % 2 == 0} for n in range(20)]
+    file = write(tmp_path / "kto.jsonl", rows)
+    with pytest.raises(AgoraError, match="format KTO"):
+        made(base, file)
+    tuning = made(base, file, objective="sft")
+    assert "bad          10 samples labelled bad, left out: only good answers are learnt" in tuning.summary_lines()
+    assert open_sample_rows(tuning.manifest, tmp_path / "cache").summary.labelled_bad == 10
+
+
+def test_standard_input_is_kept_beside_the_manifest(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = chats(tmp_path / "given.jsonl", 20)
+    with given.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        new_run.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=(Path("-"),)))
+    manifest = Manifest.from_toml((tmp_path / "run.toml").read_text())
+    assert manifest.data.samples == str(tmp_path / "run.data.json")
+    assert (tmp_path / "run.data.json").read_bytes() == given.read_bytes()
+    assert open_sample_rows(manifest, tmp_path / "cache").summary.samples == 20

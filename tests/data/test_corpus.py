@@ -292,13 +292,13 @@ def test_a_missing_file_or_empty_pattern_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path}/nowhere.txt does not exist; correct 'nowhere.txt'" in refused(tmp_path, "nowhere.txt")
     assert "'no*.txt' in [data] corpus matches no file" in refused(tmp_path, "no*.txt")
     (tmp_path / "empty").mkdir()
-    assert "holds no .txt, .jsonl or .parquet file" in refused(tmp_path, "empty")
+    assert "holds no .txt, .jsonl, .ndjson or .parquet file" in refused(tmp_path, "empty")
     assert "corpus is empty; name files" in refused(tmp_path)
 
 
 def test_an_unknown_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_text("x")
-    assert "a.docx is unknown; rename it to end in .txt, .jsonl or .parquet" in refused(tmp_path, "a.docx")
+    assert "a.docx is unknown; rename it to end in .txt, .jsonl, .ndjson or .parquet" in refused(tmp_path, "a.docx")
 
 
 def test_files_without_any_text_are_refused(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, monkeyp
     monkeypatch.setattr(text_sources, "PIECE_BYTES", 8)
     (tmp_path / "a.txt").write_bytes(b"good text\n" * 3 + b"caf\xe9 latin")
     message = refused(tmp_path, "a.txt")
-    assert "a.txt is not UTF-8 text (near byte 33)" in message and "iconv" in message
+    assert "a.txt, near byte 33, is not UTF-8 text (byte 0xe9), perhaps WINDOWS-1252" in message and "iconv" in message
 
 
 @pytest.mark.parametrize(

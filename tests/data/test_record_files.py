@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +137,7 @@ def test_a_line_that_is_no_object_or_no_text_is_named(tmp_path: Path) -> None:
     path.write_text("{}\n[1]\n")
     refused(path, ":2 is not a JSON object")
     path.write_bytes(b'{}\n{"a": "\xff"}\n')
-    refused(path, ":2 is not JSON")
+    refused(path, ":2 is not UTF-8 text (byte 0xff)")
 
 
 def test_a_line_longer_than_the_limit_is_refused_before_it_is_parsed(
@@ -150,8 +153,8 @@ def test_a_line_longer_than_the_limit_is_refused_before_it_is_parsed(
 def test_files_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="No such file.*correct the path"):
         list(read_records(tmp_path / "none.jsonl"))
-    (tmp_path / "x.csv").write_text("a,b\n")
-    refused(tmp_path / "x.csv", "format", "unknown", ".parquet")
+    (tmp_path / "x.xlsx").write_text("a,b\n")
+    refused(tmp_path / "x.xlsx", "format", "unknown", ".parquet")
     (tmp_path / "x.parquet").write_text("no table")
     refused(tmp_path / "x.parquet", "not a readable table", "fetch or write it again")
     (tmp_path / "x.txt").write_bytes(b"one\ntwo \xff")
@@ -212,3 +215,241 @@ def test_a_value_longer_than_the_limit_is_refused_also_when_it_is_complete(monke
     scanner.expect("[")
     with pytest.raises(DataError, match="x.json:1 is longer than 1 MiB; split"):
         scanner.take_value()
+
+
+# --- files that are not what their names say
+
+
+TEXT = '{"text": "\u767e\u79d1\u5168\u4e66, \u4f60\u597d\u4e16\u754c"}\n'
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.txt", "x.csv"])
+@pytest.mark.parametrize(
+    ("encoding", "says"),
+    [
+        ("utf-16", "is UTF-16 text, not UTF-8; convert it, for example with `iconv -f UTF-16 -t UTF-8 x."),
+        ("utf-16-le", "is UTF-16LE text"),
+        ("utf-16-be", "is UTF-16BE text"),
+        ("utf-32", "is UTF-32 text"),
+        ("gbk", "perhaps GBK; convert it, for example with `iconv -f GBK -t UTF-8 x."),
+    ],
+)
+def test_text_of_another_encoding_is_named_with_the_command_that_converts_it(
+    tmp_path: Path, name: str, encoding: str, says: str
+) -> None:
+    (tmp_path / name).write_bytes((TEXT * 3).encode(encoding))
+    refused(tmp_path / name, "UTF-8", "iconv", says)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [("caf\u00e9 \u00fcber", "WINDOWS-1252"), ("\u043f\u0440\u0438\u0432\u0435\u0442", "WINDOWS-1251")],
+)
+def test_other_encodings_are_guessed(tmp_path: Path, text: str, encoding: str) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b"{}\n" + json.dumps({"text": text}, ensure_ascii=False).encode(encoding))
+    refused(tmp_path / "x.jsonl", ":2 is not UTF-8", f"perhaps {encoding}")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5166280\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.jsonl.gz", "x.jsonl.zst", "x.ndjson"]
+)
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    refused(tmp_path / name, "is a git-lfs pointer", "run `git lfs pull`")
+
+
+def test_pointers_in_a_datasets_folder_are_named(tmp_path: Path) -> None:
+    write_datasets_folder(tmp_path / "folder")
+    (tmp_path / "folder" / "data-00000-of-00002.arrow").write_bytes(POINTER)
+    with pytest.raises(DataError, match="data-00000-of-00002.arrow is a git-lfs pointer"):
+        list(read_records(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(b"{}", mtime=0), "compressed by gzip; rename it to end in .gz"),
+        (bz2.compress(b"{}"), "compressed by bzip2"),
+        (b"PK\x03\x04rest", "a zip archive; unpack it"),
+        (b"PAR1rest", "a parquet table; rename it"),
+        (b"\n <!DOCTYPE html><html>", "a web page"),
+        (b"SQLite format 3\0", "a database of SQLite"),
+    ],
+)
+def test_content_of_another_kind_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    refused(tmp_path / "x.jsonl", says)
+
+
+# --- csv, and compressed files
+
+
+def test_csv_has_texts_with_commas_quotes_and_line_breaks(tmp_path: Path) -> None:
+    path = tmp_path / "x.CSV"
+    path.write_text('prompt,completion\n"a, b","line 1\nline ""2"""\n\nc,\n', encoding="utf-8-sig")
+    records = list(read_records(path))
+    assert [record.fields for record in records] == [
+        {"prompt": "a, b", "completion": 'line 1\nline "2"'},
+        {"prompt": "c", "completion": ""},
+    ]
+    assert [record.where for record in records] == [f"{path}:2", f"{path}:5"]
+    for name, text in (("x.tsv", "a\tb\n1,2\t3\n"), ("semicolons.csv", "a;b\n1,2;3\n")):
+        (tmp_path / name).write_text(text)
+        assert [record.fields for record in read_records(tmp_path / name)] == [{"a": "1,2", "b": "3"}]
+
+
+def test_malformed_csv_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n1,2\n1,2,3\n4,5\n")
+    refused(path, ":3 has 3 fields, but the first line names 2")
+    problems: list[DataError] = []
+    assert [record.fields["a"] for record in read_records(path, None, problems.append)] == ["1", "4"]
+    assert len(problems) == 1 and ":3 has 3 fields" in str(problems[0])
+    path.write_text('a,b\n1,2\n"open,2\n4,5\n')
+    refused(path, ":3 is not csv", "close the quote")
+    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    path.write_text('a,b\n"' + "x\n" * (1 << 20) + '",2\n')
+    refused(path, ":2 is not csv", "1 MiB")
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    compressed: bytes = sink.getvalue().to_pybytes()
+    return compressed
+
+
+COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+    ".GZ": gzip.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+@pytest.mark.parametrize("name", ["x.jsonl", "list.json", "x.ndjson"])
+def test_compressed_files_give_their_records(tmp_path: Path, name: str, suffix: str) -> None:
+    writer = WRITERS.get(name, write_lines)
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(COMPRESSED[suffix](writer(tmp_path / name).read_bytes()))
+    assert [dict(record.fields) for record in read_records(path)] == ROWS
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_a_compressed_file_that_was_cut_off_is_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x.jsonl{suffix}"
+    path.write_bytes(COMPRESSED[suffix](json.dumps(ROWS[0]).encode() * 1000)[:-12])
+    refused(path, "is damaged or cut off", "again")
+
+
+def test_a_line_that_decompresses_to_gigabytes_is_refused_after_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b" " * (64 << 20)))
+    tracemalloc.start()
+    refused(tmp_path / "x.jsonl.gz", ":1 is longer than 1 MiB")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+# --- tables that decode to far more than they are
+
+
+LONG = "a" * (1 << 20)
+
+
+def bomb_of_texts(rows: int = 256) -> pa.Table:
+    return pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([LONG]))})
+
+
+def bomb_of_messages(rows: int = 64) -> pa.Table:
+    return pa.table({"messages": [[{"role": "user", "content": LONG}] * 4] * rows})
+
+
+def most_decoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most rows' bytes that were decoded at a time, when all records were read."""
+    decoded: list[int] = []
+    cut = record_files.bounded_slices
+
+    def watched(batch: Any, *arguments: Any) -> Any:
+        for part in cut(batch, *arguments):
+            decoded.append(int(record_files._row_bytes(part.to_struct_array()).sum()))
+            yield part
+
+    monkeypatch.setattr(record_files, "bounded_slices", watched)
+    assert sum(1 for _ in read_records(path)) in (64, 256)
+    return max(decoded)
+
+
+@pytest.mark.parametrize("make", [bomb_of_texts, bomb_of_messages])
+@pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
+def test_a_table_of_some_bytes_that_decodes_to_gigabytes_is_decoded_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], pa.Table], encoding: str
+) -> None:
+    path = tmp_path / "x.parquet"
+    plain = {"use_dictionary": False, "column_encoding": encoding} if encoding != "dictionary" else {}
+    table = make()
+    if pa.types.is_dictionary(table.schema.field(0).type) and plain:
+        table = pa.table({"text": [LONG] * 64})
+    pq.write_table(table, path, compression="zstd", **plain)
+    assert path.stat().st_size < 100_000
+    assert most_decoded(path, monkeypatch) <= record_files.DECODED_BYTES + (8 << 20)
+
+
+def test_arrow_files_are_decoded_in_parts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_datasets_folder(tmp_path / "folder")
+    table = bomb_of_texts()
+    name = "data-00000-of-00002.arrow"
+    with pa.OSFile(str(tmp_path / "folder" / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "folder" / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert most_decoded(tmp_path / "folder", monkeypatch) <= record_files.DECODED_BYTES + (1 << 20)
+
+
+def test_a_row_longer_than_a_record_may_be_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "LONGEST_RECORD", 8 << 20)
+    pq.write_table(pa.table({"text": ["a", LONG * 9]}), tmp_path / "x.parquet", compression="zstd")
+    refused(tmp_path / "x.parquet", "row 2 is longer than 8 MiB; split")
+    listed = pa.table({"messages": [[{"content": "a"}], [{"content": LONG}] * 9]})
+    pq.write_table(listed, tmp_path / "y.parquet", compression="zstd")
+    refused(tmp_path / "y.parquet", "row 2 is longer than 8 MiB; split")
+
+
+def test_a_column_of_more_values_than_a_file_can_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "MOST_VALUES", 1 << 20)
+    pq.write_table(pa.table({"n": [[0] * (1 << 21)]}), tmp_path / "x.parquet")
+    refused(tmp_path / "x.parquet", "2,097,152 values", "do not trust it")
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array(["a", "bb", None, ""]),
+        pa.array([["a", "bb"], None, [], ["ccc"]]),
+        pa.array([[1, 2], None, [3, 4]], type=pa.list_(pa.int32(), 2)),
+        pa.array([{"a": "x", "b": 1}, None, {"a": None, "b": 2}]),
+        pa.array([[("k", "v")], None, []], type=pa.map_(pa.string(), pa.string())),
+        pa.array(["a", None, "a"]).dictionary_encode(),
+        pa.array([b"ab", None], type=pa.binary(2)),
+        pa.array([None, None]),
+        pa.array([1.5, None]),
+        pa.array([[["a"], []], [], [["b", "c"]]]),
+    ],
+)
+def test_the_bytes_of_a_row_do_not_depend_on_its_slice(array: pa.Array) -> None:
+    sizes = record_files._row_bytes(array).tolist()
+    assert len(sizes) == len(array) and all(size >= 0 for size in sizes)
+    for start in range(len(array)):
+        assert record_files._row_bytes(array.slice(start)).tolist() == sizes[start:]

@@ -129,7 +129,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_a_machine_with_other_samples_than_the_manifest_says_does_not_train(tmp_path: Path) -> None:
     manifest, flags = tuning(tmp_path)
     path = Path(manifest.data.samples)
-    manifest = manifest.with_values(data={"samples_hash": hash_samples(path)})
+    manifest = manifest.with_values(data={"samples_hash": hash_samples([path])})
     with swarm(tmp_path, manifest) as made:
         path.write_text(path.read_text().replace("1000 is", "1001 is"))
         with pytest.raises(AssertionError, match="(?s)ended by itself with exit code 1: .*samples"):

@@ -24,7 +24,7 @@ from agora.data import text_sources
 from agora.data.text_sources import stdlib_files
 from agora.tuning.chat.chat_template import split_supervised
 from agora.tuning.chat.model_tokenizer import open_model_tokenizer
-from agora.tuning.chat.sample_file import open_samples
+from agora.tuning.chat.sample_file import ReadingCounts, ReadingRules, open_samples
 from agora.tuning.chat.supervision import tokenise
 
 SOME_FILES = 30
@@ -82,9 +82,9 @@ def test_the_data_files_are_recognised_and_their_answers_are_what_is_learnt(made
     folder, report = made
     tokenizer = open_model_tokenizer(folder, datetime.now())
     for name, format_name, objective, sides in (("sft", "chat", "sft", 1), ("dpo", "preference", "dpo", 2)):
-        file = open_samples(folder / "data" / f"{name}.jsonl", {})
+        file = open_samples([folder / "data" / f"{name}.jsonl"], ReadingRules())
         assert (file.reader.format.name, file.objective) == (format_name, objective)
-        samples = list(tokenise(file.samples(), tokenizer, context=CONTEXT, supervise_all=False))
+        samples = list(tokenise(file, ReadingCounts(), tokenizer, CONTEXT))
         assert len(samples) == report.examples[f"{name}.jsonl"] > 20
         assert all(len(sample) == sides and not any(part.truncated for part in sample) for sample in samples)
         first = samples[0][0]

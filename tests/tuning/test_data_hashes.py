@@ -21,11 +21,11 @@ NOW = datetime(2026, 7, 1)
 def test_the_hash_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * 5_000_000)
-    assert hash_samples(path) == hashlib.sha256(b"x" * 5_000_000).hexdigest()
-    check_samples(path, hash_samples(path))
-    check_samples(path, "")
+    assert hash_samples([path]) == hashlib.sha256(b"x" * 5_000_000).hexdigest()
+    check_samples([path], hash_samples([path]))
+    check_samples([path], "")
     with pytest.raises(DataError, match=r"copy the file from a peer that trains, or found a new run"):
-        check_samples(path, "0" * 64)
+        check_samples([path], "0" * 64)
 
 
 def test_the_hash_of_a_datasets_folder_is_that_of_its_arrow_files(tmp_path: Path) -> None:
@@ -33,17 +33,17 @@ def test_the_hash_of_a_datasets_folder_is_that_of_its_arrow_files(tmp_path: Path
     Dataset.from_dict({"text": [str(n) for n in range(100)]}).save_to_disk(str(folder), num_shards=3)
     files = sorted(folder.glob("*.arrow"))
     assert len(files) == 3
-    before = hash_samples(folder)
+    before = hash_samples([folder])
     assert before == hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     (folder / "dataset_info.json").write_text("{}")
-    assert hash_samples(folder) == before
+    assert hash_samples([folder]) == before
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"Cannot read .*nowhere\.jsonl \(No such file"):
-        hash_samples(tmp_path / "nowhere.jsonl")
-    with pytest.raises(DataError, match=r"has no state\.json"):
-        hash_samples(tmp_path)
+        hash_samples([tmp_path / "nowhere.jsonl"])
+    with pytest.raises(DataError, match=r"is neither a folder that .* with a state\.json, nor holds"):
+        hash_samples([tmp_path])
 
 
 def test_the_hash_of_a_tokenizer_follows_its_template_and_tokens_and_nothing_else(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ import pytest
 from agora_protocol.errors import DataError, InputError
 
 from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Sample
-from agora.tuning.chat.sample_file import FORMATS, Objective, open_samples, parse_columns
+from agora.tuning.chat.sample_file import (
+    FORMATS,
+    Objective,
+    ReadingCounts,
+    ReadingRules,
+    open_samples,
+    parse_columns,
+    parse_roles,
+)
 
 SYSTEM = ChatMessage("system", "Be brief.")
 USER = ChatMessage("user", "2 + 2?")
@@ -27,13 +35,14 @@ PAIR = Preference(Conversation((USER, ANSWER), 1), Conversation((USER, WRONG), 1
 
 
 def samples_of(
-    tmp_path: Path, *rows: Mapping[str, Any], columns: str = "", objective: Objective | None = None
+    tmp_path: Path, *rows: Mapping[str, Any], columns: str = "", objective: Objective | None = None, **rules: Any
 ) -> tuple[str, list[Sample]]:
     """The name of the format, and the samples of a file with these rows."""
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    file = open_samples(path, parse_columns(columns) if columns else {}, objective)
-    return file.reader.format.name, [placed.sample for placed in file.samples()]
+    reading = ReadingRules(parse_columns(columns) if columns else {}, **rules)
+    file = open_samples([path], reading, objective)
+    return file.files[0].reader.format.name, [placed.sample for placed in file.samples(ReadingCounts())]
 
 
 def refused(tmp_path: Path, *rows: Mapping[str, Any], says: Sequence[str], **more: Any) -> None:
@@ -43,6 +52,8 @@ def refused(tmp_path: Path, *rows: Mapping[str, Any], says: Sequence[str], **mor
         assert text in str(caught.value), str(caught.value)
 
 
+GPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+ASKED_BRIEFLY = Preference(Conversation((SYSTEM, USER, ANSWER), 2), Conversation((SYSTEM, USER, WRONG), 2))
 EXAMPLES: list[tuple[str, dict[str, Any], Sample]] = [
     ("chat", {"messages": CHAT, "id": 3}, ONE_TURN),
     (
@@ -78,7 +89,28 @@ EXAMPLES: list[tuple[str, dict[str, Any], Sample]] = [
     ),
     ("preference", {"prompt": CHAT[:1], "chosen": "4", "rejected": CHAT[1] | {"content": "5"}}, PAIR),
     ("preference", {"prompt": "2 + 2?", "chosen": CHAT, "rejected": BAD, "messages": CHAT}, PAIR),
+    ("preference", {"prompt": "2 + 2?", "system": "Be brief.", "chosen": "4", "rejected": "5"}, ASKED_BRIEFLY),
+    (
+        "preference",
+        {"prompt": "Add:", "input": "2, 2 =", "chosen": " 4", "rejected": " 5"},
+        Preference(Completion("Add:\n2, 2 =", " 4"), Completion("Add:\n2, 2 =", " 5")),
+    ),
+    ("Alpaca preference", {"instruction": "2 + 2?", "input": "", "chosen": "4", "rejected": "5"}, PAIR),
+    (
+        "Alpaca preference",
+        {"instruction": "2 + 2?", "system": "Be brief.", "chosen": "4", "rejected": "5"},
+        ASKED_BRIEFLY,
+    ),
+    (
+        "ShareGPT preference",
+        {"conversations": GPT[:1], "chosen": GPT[1], "rejected": GPT[1] | {"value": "5"}, "system": "Be brief."},
+        ASKED_BRIEFLY,
+    ),
     ("implicit preference", {"chosen": CHAT, "rejected": BAD}, PAIR),
+    ("implicit preference", {"chosen": CHAT, "rejected": BAD, "system": "Be brief."}, ASKED_BRIEFLY),
+    ("chat", {"messages": CHAT, "system": "Be brief."}, Conversation((SYSTEM, USER, ANSWER))),
+    ("chat", {"messages": json.dumps(CHAT)}, ONE_TURN),
+    ("ShareGPT", {"conversations": json.dumps(GPT)}, ONE_TURN),
     (
         "implicit preference",
         {"chosen": "Human: hi\n\nAssistant: hello", "rejected": "Human: hi\n\nAssistant: heyho"},
@@ -109,8 +141,9 @@ def test_a_table_gives_the_same_samples_as_lines(tmp_path: Path, row: dict[str, 
     """A table fills the fields that a message lacks with nulls."""
     expected = samples_of(tmp_path, row)
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
-    file = open_samples(tmp_path / "x.parquet", {})
-    assert (file.reader.format.name, [placed.sample for placed in file.samples()]) == expected
+    file = open_samples([tmp_path / "x.parquet"], ReadingRules())
+    read = [placed.sample for placed in file.samples(ReadingCounts())]
+    assert (file.files[0].reader.format.name, read) == expected
 
 
 def test_the_objective_is_that_of_the_format_unless_it_is_given(tmp_path: Path) -> None:
@@ -118,7 +151,7 @@ def test_the_objective_is_that_of_the_format_unless_it_is_given(tmp_path: Path) 
     rows: list[tuple[dict[str, Any], str]] = [({"text": "x"}, "lm"), ({"messages": CHAT}, "sft")]
     for row, objective in [*rows, ({"chosen": CHAT, "rejected": BAD}, "dpo")]:
         path.write_text(json.dumps(row))
-        assert open_samples(path, {}).objective == objective
+        assert open_samples([path], ReadingRules()).objective == objective
     row = {"messages": CHAT, "chosen": CHAT, "rejected": BAD}
     assert samples_of(tmp_path, row)[0] == "implicit preference"
     assert samples_of(tmp_path, row, objective="sft") == ("chat", [ONE_TURN])
@@ -307,3 +340,186 @@ def test_a_prompt_shared_in_full_leaves_an_answer_on_both_sides(tmp_path: Path) 
     pair = samples_of(tmp_path, {"chosen": longer, "rejected": CHAT})[1][0]
     assert isinstance(pair, Preference) and isinstance(pair.chosen, Conversation)
     assert pair.chosen.prompt_messages == 1
+
+
+# --- nothing that changes what is learnt is silent
+
+
+@pytest.mark.parametrize(
+    ("said", "learnt"),
+    [
+        ({"weight": "0"}, False),
+        ({"weight": "0.0"}, False),
+        ({"weight": 0.0}, False),
+        ({"train": "false"}, False),
+        ({"train": "No"}, False),
+        ({"train": 0}, False),
+        ({"loss": False}, False),
+        ({"training": False}, False),
+        ({"weight": 1, "train": False}, False),
+        ({"weight": "1"}, True),
+        ({"weight": 1.0, "train": " True "}, True),
+        ({"weight": None}, True),
+    ],
+)
+def test_whether_an_answer_is_learnt_is_read_as_it_is_meant(tmp_path: Path, said: dict[str, Any], learnt: bool) -> None:
+    sample = samples_of(tmp_path, {"messages": [CHAT[0], CHAT[1] | said]})[1][0]
+    assert isinstance(sample, Conversation) and sample.is_supervised(1) is learnt
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"weight": 0.5}, "'weight' 0.5"),
+        ({"weight": "half"}, "'weight' 'half'"),
+        ({"weight": 2}, "'weight' 2"),
+        ({"weight": -1}, "'weight' -1"),
+        ({"train": "maybe"}, "'train' 'maybe'"),
+        ({"train": []}, "'train' []"),
+        ({"loss": 0.1}, "'loss' 0.1"),
+        ({"train_detail": [{"begin_offset": 0}]}, "'train_detail'"),
+    ],
+)
+def test_a_weight_between_learnt_and_not_is_refused_with_line_and_field(
+    tmp_path: Path, said: dict[str, Any], says: str
+) -> None:
+    good = {"messages": CHAT}
+    row = {"messages": [CHAT[0], CHAT[1] | said]}
+    refused(tmp_path, good, row, says=["x.jsonl:2", "message 2, has " + says, "learnt whole or not at all"])
+
+
+def test_a_question_that_is_to_be_learnt_is_refused(tmp_path: Path) -> None:
+    row = {"messages": [CHAT[0] | {"train": True}, CHAT[1]]}
+    refused(tmp_path, row, says=["x.jsonl:1", "message 1, has 'train' True", "only answers of the assistant"])
+    assert samples_of(tmp_path, {"messages": [CHAT[0] | {"train": False, "weight": 1}, CHAT[1]]})[1] == [
+        Conversation((ChatMessage("user", "2 + 2?", False), ANSWER))
+    ]
+
+
+KTO = {"prompt": "2 + 2 =", "completion": " 4", "label": True}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        KTO,
+        KTO | {"label": False},
+        KTO | {"label": "False"},
+        KTO | {"label": 0},
+        {"messages": CHAT, "kto_tag": False},
+        {"conversations": GPT, "label": True},
+        {"instruction": "2 + 2?", "output": "4", "kto_tag": "true"},
+    ],
+)
+def test_answers_that_are_labelled_good_or_bad_need_a_choice(tmp_path: Path, row: dict[str, Any]) -> None:
+    refused(tmp_path, row, says=["x.jsonl:1", "of the format KTO", "cannot be learnt yet", "--objective sft"])
+
+
+def test_an_answer_that_is_labelled_bad_is_never_learnt_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    rows = [KTO, KTO | {"label": False}, KTO | {"label": "false"}, KTO | {"label": 0}, KTO | {"label": "true"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    file, counts = open_samples([path], ReadingRules(), "sft"), ReadingCounts()
+    assert [placed.where for placed in file.samples(counts)] == [f"{path}:1", f"{path}:5"]
+    assert counts.labelled_bad == 3 and "label" in file.files[0].used_columns
+
+
+def test_labels_that_come_late_or_cannot_be_read_are_named(tmp_path: Path) -> None:
+    unlabelled = {"prompt": "a", "completion": "b"}
+    refused(tmp_path, unlabelled, KTO | {"label": False}, says=["x.jsonl:2 has label false", "the first record has no"])
+    refused(tmp_path, KTO, KTO | {"label": "so so"}, objective="sft", says=["x.jsonl:2", "label is 'so so'"])
+    refused(tmp_path, KTO, unlabelled, objective="sft", says=["x.jsonl:2", "label is None"])
+
+
+def test_a_label_that_is_no_judgement_is_another_column(tmp_path: Path) -> None:
+    assert samples_of(tmp_path, KTO | {"label": "positive"})[1] == [Completion("2 + 2 =", " 4")]
+    mapped = samples_of(tmp_path, {"q": "a", "label": "true"}, columns="prompt=q,completion=label")
+    assert mapped == ("prompt and completion", [Completion("a", "true")])
+
+
+def test_a_table_says_late_labels_too(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": None}, {"prompt": "a", "completion": "b", "label": False}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    file = open_samples([tmp_path / "x.parquet"], ReadingRules())
+    with pytest.raises(DataError, match="row 2 has label false"):
+        list(file.samples(ReadingCounts()))
+
+
+# --- other names and orders of roles, malformed records, several files
+
+
+def test_roles_and_fields_of_other_names_are_mapped(tmp_path: Path) -> None:
+    row = {"dialog": [{"speaker": "Customer", "said": "2 + 2?"}, {"speaker": "agent", "said": "4"}]}
+    columns, roles = "messages=dialog,role=speaker,content=said", {"customer": "user", "agent": "assistant"}
+    assert samples_of(tmp_path, row, columns=columns, roles=roles) == ("chat", [ONE_TURN])
+    refused(tmp_path, row, columns="messages=dialog", says=["no field 'role' or 'from'", "--columns role=NAME"])
+    refused(tmp_path, row, columns=columns, says=["unknown role 'Customer'", "--roles customer=user"])
+    assert parse_roles("a = user, B=tool") == {"a": "user", "b": "tool"}
+    for text, says in (("a", "write it like"), ("a=boss", "roles are system"), ("a=user,A=tool", "twice")):
+        with pytest.raises(InputError, match=says):
+            parse_roles(text)
+
+
+def test_roles_come_in_any_order_if_that_is_chosen(tmp_path: Path) -> None:
+    roles = ["assistant", "user", "user", "system", "assistant", "user"]
+    row = turns(*roles)
+    refused(tmp_path, row, says=["message 1, has role 'assistant'", "--role-order any"])
+    sample = samples_of(tmp_path, row, any_order=True)[1][0]
+    assert isinstance(sample, Conversation) and [message.role for message in sample.messages] == roles
+    assert [index for index in range(6) if sample.is_supervised(index)] == [0, 4]
+    refused(tmp_path, turns("user", "system"), any_order=True, says=["no message of the assistant"])
+
+
+def test_malformed_records_are_left_out_and_each_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = ["no", json.dumps({"other": 1}), json.dumps({"messages": CHAT}), "[1]", '{"messages": [}']
+    lines += [json.dumps(turns("user", "user")), json.dumps({"messages": 5}), json.dumps({"messages": CHAT}), "{}"]
+    path.write_bytes("\n".join(lines).encode() + b'\n{"a": "\xff"}\n')
+    with pytest.raises(DataError, match="x.jsonl:1 is not JSON"):
+        open_samples([path], ReadingRules())
+    file, counts = open_samples([path], ReadingRules(skip_bad=True)), ReadingCounts()
+    assert [placed.where for placed in file.samples(counts)] == [f"{path}:3", f"{path}:8"]
+    assert [re.search(r"x.jsonl:(\d+)", problem)[1] for problem in counts.problems] == list("1245679") + ["10"]  # type: ignore[index]
+    path.write_text("no\n{}\n")
+    with pytest.raises(DataError, match="x.jsonl:1 is not JSON"):
+        open_samples([path], ReadingRules(skip_bad=True))
+
+
+def test_several_files_of_several_formats_are_read_one_after_another(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": CHAT}))
+    (tmp_path / "a.csv").write_text("instruction,output,input\n2 + 2?,4,\n")
+    sub = tmp_path / "shards"
+    sub.mkdir()
+    (sub / "1.NDJSON").write_text(json.dumps({"conversations": GPT}))
+    (sub / "0.json").write_text(json.dumps([{"prompt": "2 + 2?", "completion": CHAT[1]}]))
+    (sub / ".hidden.jsonl").write_text("no")
+    (sub / "README.md").write_text("no")
+    file = open_samples([tmp_path / "b.jsonl", tmp_path / "a.csv", sub], ReadingRules())
+    assert [each.path.name for each in file.files] == ["b.jsonl", "a.csv", "0.json", "1.NDJSON"]
+    samples = [placed.sample for placed in file.samples(ReadingCounts())]
+    assert samples == [ONE_TURN, ONE_TURN, Conversation((USER, ANSWER), 1), ONE_TURN]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("data/train-0.jsonl", "data/validation-0.jsonl"),
+        ("Dev/x.jsonl", "train/x.jsonl"),
+    ],
+)
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"messages": CHAT}))
+    with pytest.raises(DataError, match="holds files of the splits"):
+        open_samples([tmp_path], ReadingRules())
+
+
+def test_blank_answers_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    blank = [CHAT[0], CHAT[1] | {"content": " \n"}]
+    rows = [{"messages": CHAT}, {"messages": blank}, {"messages": [*CHAT, *blank]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    counts = ReadingCounts()
+    assert len(list(open_samples([path], ReadingRules()).samples(counts))) == 3 and counts.empty_answers == 2

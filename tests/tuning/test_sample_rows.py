@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agora.tuning.chat import sample_rows
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer
-from agora.tuning.chat.sample_file import hash_samples
+from agora.tuning.chat.sample_file import ReadingCounts, hash_samples
 from agora.tuning.chat.sample_rows import RowBuilder, RowSummary, SampleRows, open_sample_rows
 from agora.tuning.chat.supervision import TokenSequence
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, write_folder
@@ -120,7 +120,7 @@ def test_the_default_chunks_are_packed_nearly_full() -> None:
             (TokenSequence(ids[:n], learnt[:n], offsets, "", 0),) for n in lengths.tolist()
         )
     )
-    summary = builder.summary()
+    summary = builder.summary(ReadingCounts())
     assert len(summary.chunks) > 2 and stored == summary.rows * 1025 + summary.rows
     assert summary.tokens / (summary.rows * 1025) > 0.995
 
@@ -223,13 +223,15 @@ def test_the_fingerprint_is_pinned_because_peers_of_other_versions_compare_it(tm
 def test_the_hashes_of_the_manifest_are_checked(tmp_path: Path) -> None:
     path = write_records(tmp_path / "samples.jsonl", RECORDS)
     hashes = {
-        "samples_hash": hash_samples(path),
+        "samples_hash": hash_samples([path]),
         "tokenizer_hash": open_training_tokenizer("bytes", 500).fingerprint,
     }
     good = sample_run(**hashes)
     assert open_sample_rows(good, tmp_path / "cache", base=tmp_path).summary.samples == 200
     path.write_text(path.read_text().replace("x", "y"))
-    with pytest.raises(DataError, match=f"has the SHA-256 {hash_samples(path)}, but .* with {hashes['samples_hash']} "):
+    with pytest.raises(
+        DataError, match=f"has the SHA-256 {hash_samples([path])}, but .* with {hashes['samples_hash']} "
+    ):
         open_sample_rows(good, tmp_path / "cache", base=tmp_path)
     with pytest.raises(
         DataError, match=r"The tokenizer of bytes, .* made with 1{64} \(\[data\] tokenizer_hash\); copy"
@@ -310,6 +312,6 @@ def test_rows_of_any_lengths_are_unpacked_to_what_was_packed(
             list(builder.iter_arrays((each,) for each in made))
         return
     values = np.concatenate(list(builder.iter_arrays((each,) for each in made)))
-    rows = SampleRows(values, builder.summary(), context, 1, seed)
+    rows = SampleRows(values, builder.summary(ReadingCounts()), context, 1, seed)
     found = samples_of([*training_rows(rows), *heldout_rows(rows)])
     assert Counter(found) == Counter((tuple(each.ids.tolist()), tuple(each.supervised.tolist())) for each in learnt)

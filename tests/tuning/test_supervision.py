@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,11 +20,17 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from agora.data.tokenizer import ByteTokenizer
-from agora.tuning.chat.chat_template import split_supervised
+from agora.tuning.chat import chat_template
+from agora.tuning.chat.chat_template import (
+    TemplateProblem,
+    split_supervised,
+    training_templates,
+    without_generation_blocks,
+)
 from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Role, Sample
-from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer
+from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer, read_chat_template
 from agora.tuning.chat.sample_file import PlacedSample
-from agora.tuning.chat.supervision import TokenSample, tokenise
+from agora.tuning.chat.supervision import TokenSample, encode_samples, mark_sample
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, DROPS_EARLIER_THOUGHTS, write_folder
 
 NOW = datetime(2026, 7, 1)
@@ -47,7 +55,8 @@ TWO_TURNS = Conversation(
 def tokens_of(
     sample: Sample, tokenizer: ModelTokenizer, context: int | None = None, supervise_all: bool = False
 ) -> TokenSample:
-    return next(tokenise([PlacedSample(sample, "x.jsonl:7")], tokenizer, context=context, supervise_all=supervise_all))
+    marked = mark_sample(PlacedSample(sample, "x.jsonl:7"), tokenizer, supervise_all=supervise_all)
+    return next(encode_samples([marked], tokenizer, context=context))
 
 
 def marked(sample: Sample, tokenizer: ModelTokenizer, **more: Any) -> str:
@@ -97,7 +106,7 @@ def test_ids_and_masks_equal_those_of_transformers(tmp_path: Path) -> None:
 TEXTS = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)  # the first one starts the process that renders
 @given(st.lists(TEXTS, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
 def test_every_byte_of_every_answer_is_learnt_and_nothing_else(texts: list[str]) -> None:
     roles: Sequence[Role] = ("user", "assistant")
@@ -224,7 +233,8 @@ def test_many_samples_are_tokenised_in_order_whatever_their_kinds(tmp_path: Path
     kinds: list[Sample] = [PlainText("roses"), TWO_TURNS, Completion("a", "b")]
     tokenizer = with_template(tmp_path, CHATML)
     samples = [PlacedSample(kinds[number % 3], "") for number in range(3000)]
-    lengths = [len(sample[0].ids) for sample in tokenise(samples, tokenizer, context=None, supervise_all=False)]
+    texts = (mark_sample(sample, tokenizer, supervise_all=False) for sample in samples)
+    lengths = [len(sample[0].ids) for sample in encode_samples(texts, tokenizer, context=None)]
     assert lengths == [len(tokens_of(kinds[number % 3], tokenizer)[0].ids) for number in range(3)] * 1000
 
 
@@ -325,3 +335,153 @@ def test_the_bytes_of_a_character_all_stand_for_it(text: str) -> None:
     assert (np.diff(encoded.offsets, axis=1) == 1).all()
     for place, character in enumerate(text):
         assert bytes(encoded.ids[encoded.offsets[:, 0] == place].tolist()) == character.encode()
+
+
+# --- ends and beginnings that are there already
+
+
+@pytest.mark.parametrize("completion", [" 4<|im_end|>", " 4<|im_end|>\n", " 4"])
+def test_the_end_of_a_completion_is_added_only_where_it_is_missing(tmp_path: Path, completion: str) -> None:
+    tokenizer = open_model_tokenizer(write_folder(tmp_path), NOW)
+    assert marked(Completion("2 + 2 =", completion), tokenizer).count("<|im_end|>") == 1
+    assert marked(PlainText(completion), tokenizer, supervise_all=True).count("<|im_end|>") == 1
+    answer = Conversation((message("user", "2 + 2?"), message("assistant", completion)))
+    for template in (CHATML, CHATML_WITH_BLOCKS):
+        shown = marked(answer, with_template(tmp_path, template))
+        assert shown.count("<|im_end|>") == 2 and "4<|im_end|>" in shown
+
+
+def test_an_end_of_bytes_or_of_a_newline_is_added_once() -> None:
+    for text in ("a", "a\0"):
+        (sequence,) = tokens_of(Completion("q", text), BYTES)
+        assert sequence.ids.tolist() == [*b"qa", 0]
+    answer = Conversation((message("user", "q"), message("assistant", "a\0")))
+    assert marked(answer, BYTES) == "User: q\nAssistant: [a\0]"
+
+
+def test_the_end_of_a_turn_that_differs_from_the_end_of_text_is_not_doubled(tmp_path: Path) -> None:
+    template = """{% for m in messages %}{{ '<turn>' + m.role + ':' + m.content + '<end>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<turn>assistant:' }}{% endif %}"""
+    answer = Conversation((message("user", "q"), message("assistant", "a<end> ")))
+    assert marked(answer, with_template(tmp_path, template)) == "<turn>user:q<end><turn>assistant:[a<end>]"
+
+
+def test_the_beginning_of_a_text_is_not_doubled(tmp_path: Path) -> None:
+    tokenizer = open_model_tokenizer(write_folder(tmp_path), NOW)
+    (without,) = tokens_of(Completion("2 + 2 =", " 4"), tokenizer)
+    (with_it,) = tokens_of(Completion("<|begin|>2 + 2 =", " 4"), tokenizer)
+    assert without.ids.tolist() == with_it.ids.tolist() and without.ids[0] == 0 != without.ids[1]
+
+
+# --- templates of strangers are bounded
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes longer than"),
+        ("{{ 'x' * 100000000000 }}", "memory"),
+        ("{{ ('x' * 100000)|center(100000000000) }}", "memory"),
+        ("{% set ns = namespace(x='xx') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "memory"),
+        (
+            "{% set n = namespace(x=[1]) %}{% for a in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+            "",
+        ),
+        ("{% macro f(n) %}{{ f(n) ~ f(n) }}{% endmacro %}{{ f(1) }}", "refuses it"),
+        ("{{ 'x' * 70000000 }}", "makes more than 64 Mi characters"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_stopped_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
+) -> None:
+    sandbox = tmp_path / "chat_sandbox.py"
+    sandbox.write_text(chat_template.SANDBOX.read_text().replace("REQUEST_S = 20.0", "REQUEST_S = 1.0"))
+    monkeypatch.setattr(chat_template, "SANDBOX", sandbox)
+    tokenizer = with_template(tmp_path, template)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError) as caught:
+        tokenizer.template.render(TWO_TURNS, "x.jsonl:7")
+    assert "x.jsonl:7" in str(caught.value) and says in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10, "KiB of this process"
+
+
+def test_after_a_template_was_stopped_others_render(tmp_path: Path) -> None:
+    source = "{% if messages[0].content == 'bomb' %}{{ 'x' * 100000000000 }}{% endif %}fine"
+    tokenizer = with_template(tmp_path, source)
+    for _ in range(2):
+        with pytest.raises(TemplateProblem, match="memory"):
+            tokenizer.template.render(Conversation((message("user", "bomb"),)), "x.jsonl:1")
+        assert tokenizer.template.render(TWO_TURNS, "x.jsonl:2") == "fine"
+
+
+def test_the_process_of_a_template_ends_with_it(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, CHATML)
+    tokenizer.template.render(TWO_TURNS, "")
+    process = tokenizer.template._renderer._process  # type: ignore[union-attr]
+    del tokenizer
+    gc.collect()
+    assert process.returncode == 0
+
+
+# --- other templates than the model's own
+
+
+def conversation(*turns: tuple[Role, str]) -> Conversation:
+    return Conversation(tuple(message(role, content) for role, content in turns))
+
+
+@pytest.mark.parametrize("name", training_templates())
+def test_templates_for_training_mask_every_answer_of_a_long_conversation(tmp_path: Path, name: str) -> None:
+    source = read_chat_template(name, None)
+    tokenizer = open_model_tokenizer(write_folder(tmp_path), NOW, source)
+    (sequence,) = tokens_of(TWO_TURNS, tokenizer)
+    learnt = [text for text, is_learnt in split_supervised(sequence.text, sequence.supervised_ranges()) if is_learnt]
+    assert len(learnt) == 2 and "four" in learnt[0] and "Yes." in learnt[1] and "Sure?" not in "".join(learnt)
+    usable = open_model_tokenizer(tmp_path, NOW, without_generation_blocks(source))
+    assert usable.template.render(TWO_TURNS, "") == sequence.text and not usable.template.has_generation_blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "own"), [("qwen3", "qwen3"), ("chatml", "qwen2_5"), ("llama3", "llama3"), ("gemma", "gemma3")]
+)
+def test_templates_for_training_write_what_the_models_own_write(tmp_path: Path, name: str, own: str) -> None:
+    """Of one turn, and of several where the model's own template keeps earlier answers as they were."""
+    from trl import chat_template_utils
+
+    theirs = (Path(chat_template_utils.__file__).parent / "chat_templates" / f"{own}.jinja").read_text()
+    trained = open_model_tokenizer(write_folder(tmp_path), NOW, read_chat_template(name, None)).template
+    original = open_model_tokenizer(tmp_path, NOW, theirs).template
+    turn: tuple[tuple[Role, str], ...] = (("user", "2 + 2?"), ("assistant", "4"))
+    asked = [turn, (("system", "Be brief."), *turn)] + ([] if name == "qwen3" else [turn + turn])
+    for turns in asked:
+        if name == "chatml" and turns[0][0] != "system":
+            continue  # Qwen2.5's own writes a system message of its own
+        assert trained.render(conversation(*turns), "") == original.render(conversation(*turns), "")
+
+
+def test_a_template_is_chosen_by_file_by_name_or_from_the_models_named_ones(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": CHATML}, {"name": "rag", "template": "no"}]
+    folder = write_folder(tmp_path / "model", chat_template=named)
+    assert read_chat_template("tool_use", folder) == CHATML
+    (tmp_path / "mine.jinja").write_text(CHATML_WITH_BLOCKS)
+    assert read_chat_template(str(tmp_path / "mine.jinja"), folder) == CHATML_WITH_BLOCKS
+    with pytest.raises(DataError, match="--chat-template nonsense is neither a file nor .* qwen3, tool_use, rag"):
+        read_chat_template("nonsense", folder)
+
+
+def test_named_templates_without_a_default_are_not_passed_over(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, chat_template=[{"name": "tool_use", "template": CHATML}])
+    tokenizer = open_model_tokenizer(folder, NOW)
+    with pytest.raises(TemplateProblem, match=r"several chat templates \('tool_use'\).*--chat-template"):
+        tokenizer.template.render(TWO_TURNS, "x.jsonl:7")
+    (sequence,) = tokens_of(Completion("2 + 2 =", " 4"), tokenizer)
+    assert sequence.text == "2 + 2 = 4<|im_end|>", "a completion needs no template"
+    default = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+    assert open_model_tokenizer(write_folder(tmp_path, chat_template=default), NOW).template.render(TWO_TURNS, "")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("no")
+    with pytest.raises(TemplateProblem, match="'rag'"):
+        open_model_tokenizer(write_folder(tmp_path), NOW).template.render(TWO_TURNS, "")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    shown = open_model_tokenizer(tmp_path, NOW).template.render(TWO_TURNS, "")
+    assert shown.startswith("<|im_start|>system"), "the file of a model that also sees pictures is read"

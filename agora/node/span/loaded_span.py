@@ -220,7 +220,7 @@ async def open_training_data(local_peer: LocalPeer) -> OriginData:
 
 def _require_permission(local_peer: LocalPeer) -> None:
     startup, data = local_peer.startup, local_peer.manifest.data
-    sources = [data.samples] if data.samples else [source for source in data.corpus if source != "stdlib"]
+    sources = list(data.sample_paths) or [source for source in data.corpus if source != "stdlib"]
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
     if sources and not startup.settings.allow_files and not is_own_manifest(startup, local_peer.signed.founder):
         raise LocalError(
@@ -267,10 +267,7 @@ async def _open_samples(local_peer: LocalPeer) -> Samples:
     with startup.phases.enter("samples") as note:
         rows = await run_in_thread(load)
         summary = rows.summary
-        note.text = (
-            f"{summary.trained:,} samples in {summary.rows:,} rows, {summary.supervised:,} supervised tokens; "
-            f"{summary.heldout:,} held out, {summary.truncated:,} cut, {summary.left_out:,} left out"
-        )
+        note.text = summary.sentence()
     path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
     return Samples(rows, EpochFile(path, startup.report_event))
 

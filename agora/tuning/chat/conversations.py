@@ -7,10 +7,13 @@
 | user | assistant |
 | assistant | user, tool |
 | tool | tool, assistant |
+
+With `any_order` these rules do not hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,12 +51,37 @@ FOLLOWERS: Final[Mapping[Role | None, tuple[Role, ...]]] = {
 
 ROLE_KEYS: Final = ("role", "from")
 CONTENT_KEYS: Final = ("content", "value")
-TRAIN_KEYS: Final = ("train", "weight")
+# Fields of a message that say whether it is learnt: of axolotl, of OpenAI's and Mistral's files, of ms-swift.
+TRAIN_KEYS: Final = ("train", "weight", "training", "loss")
+# Fields that say it of parts of a message.
+PART_TRAIN_KEYS: Final = ("train_detail", "training_detail")
+YES: Final = ("true", "yes", "1")
+NO: Final = ("false", "no", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRules:
+    """How a run reads messages. roles: spelling in the file -> role, in addition to ROLES.
+
+    role_key, content_key: the fields of a message that hold its role and text; None: ROLE_KEYS, CONTENT_KEYS.
+    any_order: whether roles may follow each other as they like; FOLLOWERS then does not hold.
+    """
+
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    role_key: str | None = None
+    content_key: str | None = None
+    any_order: bool = False
+
+
+USUAL_RULES: Final = MessageRules()
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """is_trainable: False for "train": false or "weight": 0. extra: other fields, which only templates read."""
+    """One message. is_trainable: False if one of its TRAIN_KEYS excludes it from training.
+
+    extra: the message's other fields, which only templates read, such as tool_calls.
+    """
 
     role: Role
     content: str
@@ -104,16 +132,50 @@ class Preference:
 Sample = PlainText | Completion | Conversation | Preference
 
 
-def read_messages(value: object, where: str) -> tuple[ChatMessage, ...]:
-    """Of {role, content} or {from, value}; their order is not checked. Raises DataError, which names `where`."""
+def has_empty_answer(sample: Sample) -> bool:
+    """Returns whether something that would be learnt is blank: a text, a completion, an answer that calls no tool."""
+    match sample:
+        case PlainText(text):
+            return not text.strip()
+        case Completion(completion=completion):
+            return not completion.strip()
+        case Preference(chosen, rejected):
+            return has_empty_answer(chosen) or has_empty_answer(rejected)
+        case Conversation(messages):
+            learnt = (message for index, message in enumerate(messages) if sample.is_supervised(index))
+            return any(not message.content.strip() and not message.extra for message in learnt)
+
+
+def parse_json_text(value: object) -> object:
+    """Returns the list or object that a text such as a csv field spells in JSON; everything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def read_messages(value: object, where: str, rules: MessageRules = USUAL_RULES) -> tuple[ChatMessage, ...]:
+    """Returns the messages of a list of {role, content} or {from, value}, or of one such object; () for an empty list.
+
+    value: or the JSON text of such a list. Their order is not checked. Raises DataError, which names `where` and the
+    message's number, for malformed ones.
+    """
+    value = parse_json_text(value)
     items = [value] if isinstance(value, Mapping) else value
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise DataError(f'{where} is {json_type(value)}; write a list such as [{{"role": "user", "content": "..."}}].')
-    return tuple(_read_message(item, f"{where}, message {number},") for number, item in enumerate(items, 1))
+    return tuple(_read_message(item, f"{where}, message {number},", rules) for number, item in enumerate(items, 1))
 
 
-def check_order(messages: Sequence[ChatMessage], where: str) -> None:
-    """Raises DataError, which names `where`, unless the roles follow FOLLOWERS and end with an answer."""
+def check_order(messages: Sequence[ChatMessage], where: str, rules: MessageRules = USUAL_RULES) -> None:
+    """Raises DataError, which names `where`, unless the roles follow FOLLOWERS and end with an answer.
+
+    In any order, unless there is an answer.
+    """
+    if rules.any_order:
+        if not any(message.role == "assistant" for message in messages):
+            raise DataError(f"{where} has no message of the assistant; add its answer or remove the record.")
+        return
     previous: Role | None = None
     for number, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[previous]:
@@ -121,7 +183,8 @@ def check_order(messages: Sequence[ChatMessage], where: str) -> None:
             expected = _join_quoted(FOLLOWERS[previous])
             raise DataError(
                 f"{where}, message {number}, has role {message.role!r} {after}, where {expected} is expected: a system "
-                "message may come first, then user and assistant take turns; correct or remove it."
+                "message may come first, then user and assistant take turns; correct or remove it, or give "
+                "--role-order any."
             )
         previous = message.role
     if previous != "assistant":
@@ -152,27 +215,77 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _read_message(item: object, where: str) -> ChatMessage:
+def _read_message(item: object, where: str, rules: MessageRules) -> ChatMessage:
     if not isinstance(item, Mapping):
         raise DataError(f'{where} is {json_type(item)}; write an object such as {{"role": "user", "content": "..."}}.')
     fields = without_nulls(item)
     role_key, content_key = (
-        next((key for key in keys if key in fields), keys[0]) for keys in (ROLE_KEYS, CONTENT_KEYS)
+        own or next((key for key in keys if key in fields), keys[0])
+        for own, keys in ((rules.role_key, ROLE_KEYS), (rules.content_key, CONTENT_KEYS))
     )
-    spelling = fields.get(role_key)
-    if not isinstance(spelling, str) or spelling.strip().lower() not in ROLES:
-        problem = f"has the unknown role {spelling!r:.80}" if role_key in fields else "has no field 'role' or 'from'"
-        raise DataError(f"{where} {problem}; known are {_join_quoted(ROLES)}.")
-    role = ROLES[spelling.strip().lower()]
+    role = _read_role(fields, role_key, where, rules)
     if content_key in fields:
         content = _read_message_text(fields[content_key], where)
     elif role == "assistant" and fields.get("tool_calls"):
         content = ""
     else:
-        raise DataError(f"{where} has no field 'content' or 'value'; add its text or remove the record.")
-    is_trainable = all(fields.get(key, True) not in (False, 0) for key in TRAIN_KEYS)
+        names = _join_quoted([rules.content_key] if rules.content_key else CONTENT_KEYS)
+        raise DataError(
+            f"{where} has no field {names}; add its text or remove the record, or name the field with --columns "
+            "content=NAME."
+        )
+    is_trainable = _read_is_trainable(fields, role, where)
     read = {role_key, content_key, *TRAIN_KEYS}
     return ChatMessage(role, content, is_trainable, {key: value for key, value in fields.items() if key not in read})
+
+
+def _read_role(fields: Mapping[str, Any], key: str, where: str, rules: MessageRules) -> Role:
+    if key not in fields:
+        names = _join_quoted([rules.role_key] if rules.role_key else ROLE_KEYS)
+        raise DataError(f"{where} has no field {names}; name the field that holds the role with --columns role=NAME.")
+    spelling = fields[key]
+    word = spelling.strip().lower() if isinstance(spelling, str) else ""
+    role = rules.roles.get(word) or ROLES.get(word)
+    if role is None:
+        raise DataError(
+            f"{where} has the unknown role {spelling!r:.80}; known are {_join_quoted(ROLES)}; map it, for example with "
+            f"--roles {word if word.isidentifier() else 'NAME'}=user."
+        )
+    return role
+
+
+def read_yes_or_no(value: object) -> bool | None:
+    """Returns what true, 1, 1.0, "true", "yes", "1" or "1.0" and their opposites mean; None for everything else."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        with contextlib.suppress(ValueError):
+            value = float(word)
+        if word in YES or word in NO:
+            return word in YES
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
+
+
+def _read_is_trainable(fields: Mapping[str, Any], role: Role, where: str) -> bool:
+    for key in PART_TRAIN_KEYS:
+        if key in fields:
+            raise DataError(f"{where} has {key!r}, but a message is learnt whole or not at all; remove that field.")
+    is_trainable = True
+    for key in TRAIN_KEYS:
+        if key not in fields:
+            continue
+        said = read_yes_or_no(fields[key])
+        if said is None:
+            raise DataError(
+                f"{where} has {key!r} {fields[key]!r:.40}, but a message is learnt whole or not at all; write 1 or "
+                "true, or 0 or false."
+            )
+        if said and key in ("train", "training") and role != "assistant":
+            raise DataError(
+                f"{where} has {key!r} {fields[key]!r:.40}, but only answers of the assistant are learnt; remove that "
+                "field."
+            )
+        is_trainable &= said
+    return is_trainable
 
 
 def _read_message_text(value: object, where: str) -> str:

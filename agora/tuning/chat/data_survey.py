@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agora.tuning.chat.sample_file import Objective
+from agora.tuning.chat.model_tokenizer import ModelTokenizer
+from agora.tuning.chat.sample_file import Objective, ReadingCounts, SampleFiles
 from agora.tuning.chat.sample_rows import assign_rows
-from agora.tuning.chat.supervision import TokenSample
+from agora.tuning.chat.supervision import TokenSample, tokenise
 
 REPORT_EVERY = 1000
 
@@ -38,6 +40,8 @@ class DataSurvey:
     | truncated_samples | samples that were truncated                                                               |
     | truncated_tokens  | tokens that truncation removed                                                            |
     | left_out          | samples without a supervised token, after truncation, on some side                        |
+    | duplicates        | samples with the tokens of an earlier one                                                 |
+    | counts            | what was left out while reading, and empty answers                                        |
     | rows              | rows of context + 1 tokens that the other samples fill; None for dpo: pairs are not packed |
     | efficiency        | the fraction of the rows' places that hold a token; None without rows                     |
     | shown             | the first samples of the file                                                             |
@@ -51,6 +55,8 @@ class DataSurvey:
     truncated_samples: int
     truncated_tokens: int
     left_out: int
+    duplicates: int
+    counts: ReadingCounts
     rows: int | None
     efficiency: float | None
     shown: tuple[TokenSample, ...]
@@ -70,21 +76,27 @@ class DataSurvey:
 
 
 def survey(
-    samples: Iterable[TokenSample], objective: Objective, context: int, shown: int, progress: Callable[[int], None]
+    file: SampleFiles, tokenizer: ModelTokenizer, context: int, shown: int, progress: Callable[[int], None]
 ) -> DataSurvey:
     """Reads all samples once, one at a time in memory, and returns their statistics.
 
-    samples: the caller has truncated them to context + 1 tokens, except for the objective lm: there a document is cut
-    where a row is full, and goes on in the next. shown: how many of the first samples the survey keeps. progress:
-    called every REPORT_EVERY samples with the number counted so far.
+    Samples are truncated to context + 1 tokens, except for the objective lm: there a document is cut where a row is
+    full, and goes on in the next. shown: how many of the first samples the survey keeps. progress: called every
+    REPORT_EVERY samples with the number counted so far. Raises what `tokenise` raises.
     """
+    counts = ReadingCounts()
+    seen: set[bytes] = set()
+    duplicates = 0
     lengths = array("q")
     kept = array("q")
     tokens = supervised = truncated_samples = truncated_tokens = left_out = 0
     first: list[TokenSample] = []
-    for number, sample in enumerate(samples, 1):
+    for number, sample in enumerate(tokenise(file, counts, tokenizer, context + 1), 1):
         if number <= shown:
             first.append(sample)
+        digest = hashlib.blake2b(b"".join(part.ids.tobytes() + b"|" for part in sample), digest_size=8).digest()
+        duplicates += digest in seen
+        seen.add(digest)
         lengths.append(max(len(part.ids) + part.truncated for part in sample))
         cut = sum(part.truncated for part in sample)
         truncated_tokens += cut
@@ -98,9 +110,9 @@ def survey(
             left_out += 1
         if number % REPORT_EVERY == 0:
             progress(number)
-    rows = _count_rows(np.array(kept, np.int64), objective, context + 1)
+    rows = _count_rows(np.array(kept, np.int64), file.objective, context + 1)
     return DataSurvey(
-        objective=objective,
+        objective=file.objective,
         context=context,
         lengths=np.array(lengths, np.int64),
         tokens=tokens,
@@ -108,6 +120,8 @@ def survey(
         truncated_samples=truncated_samples,
         truncated_tokens=truncated_tokens,
         left_out=left_out,
+        duplicates=duplicates,
+        counts=counts,
         rows=rows,
         efficiency=tokens / (rows * (context + 1)) if rows else None,
         shown=tuple(first),

@@ -24,12 +24,22 @@ from agora.data.tokenizer import (
     tokenizer_files,
     tokenizer_path,
 )
-from agora.tuning.chat.chat_template import PLAIN_TEMPLATE, ChatTemplate
-from agora.tuning.chat.conversations import ChatMessage, Conversation
+from agora.tuning.chat.chat_template import (
+    ANSWER,
+    PLAIN_TEMPLATE,
+    PROBE,
+    TRAINING_TEMPLATES,
+    ChatTemplate,
+    training_templates,
+    without_generation_blocks,
+)
 
 SETTINGS_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
+MORE_TEMPLATES: Final = "additional_chat_templates"  # a folder of named ones
+PROCESSOR_TEMPLATE_FILE: Final = "chat_template.json"  # of models that also see pictures
+DEFAULT: Final = "default"  # the name of the template for conversations
 MODEL_FILE: Final = "config.json"
 CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
 BYTES_END: Final = "\0"  # ends a turn for the byte tokenizer
@@ -70,12 +80,15 @@ class ModelTokenizer:
             )
 
 
-def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = None) -> ModelTokenizer:
+def open_training_tokenizer(
+    source: str, vocabulary: int, base: Path | None = None, *, template: str = ""
+) -> ModelTokenizer:
     """Opens the tokenizer that a manifest names, with its folder's chat template and TRAINING_DATE as the time.
 
     source: "bytes", or the path of a tokenizer.json or of its folder, relative to `base`. vocabulary: the model's
-    number of ids; fewer than the tokenizer's are a ManifestError. Other errors: DiskError for an unreadable file,
-    DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
+    number of ids; fewer than the tokenizer's are a ManifestError. template: [data] chat_template. Other errors:
+    DiskError for an unreadable file, DataError or ManifestError for a malformed one, LocalError without the package
+    tokenizers.
     """
     path = tokenizer_path(source, base)
     if path is not None and path.name != TOKENIZER_FILE:
@@ -83,7 +96,7 @@ def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = No
             f"[data] tokenizer {source!r} is not a {TOKENIZER_FILE}, beside which the chat template would be looked "
             f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
         )
-    tokenizer = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE)
+    tokenizer = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE, template)
     if tokenizer.tokenizer.vocabulary > vocabulary:
         raise ManifestError(
             f"Tokenizer {source!r} has token id {tokenizer.tokenizer.vocabulary - 1} but [model] vocabulary is "
@@ -92,48 +105,85 @@ def open_training_tokenizer(source: str, vocabulary: int, base: Path | None = No
     return tokenizer
 
 
-def open_model_tokenizer(folder: Path | None, now: datetime) -> ModelTokenizer:
+def open_model_tokenizer(folder: Path | None, now: datetime, template: str = "") -> ModelTokenizer:
     """Opens the tokenizer of a model folder with its chat template; for None the byte tokenizer (byte 0 ends a turn).
 
-    A folder without a chat template, and the byte tokenizer, get PLAIN_TEMPLATE. A turn ends with the eos_token of
-    tokenizer_config.json or special_tokens_map.json, otherwise the tokenizer's end_of_text, otherwise a newline. now:
-    the time for templates that write the date. Raises DiskError for a missing tokenizer.json or an unreadable file,
-    DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
+    A folder without a chat template, and the byte tokenizer, get PLAIN_TEMPLATE; one with several templates of which
+    none is the default gets one that raises TemplateProblem. template: source of another one. A turn ends with the
+    eos_token of tokenizer_config.json or special_tokens_map.json, otherwise the tokenizer's end_of_text, otherwise a
+    newline. now: the time for templates that write the date. Raises DiskError for a missing tokenizer.json or an
+    unreadable file, DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
     """
     if folder is None:
-        return _with_template(ByteTokenizer(), None, {"eos_token": BYTES_END}, BYTES, None, now)
+        end = {"eos_token": BYTES_END}
+        chosen = _choose_template(template, None, BYTES, end, now)
+        return ModelTokenizer(ByteTokenizer(), chosen, BYTES, chosen.name, BYTES_END, None)
     if not (folder / TOKENIZER_FILE).is_file():
         raise DiskError(
             f"{folder} has no {TOKENIZER_FILE}; give the folder of a Hugging Face model, with the tokenizer as "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it."
         )
     tokenizer = JsonTokenizer(folder / TOKENIZER_FILE)
-    settings = _read_object(folder / SETTINGS_FILE)
-    special = _special_tokens({**_read_object(folder / SPECIAL_TOKENS_FILE), **settings})
+    special = _special_tokens({**_read_object(folder / SPECIAL_TOKENS_FILE), **_read_object(folder / SETTINGS_FILE)})
     special.setdefault("eos_token", tokenizer.end_of_text or NO_END)
     model = _read_object(folder / MODEL_FILE)
     longest = next((value for key in CONTEXT_KEYS if isinstance(value := model.get(key), int)), None)
-    return _with_template(tokenizer, _template_source(folder, settings), special, str(folder), longest, now)
+    chosen = _choose_template(template, folder, str(folder), special, now)
+    return ModelTokenizer(tokenizer, chosen, str(folder), chosen.name, special["eos_token"], longest)
 
 
-def _with_template(
-    tokenizer: Tokenizer, source: str | None, special: Mapping[str, str], name: str, longest: int | None, now: datetime
-) -> ModelTokenizer:
-    kind = "the plain template" if source is None else f"the chat template of {name}"
-    template = ChatTemplate(PLAIN_TEMPLATE if source is None else source, kind, special, now)
-    return ModelTokenizer(tokenizer, template, name, kind, special["eos_token"], longest)
+def _choose_template(
+    chosen: str, folder: Path | None, name: str, special: Mapping[str, str], now: datetime
+) -> ChatTemplate:
+    if chosen:
+        return ChatTemplate(chosen, "the chosen chat template", special, now)
+    templates = {} if folder is None else _folder_templates(folder)
+    if DEFAULT in templates:
+        return ChatTemplate(templates[DEFAULT], f"the chat template of {name}", special, now)
+    if templates:
+        names = ", ".join(map(repr, templates))
+        missing = (
+            f"{name} has several chat templates ({names}), and none is the default; choose one by its name with "
+            "--chat-template."
+        )
+        return ChatTemplate(PLAIN_TEMPLATE, f"no template: {name} has only {names}", special, now, missing)
+    return ChatTemplate(PLAIN_TEMPLATE, "the plain template", special, now)
 
 
-def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def read_chat_template(chosen: str, folder: Path | None) -> str:
+    """Returns the source of the template that --chat-template names.
+
+    chosen: the name of a template for training, or of one of several templates in the model's folder, or a file.
+    Raises DataError for a name that nothing has, and a file that is not text; DiskError if it cannot be read.
+    """
+    if chosen in training_templates():
+        return _read_text_file(TRAINING_TEMPLATES / f"{chosen}.jinja")
+    own = {} if folder is None else _folder_templates(folder)
+    if chosen in own:
+        return own[chosen]
+    path = Path(chosen).expanduser()
+    if not path.is_file():
+        names = ", ".join([*training_templates(), *own])
+        raise DataError(f"--chat-template {chosen} is neither a file nor the name of a template; known are {names}.")
+    return _read_text_file(path)
+
+
+def _folder_templates(folder: Path) -> dict[str, str]:
+    # By name, as transformers looks for them; with one name, it is DEFAULT.
     if (folder / TEMPLATE_FILE).is_file():
-        return _read_text_file(folder / TEMPLATE_FILE)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several templates with names; "default" is the one for conversations
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
+        found: Any = {DEFAULT: _read_text_file(folder / TEMPLATE_FILE)}
+    else:
+        found = _read_object(folder / SETTINGS_FILE).get("chat_template")
+        if found is None:
+            found = _read_object(folder / PROCESSOR_TEMPLATE_FILE).get("chat_template")
+    if isinstance(found, list):
+        found = {item.get("name"): item.get("template") for item in found if isinstance(item, Mapping)}
+    templates = found if isinstance(found, Mapping) else {} if found is None else {DEFAULT: found}
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    templates = {**{path.stem: _read_text_file(path) for path in more}, **templates}
+    if not all(isinstance(text, str) for name_and_text in templates.items() for text in name_and_text):
         raise DataError(f"The chat_template in {folder / SETTINGS_FILE} is not text; correct it.")
-    return template
+    return templates
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -181,6 +231,7 @@ def pretrained_tokenizer_files(
     *,
     learns_samples: bool,
     expected_hash: str = "",
+    template: str = "",
 ) -> dict[str, bytes]:
     """Returns the tokenizer files that an export of a fine-tuned model needs: file name -> content. Writes nothing.
 
@@ -194,22 +245,32 @@ def pretrained_tokenizer_files(
     learns_samples: whether the run learns from samples; then "bytes", and a folder without a chat template, get the
     plain template, with which conversations were rendered.
     expected_hash: [data] tokenizer_hash; "": not checked.
+    template: [data] chat_template, which is then the model's, without its generation blocks.
     """
     files, _ = tokenizer_files(source, vocabulary, context, base)
     if expected_hash:
-        open_training_tokenizer(source, vocabulary, base).require_hash(expected_hash)
+        open_training_tokenizer(source, vocabulary, base, template=template).require_hash(expected_hash)
     path = tokenizer_path(source, base)
     folder = path.parent if path is not None and path.name == TOKENIZER_FILE else None
     if folder is not None:
         files |= {name: _read_content(folder / name) for name in COPIED if (folder / name).is_file()}
-    if learns_samples and (folder is not None or source == BYTES) and not _has_template(files):
+    if learns_samples and template:
+        end_of_turn = open_model_tokenizer(folder, datetime.now()).end_of_turn
+        usable = without_generation_blocks(template)
+        files[TEMPLATE_FILE] = (usable if folder is not None else _with_end_token(end_of_turn, usable)).encode()
+    elif learns_samples and (folder is not None or source == BYTES) and not _has_template(files):
         end_of_turn = open_model_tokenizer(folder, datetime.now()).end_of_turn
         files[TEMPLATE_FILE] = plain_template(end_of_turn).encode()
     return files
 
 
 def plain_template(end_of_turn: str) -> str:
-    return f"{{%- set eos_token = {json.dumps(end_of_turn, ensure_ascii=False)} -%}}\n{PLAIN_TEMPLATE}"
+    """Returns the jinja2 source of PLAIN_TEMPLATE, with `end_of_turn` set as the text after each answer."""
+    return _with_end_token(end_of_turn, PLAIN_TEMPLATE)
+
+
+def _with_end_token(end_of_turn: str, source: str) -> str:
+    return f"{{%- set eos_token = {json.dumps(end_of_turn, ensure_ascii=False)} -%}}\n{source}"
 
 
 def _has_template(files: dict[str, bytes]) -> bool:
@@ -232,11 +293,6 @@ def _read_content(path: Path) -> bytes:
 
 
 # --- where generation stops
-
-
-QUESTION, ANSWER = "Hello", "Good morning"
-# A conversation to render, to see with which text a template ends an answer.
-PROBE: Final = Conversation((ChatMessage("user", QUESTION), ChatMessage("assistant", ANSWER)))
 
 
 def turn_end_ids(tokenizer: ModelTokenizer) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A data file of samples: the format recognised by the columns of its first record, its samples read, its hash checked.
+"""Files of samples: the format recognised by the columns of the first record, the samples read, the hash checked.
 
 A new format is a row of FORMATS and the function that reads it.
 """
@@ -7,29 +7,104 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from agora_protocol.errors import DataError, InputError
+from agora_protocol.manifest_sections import DataSection
 
-from agora.data.record_files import RawRecord, check_text, data_files, read_records, unreadable_data
+from agora.data.record_files import (
+    READ_ERRORS,
+    READERS,
+    SPLITS_FILE,
+    STATE_FILE,
+    RawRecord,
+    check_text,
+    data_files,
+    format_suffix,
+    known_suffixes,
+    read_records,
+    unreadable_data,
+)
 from agora.tuning.chat.conversations import (
+    USUAL_RULES,
     ChatMessage,
     Completion,
     Conversation,
+    MessageRules,
     PlainText,
     Preference,
+    Role,
     Sample,
     check_order,
+    has_empty_answer,
+    parse_json_text,
     read_messages,
     read_tools,
+    read_yes_or_no,
 )
 
 Objective = Literal["lm", "sft", "dpo"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 SHOWN_COLUMNS: Final = 20  # maximum number of columns that an error names
+MESSAGE_FIELDS: Final = ("role", "content")  # of a message, not of a record; --columns may name them too
+# Columns that say whether the one answer of a record is good or bad: of TRL, of LLaMA-Factory.
+VERDICTS: Final = ("label", "kto_tag")
+
+
+# --- what a run says of its samples, and what was not made a sample of
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRules:
+    """How the records of files become samples. It is part of the manifest: every peer must make the same rows.
+
+    columns: format's name of a column -> the file's name of it. roles: spelling of a role -> role.
+    any_order: see MessageRules. skip_bad: malformed records are left out, and counted, instead of ending the reading.
+    drop_long: samples that are longer than the context are left out instead of cut.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    any_order: bool = False
+    skip_bad: bool = False
+    drop_long: bool = False
+
+    @property
+    def messages(self) -> MessageRules:
+        return MessageRules(self.roles, self.columns.get("role"), self.columns.get("content"), self.any_order)
+
+    @classmethod
+    def of_manifest(cls, data: DataSection) -> ReadingRules:
+        """Returns the rules in a manifest's [data]. Raises InputError for a role or a column that does not exist."""
+        columns, roles = (",".join(f"{name}={value}" for name, value in pairs) for pairs in (data.columns, data.roles))
+        return cls(
+            parse_columns(columns) if columns else {},
+            parse_roles(roles) if roles else {},
+            data.role_order == "any",
+            data.skip_bad,
+            data.too_long == "drop",
+        )
+
+
+@dataclass(slots=True)
+class ReadingCounts:
+    """What became of records while they were read. problems: a sentence for each malformed record that was left out."""
+
+    problems: list[str] = field(default_factory=list)
+    labelled_bad: int = 0  # records left out because their answer is labelled bad
+    too_long: int = 0  # samples left out because they are longer than the context
+    empty_answers: int = 0  # samples with a blank answer, which are learnt all the same
+
+    def skip(self, error: DataError) -> None:
+        """Counts a malformed record that is left out."""
+        self.problems.append(str(error))
+
+
+# --- records to samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +113,7 @@ class FormatRow:
 
     values: Mapping[str, Any]  # by the format's names of the columns
     where: str  # the record's place in its file, for errors
+    rules: MessageRules = USUAL_RULES
 
     def text(self, name: str) -> str:
         """Returns the text of a column; "" if it is missing or null. Raises DataError for another type."""
@@ -45,7 +121,8 @@ class FormatRow:
         return "" if value is None else check_text(value, self.place(name))
 
     def messages(self, name: str) -> tuple[ChatMessage, ...]:
-        return read_messages(self.values[name], self.place(name))
+        """Returns the messages of a required column. Raises DataError if malformed; their order is not checked."""
+        return read_messages(self.values[name], self.place(name), self.rules)
 
     def tools(self) -> tuple[Any, ...]:
         value = self.values.get("tools")
@@ -73,10 +150,41 @@ class RecordFormat:
 
 @dataclass(frozen=True, slots=True)
 class RecordReader:
-    """Turns a file's records into samples. columns: the format's name of a column -> the file's."""
+    """Turns the records of one file into samples of one format.
+
+    columns: the format's name of a column -> the file's name of it. Other columns of the file are ignored.
+    verdict: the file's column that says whether an answer is good; None if the first record has none.
+    """
 
     format: RecordFormat
     columns: Mapping[str, str]
+    rules: MessageRules = USUAL_RULES
+    verdict: str | None = None
+
+    @property
+    def read_columns(self) -> frozenset[str]:
+        return frozenset(self.columns.values()) | frozenset(VERDICTS)
+
+    def is_bad_answer(self, record: RawRecord) -> bool:
+        """Returns whether the record's answer is labelled bad. Raises DataError if the label cannot be read.
+
+        Raises DataError also for a bad answer in a file whose first record has no label: nobody chose what to do then.
+        """
+        if self.verdict is not None:
+            said = read_yes_or_no(record.fields.get(self.verdict))
+            if said is None:
+                raise DataError(
+                    f"{record.where}: {self.verdict} is {record.fields.get(self.verdict)!r:.40}, which is neither true "
+                    "nor false; correct or remove the record."
+                )
+            return not said
+        for name in VERDICTS:
+            if record.fields.get(name) is False and name not in self.columns.values():
+                raise DataError(
+                    f"{record.where} has {name} false, so its answer is bad, but the first record has no {name}; give "
+                    "each record one, or remove this one."
+                )
+        return False
 
     def read(self, record: RawRecord) -> Sample:
         """Raises DataError, which names the record's place, if it is malformed."""
@@ -89,7 +197,7 @@ class RecordReader:
                     f"{_quote_names(record.fields)}); add it, or remove the record."
                 )
         try:
-            return self.format.read(FormatRow(values, record.where))
+            return self.format.read(FormatRow(values, record.where, self.rules))
         except RecursionError as error:
             raise DataError(f"{record.where} has values that are nested too deeply; remove the record.") from error
 
@@ -99,7 +207,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
     Raises InputError if it is malformed, or names a column twice or one that no format has.
     """
-    known = sorted({name for kind in FORMATS for name in kind.columns})
+    known = sorted({name for kind in FORMATS for name in kind.columns} | set(MESSAGE_FIELDS))
     columns: dict[str, str] = {}
     for part in text.split(","):
         name, equals, column = (word.strip() for word in part.partition("="))
@@ -115,13 +223,34 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-def recognise_format(first: RawRecord, mapped: Mapping[str, str], objective: Objective | None) -> RecordReader:
+def parse_roles(text: str) -> dict[str, Role]:
+    """Parses --roles, such as "customer=user,agent=assistant": returns the spelling, in lower case -> role.
+
+    Raises InputError if it is malformed, or names a spelling twice or a role that does not exist.
+    """
+    roles: dict[str, Role] = {}
+    for part in text.split(","):
+        spelling, equals, role = (word.strip() for word in part.partition("="))
+        if not (spelling and equals and role):
+            raise InputError(f"--roles has {part!r}; write it like customer=user,agent=assistant.")
+        known = next((known for known in get_args(Role) if known == role), None)
+        if known is None:
+            raise InputError(f"--roles gives {spelling!r} the role {role!r}; roles are {', '.join(get_args(Role))}.")
+        if spelling.lower() in roles:
+            raise InputError(f"--roles names {spelling!r} twice; leave one out.")
+        roles[spelling.lower()] = known
+    return roles
+
+
+def recognise_format(first: RawRecord, rules: ReadingRules, objective: Objective | None) -> RecordReader:
     """Recognises a file's format by its first record, and returns the reader for the file's records.
 
     The format is the first of FORMATS whose required columns the record has, not null, which has all columns that
-    `mapped` names, and which serves the objective, if one is given. mapped: format's column -> file's column, from
-    --columns. Raises DataError if no format fits, which names the missing column or the objective that would fit.
+    `rules.columns` names, and which serves the objective, if one is given. Raises DataError if no format fits, which
+    names the missing column or the objective that would fit, and for answers that are labelled good or bad, if no
+    objective is given.
     """
+    mapped = {name: column for name, column in rules.columns.items() if name not in MESSAGE_FIELDS}
     for name, column in mapped.items():
         if first.fields.get(column) is None:
             raise DataError(
@@ -138,7 +267,21 @@ def recognise_format(first: RawRecord, mapped: Mapping[str, str], objective: Obj
     # a file's column that --columns maps is not read under its own name as well
     read = [name for name in chosen.columns if name in mapped or name not in mapped.values()]
     columns = {name: mapped.get(name, name) for name in read}
-    return RecordReader(chosen, columns)
+    verdict = _verdict_column(first, chosen, columns)
+    if verdict is not None and objective is None:
+        raise DataError(
+            f"{first.where} is of the format KTO: {verdict!r} says whether its answer is good or bad, which cannot be "
+            "learnt yet. With --objective sft those labelled true are learnt and the others left out; or give pairs "
+            f"(columns prompt, chosen, rejected), or rename {verdict!r} if it says something else."
+        )
+    return RecordReader(chosen, columns, rules.messages, verdict)
+
+
+def _verdict_column(first: RawRecord, chosen: RecordFormat, columns: Mapping[str, str]) -> str | None:
+    if "dpo" in chosen.objectives or chosen.required == ("text",):
+        return None
+    own = (name for name in VERDICTS if name not in columns.values())
+    return next((name for name in own if read_yes_or_no(first.fields.get(name)) is not None), None)
 
 
 def _present_columns(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
@@ -194,7 +337,7 @@ def _quote_names(names: Mapping[str, Any]) -> str:
 
 
 def _make_conversation(messages: Sequence[ChatMessage], row: FormatRow, prompt_messages: int = 0) -> Conversation:
-    check_order(messages, row.where)
+    check_order(messages, row.where, row.rules)
     return Conversation(tuple(messages), prompt_messages, row.tools())
 
 
@@ -205,7 +348,7 @@ def _with_system(messages: Sequence[ChatMessage], row: FormatRow) -> list[ChatMe
 
 
 def _read_chat(row: FormatRow) -> Sample:
-    return _make_conversation(row.messages("messages"), row)
+    return _make_conversation(_with_system(row.messages("messages"), row), row)
 
 
 def _read_sharegpt(row: FormatRow) -> Sample:
@@ -213,7 +356,29 @@ def _read_sharegpt(row: FormatRow) -> Sample:
 
 
 def _read_alpaca(row: FormatRow) -> Sample:
-    history = row.values.get("history") or []
+    turns = [*_alpaca_prompt(row), ChatMessage("assistant", row.text("output"))]
+    return _make_conversation(turns, row)
+
+
+def _read_alpaca_preference(row: FormatRow) -> Sample:
+    return _make_chat_preference(_alpaca_prompt(row), row)
+
+
+def _read_sharegpt_preference(row: FormatRow) -> Sample:
+    return _make_chat_preference(_with_system(row.messages("conversations"), row), row)
+
+
+def _make_chat_preference(prompt: Sequence[ChatMessage], row: FormatRow) -> Sample:
+    sides = []
+    for name in ("chosen", "rejected"):
+        value = row.values[name]
+        answer = (ChatMessage("assistant", row.text(name)),) if isinstance(value, str) else row.messages(name)
+        sides.append(_make_conversation([*prompt, *answer], row, len(prompt)))
+    return _make_preference(row, *sides)
+
+
+def _alpaca_prompt(row: FormatRow) -> list[ChatMessage]:
+    history = parse_json_text(row.values.get("history") or [])
     turns: list[ChatMessage] = []
     for number, pair in enumerate(history if isinstance(history, list) else [history], 1):
         where = f"{row.place('history')}, pair {number},"
@@ -221,9 +386,12 @@ def _read_alpaca(row: FormatRow) -> Sample:
             raise DataError(f"{where} is not [question, answer]; correct or remove the record.")
         earlier, reply = (check_text(text, where) for text in pair)
         turns += [ChatMessage("user", earlier), ChatMessage("assistant", reply)]
-    question = "\n".join(text for text in (row.text("instruction"), row.text("input")) if text)
-    turns += [ChatMessage("user", question), ChatMessage("assistant", row.text("output"))]
-    return _make_conversation(_with_system(turns, row), row)
+    turns.append(ChatMessage("user", _with_input(row.text("instruction"), row)))
+    return _with_system(turns, row)
+
+
+def _with_input(question: str, row: FormatRow) -> str:
+    return "\n".join(text for text in (question, row.text("input")) if text)
 
 
 def _read_completion(row: FormatRow) -> Sample:
@@ -240,12 +408,17 @@ def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
         value if isinstance(value := row.values[name], list | Mapping) else row.text(name)
         for name in ("prompt", column)
     )
-    if isinstance(prompt, str) and isinstance(answer, str):
-        return Completion(prompt, answer)
-    asked = (ChatMessage("user", prompt),) if isinstance(prompt, str) else row.messages("prompt")
+    if isinstance(prompt, str):
+        prompt = _with_input(prompt, row)
+        if isinstance(answer, str) and not row.text("system"):
+            return Completion(prompt, answer)
+    elif row.text("input"):
+        raise DataError(f"{row.place('input')} has no place beside a list of messages; add it to a message.")
+    alone = (ChatMessage("user", prompt),) if isinstance(prompt, str) else row.messages("prompt")
+    asked = tuple(_with_system(alone, row))
     reply = (ChatMessage("assistant", answer),) if isinstance(answer, str) else row.messages(column)
-    if reply[: len(asked)] == asked:
-        reply = reply[len(asked) :]
+    repeated = next((messages for messages in (asked, alone) if reply[: len(messages)] == messages), ())
+    reply = reply[len(repeated) :]
     if not reply:
         raise DataError(f"{row.place(column)} has no answer after the prompt; add it or remove the record.")
     return _make_conversation([*asked, *reply], row, len(asked))
@@ -259,7 +432,7 @@ def _read_implicit_preference(row: FormatRow) -> Sample:
             raise _no_shared_prompt_error(row)
         start = len(prompt)
         return _make_preference(row, Completion(prompt, chosen[start:]), Completion(prompt, rejected[start:]))
-    first, second = row.messages("chosen"), row.messages("rejected")
+    first, second = (tuple(_with_system(row.messages(name), row)) for name in ("chosen", "rejected"))
     # The last message of each side is its answer, also if one side is the beginning of the other.
     shared = min(_common_prefix_length(first, second), len(first) - 1, len(second) - 1)
     if shared < 1:
@@ -298,20 +471,42 @@ def _make_preference(
 
 # The formats, in the order in which they are tried: those with the most specific columns come first.
 FORMATS: Final = (
-    RecordFormat("preference", ("prompt", "chosen", "rejected"), _read_preference, ("dpo",), ("tools",)),
-    RecordFormat("implicit preference", ("chosen", "rejected"), _read_implicit_preference, ("dpo",), ("tools",)),
-    RecordFormat("chat", ("messages",), _read_chat, optional=("tools",)),
+    RecordFormat(
+        "preference", ("prompt", "chosen", "rejected"), _read_preference, ("dpo",), ("input", "system", "tools")
+    ),
+    RecordFormat(
+        "Alpaca preference",
+        ("instruction", "chosen", "rejected"),
+        _read_alpaca_preference,
+        ("dpo",),
+        ("input", "system", "history"),
+    ),
+    RecordFormat(
+        "ShareGPT preference",
+        ("conversations", "chosen", "rejected"),
+        _read_sharegpt_preference,
+        ("dpo",),
+        ("system", "tools"),
+    ),
+    RecordFormat(
+        "implicit preference", ("chosen", "rejected"), _read_implicit_preference, ("dpo",), ("system", "tools")
+    ),
+    RecordFormat("chat", ("messages",), _read_chat, optional=("system", "tools")),
     RecordFormat("ShareGPT", ("conversations",), _read_sharegpt, optional=("system", "tools")),
-    RecordFormat("prompt and completion", ("prompt", "completion"), _read_completion, optional=("tools",)),
+    RecordFormat(
+        "prompt and completion", ("prompt", "completion"), _read_completion, optional=("input", "system", "tools")
+    ),
     RecordFormat("Alpaca", ("instruction", "output"), _read_alpaca, optional=("input", "system", "history")),
     RecordFormat("text", ("text",), lambda row: PlainText(row.text("text")), ("lm", "sft")),
 )
 
 
-# --- the file
+# --- the files
 
 
-READ_BYTES = 4 << 20
+READ_BYTES: Final = 4 << 20
+TRIED_RECORDS: Final = 1000  # with skip_bad, records by which a format is sought
+SPLIT: Final = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,56 +519,162 @@ class PlacedSample:
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """A data file whose format is recognised; not held open. present: the first record's columns, null ones too."""
+    """A data file whose format is recognised. No file is held open.
+
+    reader: turns the file's records into samples. present: the file's columns in the first record, null ones included.
+    """
 
     path: Path
     reader: RecordReader
-    objective: Objective
     present: tuple[str, ...]
 
     @property
     def used_columns(self) -> dict[str, str]:
-        return {name: column for name, column in self.reader.columns.items() if column in self.present}
+        used = {name: column for name, column in self.reader.columns.items() if column in self.present}
+        return used if self.reader.verdict is None else used | {self.reader.verdict: self.reader.verdict}
 
-    def samples(self) -> Iterator[PlacedSample]:
-        """Raises DataError, with the place, for the first malformed record, DiskError, LocalError without a package."""
-        for record in read_records(self.path, frozenset(self.reader.columns.values())):
-            yield PlacedSample(self.reader.read(record), record.where)
+    @property
+    def unused_columns(self) -> list[str]:
+        return [column for column in self.present if column not in self.used_columns.values()]
 
 
-def open_samples(path: Path, mapped: Mapping[str, str], objective: Objective | None = None) -> SampleFile:
-    """Recognises the format of a file or `datasets` folder by its first record, and returns the file ready to read.
+@dataclass(frozen=True, slots=True)
+class SampleFiles:
+    """The data files of a run, each with its format, which is recognised by its first record.
 
-    mapped: format's column -> file's column, where the names differ. objective: None for the format's default. Raises
-    DataError for an empty file, an unknown suffix or format, and a malformed first record, DiskError if the file cannot
-    be read, LocalError without the package that the format needs.
+    objective: the training objective for them.
     """
-    first = next(read_records(path), None)
-    if first is None:
-        raise DataError(f"{path} holds no record; write one JSON object a line.")
-    reader = recognise_format(first, mapped, objective)
-    return SampleFile(path, reader, objective or reader.format.objectives[0], tuple(first.fields))
+
+    files: tuple[SampleFile, ...]
+    objective: Objective
+    rules: ReadingRules
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
+
+    @property
+    def name(self) -> str:
+        """What errors call the files."""
+        more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
+        return f"{self.files[0].path}{more}"
+
+    def samples(self, counts: ReadingCounts) -> Iterator[PlacedSample]:
+        """Reads the files from their beginning and yields their samples in order; adds to `counts` what is left out.
+
+        Raises DataError, which names the place, for the first malformed record, unless the rules skip these, and for a
+        malformed file; DiskError if a file cannot be read, LocalError without the package that a format needs.
+        """
+        on_bad = counts.skip if self.rules.skip_bad else None
+        for file in self.files:
+            for record in read_records(file.path, file.reader.read_columns, on_bad):
+                try:
+                    if file.reader.is_bad_answer(record):
+                        counts.labelled_bad += 1
+                        continue
+                    sample = file.reader.read(record)
+                except DataError as error:
+                    if on_bad is None:
+                        raise
+                    on_bad(error)
+                    continue
+                counts.empty_answers += has_empty_answer(sample)
+                yield PlacedSample(sample, record.where)
 
 
-def hash_samples(path: Path) -> str:
-    """SHA-256 in hex; of a `datasets` folder that of its files in order. Raises DiskError, DataError for any other
-    folder.
+def find_sample_files(named: Sequence[Path]) -> list[Path]:
+    """Returns the data files and `datasets` folders that `named` means, in order: of another folder all files below it.
+
+    Those are its files with a known suffix, sorted by path, without hidden ones. Raises DataError for a folder without
+    any, and for one with files of several splits, such as train and test, by their names: all but one are not for
+    training.
+    """
+    found: list[Path] = []
+    for path in named:
+        if path.is_dir() and not any((path / name).is_file() for name in (STATE_FILE, SPLITS_FILE)):
+            found += _files_below(path)
+        else:
+            found.append(path)
+    return found
+
+
+def _files_below(folder: Path) -> list[Path]:
+    inside = (path for path in folder.rglob("*") if format_suffix(path) in READERS and path.is_file())
+    names = sorted(path.relative_to(folder) for path in inside)
+    shown = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    if not shown:
+        raise DataError(
+            f"{folder} is neither a folder that `Dataset.save_to_disk` wrote, with a {STATE_FILE}, nor holds a "
+            f"{known_suffixes(READERS)} file; give a file."
+        )
+    splits = {word for name in shown for word in SPLIT.findall(name.as_posix().lower())}
+    if len(splits) > 1:
+        raise DataError(
+            f"{folder} holds files of the splits {_quote_names(dict.fromkeys(sorted(splits)))}; give the files or the "
+            "folder of one of them."
+        )
+    return [folder / name for name in shown]
+
+
+def open_samples(named: Sequence[Path], rules: ReadingRules, objective: Objective | None = None) -> SampleFiles:
+    """Recognises the format of each file by its first record, and returns the files ready to read.
+
+    named: see find_sample_files. objective: None for the first file's default. Raises DataError for an empty file, an
+    unknown suffix or format, and a malformed first record, DiskError if a file cannot be read, LocalError without the
+    package that a format needs.
+    """
+    files: list[SampleFile] = []
+    for path in find_sample_files(named):
+        file = _open_file(path, rules, objective)
+        objective = objective or file.reader.format.objectives[0]
+        files.append(file)
+    if objective is None:
+        raise InputError("no data file is named; give one.")
+    return SampleFiles(tuple(files), objective, rules)
+
+
+def _open_file(path: Path, rules: ReadingRules, objective: Objective | None) -> SampleFile:
+    problem: DataError | None = None
+
+    def keep_first(error: DataError) -> None:
+        nonlocal problem
+        problem = problem or error
+
+    for number, first in enumerate(read_records(path, None, keep_first if rules.skip_bad else None)):
+        try:
+            reader = recognise_format(first, rules, objective)
+        except DataError as error:
+            if not rules.skip_bad:
+                raise
+            keep_first(error)
+        else:
+            return SampleFile(path, reader, tuple(first.fields))
+        if number >= TRIED_RECORDS:
+            break
+    raise problem or DataError(f"{path} holds no record; write one JSON object a line.")
+
+
+def hash_samples(named: Sequence[Path]) -> str:
+    """Returns the SHA-256, in hex, of the data files' content, one after another; see find_sample_files.
+
+    Raises DiskError when a file cannot be read, DataError for a folder without data.
     """
     digest = hashlib.sha256()
-    for file in data_files(path):
-        try:
-            with file.open("rb") as stream:
-                while block := stream.read(READ_BYTES):
-                    digest.update(block)
-        except OSError as error:
-            raise unreadable_data(file, error) from error
+    for path in find_sample_files(named):
+        for file in data_files(path):
+            try:
+                with file.open("rb") as stream:
+                    while block := stream.read(READ_BYTES):
+                        digest.update(block)
+            except READ_ERRORS as error:
+                raise unreadable_data(file, error) from error
     return digest.hexdigest()
 
 
-def check_samples(path: Path, expected: str) -> None:
+def check_samples(named: Sequence[Path], expected: str) -> None:
     """Raises DataError unless the samples have the SHA-256 `expected`; "" accepts any. Reads all of the data."""
-    if expected and (found := hash_samples(path)) != expected:
+    if expected and (found := hash_samples(named)) != expected:
         raise DataError(
-            f"{path} has the SHA-256 {found}, but the run trains on samples with {expected} ([data] samples_hash); "
+            f"{named[0]} has the SHA-256 {found}, but the run trains on samples with {expected} ([data] samples_hash); "
             "copy the file from a peer that trains, or found a new run with yours."
         )

@@ -36,7 +36,14 @@ from agora.data.record_files import data_files, unreadable_data
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, token_dtype
 from agora.tuning.chat.model_tokenizer import TRAINING_DATE, ModelTokenizer, open_training_tokenizer
-from agora.tuning.chat.sample_file import Objective, check_samples, open_samples
+from agora.tuning.chat.sample_file import (
+    Objective,
+    ReadingCounts,
+    ReadingRules,
+    check_samples,
+    find_sample_files,
+    open_samples,
+)
 from agora.tuning.chat.supervision import TokenSample, TokenSequence, tokenise
 
 # --- packing: best-fit decreasing (Johnson et al., SIAM J. Computing 1974); the same rows on every machine
@@ -134,6 +141,10 @@ class RowSummary:
     truncated: int  # samples that were cut
     tokens: int  # tokens in the training rows, without the filling at the rows' ends
     supervised: int  # how many of `tokens` are supervised
+    # Left out while reading: malformed records, answers labelled bad, samples longer than the context.
+    malformed: int = 0
+    labelled_bad: int = 0
+    too_long: int = 0
 
     @property
     def rows(self) -> int:
@@ -146,6 +157,22 @@ class RowSummary:
     @property
     def trained(self) -> int:
         return self.samples - self.heldout - self.left_out
+
+    def sentence(self) -> str:
+        """Returns the counts for people."""
+        counted = {
+            "cut": self.truncated,
+            "left out": self.left_out,
+            "malformed": self.malformed,
+            "labelled bad": self.labelled_bad,
+            "too long": self.too_long,
+        }
+        always = ("cut", "left out")
+        others = ", ".join(f"{count:,} {what}" for what, count in counted.items() if count or what in always)
+        return (
+            f"{self.trained:,} samples in {self.rows:,} rows, {self.supervised:,} supervised tokens; "
+            f"{self.heldout:,} held out, {others}"
+        )
 
     def to_details(self) -> dict[str, Any]:
         return asdict(self)
@@ -210,8 +237,11 @@ class RowBuilder:
         self._check_enough()
         yield np.array(self._samples_in_rows, self._dtype)
 
-    def summary(self) -> RowSummary:
-        """Returns the summary of the rows that `iter_arrays` has yielded; call it after the last array."""
+    def summary(self, counts: ReadingCounts) -> RowSummary:
+        """Returns the summary of the rows that `iter_arrays` has yielded; call it after the last array.
+
+        counts: of the records that did not become samples.
+        """
         return RowSummary(
             chunks=tuple(self._chunks),
             fingerprint=self._digest.hexdigest(),
@@ -221,6 +251,9 @@ class RowBuilder:
             truncated=self._truncated,
             tokens=self._tokens,
             supervised=self._supervised,
+            malformed=len(counts.problems),
+            labelled_bad=counts.labelled_bad,
+            too_long=counts.too_long,
         )
 
     def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:
@@ -300,7 +333,7 @@ def _split_ids_and_marks(rows: Ids) -> NDArray[np.int32]:
 # --- the rows, from the cache
 
 
-FORMAT: Final = "agora rows 1"
+FORMAT: Final = "agora rows 2"
 HELDOUT_KEY: Final = 0x68656C646F757473  # goes into the hash that shuffles held-out rows
 PAIR: Final = 2  # rows of a preference pair
 
@@ -387,38 +420,41 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
     model = manifest.model
     if manifest.objective.kind == "lm":
         raise ManifestError("[objective] kind lm has no samples; it draws from [data] corpus.")
-    tokenizer = open_training_tokenizer(data.tokenizer, model.vocabulary, base)
+    tokenizer = open_training_tokenizer(data.tokenizer, model.vocabulary, base, template=data.chat_template)
     tokenizer.require_hash(data.tokenizer_hash)
-    path = (base or Path.cwd()) / Path(data.samples).expanduser()
+    paths = [(base or Path.cwd()) / Path(name).expanduser() for name in data.sample_paths]
     dtype = row_dtype(tokenizer.tokenizer.vocabulary, model.context)
-    cached = CachedTokens(cache_dir, _signature(manifest, path, tokenizer), dtype)
-    values = cached.open_or_write(lambda: _write_rows(cached, manifest, path, tokenizer))
+    cached = CachedTokens(cache_dir, _signature(manifest, paths, tokenizer), dtype)
+    values = cached.open_or_write(lambda: _write_rows(cached, manifest, paths, tokenizer))
     together = PAIR if manifest.objective.kind == "dpo" else 1
     return SampleRows(values, RowSummary.from_details(cached.details), model.context, together, manifest.seed)
 
 
-def _write_rows(cached: CachedTokens, manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> None:
+def _write_rows(cached: CachedTokens, manifest: Manifest, paths: Sequence[Path], tokenizer: ModelTokenizer) -> None:
     data = manifest.data
     context = manifest.model.context
     objective = manifest.objective.kind
-    check_samples(path, data.samples_hash)
-    file = open_samples(path, dict(data.columns), objective)
+    check_samples(paths, data.samples_hash)
+    file = open_samples(paths, ReadingRules.of_manifest(data), objective)
     builder = RowBuilder(
-        str(path), objective, context, tokenizer.tokenizer.vocabulary, seed=manifest.seed, heldout=data.heldout
+        file.name, objective, context, tokenizer.tokenizer.vocabulary, seed=manifest.seed, heldout=data.heldout
     )
-    samples = tokenise(file.samples(), tokenizer, context=context + 1, supervise_all=False)
-    cached.write(builder.iter_arrays(samples), lambda: builder.summary().to_details())
+    counts = ReadingCounts()
+    samples = tokenise(file, counts, tokenizer, context + 1)
+    cached.write(builder.iter_arrays(samples), lambda: builder.summary(counts).to_details())
 
 
-def _signature(manifest: Manifest, path: Path, tokenizer: ModelTokenizer) -> str:
+def _signature(manifest: Manifest, paths: Sequence[Path], tokenizer: ModelTokenizer) -> str:
     data = manifest.data
     parts: list[object] = [FORMAT, tokenizer.fingerprint, tokenizer.tokenizer.vocabulary, TRAINING_DATE.isoformat()]
     parts += [manifest.objective.kind, manifest.model.context, manifest.seed, data.heldout, sorted(data.columns)]
+    parts += [sorted(data.roles), data.role_order, data.skip_bad, data.too_long]
     parts.append(data.samples_hash)  # rows are only cached after the samples were checked against this hash
-    for file in data_files(path.resolve()):
-        try:
-            stat = file.stat()
-        except OSError as error:
-            raise unreadable_data(path, error) from error
-        parts.append((str(file), stat.st_size, stat.st_mtime_ns))
+    for path in find_sample_files([path.resolve() for path in paths]):
+        for file in data_files(path):
+            try:
+                stat = file.stat()
+            except OSError as error:
+                raise unreadable_data(path, error) from error
+            parts.append((str(file), stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

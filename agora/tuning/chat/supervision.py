@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from agora_protocol.errors import DataError
 from numpy.typing import NDArray
 
 from agora.data.tokenizer import EncodedText
-from agora.tuning.chat.chat_template import CharRange, MarkedText
+from agora.tuning.chat.chat_template import CharRange, MarkedText, TemplateProblem
 from agora.tuning.chat.conversations import Completion, Conversation, PlainText, Preference
 from agora.tuning.chat.model_tokenizer import ModelTokenizer
-from agora.tuning.chat.sample_file import PlacedSample
+from agora.tuning.chat.sample_file import PlacedSample, ReadingCounts, SampleFiles
 
 BATCH_CHARACTERS = 1 << 20  # characters and samples after which a batch is tokenised
 BATCH_SAMPLES = 1024
@@ -45,18 +46,44 @@ TokenSample = tuple[TokenSequence, ...]
 
 
 def tokenise(
-    samples: Iterable[PlacedSample], tokenizer: ModelTokenizer, *, context: int | None, supervise_all: bool
+    file: SampleFiles, counts: ReadingCounts, tokenizer: ModelTokenizer, context: int
 ) -> Iterator[TokenSample]:
-    """Tokenises samples and yields each as a TokenSample, in order, also those without a supervised token.
+    """Reads and tokenises the samples of files; yields each as a TokenSample, in order, also if nothing is supervised.
 
-    context: the maximum number of tokens of a sequence; longer ones lose their end; None for no limit. supervise_all:
-    every token but the first is supervised, as for the objective lm. Raises DataError for a malformed template, a
-    conversation that the template refuses, and answers that cannot be found in the text; LocalError without jinja2.
+    counts: of what is left out by the files' rules, is added to. context: the maximum number of tokens of a sequence;
+    longer ones lose their end, or are left out. The objective lm has no such limit, and every token but the first is
+    supervised. Raises DataError for malformed records and conversations that the template refuses, unless the rules
+    skip these; TemplateProblem for a template that cannot be used; LocalError without jinja2.
     """
+    is_lm = file.objective == "lm"
+    found = encode_samples(_marked(file, counts, tokenizer), tokenizer, context=None if is_lm else context)
+    for sample in found:
+        if file.rules.drop_long and any(part.truncated for part in sample):
+            counts.too_long += 1
+        else:
+            yield sample
+
+
+def _marked(file: SampleFiles, counts: ReadingCounts, tokenizer: ModelTokenizer) -> Iterator[list[MarkedText]]:
+    for placed in file.samples(counts):
+        try:
+            yield mark_sample(placed, tokenizer, supervise_all=file.objective == "lm")
+        except TemplateProblem:
+            raise
+        except DataError as error:
+            if not file.rules.skip_bad:
+                raise
+            counts.skip(error)
+
+
+def encode_samples(
+    samples: Iterable[list[MarkedText]], tokenizer: ModelTokenizer, *, context: int | None
+) -> Iterator[TokenSample]:
+    """Tokenises the texts of each sample. context: the maximum number of tokens of a sequence; None for no limit."""
     batch: list[list[MarkedText]] = []
     characters = 0
-    for placed in samples:
-        batch.append(_mark_texts(placed, tokenizer, supervise_all=supervise_all))
+    for sample in samples:
+        batch.append(sample)
         characters += sum(len(marked.text) for marked in batch[-1])
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_SAMPLES:
             yield from _encode(batch, tokenizer, context)
@@ -65,7 +92,8 @@ def tokenise(
     yield from _encode(batch, tokenizer, context)
 
 
-def _mark_texts(placed: PlacedSample, tokenizer: ModelTokenizer, *, supervise_all: bool) -> list[MarkedText]:
+def mark_sample(placed: PlacedSample, tokenizer: ModelTokenizer, *, supervise_all: bool) -> list[MarkedText]:
+    """Returns the text of a sample with its supervised ranges; of a preference two, the chosen and the rejected one."""
     match placed.sample:
         case Preference(chosen, rejected):
             sides: Sequence[PlainText | Completion | Conversation] = (chosen, rejected)
@@ -84,13 +112,19 @@ def _mark_text(
         case Conversation():
             return tokenizer.template.mark(sample, where)
         case Completion(prompt, completion):
-            text = prompt + completion + tokenizer.end_of_turn
+            text = prompt + _with_end(completion, tokenizer.end_of_turn)
             start = 0 if supervise_all else len(prompt)
         case PlainText(document):
-            text = document + tokenizer.end_of_turn if document else ""
+            text = _with_end(document, tokenizer.end_of_turn) if document else ""
             start = 0
     # a corpus has no special token at a document's beginning, see corpus.py
     return MarkedText(text, ((start, len(text)),), supervise_all)
+
+
+def _with_end(text: str, end: str) -> str:
+    # Many files have the end already; twice it would teach the model to write it twice.
+    is_there = text.rstrip().endswith(end.strip()) if end.strip() else text.endswith(end)
+    return text if is_there else text + end
 
 
 def _encode(
@@ -108,6 +142,7 @@ def _encode(
 
 def _supervise(marked: MarkedText, encoded: EncodedText, context: int | None) -> TokenSequence:
     # The first token, and special tokens that the tokenizer added, are never supervised.
+    encoded = _without_second_beginning(encoded)
     kept = np.flatnonzero(~encoded.is_added)
     length = int(kept[-1]) + 1 if len(kept) else 0
     cut = length if context is None else min(length, context)
@@ -119,3 +154,12 @@ def _supervise(marked: MarkedText, encoded: EncodedText, context: int | None) ->
     supervised &= ~encoded.is_added[:cut]
     supervised[:1] = False
     return TokenSequence(encoded.ids[:cut], supervised, encoded.offsets[:cut], marked.text, length - cut)
+
+
+def _without_second_beginning(encoded: EncodedText) -> EncodedText:
+    # A text that begins with the token that the tokenizer adds, such as <s>, has it once.
+    written = np.flatnonzero(~encoded.is_added)
+    start = int(written[0]) if len(written) else 0
+    if not start or encoded.ids[start - 1] != encoded.ids[start]:
+        return encoded
+    return EncodedText(encoded.ids[start:], encoded.offsets[start:], encoded.is_added[start:])
