@@ -18,8 +18,10 @@ read again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from agora.swarm.view import PeerView, View
 
@@ -38,18 +40,36 @@ class Health:
     advice: str | None = None
 
 
-def has_ended(view: View, stage_count: int, total_steps: int) -> bool:
-    """Returns whether a replica of every stage has taken `total_steps`; False for 0, a run without an end."""
-    steps = (max((seen.step_of(stage) for seen in view.replicas(stage)), default=0) for stage in range(stage_count))
-    return total_steps > 0 and all(step >= total_steps for step in steps)
+def has_ended(
+    view: View, stage_count: int, total_steps: int, own_steps: Mapping[int, int] = MappingProxyType({})
+) -> bool:
+    """Returns whether every stage has taken `total_steps`; False for 0, a run without an end.
+
+    own_steps: steps of the stages that this peer holds: no claim of others ends the run before these have ended. Of
+    other stages the median replica counts, so that one peer's claim decides nothing; of two, the higher.
+    """
+
+    def step_of(stage: int) -> int:
+        steps = [seen.step_of(stage) for seen in view.replicas(stage)]
+        return own_steps.get(stage, statistics.median_high(steps) if steps else 0)
+
+    return total_steps > 0 and all(step_of(stage) >= total_steps for stage in range(stage_count))
 
 
-def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: float, total_steps: int = 0) -> Health:
+def assess_health(
+    view: View,
+    stage_count: int,
+    now_unix: float,
+    *,
+    since_unix: float,
+    total_steps: int = 0,
+    own_steps: Mapping[int, int] = MappingProxyType({}),
+) -> Health:
     """Returns the swarm's health as a running peer sees it in its view; never PAUSED. The first stage at fault is
     named.
 
     since_unix: when the peer began to look; time without steps counts only from then on. total_steps: the run's end, 0
-    where it goes on.
+    where it goes on. own_steps: see has_ended.
     """
     if not view.peers:
         advice = "check the invite's addresses and this machine's network"
@@ -57,7 +77,7 @@ def assess_health(view: View, stage_count: int, now_unix: float, *, since_unix: 
     empty = [stage for stage in range(stage_count) if not view.replicas(stage)]
     if empty:
         return _judge_vacant(view, empty)
-    if has_ended(view, stage_count, total_steps):
+    if has_ended(view, stage_count, total_steps, own_steps):
         why = f"the run has taken its {total_steps:,} steps, and trains no more"
         return Health(COMPLETED, why, "export it with `swarm export RUN --out DIR`; its peers may leave then")
     last: dict[int, float | None] = {}

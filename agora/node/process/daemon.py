@@ -182,7 +182,14 @@ class Daemon:
             return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
         ends = self.startup.settings.at_end != "go-on"
         total_steps = self.signed.manifest.optimizer.total_steps if self.signed is not None and ends else 0
-        return health.assess_health(view, stage_count, now_unix, since_unix=self._since_unix, total_steps=total_steps)
+        return health.assess_health(
+            view,
+            stage_count,
+            now_unix,
+            since_unix=self._since_unix,
+            total_steps=total_steps,
+            own_steps=self.loaded.own_steps,
+        )
 
     def _total_traffic(self) -> events.Traffic:
         return add_traffic(self._past_traffic, self.local_peer.traffic()) if self.local_peer else self._past_traffic
@@ -222,7 +229,7 @@ class Daemon:
         )
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("capacity", publish_capacity(local_peer, lambda: self.loaded))
-        local_peer.tasks.start("end", watch_for_the_end(local_peer, self.leave))
+        local_peer.tasks.start("end", watch_for_the_end(local_peer, lambda: self.loaded, self.leave))
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
         while True:
@@ -387,14 +394,18 @@ class Daemon:
             self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
 
 
-async def watch_for_the_end(local_peer: LocalPeer, leave: Callable[[str], None]) -> None:
+async def watch_for_the_end(
+    local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], leave: Callable[[str], None]
+) -> None:
     """Waits until every stage has taken the manifest's total_steps; reports that, and leaves where the owner says so.
 
-    Runs until cancelled.
+    Runs until cancelled. held_span: returns the span that is held, None while none is.
     """
     manifest, at_end = local_peer.manifest, local_peer.startup.settings.at_end
     total_steps = manifest.optimizer.total_steps
-    while not health.has_ended(local_peer.view, manifest.stage_count, total_steps):  # noqa: ASYNC110
+    while (loaded := held_span()) is None or not health.has_ended(  # noqa: ASYNC110
+        local_peer.view, manifest.stage_count, total_steps, loaded.own_steps
+    ):
         await asyncio.sleep(END_LOOK_S)
     follows = {
         "serve": "it serves the result and trains no more; export it, then run `agora-node leave`",

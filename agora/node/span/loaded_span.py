@@ -48,6 +48,7 @@ from agora.replica.replica_group import ReplicaGroup
 from agora.replica.view import live_replicas
 from agora.state.collector import StageCollector
 from agora.state.keeper import StageHolders, StateKeeper
+from agora.swarm.health import has_ended
 from agora.swarm.rebalancing import judge_interval_s
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
@@ -492,11 +493,8 @@ class LoadedSpan:
         local_peer, total_steps = self._local_peer, self._local_peer.manifest.optimizer.total_steps
         if local_peer.startup.settings.at_end == "go-on" or self.worker.step_of(0) < total_steps:
             return ""
-        # What peers publish is some seconds old; the own stages are known.
-        others = [stage for stage in range(local_peer.manifest.stage_count) if stage not in self.span]
-        steps = [self.worker.step_of(stage) for stage in self.span.stages]
-        steps += [max(local_peer.steps_of(stage).values(), default=0) for stage in others]
-        return "over" if min(steps) >= total_steps else "last"
+        count = local_peer.manifest.stage_count
+        return "over" if has_ended(local_peer.view, count, total_steps, self.own_steps) else "last"
 
     def _tokens_per_microbatch(self) -> float:
         manifest = self._local_peer.manifest
@@ -507,6 +505,10 @@ class LoadedSpan:
     @property
     def span(self) -> Span:
         return self.worker.span
+
+    @property
+    def own_steps(self) -> Mapping[int, int]:
+        return {stage: self.worker.step_of(stage) for stage in self.span.stages}
 
     @property
     def in_progress(self) -> int:
