@@ -371,7 +371,7 @@ class LoadedSpan:
         self.keeper = keeper
         self.replicas = ReplicaGroup(
             signed,
-            startup.me,
+            startup.identity,
             worker=worker,
             caller=local_peer.network,
             swarm=SwarmView(
