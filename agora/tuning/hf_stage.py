@@ -24,7 +24,7 @@ from agora.model.family import RunLayer, StageModule, keep_graph
 from agora.tuning.adapters.frozen_layers import FrozenAs, allocate, freeze, load_parameter
 from agora.tuning.adapters.frozen_linear import FrozenLinear
 from agora.tuning.adapters.lora import adapters_off, inject_lora, lora_targets
-from agora.tuning.base.hf_architecture import architecture_of
+from agora.tuning.base.hf_architecture import ConfigRefused, architecture_of
 
 HEAD: Final = "lm_head"
 INSIDE_LORA: Final = ".base_layer."  # what peft inserts into the name of a parameter of a layer that has LoRA
@@ -51,6 +51,11 @@ class HfStage(StageModule):
             self._windows = {index: self._architecture.window_of(self._config, index) for index in layer_range}
         except (TuningMissing, MemoryError):
             raise
+        except ConfigRefused as error:
+            raise ManifestError(
+                f"[model] config is not the model that transformers makes of it: {error}; correct that key of "
+                "config.json, or choose another model."
+            ) from error
         except Exception as error:  # transformers raises many kinds for a config that its classes cannot use
             reason = one_line(str(error), 160)
             raise ManifestError(
@@ -91,7 +96,16 @@ class HfStage(StageModule):
         if not self._architecture.has_rotary:
             return None
         rotary: nn.Module = self._architecture.load_class("RotaryEmbedding")(self._config)
+        self._require_whole_heads_rotated(rotary)
         return rotary
+
+    def _require_whole_heads_rotated(self, rotary: nn.Module) -> None:
+        # These layers rotate all values of a head; transformers' own fail in their first forward.
+        config = self._config
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for name, frequencies in rotary.named_buffers():
+            if name.endswith("inv_freq") and 2 * len(frequencies) != size:
+                raise ConfigRefused(f"partial_rotary_factor turns {2 * len(frequencies)} of a head's {size} values")
 
     def forward(
         self,

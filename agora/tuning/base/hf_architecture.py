@@ -1,8 +1,8 @@
 """The Hugging Face model types that can be trained: their classes in transformers, and what surrounds their layers.
 
 transformers is imported when a class of it is needed, never before. Of a config.json, only the keys listed here are
-passed to it: a manifest comes from strangers, and other keys could choose what code runs. Dropout is off, because a
-forward that is repeated for its backward must give the same values.
+passed to it: a manifest comes from strangers, and other keys could choose what code runs. What they make is compared
+with what all keys make. Dropout is off, because a forward that is repeated for its backward must give the same values.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from agora_protocol.base_config import parse_config, sizes_in
 from agora_protocol.manifest_model import HfSection
 
+from agora.core.terminal_text import one_line
 from agora.core.tuning_packages import import_tuning
 
 SHARED_KEYS: Final = frozenset({"vocab_size", "pad_token_id", "tie_word_embeddings"})
@@ -29,6 +30,8 @@ DECODER_KEYS: Final = SHARED_KEYS | {
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
 }
 WINDOW_KEYS: Final = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 GEMMA_KEYS: Final = frozenset({"hidden_activation", "attention_bias"})
@@ -45,6 +48,54 @@ GPT2_KEYS: Final = SHARED_KEYS | {
     "layer_norm_epsilon",
     "scale_attn_weights",
     "scale_attn_by_inverse_layer_idx",
+}
+# Keys that change nothing in a decoder's forward here. They are left out of the config to compare with as well: some
+# choose code that runs, some how long a list is made.
+INERT_KEYS: Final = frozenset(
+    {
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "attn_pdrop",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "experts_implementation",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "num_labels",
+        "output_attentions",
+        "output_cross_attentions",
+        "output_hidden_states",
+        "pretraining_tp",
+        "problem_type",
+        "quantization_config",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "return_dict",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "tie_last_hidden_states",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+# Keys that no config class lists and that transformers' forward reads if they are there -> the value that changes
+# nothing.
+READ_IF_SET: Final[dict[str, Any]] = {
+    "is_causal": True,
+    **dict.fromkeys(("attention_chunk_size", "kv_sharing_modes", "per_layer_config")),
+    **dict.fromkeys(("decoder", "generator", "text_config", "text_encoder")),
 }
 NO_DROPOUT: Final = {"attention_dropout": 0.0}
 NO_GPT2_DROPOUT: Final = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -105,14 +156,31 @@ class HfArchitecture:
         """Makes transformers' own config object from those keys of the model's config.json that are in `keys`.
 
         Dropout is off. Attention is torch's fused one ("sdpa"), or "eager" for models that cap the attention's logits,
-        which fused attention cannot. Raises TuningMissing without transformers, and errors of many types from
-        transformers' own checks of the config.
+        which fused attention cannot. Raises TuningMissing without transformers, errors of many types from transformers'
+        own checks of the config, and ConfigRefused if transformers makes another model of the whole file, or none that
+        computes.
         """
         values = {key: value for key, value in parse_config(model.config).items() if key in self.keys}
         config_class = getattr(self._import("configuration"), self.config_class or f"{self.prefix}Config")
         config = config_class(**values, **self.dropout)
+        require_equal(config, parse_config(model.config))
+        self._require_computable(config, parse_config(model.config).get("layer_types"))
         config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
         return config
+
+    def _require_computable(self, config: Any, layer_types: Any) -> None:
+        # What transformers itself fails at, some of it only in the first forward.
+        heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", 1)
+        if heads % shared:
+            raise ConfigRefused(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}")
+        has_window = getattr(config, "sliding_window", None) is not None
+        if self.windows == "by type":
+            if not has_window and "sliding_attention" in config.layer_types:
+                raise ConfigRefused("layer_types has sliding_attention, and there is no sliding_window")
+            return
+        kind = "sliding_attention" if has_window and self.windows == "all" else "full_attention"
+        if layer_types is not None and layer_types != [kind] * config.num_hidden_layers:
+            raise ConfigRefused(f"layer_types has others than {kind}, the one type of layer of {self.display_name}")
 
     def window_of(self, config: Any, layer: int) -> int | None:
         """How many of the last tokens, itself included, a token of the layer attends to; None: all before it.
@@ -181,6 +249,29 @@ ARCHITECTURES: Final[dict[str, HfArchitecture]] = {
         dropout=NO_GPT2_DROPOUT,
     ),
 }
+
+
+class ConfigRefused(Exception):
+    """A config.json of which a run would not compute the model that transformers computes; the text names a field."""
+
+
+def require_equal(config: Any, values: dict[str, Any]) -> None:
+    """Raises ConfigRefused unless `config` equals, in all that a forward reads, what transformers makes of `values`.
+
+    values: of the whole config.json, and changed by this. Also raises what transformers raises for them.
+    """
+    for key, neutral in READ_IF_SET.items():
+        if values.get(key, neutral) != neutral:
+            raise ConfigRefused(f"{key} is {_shorten(values[key])}, which no run computes")
+    known = {key: value for key, value in values.items() if key not in INERT_KEYS and not key.startswith("_")}
+    ours, theirs = config.to_dict(), type(config).from_dict(known).to_dict()
+    for key in ours.keys() - INERT_KEYS:
+        if ours[key] != theirs.get(key):
+            raise ConfigRefused(f"{key} is {_shorten(theirs.get(key))} in transformers, {_shorten(ours[key])} in a run")
+
+
+def _shorten(value: object) -> str:
+    return one_line(str(value), 60)
 
 
 def architecture_of(model: HfSection) -> HfArchitecture:
