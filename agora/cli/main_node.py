@@ -41,6 +41,10 @@ LOG_LEVEL = Annotated[str | None, typer.Option(help="debug, info, warning or err
 ALLOW_FILES = Annotated[
     bool, typer.Option("--allow-files", help="Let a run of somebody else read the files that its manifest names.")
 ]
+DATA = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE|DIR", help="Where this machine has files that the manifest names. May be repeated."),
+]
 BASE_MODEL = Annotated[
     Path | None,
     typer.Option(
@@ -91,6 +95,7 @@ def join(
     corpus_cache: CORPUS_CACHE = None,
     allow_files: ALLOW_FILES = False,
     base_model: BASE_MODEL = None,
+    data: DATA = None,
     upload_limit: UPLOAD_LIMIT = None,
     download_limit: DOWNLOAD_LIMIT = None,
     memory_gib: MEMORY = None,
@@ -121,6 +126,7 @@ def join(
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
         "base_model": absolute_name(base_model) if base_model else None,
+        "data": tuple(str(place.expanduser().absolute()) for place in data) if data else None,
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}

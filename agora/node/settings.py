@@ -70,6 +70,8 @@ class Settings(pydantic.BaseModel):
     most_stages: int = pydantic.Field(0, ge=0)  # the longest span that placement may choose; 0: what fits into memory
     rebalance: bool = True  # whether it moves by itself where the swarm is slowest; never with chosen `stages`
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
+    # Files, and folders of files, that a manifest names and that lie elsewhere here; in one text, ":" is between them.
+    data: tuple[str, ...] = ()
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
     disk_gib: float = pydantic.Field(0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
@@ -91,6 +93,11 @@ class Settings(pydantic.BaseModel):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(_as_multiaddr(str(part)) for part in value) if isinstance(value, list | tuple) else value
+
+    @pydantic.field_validator("data", mode="before")
+    @classmethod
+    def _split_paths(cls, value: object) -> object:
+        return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
 
     @property
     def link_spec(self) -> LinkSpec | None:
@@ -115,6 +122,10 @@ class Settings(pydantic.BaseModel):
     @property
     def named_base_model(self) -> Path | None:
         return Path(self.base_model).expanduser() if self.base_model else None
+
+    @property
+    def data_places(self) -> tuple[Path, ...]:
+        return tuple(Path(place).expanduser() for place in self.data)
 
     @property
     def names_hub_model(self) -> bool:

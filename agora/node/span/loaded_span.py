@@ -26,6 +26,7 @@ from agora.core.sync_mode import ShareClosed
 from agora.core.tasks import BackgroundTasks, run_in_thread
 from agora.cost.manifest_cost import usual_in_flight
 from agora.data.corpus import open_corpus
+from agora.data.local_files import LocalFiles
 from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
@@ -247,8 +248,9 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
     startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
 
     def load() -> tuple[Sampler, int]:
-        tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=base)
-        corpus = open_corpus(manifest.data.corpus, tokenizer, _cache_folder(local_peer), base=base)
+        data = _local_files(startup).localise(manifest.data)
+        tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
+        corpus = open_corpus(data.corpus, tokenizer, _cache_folder(local_peer), base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
         return sampler, len(corpus)
 
@@ -263,7 +265,8 @@ async def _open_samples(local_peer: LocalPeer) -> Samples:
     startup, manifest = local_peer.startup, local_peer.manifest
 
     def load() -> SampleRows:
-        return open_sample_rows(manifest, _cache_folder(local_peer), base=startup.reference.base)
+        local = manifest.model_copy(update={"data": _local_files(startup).localise(manifest.data)})
+        return open_sample_rows(local, _cache_folder(local_peer), base=startup.reference.base)
 
     with startup.phases.enter("samples") as note:
         rows = await run_in_thread(load)
@@ -271,6 +274,11 @@ async def _open_samples(local_peer: LocalPeer) -> Samples:
         note.text = summary.sentence()
     path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
     return Samples(rows, EpochFile(path, startup.report_event))
+
+
+def _local_files(startup: Startup) -> LocalFiles:
+    settings = startup.settings
+    return LocalFiles(settings.data_places, startup.reference.base, settings.named_base_model)
 
 
 def _cache_folder(local_peer: LocalPeer) -> Path:

@@ -1,0 +1,83 @@
+"""Where this machine keeps the files that a manifest names: the manifest's author keeps them elsewhere."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agora_protocol.errors import LocalError
+from agora_protocol.manifest_sections import DataSection
+
+from agora.data.text_sources import STDLIB
+from agora.data.tokenizer import BYTES, TOKENIZER_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """Finds files by the names that a manifest has for them.
+
+    In this order: what the owner says (`--data`), the manifest's own path, and beside the base model: in its folder, in
+    `data` in it, and in the folder around it.
+
+    chosen: files, and folders of files, that the owner says.
+    base: where the manifest's relative paths start.
+    base_model: its folder on this machine, if there is one.
+    """
+
+    chosen: tuple[Path, ...]
+    base: Path
+    base_model: Path | None
+
+    def localise(self, data: DataSection) -> DataSection:
+        """Returns the section with a path of this machine for each file that it names.
+
+        Globs, and names with a meaning of their own, stay. Raises LocalError for a file that is nowhere.
+        """
+        samples = data.sample_paths
+        tokenizer = data.tokenizer if data.tokenizer == BYTES else self._find_tokenizer(data.tokenizer)
+        changes: dict[str, object] = {"tokenizer": tokenizer}
+        if samples:
+            changes["samples"] = tuple(self._find_all(samples))
+        else:
+            changes["corpus"] = tuple(self._find_all(data.corpus))
+        return data.model_copy(update=changes)
+
+    def _find_tokenizer(self, source: str) -> str:
+        folder = self.base_model
+        if "/" not in source and folder is not None and (folder / source).exists():
+            own = [place for place in self.chosen if _within(place, source) is not None]
+            return self._find(source) if own else str(folder / source)
+        return self._find(source)
+
+    def _find_all(self, sources: Sequence[str]) -> Iterator[str]:
+        files = [place for place in self.chosen if place.is_file() and place.name != TOKENIZER_FILE]
+        if len(sources) == len(files) == 1 and sources[0] != STDLIB:
+            yield str(files[0])  # it may have another name here: its hash says whether it is the one
+            return
+        for source in sources:
+            yield source if source == STDLIB else self._find(source)
+
+    def _find(self, source: str) -> str:
+        name = Path(source).name
+        written = self.base / Path(source).expanduser()
+        places = [*(_within(place, name) for place in self.chosen), written]
+        if self.base_model is not None:
+            around = (self.base_model, self.base_model / "data", self.base_model.absolute().parent)
+            places += [folder / name for folder in around]
+        found = next((place for place in places if place is not None and place.exists()), None)
+        if found is None and glob.has_magic(source):
+            return source
+        if found is None:
+            raise LocalError(
+                f"This machine has no {name}, which the run's manifest names, at {written} or beside a base model; say "
+                "where it is: --data FILE or FOLDER."
+            )
+        return str(found)
+
+
+def _within(place: Path, name: str) -> Path | None:
+    if place.name == name:
+        return place
+    return place / name if (place / name).exists() else None
