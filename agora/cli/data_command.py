@@ -468,6 +468,8 @@ def read_training_data(
     paths = tuple(path.expanduser().absolute() for path in named)
     file = open_samples(paths, reading.rules(), objective)
     if file.objective == "lm":
+        if reading.skip_bad or reading.too_long or reading.chat_template:
+            raise Failure("--skip-bad, --too-long and --chat-template are for samples, not for a corpus", USAGE)
         for each in file.files:
             _require_readable_corpus(each)
     template = reading.template(base_model)

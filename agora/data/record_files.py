@@ -25,7 +25,7 @@ import numpy as np
 from agora_protocol.errors import DataError, DiskError, LocalError
 from numpy.typing import NDArray
 
-from agora.data.tokenizer import DATA_EXTRA
+from agora.data.tokenizer import DATA_EXTRA, LFS_POINTER, LFS_WORDS
 
 LONGEST_RECORD: Final = 64 << 20  # characters or bytes
 CHUNK: Final = 1 << 20  # characters that are read at a time
@@ -99,12 +99,11 @@ Reader = Callable[[Path, Collection[str] | None, OnBad | None], Iterator[RawReco
 # --- opening a file, and what is said of one that is not what its name says
 
 COMPRESSIONS: Final = (".gz", ".bz2", ".xz", ".zst")
-LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 HEAD: Final = 512  # bytes at the beginning of a file by which it is judged
 
 # The first bytes of a file -> what it is and what to do.
 CONTENTS: Final[tuple[tuple[bytes, str], ...]] = (
-    (LFS_POINTER, "a git-lfs pointer, which stands for a file that was not fetched; run `git lfs pull` in its folder"),
+    (LFS_POINTER, LFS_WORDS),
     (b"PAR1", "a parquet table; rename it to end in .parquet"),
     (b"ARROW1", "an arrow file; convert it to .parquet"),
     (b"\x1f\x8b", "compressed by gzip; rename it to end in .gz, such as x.jsonl.gz"),

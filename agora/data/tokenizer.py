@@ -17,6 +17,8 @@ Ids = NDArray[np.unsignedinteger[Any]]  # token ids [n] in the narrowest dtype t
 
 BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_WORDS = "a git-lfs pointer, which stands for a file that was not fetched; run `git lfs pull` in its folder"
 DATA_EXTRA = "install it with: pip install 'agora-swarm[data]'"
 # in the order in which a tokenizer's vocabulary is searched for them
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
@@ -86,6 +88,8 @@ class JsonTokenizer:
                 f"Cannot read the tokenizer file {path} ({error.strerror or error}); "
                 f"give the path of a tokenizer.json in [data] tokenizer, or {BYTES!r}."
             ) from error
+        if self.content.startswith(LFS_POINTER):
+            raise ManifestError(f"{path} is {LFS_WORDS}.")
         self._tokenizer = _parse(self.content, path)
         # ids may have gaps, so an id may be higher than the number of tokens
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -265,6 +265,8 @@ def test_one_sample_of_many_that_are_left_out_counts_as_one(base: Path, tmp_path
 def test_text_for_less_than_a_row_is_refused_and_for_one_row_is_not_held_out(base: Path, tmp_path: Path) -> None:
     with pytest.raises(Failure, match="has 21 tokens, and a row has 65"):
         made(base, write(tmp_path / "short.jsonl", [{"text": "x" * 20}]))
+    with pytest.raises(Failure, match="--skip-bad, --too-long and --chat-template are for samples"):
+        made(base, write(tmp_path / "bad.jsonl", [{"text": "x" * 70}]), skip_bad=True)
     one = made(base, write(tmp_path / "one.jsonl", [{"text": "x" * 70}])).manifest
     assert one.data.heldout == 0
     tokens = open_corpus(one.data.corpus, open_tokenizer(one.data.tokenizer, 256), tmp_path / "cache")

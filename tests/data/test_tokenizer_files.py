@@ -70,3 +70,9 @@ def test_a_tokenizer_file_is_taken_as_it_is(tmp_path: Path, end: str | None) -> 
 def test_a_tokenizer_too_large_for_the_model_is_refused() -> None:
     with pytest.raises(ManifestError, match="vocabulary is 100"):
         tokenizer_files("bytes", 100, 128)
+
+
+def test_a_tokenizer_that_is_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 5\n")
+    with pytest.raises(ManifestError, match="is a git-lfs pointer.*git lfs pull"):
+        JsonTokenizer(tmp_path / "tokenizer.json")

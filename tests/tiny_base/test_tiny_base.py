@@ -83,7 +83,7 @@ def test_the_data_files_are_recognised_and_their_answers_are_what_is_learnt(made
     tokenizer = open_model_tokenizer(folder, datetime.now())
     for name, format_name, objective, sides in (("sft", "chat", "sft", 1), ("dpo", "preference", "dpo", 2)):
         file = open_samples([folder / "data" / f"{name}.jsonl"], ReadingRules())
-        assert (file.reader.format.name, file.objective) == (format_name, objective)
+        assert (file.files[0].reader.format.name, file.objective) == (format_name, objective)
         samples = list(tokenise(file, ReadingCounts(), tokenizer, CONTEXT))
         assert len(samples) == report.examples[f"{name}.jsonl"] > 20
         assert all(len(sample) == sides and not any(part.truncated for part in sample) for sample in samples)

@@ -1,4 +1,4 @@
-"""A server on loopback that answers as the Hugging Face Hub does, for one folder of files as a model."""
+"""A server on loopback that answers as the Hugging Face Hub does, for one folder of files as a model or a data set."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class FakeHub:
 
     def content(self, path: str) -> bytes | None:
         """The body of the answer to a request that is right; None for a file that there is not."""
-        if path.startswith(f"/api/models/{REPO}/tree/"):
+        if path.startswith((f"/api/models/{REPO}/tree/", f"/api/datasets/{REPO}/tree/")):
             return json.dumps([self._entry(file) for file in self._files()]).encode()
-        if path.startswith("/api/models/"):
+        if path.startswith(("/api/models/", "/api/datasets/")):
             siblings = [{"rfilename": self._name(file)} for file in self._files()]
             return json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode()
         file = self.folder / path.split(f"/resolve/{COMMIT}/")[1]
