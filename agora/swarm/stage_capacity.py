@@ -19,7 +19,7 @@ from agora.swarm.view import PeerView, View
 
 ENOUGH_HOLDERS = 2  # A stage with fewer holders is thin: the next death could stop the swarm
 # A peer's claimed speed counts as at most this many times the median: one claim must not hide that a stage is slow.
-MAX_TIMES_USUAL = 64.0
+MAX_TIMES_USUAL = 4.0
 # Maximum number of spans compared by the rates of all stages, among those that raise the swarm's rate equally.
 MAX_COMPARED = 256
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from agora_protocol.ids import RunId, Span
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from agora.swarm.placement import (
     place_as_pinned,
     settling_order_key,
 )
-from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs, spans_that_fit
+from agora.swarm.stage_capacity import MachineCapacity, StageCapacity, StageNeeds, equal_needs, spans_that_fit
 from agora.swarm.view import StageEstimate, View
 from tests.swarm.makers import RUN, seen, view
 
@@ -236,3 +237,12 @@ def test_in_a_run_that_is_not_read_whole_a_stages_peers_are_estimated() -> None:
     known = View({f"p{number}": seen(f"p{number}", "0") for number in range(4)}, {0: StageEstimate(40.0, 8.0)})
     assert holders_by_stage(known, 2) == [40, 0]
     assert "stage 0 is held by 40 peers" in place_as_pinned(known, 2, Span(0, 0)).reason
+
+
+@pytest.mark.parametrize("claim", [5.0, 64.0, 1e12])
+@pytest.mark.parametrize("honest", [3, 15])
+def test_a_claimed_speed_counts_as_at_most_four_times_the_median(claim: float, honest: int) -> None:
+    peers = [seen(f"p{n}", str(n % 2), capacity=1.0) for n in range(honest)]
+    capacity = StageCapacity(view(*peers, seen("liar", "1", capacity=claim)), equal_needs(2))
+    served = sum(1 for peer in peers if peer.span.first == 1)
+    assert capacity.rates[1] / capacity.rates[0] == pytest.approx((served + 4.0) / (honest - served))

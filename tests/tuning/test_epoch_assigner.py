@@ -8,7 +8,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agora.tuning.epochs.assigner import ANNOUNCE_INTERVALS, LAPSE_INTERVALS, BlockOrder, EpochAssigner
-from agora.tuning.epochs.state import KEPT_TALLIES, MAX_EPOCH, MAX_STATE_INTS
+from agora.tuning.epochs.state import (
+    KEPT_TALLIES,
+    MAX_EPOCH,
+    MAX_STATE_INTS,
+    BlockLayout,
+    EpochPart,
+    EpochState,
+    Tally,
+    write_state,
+)
 from tests.tuning.epoch_swarm import EpochSwarm
 
 
@@ -418,3 +427,63 @@ def take_after_told(assigner: EpochAssigner) -> int:
         if (number := assigner.take_next(())) is not None:
             return number
     raise AssertionError("nothing to take")
+
+
+# --- an origin that says what it has not done
+
+
+def lying_state(count: int, version: int, how: str, listener: int) -> tuple[int, ...]:
+    layout = BlockLayout(count)
+    if how in ("epochs", "all epochs"):
+        first = MAX_EPOCH if how == "all epochs" else 1 + version // 2
+        return write_state(EpochState(99, version, first, {99: Tally(10**9, 10**9)}, {}), layout, 0, MAX_STATE_INTS)
+    epochs = {}
+    for epoch in range(2):
+        part = epochs[epoch] = EpochPart.empty(layout)
+        for number in range(count):
+            if how == "everything" or number % 4 == listener % 4:  # "to each something else"
+                part.done.add(number)
+    return write_state(EpochState(99, version, 0, {}, epochs), layout, 0, MAX_STATE_INTS)
+
+
+@pytest.mark.parametrize("how", ["epochs", "all epochs", "everything", "to each something else"])
+@pytest.mark.parametrize("honest", [1, 3, 15])
+def test_one_origins_word_skips_no_more_than_a_fast_one_could_have_done(how: str, honest: int) -> None:
+    count, calls = 120, 3 * 120 // honest
+    names = [f"honest {number}" for number in range(honest)]
+    origins = [EpochAssigner(7, name, number, count) for number, name in enumerate(names)]
+    live, trained = [*names, "liar"], list[int]()
+    for version in range(1, calls + LAPSE_INTERVALS + 2):
+        states = [origin.next_state() for origin in origins]
+        for listener, origin in enumerate(origins):
+            for name, state in zip(names, states, strict=True):
+                origin.merge(name, state)
+            if version > LAPSE_INTERVALS + 1:  # while an origin is new, and alone with the liar, it has only its word
+                origin.merge("liar", lying_state(count, version, how, listener))
+            if (number := origin.take_next(live)) is not None:
+                origin.mark_completed(number)
+                trained.append(number)
+    assert len(trained) >= 0.9 * honest * calls, "nobody is held up"
+    epochs = [origin.counts().epochs[0].epoch for origin in origins]
+    assert max(epochs) <= 1 + (len(trained) + 4 * calls + 8) / count
+    done = len({number for number in trained if number < max(epochs) * count})
+    assert done >= 0.9 * honest / (honest + 4) * max(epochs) * count - 8
+
+
+def test_what_most_origins_say_is_believed_at_once_and_what_is_doubted_is_taken_last() -> None:
+    origins = {name: EpochAssigner(7, name, number, 40) for number, name in enumerate("abcde")}
+    told = EpochState(7, 1, 3, {}, {})
+    for name in "bc":
+        origins["a"].merge(name, write_state(told, BlockLayout(40), 0, MAX_STATE_INTS))
+    assert origins["a"].counts().seen == 3 * 40, "two of two"
+    layout = BlockLayout(40)
+    part = EpochPart.empty(layout)
+    part.done.add_range((0, 30))
+    one = origins["e"]
+    assert one.take_next("abcde") is None, "it has heard of nobody yet"
+    for name in "abcd":
+        state = EpochState(7, 1, 0, {}, {0: part} if name == "a" else {})
+        one.merge(name, write_state(state, layout, 0, MAX_STATE_INTS))
+    assert one.counts().seen == 8, "one of four: what it may have done by now"
+    taken = [take_after_told(one) for _ in range(10 + 40)]
+    assert set(taken) >= set(range(30, 40)) | set(range(40, 80)), "the others and the next epoch come first"

@@ -21,6 +21,16 @@ before it is opened, and one of two origins with the same claim drops it. A paus
 claims lapse. When no microbatch of an epoch is free, origins go on with the next epoch. At most open_epochs are in
 progress; beyond them origins wait for the oldest one.
 
+What another origin says is done, its own microbatches or those of others, is believed:
+
+| of a microbatch, or of all in an epoch | when |
+|---|---|
+| most of the live origins say it, and at least two | at once |
+| the only other origin says it, while this one is new | at once: there is nothing to compare with |
+| one origin says it | as far as its pace is at most PACE_LIMIT times this origin's own, with CREDIT_AT_START more |
+
+What is not believed yet is taken last, when nothing else is free, and not left out.
+
 A microbatch is done twice if its origin seems dead but is not, if two origins open it because a message was lost or
 late, or if an origin died before it sent that it was done. Each session sends all origins what it has completed, so
 that repeats are counted, except those that a dead origin never sent.
@@ -179,6 +189,24 @@ def first_free(blocks: Iterable[int], taken: MicrobatchSet, workers: Mapping[int
     return None
 
 
+# --- what to believe
+
+
+def _bits_in_most(masks: Sequence[int], most: int) -> int:
+    in_at_least = [0] * (most + 1)  # [n]: the bits that n or more of the masks have
+    for mask in masks:
+        for count in range(most, 1, -1):
+            in_at_least[count] |= in_at_least[count - 1] & mask
+        in_at_least[1] |= mask
+    return in_at_least[most]
+
+
+def _lowest_bits(mask: int, most: int) -> int:
+    if mask.bit_count() <= most:
+        return mask
+    return mask & ((1 << position_of_set_bit(mask, most)) - 1)
+
+
 # --- the assigner
 
 
@@ -187,6 +215,10 @@ ANNOUNCE_INTERVALS: Final = 3
 # Calls of `next_state` without a `take_next` after which an origin drops its claims; a new origin waits for the states
 # of all live origins for at most as many.
 LAPSE_INTERVALS: Final = 8
+# A single origin's word counts for this many times the microbatches that this one does in the same time.
+PACE_LIMIT: Final = 4.0
+CREDIT_AT_START: Final = 8
+BELIEVE_INTERVALS: Final = 4  # calls of `next_state` after which what was doubted is judged again
 # If more other origins are known, those that are not live are forgotten. What they had done stays known.
 KEPT_ORIGINS: Final = 256
 # The factor by which the measured pace decays with each call of `next_state` while fewer microbatches are opened.
@@ -222,6 +254,10 @@ class EpochAssigner:
         self._last_claimed: dict[int, int] = {}
         self._tallies: dict[int, Tally] = {}
         self._others: dict[str, EpochState] = {}
+        self._heard_at: dict[str, int] = {}  # in state calls: when each origin's first state came
+        self._believed: dict[str, int] = {}  # how many microbatches were believed on each origin's word alone
+        self._doubted: dict[int, MicrobatchSet] = {}  # by epoch: what was said to be done, and is not believed yet
+        self._active_calls = 0  # calls of `next_state` while this origin took microbatches
         self._live = frozenset({me})
         self._order = BlockOrder(seed, me, self._layout.blocks)
         self._state_calls = 0
@@ -297,6 +333,11 @@ class EpochAssigner:
         self._taken_since_told = 0
         if self._state_calls - self._last_take_at > LAPSE_INTERVALS:
             self._claims.clear()
+        else:
+            self._active_calls += 1
+        if self._state_calls % BELIEVE_INTERVALS == 0:
+            self._doubted.clear()
+            self._believe(self._others)
         self._mark_claims()
         if self._encode(MAX_STATE_INTS) != self.last_state:
             self._version += 1
@@ -319,7 +360,9 @@ class EpochAssigner:
         known = self._others.get(origin)
         if known is None or known.session != state.session or known.version < state.version:
             self._others[origin] = state
-        self._learn(state)
+            self._heard_at.setdefault(origin, self._state_calls)
+        self._learn_tallies(state)
+        self._believe([origin])
 
     def snapshot(self) -> tuple[int, ...]:
         """Returns, as integers for a checkpoint, what is known to be done, and the tallies; nothing in flight."""
@@ -331,12 +374,18 @@ class EpochAssigner:
         Raises DataError if the snapshot is of other rows, ValueError if it is malformed; nothing has changed then.
         """
         try:
-            self._learn(read_state(snapshot, self._layout, self._rows_id))
+            state = read_state(snapshot, self._layout, self._rows_id)
         except DifferentRowsError as error:
             raise DataError(
                 f"The epoch of the checkpoint cannot be resumed: {error}; give the samples and the tokenizer with "
                 "which the run has begun."
             ) from error
+        self._learn_tallies(state)
+        self._first = max(self._first, state.first)
+        for epoch, part in state.epochs.items():
+            if epoch >= self._first:
+                self._part(epoch).done.update(part.done)
+        self._close_epochs()
 
     def done_ranges(self, epoch: int) -> list[NumberRange]:
         """Returns which microbatches (0 to count - 1) of an epoch are done, as ascending (first, length)."""
@@ -390,18 +439,45 @@ class EpochAssigner:
             state = EpochState(self._session, self._version, self._first, tallies, parts)
         return write_state(state, self._layout, self._rows_id, limit)
 
-    def _learn(self, state: EpochState) -> None:
+    def _learn_tallies(self, state: EpochState) -> None:
         for session, tally in reversed(list(state.tallies.items())):
             if session != self._session and self._tallies.get(session, Tally()) < tally:
                 self._tallies.pop(session, None)
                 self._tallies[session] = tally
         while len(self._tallies) > KEPT_TALLIES:
             del self._tallies[next(iter(self._tallies))]
-        self._first = max(self._first, state.first)
-        for epoch, part in state.epochs.items():
-            if epoch >= self._first:
-                self._part(epoch).done.update(part.done)
-        self._close_epochs()
+
+    def _believe(self, names: Iterable[str]) -> None:
+        live = [state for name, state in self._others.items() if name in self._live] or list(self._others.values())
+        most = len(live) // 2 + 1
+        has_nobody_else = len(live) == 1 and len(self._live) <= 2 and self._state_calls <= LAPSE_INTERVALS
+        if len(live) > 1 or has_nobody_else:
+            self._first = max(self._first, sorted((state.first for state in live), reverse=True)[most - 1])
+            self._close_epochs()
+        for name in names:
+            for epoch in range(self._first, self._first + open_epochs(self._layout)):
+                done = self._part(epoch).done
+                for block, mask in self._others[name].masks_done(epoch, self._layout):
+                    if not (new := mask & ~done.mask(block)):
+                        continue
+                    believed = new
+                    if not has_nobody_else:
+                        masks = [other.done_mask(epoch, block, self._layout) for other in live]
+                        agreed = new & _bits_in_most(masks, most) if len(live) > 1 else 0
+                        alone = _lowest_bits(new & ~agreed, self._credit(name))
+                        self._believed[name] = self._believed.get(name, 0) + alone.bit_count()
+                        believed = agreed | alone
+                    if believed:
+                        done.masks[block] = done.mask(block) | believed
+                    if doubted := new & ~believed:
+                        masks_of = self._doubted.setdefault(epoch, MicrobatchSet(self._layout)).masks
+                        masks_of[block] = masks_of.get(block, 0) | doubted
+            self._close_epochs()
+
+    def _credit(self, name: str) -> int:
+        own = self._tallies.get(self._session, Tally()).microbatches / max(self._active_calls, 1)
+        earned = CREDIT_AT_START + PACE_LIMIT * own * (self._state_calls - self._heard_at[name])
+        return max(int(earned) - self._believed.get(name, 0), 0)
 
     def _close_epochs(self) -> None:
         while (part := self._parts.get(self._first)) is not None and part.done.is_complete():
@@ -409,6 +485,7 @@ class EpochAssigner:
         for past in [epoch for epoch in self._parts if epoch < self._first]:
             del self._parts[past]
             self._last_claimed.pop(past, None)
+            self._doubted.pop(past, None)
 
     def _part(self, epoch: int) -> EpochPart:
         return self._parts.setdefault(epoch, EpochPart.empty(self._layout))
@@ -445,19 +522,22 @@ class EpochAssigner:
 
     def _find_free(self, others: HeldByOthers, *, own_blocks: bool = False) -> _Claim | None:
         # own_blocks: only where this origin has the lowest hash and no other works: such a claim may be opened at once.
-        for epoch in range(self._first, self._first + open_epochs(self._layout)):
-            number = self._find_free_in(epoch, others, own_blocks)
-            if number is not None:
-                self._last_claimed[epoch] = number
-                return _Claim(epoch, number, self._state_calls)
+        for also_doubted in (False, True):
+            for epoch in range(self._first, self._first + open_epochs(self._layout)):
+                number = self._find_free_in(epoch, others, own_blocks, also_doubted)
+                if number is not None:
+                    self._last_claimed[epoch] = number
+                    return _Claim(epoch, number, self._state_calls)
         return None
 
-    def _find_free_in(self, epoch: int, others: HeldByOthers, own_blocks: bool) -> int | None:
+    def _find_free_in(self, epoch: int, others: HeldByOthers, own_blocks: bool, also_doubted: bool) -> int | None:
         part = self._part(epoch)
         held, workers = others.of_epoch(epoch)
         taken = MicrobatchSet(self._layout)
         for numbers in (part.done, part.opened, held):
             taken.update(numbers)
+        if not also_doubted:
+            taken.update(self._doubted.get(epoch, taken))
         for claim in self._claims:
             if claim.epoch == epoch:
                 taken.add(claim.number)

@@ -212,6 +212,19 @@ class EpochState:
     # What the origin knows of the epochs that are not complete, by the epoch's number.
     epochs: Mapping[int, EpochPart] = field(default_factory=dict)
 
+    def done_mask(self, epoch: int, block: int, layout: BlockLayout) -> int:
+        """Returns the mask of what is done in a block."""
+        if epoch < self.first:
+            return layout.full_mask(block)
+        return self.epochs[epoch].done.mask(block) if epoch in self.epochs else 0
+
+    def masks_done(self, epoch: int, layout: BlockLayout) -> Iterator[tuple[int, int]]:
+        """Yields (block, mask of what is done in it) for the blocks of an epoch, without those with nothing done."""
+        if epoch < self.first:
+            yield from ((block, layout.full_mask(block)) for block in range(layout.blocks))
+        elif epoch in self.epochs:
+            yield from self.epochs[epoch].done.masks.items()
+
 
 @dataclass(frozen=True, slots=True)
 class EpochCounts:
