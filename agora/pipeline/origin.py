@@ -224,22 +224,22 @@ class Origin:
 
     async def _draw_next(self) -> DrawnMicrobatch | None:
         while True:
-            quota = self._quota
             seen = self._look()
-            decision = self._decide(seen)
+            decision, self.window = self._decide(seen)
             if decision.action == "stop":
                 return None
-            if decision.action == "open":
-                if (drawn := self._source.draw()) is not None:
-                    return drawn
-                self._quota = quota  # undoes what _decide counted: the source had nothing to draw
+            drawn = self._source.draw() if decision.action == "open" else None
+            if drawn is not None or decision.action != "open":
+                self._quota = decision.quota  # an opening that found nothing to draw does not count
+            if drawn is not None:
+                return drawn
             # Nobody notifies of replicas that come, of steps of others, or of means: then it looks again by itself.
             is_alone = seen.ready and seen.step is None and seen.before_mean is None and not seen.end
             is_notified = decision.action == "wait" and is_alone
             until = None if is_notified else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
             await self._changed.wait(until)
 
-    def _decide(self, seen: SendInputs) -> SendDecision:
+    def _decide(self, seen: SendInputs) -> tuple[SendDecision, SendWindow]:
         ceiling = self._config.ceiling
         is_synchronous = seen.step is not None
         window = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_window(seen)
@@ -247,12 +247,11 @@ class Origin:
             loop_time(), self._quota, window, seen, len(self._open), leaving=self._leaving, paused=self._paused
         )
         if not is_synchronous:
-            self.window = window
-        elif decision.action == "open" and not self._open:  # shown is what was left when the quota began
+            return decision, window
+        if decision.action == "open" and not self._open:  # shown is what was left when the quota began
             left = decision.quota.left + 1
-            self.window = SendWindow(min(left, ceiling), f"{left} microbatches to the step")
-        self._quota = decision.quota
-        return decision
+            return decision, SendWindow(min(left, ceiling), f"{left} microbatches to the step")
+        return decision, self.window
 
     def _measured_window(self, seen: SendInputs) -> SendWindow:
         config = self._config

@@ -205,7 +205,8 @@ class PhaseNote:
 class StartPhases:
     """Times the phases of a start: `with phases.enter("host") as note:` reports StartStep("host", seconds, note.text).
 
-    `current` names the phase that runs, and how far that is, or the one that failed; "" if none runs and none failed.
+    `current` names the phase that runs, the inner one if one runs in another, and how far that is, or the one that
+    failed; "" if none runs and none failed.
     """
 
     def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
@@ -221,11 +222,11 @@ class StartPhases:
         """
         note = PhaseNote()
         began = time.perf_counter()
-        self.current = name
+        outer, self.current = self.current, name
         self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
         yield note  # after an error `current` stays, so that the status says where the start ended
         self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
-        self.current = ""
+        self.current = outer
 
     def report_progress(self, text: str) -> None:
         """Tells systemd how far the phase is, so that systemd goes on waiting; sets `current` to "PHASE: text"."""
