@@ -12,7 +12,12 @@ from transformers import AutoTokenizer
 
 from agora.data.tokenizer import open_tokenizer
 from agora.tuning.chat.conversations import ChatMessage, Conversation
-from agora.tuning.chat.model_tokenizer import open_model_tokenizer, open_training_tokenizer, pretrained_tokenizer_files
+from agora.tuning.chat.model_tokenizer import (
+    open_model_tokenizer,
+    open_training_tokenizer,
+    pretrained_tokenizer_files,
+    read_chat_template,
+)
 from tests.tuning.chat_folders import CHATML, write_folder
 
 CHAT = [
@@ -124,3 +129,15 @@ def test_a_malformed_file_is_named(name: str, content: bytes, error: str, tmp_pa
 def test_a_tokenizer_too_large_for_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="vocabulary is 100"):
         pretrained_tokenizer_files("bytes", 100, 128, tmp_path, learns_samples=True)
+
+
+@pytest.mark.parametrize("source", ["base/tokenizer.json", "bytes"])
+def test_a_template_that_was_chosen_for_training_is_exported_without_its_generation_blocks(
+    tmp_path: Path, source: str
+) -> None:
+    write_folder(tmp_path / "base", CHATML)
+    template = read_chat_template("chatml", None)
+    files = pretrained_tokenizer_files(source, 400, 64, tmp_path, learns_samples=True, template=template)
+    exported = files["chat_template.jinja"].decode()
+    assert "generation" not in exported.replace("generation_prompt", "").partition("-#}")[2]
+    assert exported.count("if true") == 1 and "<|im_start|>" in exported
