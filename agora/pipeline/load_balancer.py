@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,10 @@ RELAYED_FACTOR = 1.5
 # A peer counts as at most this many times as fast as usual in its stage. Peers report their own service times, and the
 # shorter its time, the more work a peer gets: one that reports 0 ms would get all of it.
 MAX_SPEED_RATIO = 16.0
+MEASURED_CALLS = 32  # answered calls of a peer from which the caller takes how long its work took at least
+# What the calls of a peer take beyond so many times what those of others spend elsewhere is its own device's time.
+ELSEWHERE_FACTOR = 1.02
+MAX_ELSEWHERE = 2.5  # in the usual service time: while others spend less elsewhere, a late call counts as waiting
 AVERAGE_WEIGHT = 0.1  # of the newest sample in the moving averages of PeerStats
 MAX_FAILURES = 64  # failures in a row beyond which none is counted
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0  # bounds of the pause after BUSY, whatever the answer asks for
@@ -56,7 +61,10 @@ class PeerStats:
     """
 
     virtual_s: float = 0.0  # seconds of work that were charged to the peer so far (virtual runtime)
-    service_s: float = UNMEASURED_SERVICE_S  # mean device seconds per microbatch (queueing theory: service time)
+    # Mean device seconds per microbatch (queueing theory: service time), as the peer reports them, and the least that
+    # they can be by what this caller measured.
+    service_s: float = UNMEASURED_SERVICE_S
+    least_service_s: float = 0.0
     round_trip_s: float = 0.0  # mean round trip of the link, as far as it can be separated from the transfer
     bytes_per_s: float = math.inf  # mean rate of the link; infinite until a transfer was measured
     call_s: float = 0.0  # mean length of a whole call, everything downstream included
@@ -74,16 +82,32 @@ class PeerStats:
     is_relayed: bool = False  # whether the peer is reached through a relay
     incarnation: int = 0  # of the peer's claim; a higher one means that its daemon was restarted or has moved
     acceptance_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=ACCEPTANCE_WAITS))  # since sending
+    # Of the latest calls: seconds from acceptance to answer, and what of them the peer says its device did not need.
+    worked_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
+    elsewhere_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
+    quick_work_s: float = 0.0  # the lower quartile of worked_s: few of these calls have waited
+    prompt_s: float = math.inf  # from acceptance, how long a call takes if it need not wait
+    long_elsewhere_s: float = 0.0  # the upper quartile of elsewhere_s
+    sent_at: list[float] = field(default_factory=list)  # when each open call was made, in order
+
+    @property
+    def device_s(self) -> float:
+        return max(self.service_s, self.least_service_s)
 
     def queue_now(self, now: float) -> float:
-        """Expected microbatches ahead of a new one at the peer's device; not rounded."""
+        """Expected microbatches ahead of a new one at the peer's device; not rounded.
+
+        At least those of this caller that have taken longer than such calls do when they need not wait.
+        """
         # The reported queue drains at a quarter of the peer's speed: other callers keep filling it between our calls.
-        waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.service_s, 1e-6) if self.queue else 0.0
-        return waiting + self.sent_since if waiting > 0.0 else float(self.sent_since)
+        waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.device_s, 1e-6) if self.queue else 0.0
+        reported = waiting + self.sent_since if waiting > 0.0 else float(self.sent_since)
+        late = bisect_left(self.sent_at, now - self.round_trip_s - self.prompt_s)
+        return max(reported, float(late))
 
     def idle_finish_s(self, payload_bytes: int) -> float:
         """Seconds from sending a microbatch to the end of its device work if nothing else waits there."""
-        return self.round_trip_s + payload_bytes / self.bytes_per_s + self.service_s
+        return self.round_trip_s + payload_bytes / self.bytes_per_s + self.device_s
 
     def crossing_s(self, bytes_there: int, bytes_back: int, period_s: float) -> float:
         """A microbatch's seconds on the link, both ways, without waiting: a round trip and two transfers.
@@ -105,6 +129,13 @@ class PeerStats:
             self.failures = min(self.failures + 1, max(max_failures, self.failures))
             self.failed_at = now
 
+    def record_work(self, worked_s: float, reported_s: float) -> None:
+        """Records how long an answered call took on the peer and behind it, and the device seconds that it reports."""
+        self.worked_s.append(worked_s)
+        self.elsewhere_s.append(max(0.0, worked_s - reported_s))
+        self.quick_work_s = sorted(self.worked_s)[len(self.worked_s) // 4]
+        self.long_elsewhere_s = sorted(self.elsewhere_s)[3 * len(self.elsewhere_s) // 4]
+
     def restart(self, incarnation: int) -> None:
         """The peer's daemon was restarted: forgives failures, forgets queue and limits, keeps the measured speed."""
         self.incarnation = incarnation
@@ -112,6 +143,7 @@ class PeerStats:
         self.busy_until = 0.0
         self.call_limit = math.inf
         self.queue, self.sent_since = 0, 0
+        self.sent_at.clear()
 
 
 @dataclass(slots=True)
@@ -147,7 +179,7 @@ class Candidate(NamedTuple):
     obstacle: str = ""  # why it is not ready, in words
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
     """One call that sends a microbatch to one peer."""
 
@@ -159,6 +191,7 @@ class Attempt:
     deadline_ms: int  # milliseconds that the peer is given, a little less than to `until`
     payload_bytes: int
     charge_s: float  # virtual runtime that the peer was charged for the microbatch
+    accepted_at: float | None = None  # when the peer said that it had begun; None: it has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +274,11 @@ class LoadBalancer:
         """
         callees = self.callees(stage)
         stats = callees[peer]
-        charge_s = max(stats.service_s, payload_bytes / stats.bytes_per_s)
+        charge_s = max(stats.device_s, payload_bytes / stats.bytes_per_s)
         charge_s *= RELAYED_FACTOR if stats.is_relayed else 1.0
         stats.virtual_s = max(stats.virtual_s, virtual_floor(callees.values(), payload_bytes)) + charge_s
         stats.open_calls += 1
+        stats.sent_at.append(now)
         stats.sent_since += 1
         others = len([True for other in callees.values() if other is not stats and not other.failures])
         until = attempt_deadline(now, deadline, stats.call_s, others, self._stage_count - stage)
@@ -268,6 +302,7 @@ class LoadBalancer:
             )
         stats.round_trip_s = _average(stats.round_trip_s, round_trip, stats.acceptances)
         stats.acceptances += 1
+        attempt.accepted_at = now
         stats.acceptance_waits_s.append(waited_s)
         self.record_queue(now, attempt, queue)
 
@@ -288,9 +323,12 @@ class LoadBalancer:
         stats = attempt.stats
         call_s = now - attempt.started
         stats.service_s = _average(stats.service_s, max(1e-6, min(service_s, call_s)), stats.answers)
+        accepted_at = attempt.started if attempt.accepted_at is None else attempt.accepted_at
+        stats.record_work(max(0.0, now - accepted_at - answer_bytes / stats.bytes_per_s), service_s)
         stats.call_s = _average(stats.call_s, call_s, stats.answers)
         stats.answers += 1
         stats.open_calls -= 1
+        _forget_sent(stats, attempt)
         stats.failures, stats.wasted_s = 0, 0.0
         # Additive increase, as TCP: BUSY sets the limit back to what the peer has just accepted.
         stats.call_limit += 0.5 / max(1.0, stats.call_limit)
@@ -302,6 +340,7 @@ class LoadBalancer:
         stats = attempt.stats
         stats.virtual_s -= attempt.charge_s
         stats.open_calls -= 1
+        _forget_sent(stats, attempt)
         stats.sent_since = max(0, stats.sent_since - 1)
 
     def record_busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
@@ -411,7 +450,7 @@ def list_candidates(now: float, callees: Mapping[PeerId, PeerStats], payload_byt
     for (peer, stats), idle, charged in zip(callees.items(), idle_s, charged_s, strict=True):
         ready_at, obstacle = _ready_at(stats, is_any_healthy, is_any_measured)
         lead = charged - least if charged > floor else floor - least
-        finish = stats.queue_now(now) * stats.service_s + idle
+        finish = stats.queue_now(now) * stats.device_s + idle
         if stats.is_relayed:
             finish *= RELAYED_FACTOR
         candidates.append(Candidate(peer, ready_at, lead, finish, obstacle if ready_at > now else ""))
@@ -462,7 +501,7 @@ def newcomer_stats(others: Iterable[PeerStats], incarnation: int, capacity: floa
     """
     others = list(others)
     measured = [stats for stats in others if stats.answers]
-    service = median(stats.service_s for stats in measured) if measured else UNMEASURED_SERVICE_S
+    service = median(stats.device_s for stats in measured) if measured else UNMEASURED_SERVICE_S
     if capacity > 0:  # a claim may only lengthen the time: otherwise a peer could claim itself a flood of work
         service = max(1.0 / capacity, service if measured else UNMEASURED_SERVICE_S / MAX_SPEED_RATIO)
     return PeerStats(
@@ -474,12 +513,34 @@ def newcomer_stats(others: Iterable[PeerStats], incarnation: int, capacity: floa
     )
 
 
+def _forget_sent(stats: PeerStats, attempt: Attempt) -> None:
+    at = bisect_left(stats.sent_at, attempt.started)
+    if at < len(stats.sent_at):
+        del stats.sent_at[at]
+
+
 def _bound_service_times(peers: Iterable[PeerStats]) -> None:
-    measured = [stats for stats in peers if stats.answers]
-    if len(measured) > 1:
-        least_s = median_high(stats.service_s for stats in measured) / MAX_SPEED_RATIO
-        for stats in measured:
-            stats.service_s = max(stats.service_s, least_s)
+    # A peer reports its own service time, and has less to do the more it reports. So a time counts only within what
+    # was measured here: no less than a fraction of the stage's usual one, and no less than what the peer's calls took
+    # beyond the time that the other peers' calls spent elsewhere. Whoever draws more than it can compute by a lie has
+    # to let it wait, which counts as its work; or does not compute it, which is for those to find who check answers.
+    known = list(peers)
+    measured = [stats for stats in known if stats.answers]
+    if len(measured) == 1 and len(known) > 1:  # until there is another to compare it with, it is no better than those
+        measured[0].least_service_s = UNMEASURED_SERVICE_S
+    if len(measured) < 2:
+        return
+    usual_s = median_high([stats.service_s for stats in measured])
+    elsewhere = sorted(stats.long_elsewhere_s for stats in measured)
+    for stats in measured:
+        of_others_s = elsewhere[-2] if stats.long_elsewhere_s == elsewhere[-1] else elsewhere[-1]
+        # At most the usual time: what it has let wait for longer counts as its queue, not as its work.
+        own_s = min(stats.quick_work_s - ELSEWHERE_FACTOR * of_others_s, usual_s)
+        stats.least_service_s = max(usual_s / MAX_SPEED_RATIO, own_s)
+        # Where most of the time is spent elsewhere, a late call says nothing of the peer's own queue.
+        is_own = of_others_s <= MAX_ELSEWHERE * usual_s
+        prompt_s = min(stats.quick_work_s, of_others_s + max(stats.service_s, usual_s))
+        stats.prompt_s = prompt_s if is_own else math.inf
 
 
 def _average(value: float, sample: float, samples: int) -> float:

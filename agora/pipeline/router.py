@@ -196,13 +196,19 @@ class RoutedCall:
     reasons: dict[PeerId, str] = field(default_factory=dict)  # peer -> why it last failed or was busy
     failed: set[PeerId] = field(default_factory=set)  # the peers that have failed
 
-    def record_progress(self, call_progress: CallProgress, callee: PeerId) -> bool:
+    def record_progress(self, call_progress: CallProgress, callee: PeerId, view: View) -> bool:
         """Records which peer holds the microbatch, by `callee`'s message; returns whether that is news upstream.
 
-        A callee may report itself at the request's stage, and any peer at later stages; all else is ignored.
+        A callee may report itself at the request's stage, and at a later one a peer that serves it in `view`; all else
+        is ignored: callers prefer whom they are told of, and a liar would steer them to whom it likes.
         """
-        is_own = call_progress.stage == self.call.request.stage
-        if not (call_progress.peer == callee if is_own else call_progress.stage > self.call.request.stage):
+        stage = call_progress.stage
+        is_own = stage == self.call.request.stage
+        if is_own and call_progress.peer != callee:
+            return False
+        if not is_own and not (
+            stage > self.call.request.stage and any(seen.peer == call_progress.peer for seen in view.replicas(stage))
+        ):
             return False
         if is_own and call_progress.event == "finished":
             self.hint.finished.add(callee)
@@ -319,7 +325,7 @@ class Router:
             counts[call_progress.event] += 1
             if counts[call_progress.event] > limit:
                 return
-            is_new = routed.record_progress(call_progress, peer)
+            is_new = routed.record_progress(call_progress, peer, self._view_of())
             if call_progress.peer == peer and call_progress.stage == stage:
                 now, queue = loop_time(), min(call_progress.queue, 1 << 20)
                 if call_progress.event == "accepted":

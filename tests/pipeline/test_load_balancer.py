@@ -66,7 +66,7 @@ def spread(costs: dict, count: int, *, answered: bool = True) -> Counter:
         shares[peer] += 1
         attempt = sent(made, now, peer)
         if answered:
-            made.record_answered(now + 9.0, attempt, attempt.stats.service_s, 0, math.inf)
+            made.record_answered(now + attempt.stats.service_s, attempt, attempt.stats.service_s, 0, math.inf)
             attempt.stats.sent_since = 0
     return shares
 

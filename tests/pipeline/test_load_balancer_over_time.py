@@ -143,6 +143,69 @@ def test_a_peer_that_says_it_needs_no_time_gets_a_bounded_share(others: int) -> 
     assert counts[liar] <= 1.02 * 2000 * MAX_SPEED_RATIO / (MAX_SPEED_RATIO + others)
 
 
+def shares_of_a_stage(
+    odd_s: float, honest: int, *, load: float, lies: bool, downstream_s: float = 0.0, joins_at: int = 0
+) -> tuple[float, float, float]:
+    """Serial devices in virtual time: the share of one that needs `odd_s`, the mean share of those that need 0.25 s and
+    are called, and the seconds of work that wait at the end. lies: the one says 0 ms, no queue, and 10^9 a second."""
+    odd, *others = names = [peer_id(f"odd {number}") for number in range(honest + 1)]
+    claims = {peer: 1e9 if lies and peer == odd else 4.0 for peer in names}
+    service, free_at, counts = dict.fromkeys(others, 0.25) | {odd: odd_s}, dict.fromkeys(names, 0.0), Counter[str]()
+    made, now, open_calls = LoadBalancer(ME, STAGES), 0.0, list[tuple[float, int, Attempt]]()
+    for number in range(1600):
+        present = others if number < joins_at else names
+        rate = sum(1.0 / service[peer] for peer in present[:8])
+        now += 1.0 / rate / load
+        for call in sorted((call for call in open_calls if call[0] <= now), key=lambda call: call[:2]):
+            open_calls.remove(call)
+            said = 0.0 if lies and call[2].peer == odd else service[call[2].peer]
+            made.record_answered(call[0], call[2], said, PAYLOAD, 1.0)
+        views = tuple(PeerView(peer, Span(1, 1), 1, state="serving", capacity=claims[peer]) for peer in present)
+        made.update(1, views)
+        peer = made.choose(now, microbatch_id(b"session0", number), 1, PAYLOAD, RouteHint()).peer
+        if peer is None:
+            continue
+        attempt = send(made, peer, now, now + 60.0)
+        queue = 0 if lies and peer == odd else int(max(0.0, free_at[peer] - now) / service[peer])
+        made.record_accepted(now + 0.01, attempt, queue, 0.01)
+        counts[peer] += number >= 600
+        free_at[peer] = max(now, free_at[peer]) + service[peer]
+        open_calls.append((free_at[peer] + downstream_s + 0.01, number, attempt))
+    called = [counts[peer] / counts.total() for peer in others if counts[peer]]
+    return counts[odd] / counts.total(), sum(called) / len(called), max(free_at.values()) - now
+
+
+@pytest.mark.parametrize("joins_at", [0, 400])
+@pytest.mark.parametrize("downstream_s", [0.0, 0.25])
+@pytest.mark.parametrize("load", [0.5, 0.95])
+@pytest.mark.parametrize("honest", [3, 15])
+def test_a_liar_that_says_it_needs_no_time_and_has_no_queue_gets_what_its_equals_get(
+    honest: int, load: float, downstream_s: float, joins_at: int
+) -> None:
+    liar, equal, waiting_s = shares_of_a_stage(
+        0.25, honest, load=load, lies=True, downstream_s=downstream_s, joins_at=joins_at
+    )
+    assert liar <= equal + 0.02
+    assert waiting_s < 2.0, "it was sent no more than it can do"
+
+
+@pytest.mark.parametrize("load", [0.5, 0.95])
+def test_a_liar_that_answers_without_work_gets_what_an_honest_peer_of_that_speed_gets(load: float) -> None:
+    liar, others, _ = shares_of_a_stage(0.02, 3, load=load, lies=True)
+    honest, _, _ = shares_of_a_stage(0.02, 3, load=load, lies=False)
+    assert liar <= honest + 0.02 and others > 0.05, "and the others are asked"
+
+
+@pytest.mark.parametrize("load", [0.5, 0.95])
+@pytest.mark.parametrize("downstream_s", [0.0, 0.25])
+@pytest.mark.parametrize("service_s", [0.025, 2.5])
+def test_honest_peers_ten_times_as_fast_or_slow_as_others_get_that_share(
+    service_s: float, downstream_s: float, load: float
+) -> None:
+    odd, others, _ = shares_of_a_stage(service_s, 3, load=load, lies=False, downstream_s=downstream_s)
+    assert odd / others == pytest.approx(0.25 / service_s, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "expected"),
     [

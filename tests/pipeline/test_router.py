@@ -301,7 +301,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
     async def work() -> None:
         world, hints, passed = World(stages), [], []
         node, talker = world.add("first", "0"), world.add("talker", "1")
-        world.add("last", "2")
+        names = [world.add(f"last {number}", "2").peer for number in range(flood // 100)]
         choose, answer = node.router.balancer.choose, talker.hop.process
 
         def spy(*args):
@@ -311,7 +311,7 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         async def talk(call: ProcessCall) -> HopAnswer:
             for number in range(flood):
                 for what in ("accepted", "finished"):
-                    call.on_progress(CallProgress(number % stages, peer_id(f"stranger {number}"), what, 0))
+                    call.on_progress(CallProgress(number % stages, names[number % len(names)], what, 0))
             return await answer(call)
 
         node.router.balancer.choose, talker.hop.process = spy, talk
@@ -327,6 +327,34 @@ def test_of_a_flood_of_news_little_is_passed_on_and_nothing_kept_and_the_answer_
         )
         assert hints[-1].finished <= {talker.peer}
         assert hints[-1].peer_by_stage.keys() <= set(range(stages))
+
+    run(work())
+
+
+def test_a_callee_names_only_peers_that_serve_a_stage_as_those_that_hold_the_microbatch_there() -> None:
+    """Others are preferred when it must be sent again: a liar would steer it to whom it likes."""
+
+    async def work() -> None:
+        world, hints, passed = World(3), [], []
+        node, liar = world.add("first", "0"), world.add("liar", "1")
+        last, elsewhere = world.add("last", "2"), world.add("elsewhere", "1")
+        choose, answer = node.router.balancer.choose, liar.hop.process
+
+        def spy(*args):
+            hints.append(args[-1])
+            return choose(*args)
+
+        async def talk(call: ProcessCall) -> HopAnswer:
+            for named in (last.peer, peer_id("friend"), elsewhere.peer, liar.peer):
+                call.on_progress(CallProgress(2, named, "accepted", 0))
+            return await answer(call)
+
+        node.router.balancer.choose, liar.hop.process = spy, talk
+        process = Process(MB, peer_id("origin"), 1, "train", 60_000, ((1, liar.peer),))
+        deadline = asyncio.get_running_loop().time() + 60.0
+        await node.router.send(ProcessCall(process, [boundary_of(MB, 1), tokens_of(1)], deadline, passed.append))
+        assert {news.peer for news in passed if news.stage == 2} == {last.peer}
+        assert hints[-1].peer_by_stage == {1: liar.peer, 2: last.peer}
 
     run(work())
 
