@@ -40,6 +40,7 @@ from agora.tuning.chat.supervision import TokenSequence
 if TYPE_CHECKING:
     from rich.text import Text
 
+ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 SHOWN_SAMPLES: Final = 3
 USUAL_CONTEXT: Final = 1024
 BAR: Final = 40  # characters
@@ -214,6 +215,7 @@ def survey_fields(file: SampleFiles, tokenizer: ModelTokenizer, found: DataSurve
         "objective": found.objective,
         "tokenizer": tokenizer.name,
         "template": tokenizer.template_name,
+        "adapter_left_out": bool(adapter_lines(Path(tokenizer.name), "")),
         "context": found.context,
         "samples": found.samples,
         "tokens": {"kept": found.tokens, "supervised": found.supervised},
@@ -302,6 +304,19 @@ def heading_lines(file: SampleFiles, tokenizer: ModelTokenizer) -> list[str]:
         *(f"format     {words}" for words in formats),
         f"objective  {file.objective}",
         f"tokenizer  {_escape(tokenizer.name)}, conversations by {_escape(tokenizer.template_name)}",
+        *adapter_lines(Path(tokenizer.name), "adapter    "),
+    ]
+
+
+def adapter_lines(folder: Path, heading: str) -> list[str]:
+    """Returns what to say of a PEFT adapter in a base model's folder, which transformers would load and a run does not;
+    [] without one.
+    """
+    if not any((folder / name).is_file() for name in ADAPTER_FILES):
+        return []
+    return [
+        f"{heading}{_escape(str(folder))} has a PEFT adapter beside the base model; it is not loaded, the base model "
+        "alone is trained. To go on from the adapter, merge it with peft (merge_and_unload) and name that folder"
     ]
 
 

@@ -31,11 +31,12 @@ from agora.cli.data_command import (
     USUAL_READING,
     ReadingChoice,
     TrainingData,
+    adapter_lines,
     check_objective,
     local_files,
     read_training_data,
 )
-from agora.data.tokenizer import BYTES
+from agora.data.tokenizer import BYTES, open_tokenizer
 from agora.tuning.base.hub import fetch_model, hub_id_of
 from agora.tuning.chat.sample_file import Objective
 
@@ -108,7 +109,7 @@ def run(
             with local_files(choice.data, path.with_suffix(".data.json").absolute()) as files:
                 tuning = manifest_of_base_model(folder, name, replace(choice, data=files))
             made = tuning.manifest
-            summary = tuning.summary_lines()
+            summary = [*adapter_lines(folder, "adapter      "), *tuning.summary_lines()]
         else:
             made = manifest_of_preset(preset or "tiny").with_values(name=name)
             summary = _tokenizer_lines(made)
@@ -192,6 +193,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     folder = folder.expanduser().absolute()
     chosen_objective = check_choice(choice)
     config, sizes = _read_model_config(folder)
+    open_tokenizer(str(folder / TOKENIZER), sizes.vocabulary)  # what `join` would refuse after signing
     context = min(CONTEXT, sizes.positions)
     data = None
     if choice.data:

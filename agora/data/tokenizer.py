@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from agora_protocol.errors import DiskError, LocalError, ManifestError
+from agora_protocol.errors import DataError, DiskError, LocalError, ManifestError
 from numpy.typing import NDArray
 
 Ids = NDArray[np.unsignedinteger[Any]]  # token ids [n] in the narrowest dtype that holds them, see token_dtype
@@ -79,8 +79,12 @@ class JsonTokenizer:
     See Tokenizer for the other attributes.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises DiskError if the file cannot be read, ManifestError if it is none, LocalError without `tokenizers`."""
+    def __init__(self, path: Path, rows: int | None = None) -> None:
+        """rows: how many ids the model has rows for, None: for all.
+
+        An added token that has none does no harm until a text has it; other ids must have rows. Raises DiskError if the
+        file cannot be read, ManifestError if it is none or needs more rows, LocalError without `tokenizers`.
+        """
         try:
             self.content = path.read_bytes()
         except OSError as error:
@@ -101,11 +105,28 @@ class JsonTokenizer:
         self.separator: Ids = (
             np.array([ids[self.end_of_text]], self._dtype) if self.end_of_text else self.encode(["\n"])[0]
         )
+        if rows is not None and rows < self.vocabulary:
+            ordinary = self._tokenizer.get_vocab(with_added_tokens=False).values() - self.added_ids
+            highest = max([*ordinary, *self.separator.tolist()], default=-1)
+            if highest >= rows:
+                raise ManifestError(
+                    f"Tokenizer {str(path)!r} has token id {highest} but [model] vocabulary is {rows}; use the tokenizer "
+                    f"of the model, or vocabulary = {highest + 1} or more."
+                )
+            self.vocabulary = rows
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the ids of each text, without added special tokens or separator. The package uses several cores."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, self._dtype) for encoding in encodings]
+        return [np.array(self._with_rows(encoding.ids), self._dtype) for encoding in encodings]
+
+    def _with_rows(self, ids: list[int]) -> list[int]:
+        if ids and (highest := max(ids)) >= self.vocabulary:
+            raise DataError(
+                f"A text has the token {self._tokenizer.id_to_token(highest)!r} (id {highest}), and the model's "
+                f"vocabulary is {self.vocabulary}: it has no row for it; remove it from the text."
+            )
+        return ids
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special: bool) -> list[EncodedText]:
         """Returns the tokens of each text, with their offsets in it; white space belongs to the token that contains it.
@@ -115,7 +136,7 @@ class JsonTokenizer:
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special)
         return [
             EncodedText(
-                np.array(encoding.ids, np.int32),
+                np.array(self._with_rows(encoding.ids), np.int32),
                 np.array(encoding.offsets, np.int32).reshape(-1, 2),
                 np.array(encoding.special_tokens_mask, np.bool_) if add_special else np.zeros(len(encoding), np.bool_),
             )
@@ -147,11 +168,11 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
     """Opens the tokenizer that a manifest names. source: "bytes", or the path of a tokenizer JSON or of its folder.
 
     base: the folder of a relative path, by default the current one. vocabulary: the model's number of ids. Raises
-    ManifestError if the tokenizer has more ids or the file is not a tokenizer file, DiskError if the file cannot be
+    ManifestError if the tokenizer needs more (see JsonTokenizer) or the file is not a tokenizer file, DiskError if the file cannot be
     read, LocalError without the package `tokenizers`.
     """
     path = tokenizer_path(source, base)
-    tokenizer: Tokenizer = ByteTokenizer() if path is None else JsonTokenizer(path)
+    tokenizer: Tokenizer = ByteTokenizer() if path is None else JsonTokenizer(path, vocabulary)
     if tokenizer.vocabulary > vocabulary:
         raise ManifestError(
             f"Tokenizer {source!r} has token id {tokenizer.vocabulary - 1} but [model] vocabulary is {vocabulary}; "

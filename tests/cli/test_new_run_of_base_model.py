@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.cli import new_run
+from agora.cli import data_command, new_run
 from agora.cli.console import USAGE, Failure
 from agora.cli.data_command import USUAL_READING, ReadingChoice, TrainingData, read_training_data
 from agora.cli.new_run import (
@@ -344,3 +344,59 @@ def test_standard_input_is_kept_beside_the_manifest(
     assert manifest.data.samples == str(tmp_path / "run.data.json")
     assert (tmp_path / "run.data.json").read_bytes() == given.read_bytes()
     assert open_sample_rows(manifest, tmp_path / "cache").summary.samples == 20
+
+
+def with_token(base: Path, folder: Path, content: str) -> Path:
+    """A copy of the base model whose tokenizer has an added token for which the model has no row."""
+    shutil.copytree(base, folder)
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    rules["added_tokens"].append({"id": 263, "content": content, **flags, "special": True})
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    return folder
+
+
+def test_an_added_token_without_a_row_trains_and_a_text_with_it_is_refused_before_anything_is_signed(
+    base: Path, tmp_path: Path
+) -> None:
+    folder = with_token(base, tmp_path / "padded", "[PAD]")
+    manifest = made(folder, chats(tmp_path / "chats.jsonl", 20)).manifest
+    assert open_sample_rows(manifest, tmp_path / "cache").summary.samples == 20
+    text = tmp_path / "text.txt"
+    text.write_text("some words [PAD] and more words\n" * 50)
+    for objective, file in (
+        ("lm", text),
+        ("sft", write(tmp_path / "completions.jsonl", [{"prompt": "q", "completion": "[PAD]"}] * 9)),
+        ("dpo", write(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "[PAD]", "rejected": "b"}] * 9)),
+    ):
+        with pytest.raises(AgoraError, match="has no row for it"):
+            made(folder, file, objective=objective)
+
+
+def test_a_tokenizer_that_needs_more_rows_is_refused_also_without_data(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "small")
+    config = tmp_path / "small" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 200}))
+    with pytest.raises(AgoraError, match="has token id 255 but"):
+        manifest_of_base_model(tmp_path / "small", "run", TuningChoice())
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_beside_the_base_model_is_said_before_training(
+    base: Path, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(base, tmp_path / "both")
+    (tmp_path / "both" / file).write_text("{}")
+    new_run.run(tmp_path / "alone.toml", None, base, None)
+    assert "adapter" not in capsys.readouterr().err
+    new_run.run(tmp_path / "run.toml", None, tmp_path / "both", None)
+    assert "has a PEFT adapter beside the base model; it is not loaded" in capsys.readouterr().err
+    data = data_command.DataOptions((chats(tmp_path / "chats.jsonl", 3),), tmp_path / "both")
+    data_command.run(data, as_json=False)
+    assert "has a PEFT adapter beside" in capsys.readouterr().out
+
+
+def test_an_adapter_alone_is_no_base_model(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(AgoraError, match="has an adapter .* and no model; name the folder of its base model"):
+        manifest_of_base_model(tmp_path, "run", TuningChoice())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from agora_protocol.errors import DiskError, ManifestError
+from agora_protocol.errors import DataError, DiskError, ManifestError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agora.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer, token_dtype
@@ -99,3 +101,35 @@ def test_a_file_that_is_no_tokenizer_says_so(tmp_path: Path, content: bytes) -> 
     (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(ManifestError, match=r"bad\.json is not a tokenizer file \(.+\); give one as"):
         JsonTokenizer(tmp_path / "bad.json")
+
+
+def with_token(trained: Path, content: str, number: int) -> Path:
+    rules = json.loads(trained.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    rules["added_tokens"].append({"id": number, "content": content, **flags, "special": True})
+    path = trained.with_name(f"with-{number}.json")
+    path.write_text(json.dumps(rules))
+    return path
+
+
+@pytest.mark.parametrize(("token", "number"), [("<picture>", 300), ("[PAD]", 301), ("<image_soft_token>", 70_000)])
+def test_an_added_token_without_a_row_does_no_harm_until_a_text_has_it(trained: Path, token: str, number: int) -> None:
+    path = with_token(trained, token, number)
+    tokenizer = open_tokenizer(str(path), 300)
+    assert isinstance(tokenizer, JsonTokenizer) and tokenizer.vocabulary == 300
+    assert tokenizer.encode([TEXT])[0].tolist() == JsonTokenizer(trained).encode([TEXT])[0].tolist()
+    for encode in (tokenizer.encode, lambda texts: tokenizer.encode_with_offsets(texts, add_special=True)):
+        with pytest.raises(DataError, match=re.escape(f"the token '{token}' (id {number})")):
+            encode([TEXT, f"a {token} b"])
+    assert JsonTokenizer(path).encode([token])[0].tolist() == [number]
+
+
+def test_an_ordinary_token_or_an_end_of_text_without_a_row_is_refused(trained: Path, tmp_path: Path) -> None:
+    for path, rows in ((trained, 299), (with_token(trained, "<picture>", 300), 200)):
+        with pytest.raises(ManifestError, match="has token id 299 but"):
+            open_tokenizer(str(path), rows)
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    words.add_special_tokens(["<|endoftext|>"])
+    words.save(str(tmp_path / "words.json"))
+    with pytest.raises(ManifestError, match="has token id 2 but"):
+        open_tokenizer(str(tmp_path / "words.json"), 2)

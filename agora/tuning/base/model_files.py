@@ -27,6 +27,7 @@ from agora.tuning.base.store import DOWNLOAD_AGAIN, BaseModelError, TensorLocati
 from agora.tuning.base.tensors import malformed_list_error
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER: Final = "adapter_config.json"
 GENERATION: Final = "generation_config.json"
 MAX_INDEX_BYTES: Final = 64 * 2**20
 READABLE: Final = ("F32", "BF16", "F16")  # the dtypes, as safetensors calls them, that become float32 without a loss
@@ -61,7 +62,12 @@ class StoredTensor:
 
 def read_config(folder: Path) -> str:
     """Returns the text of the folder's config.json, not parsed. Raises BaseModelError if it cannot be read."""
-    return _read_text(require_folder(folder) / CONFIG, 4 * MAX_CONFIG_BYTES)
+    if not (require_folder(folder) / CONFIG).exists() and (folder / ADAPTER).is_file():
+        raise BaseModelError(
+            f"{folder} has an adapter ({ADAPTER}) and no model; name the folder of its base model, or merge them with "
+            "peft (merge_and_unload) and save_pretrained."
+        )
+    return _read_text(folder / CONFIG, 4 * MAX_CONFIG_BYTES)
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -96,7 +96,8 @@ def open_training_tokenizer(
             f"[data] tokenizer {source!r} is not a {TOKENIZER_FILE}, beside which the chat template would be looked "
             f"for; put the file into a folder of its own, as {TOKENIZER_FILE}."
         )
-    tokenizer = open_model_tokenizer(path.parent if path is not None else None, TRAINING_DATE, template)
+    folder = path.parent if path is not None else None
+    tokenizer = open_model_tokenizer(folder, TRAINING_DATE, template, vocabulary)
     if tokenizer.tokenizer.vocabulary > vocabulary:
         raise ManifestError(
             f"Tokenizer {source!r} has token id {tokenizer.tokenizer.vocabulary - 1} but [model] vocabulary is "
@@ -105,13 +106,16 @@ def open_training_tokenizer(
     return tokenizer
 
 
-def open_model_tokenizer(folder: Path | None, now: datetime, template: str = "") -> ModelTokenizer:
+def open_model_tokenizer(
+    folder: Path | None, now: datetime, template: str = "", vocabulary: int | None = None
+) -> ModelTokenizer:
     """Opens the tokenizer of a model folder with its chat template; for None the byte tokenizer (byte 0 ends a turn).
 
     A folder without a chat template, and the byte tokenizer, get PLAIN_TEMPLATE; one with several templates of which
     none is the default gets one that raises TemplateProblem. template: source of another one. A turn ends with the
     eos_token of tokenizer_config.json or special_tokens_map.json, otherwise the tokenizer's end_of_text, otherwise a
-    newline. now: the time for templates that write the date. Raises DiskError for a missing tokenizer.json or an
+    newline. now: the time for templates that write the date. vocabulary: how many ids the model has rows for, by default
+    what config.json says. Raises DiskError for a missing tokenizer.json or an
     unreadable file, DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
     """
     if folder is None:
@@ -123,10 +127,11 @@ def open_model_tokenizer(folder: Path | None, now: datetime, template: str = "")
             f"{folder} has no {TOKENIZER_FILE}; give the folder of a Hugging Face model, with the tokenizer as "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it."
         )
-    tokenizer = JsonTokenizer(folder / TOKENIZER_FILE)
+    model = _read_object(folder / MODEL_FILE)
+    rows = model.get("vocab_size") if vocabulary is None else vocabulary
+    tokenizer = JsonTokenizer(folder / TOKENIZER_FILE, rows if type(rows) is int else None)
     special = _special_tokens({**_read_object(folder / SPECIAL_TOKENS_FILE), **_read_object(folder / SETTINGS_FILE)})
     special.setdefault("eos_token", tokenizer.end_of_text or NO_END)
-    model = _read_object(folder / MODEL_FILE)
     longest = next((value for key in CONTEXT_KEYS if isinstance(value := model.get(key), int)), None)
     chosen = _choose_template(template, folder, str(folder), special, now)
     return ModelTokenizer(tokenizer, chosen, str(folder), chosen.name, special["eos_token"], longest)
