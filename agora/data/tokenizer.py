@@ -106,12 +106,12 @@ class JsonTokenizer:
             np.array([ids[self.end_of_text]], self._dtype) if self.end_of_text else self.encode(["\n"])[0]
         )
         if rows is not None and rows < self.vocabulary:
-            ordinary = self._tokenizer.get_vocab(with_added_tokens=False).values() - self.added_ids
+            ordinary = set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - self.added_ids
             highest = max([*ordinary, *self.separator.tolist()], default=-1)
             if highest >= rows:
                 raise ManifestError(
-                    f"Tokenizer {str(path)!r} has token id {highest} but [model] vocabulary is {rows}; use the tokenizer "
-                    f"of the model, or vocabulary = {highest + 1} or more."
+                    f"Tokenizer {str(path)!r} has token id {highest} but [model] vocabulary is {rows}; "
+                    f"use vocabulary = {highest + 1} or more, or the model's own tokenizer."
                 )
             self.vocabulary = rows
 
@@ -168,8 +168,8 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
     """Opens the tokenizer that a manifest names. source: "bytes", or the path of a tokenizer JSON or of its folder.
 
     base: the folder of a relative path, by default the current one. vocabulary: the model's number of ids. Raises
-    ManifestError if the tokenizer needs more (see JsonTokenizer) or the file is not a tokenizer file, DiskError if the file cannot be
-    read, LocalError without the package `tokenizers`.
+    ManifestError if the tokenizer needs more (see JsonTokenizer) or the file is not a tokenizer file, DiskError if it
+    cannot be read, LocalError without the package `tokenizers`.
     """
     path = tokenizer_path(source, base)
     tokenizer: Tokenizer = ByteTokenizer() if path is None else JsonTokenizer(path, vocabulary)

@@ -112,8 +112,9 @@ def with_token(trained: Path, content: str, number: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("token", "number"), [("<picture>", 300), ("[PAD]", 301), ("<image_soft_token>", 70_000)])
-def test_an_added_token_without_a_row_does_no_harm_until_a_text_has_it(trained: Path, token: str, number: int) -> None:
+@pytest.mark.parametrize("token", ["<picture>", "[PAD]", "<image_soft_token>"])
+def test_an_added_token_without_a_row_does_no_harm_until_a_text_has_it(trained: Path, token: str) -> None:
+    number = 300
     path = with_token(trained, token, number)
     tokenizer = open_tokenizer(str(path), 300)
     assert isinstance(tokenizer, JsonTokenizer) and tokenizer.vocabulary == 300

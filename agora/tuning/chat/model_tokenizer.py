@@ -114,9 +114,9 @@ def open_model_tokenizer(
     A folder without a chat template, and the byte tokenizer, get PLAIN_TEMPLATE; one with several templates of which
     none is the default gets one that raises TemplateProblem. template: source of another one. A turn ends with the
     eos_token of tokenizer_config.json or special_tokens_map.json, otherwise the tokenizer's end_of_text, otherwise a
-    newline. now: the time for templates that write the date. vocabulary: how many ids the model has rows for, by default
-    what config.json says. Raises DiskError for a missing tokenizer.json or an
-    unreadable file, DataError or ManifestError for a malformed one, LocalError without the package tokenizers.
+    newline. now: the time for templates that write the date. vocabulary: how many ids the model has rows for, by
+    default what config.json says. Raises DiskError for a missing tokenizer.json or an unreadable file, DataError or
+    ManifestError for a malformed one, LocalError without the package tokenizers.
     """
     if folder is None:
         end = {"eos_token": BYTES_END}
