@@ -206,7 +206,8 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
     manifest = sources.signed.manifest
     described = family.describe()
     dtype = DTYPES[target.dtype]
-    tokenizer = manifest.data.tokenizer, manifest.model.vocabulary, manifest.model.context, sources.base
+    source = sources.find_tokenizer(target.base_model)
+    tokenizer = source, manifest.model.vocabulary, manifest.model.context, sources.base
     end_of_text: int | None = None  # a base model's own config has it
     if described.is_pretrained:
         learns_samples = manifest.objective.kind != "lm"
@@ -219,15 +220,14 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
         )
     else:
         files, end_of_text = tokenizer_files(*tokenizer)
-    turn_ends = learnt_turn_ends(manifest, sources.base)
+    turn_ends = learnt_turn_ends(manifest, source)
     if target.base_model is None:
         configs = family.config_files(dtype, end_of_text, turn_ends)
     else:
         configs = family.merged_config_files(target.base_model, dtype, turn_ends)
     steps = {file.stage: file.step for file in sources.files}
     metrics = _fetch_metrics(sources.daemon)
-    source = SOURCES[sources.kind]
-    exported = ExportDescription(parameters, dtype, source, sources.average, target.kind, metrics)
+    exported = ExportDescription(parameters, dtype, SOURCES[sources.kind], sources.average, target.kind, metrics)
     return {
         **files,
         **{name: json.dumps(value, indent=2).encode() + b"\n" for name, value in configs.items()},
@@ -236,13 +236,12 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
     }
 
 
-def learnt_turn_ends(manifest: Manifest, base: Path | None) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer; () for a run on plain text. base: of the manifest's relative paths."""
+def learnt_turn_ends(manifest: Manifest, tokenizer: str) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer; () for a run on plain text. tokenizer: "bytes", or its path here."""
     if manifest.objective.kind == "lm":
         return ()
-    data = manifest.data
-    tokenizer = open_training_tokenizer(data.tokenizer, manifest.model.vocabulary, base, template=data.chat_template)
-    return turn_end_ids(tokenizer)
+    template = manifest.data.chat_template
+    return turn_end_ids(open_training_tokenizer(tokenizer, manifest.model.vocabulary, template=template))
 
 
 def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from agora_protocol.base_config import BaseSizes, parse_config, sizes_in
-from agora_protocol.errors import ManifestError
+from agora_protocol.errors import LocalError, ManifestError
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest import preset as manifest_of_preset
 from agora_protocol.manifest_model import HfSection
-from agora_protocol.manifest_sections import ALL_STEPS
+from agora_protocol.manifest_sections import ALL_STEPS, DataSection
 
 from agora.cli.console import USAGE, Failure, print_json, print_to_stderr
 from agora.cli.data_command import (
@@ -36,6 +36,8 @@ from agora.cli.data_command import (
     local_files,
     read_training_data,
 )
+from agora.data.local_files import LocalFiles
+from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES, open_tokenizer
 from agora.tuning.base.hub import fetch_model, hub_id_of
 from agora.tuning.chat.sample_file import Objective
@@ -108,15 +110,16 @@ def run(
             folder, base_model = _find_base_model(base_model)
             with local_files(choice.data, path.with_suffix(".data.json").absolute()) as files:
                 tuning = manifest_of_base_model(folder, name, replace(choice, data=files))
-            made = tuning.manifest
+            made, elsewhere = name_files(tuning.manifest, path.absolute().parent, folder)
             summary = [*adapter_lines(folder, "adapter      "), *tuning.summary_lines()]
         else:
             made = manifest_of_preset(preset or "tiny").with_values(name=name)
-            summary = _tokenizer_lines(made)
+            summary, elsewhere = _tokenizer_lines(made), []
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
     _write_manifest(path, made)
     flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
+    flag += "".join(f" --data {shlex.quote(file)}" for file in elsewhere)
     next_command = f"agora-node join {shlex.quote(str(path))}{flag}"
     if as_json:
         print_json({"schema": 1, "manifest": str(path), "name": name, "summary": summary, "next": next_command})
@@ -124,6 +127,31 @@ def run(
     for line in summary:
         print_to_stderr(line)
     print_to_stderr(f"wrote {path}: edit it, then start the run with `{next_command}`")
+
+
+def name_files(made: Manifest, manifest_folder: Path, base_model: Path) -> tuple[Manifest, list[str]]:
+    """Returns the manifest with names instead of this machine's paths, and those that `join --data` has to say here.
+
+    They are the files that a machine does not find by itself beside its manifest or base model. Raises Failure for two
+    files of one name.
+    """
+    data = made.data
+    paths = [file for file in data.sample_paths or data.corpus if file != STDLIB]
+    names = {file: Path(file).name for file in paths}
+    if len(set(names.values())) < len(names):
+        raise Failure("two data files have one name, and other machines find them by their names; rename one", USAGE)
+    key = "samples" if data.sample_paths else "corpus"
+    named = tuple(names.get(file, file) for file in data.sample_paths or data.corpus)
+    values: dict[str, Any] = {key: named[0] if isinstance(data.samples, str) and key == "samples" else named}
+    elsewhere = []
+    for file in paths:
+        try:
+            (found,) = LocalFiles((), manifest_folder, base_model).localise(DataSection(corpus=(names[file],))).corpus
+            is_found = Path(found).samefile(file)
+        except (LocalError, OSError):
+            is_found = False
+        elsewhere += [] if is_found else [file]
+    return made.with_values(data={**values, "tokenizer": TOKENIZER}), elsewhere
 
 
 def _write_manifest(path: Path, made: Manifest) -> None:

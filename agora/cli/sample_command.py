@@ -165,7 +165,7 @@ def load_model(sources: StageSources, base_model: Path | None = None) -> WholeMo
             f"{manifest.name} trains LoRA on top of a base model, so sampling needs that too; name its folder with "
             "--base-model DIR"
         )
-    tokenizer = open_tokenizer(manifest.data.tokenizer, manifest.model.vocabulary, base=sources.base)
+    tokenizer = open_tokenizer(sources.find_tokenizer(base_model), manifest.model.vocabulary, base=sources.base)
     family = family_of(manifest.model)
     with open_stages(sources.signed.run_id, sources.files, exported_tensors(manifest, family)) as merged:
         merged.check()

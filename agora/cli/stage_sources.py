@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agora_protocol.errors import InputError
+from agora_protocol.errors import DiskError, InputError, LocalError
 from agora_protocol.manifest import SignedManifest
 
 from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
+from agora.data.local_files import LocalFiles
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
 from agora.node.runs import RunReference
@@ -35,6 +36,18 @@ class StageSources:
     files: tuple[StageFile, ...]
     base: Path
     daemon: paths.DaemonEntry | None = None
+    places: tuple[Path, ...] = ()
+
+    def find_tokenizer(self, base_model: Path | None) -> str:
+        """Returns a path of this machine for [data] tokenizer, or "bytes". Raises DiskError if it is nowhere."""
+        source = self.signed.manifest.data.tokenizer
+        try:
+            return LocalFiles(self.places, self.base, base_model).find_tokenizer(source)
+        except LocalError:
+            raise DiskError(
+                f"Cannot read the tokenizer file {source}: it is not on this machine; say where it is: "
+                "AGORA_DATA=FILE, or the folder of the base model in AGORA_BASE_MODEL."
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,15 @@ def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True)
 
 
 def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
+    """See _collect. The sources know where this machine has the manifest's files: by its settings, or from a daemon."""
+    chosen = settings.load(found.homes[0].root / "agora.toml", {})
+    model = chosen.named_base_model
+    places = chosen.data_places if model is None or not model.is_dir() else (*chosen.data_places, model)
+    known = tuple(file for home in found.homes for file in runs.remembered_files(home, found.signed.run_id))
+    return replace(_collect(found, average=average), places=(*places, *known))
+
+
+def _collect(found: FoundRun, *, average: bool) -> StageSources:
     """Takes the state at the run's end if this machine has all of it; else asks the daemons in turn, then takes the
     newest checkpoints. Raises Failure with exit code 4 when a stage has no weights.
     """

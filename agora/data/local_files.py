@@ -36,15 +36,17 @@ class LocalFiles:
         Globs, and names with a meaning of their own, stay. Raises LocalError for a file that is nowhere.
         """
         samples = data.sample_paths
-        tokenizer = data.tokenizer if data.tokenizer == BYTES else self._find_tokenizer(data.tokenizer)
-        changes: dict[str, object] = {"tokenizer": tokenizer}
+        changes: dict[str, object] = {"tokenizer": self.find_tokenizer(data.tokenizer)}
         if samples:
             changes["samples"] = tuple(self._find_all(samples))
         else:
             changes["corpus"] = tuple(self._find_all(data.corpus))
         return data.model_copy(update=changes)
 
-    def _find_tokenizer(self, source: str) -> str:
+    def find_tokenizer(self, source: str) -> str:
+        """Returns a path of this machine for [data] tokenizer. Raises LocalError if it is nowhere."""
+        if source == BYTES:
+            return source
         folder = self.base_model
         if "/" not in source and folder is not None and (folder / source).exists():
             own = [place for place in self.chosen if _within(place, source) is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -226,6 +227,27 @@ def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError):
         return ()
     return tuple(text for text in texts if address_problem(text) is None)[:16]
+
+
+def remember_files(home: paths.Home, run: str, files: Sequence[str]) -> None:
+    """Writes where this machine has the files of the run's manifest, atomically. Raises OSError.
+
+    The run's directory must exist.
+    """
+    paths.replace_text(_files_of(home, run), json.dumps(list(files)))
+
+
+def remembered_files(home: paths.Home, run: str) -> tuple[Path, ...]:
+    """Returns what remember_files wrote last; () if it cannot be read."""
+    try:
+        files = json.loads(_files_of(home, run).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    return tuple(Path(file) for file in files if isinstance(file, str)) if isinstance(files, list) else ()
+
+
+def _files_of(home: paths.Home, run: str) -> Path:
+    return home.manifest(run).with_name("files.json")
 
 
 def _by_name(text: str, home: paths.Home) -> RunReference:

@@ -26,6 +26,7 @@ from agora.cli.new_run import (
     step_values,
 )
 from agora.data.corpus import open_corpus
+from agora.data.local_files import LocalFiles
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import byte_tokenizer_json, open_tokenizer
 from agora.tuning.chat.model_tokenizer import read_chat_template
@@ -341,9 +342,11 @@ def test_standard_input_is_kept_beside_the_manifest(
         monkeypatch.setattr("sys.stdin", file)
         new_run.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=(Path("-"),)))
     manifest = Manifest.from_toml((tmp_path / "run.toml").read_text())
-    assert manifest.data.samples == str(tmp_path / "run.data.json")
+    assert manifest.data.samples == "run.data.json"
     assert (tmp_path / "run.data.json").read_bytes() == given.read_bytes()
-    assert open_sample_rows(manifest, tmp_path / "cache").summary.samples == 20
+    found = LocalFiles((), tmp_path, base).localise(manifest.data)
+    local = manifest.model_copy(update={"data": found})
+    assert open_sample_rows(local, tmp_path / "cache").summary.samples == 20
 
 
 def with_token(base: Path, folder: Path, content: str) -> Path:
@@ -402,3 +405,43 @@ def test_an_adapter_alone_is_no_base_model(base: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(AgoraError, match="has an adapter .* and no model; name the folder of its base model"):
         manifest_of_base_model(tmp_path, "run", TuningChoice())
+
+
+def test_a_manifest_has_names_and_none_of_its_authors_paths_and_another_machine_finds_its_own_files(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ann, ben = tmp_path / "ann", tmp_path / "ben"
+    (ann / "data").mkdir(parents=True)
+    ben.mkdir()
+    shutil.copytree(base, ann / "model")
+    beside, far = chats(ann / "sft.jsonl", 20), chats(ann / "data" / "far.jsonl", 20)
+    for number, (file, flag) in enumerate(((beside, ""), (far, f" --data {far}"))):
+        path = ann / f"run{number}.toml"
+        new_run.run(path, None, ann / "model", None, TuningChoice(data=(file,)))
+        assert f"--base-model {ann / 'model'}{flag}`" in capsys.readouterr().err
+        text = path.read_text()
+        assert str(tmp_path) not in text and "/ann" not in text
+        manifest = Manifest.from_toml(text, "run.toml")
+        assert (manifest.data.samples, manifest.data.tokenizer) == (file.name, "tokenizer.json")
+        copied = ben / file.name
+        shutil.copy(file, copied)
+        shutil.copytree(base, ben / f"other{number}")
+        found = LocalFiles((), tmp_path, ben / f"other{number}").localise(manifest.data)
+        assert found.sample_paths == (str(copied),) and found.tokenizer.startswith(str(ben))
+        local = manifest.model_copy(update={"data": found})
+        assert open_sample_rows(local, tmp_path / "cache").summary.samples == 20
+
+
+def test_plain_text_and_several_files_are_named_too_and_two_of_one_name_are_refused(base: Path, tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for text in texts:
+        text.write_text("some words and more words\n" * 50)
+    new_run.run(tmp_path / "lm.toml", None, base, None, TuningChoice(data=tuple(texts)))
+    manifest = Manifest.from_toml((tmp_path / "lm.toml").read_text(), "lm.toml")
+    assert manifest.data.corpus == ("a.txt", "b.txt") and str(tmp_path) not in (tmp_path / "lm.toml").read_text()
+    new_run.run(tmp_path / "stdlib.toml", None, base, None)
+    assert Manifest.from_toml((tmp_path / "stdlib.toml").read_text(), "x").data.corpus == ("stdlib",)
+    (tmp_path / "other").mkdir()
+    same = shutil.copy(texts[0], tmp_path / "other" / "a.txt")
+    with pytest.raises(Failure, match="two data files have one name"):
+        new_run.run(tmp_path / "two.toml", None, base, None, TuningChoice(data=(texts[0], Path(same))))

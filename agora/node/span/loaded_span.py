@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 import torch
 from agora_protocol.errors import AgoraError, InputError, LocalError, NotMyStage, ProtocolError
 from agora_protocol.ids import PeerId, Span
+from agora_protocol.manifest_sections import DataSection
 from agora_protocol.messages import Contribute, GossipedSteps, GossipEpochs, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
 
@@ -31,7 +32,7 @@ from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
 from agora.net.rpc.connection import IncomingCall
-from agora.node import paths
+from agora.node import paths, runs
 from agora.node.control.node_report import SpanReport
 from agora.node.limits.disk import DiskGuard
 from agora.node.limits.memory import check_memory, keeps_state_in_host, limit_device, measure_budget
@@ -248,7 +249,7 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
     startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
 
     def load() -> tuple[Sampler, int]:
-        data = _local_files(startup).localise(manifest.data)
+        data = _localise(local_peer)
         tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
         corpus = open_corpus(data.corpus, tokenizer, _cache_folder(local_peer), base=base)
         sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
@@ -265,7 +266,7 @@ async def _open_samples(local_peer: LocalPeer) -> Samples:
     startup, manifest = local_peer.startup, local_peer.manifest
 
     def load() -> SampleRows:
-        local = manifest.model_copy(update={"data": _local_files(startup).localise(manifest.data)})
+        local = manifest.model_copy(update={"data": _localise(local_peer)})
         return open_sample_rows(local, _cache_folder(local_peer), base=startup.reference.base)
 
     with startup.phases.enter("samples") as note:
@@ -276,9 +277,13 @@ async def _open_samples(local_peer: LocalPeer) -> Samples:
     return Samples(rows, EpochFile(path, startup.report_event))
 
 
-def _local_files(startup: Startup) -> LocalFiles:
-    settings = startup.settings
-    return LocalFiles(settings.data_places, startup.reference.base, settings.named_base_model)
+def _localise(local_peer: LocalPeer) -> DataSection:
+    startup, manifest = local_peer.startup, local_peer.manifest
+    places = LocalFiles(startup.settings.data_places, startup.reference.base, startup.settings.named_base_model)
+    data = places.localise(manifest.data)
+    with suppress(OSError):  # only `swarm export` and `swarm sample` on this machine need it
+        runs.remember_files(startup.home, manifest.run_id, (*data.sample_paths, data.tokenizer))
+    return data
 
 
 def _cache_folder(local_peer: LocalPeer) -> Path:
