@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,13 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "run"))
     paths.make_private(tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name: that of tmp_path may not, and would be skipped."""
+    with tempfile.TemporaryDirectory(prefix="agora-test-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def entry(tmp_path: Path, pid: int, name: str = "poems") -> paths.DaemonEntry:
@@ -95,13 +104,13 @@ def test_an_entry_names_no_file_but_the_socket_beside_it(tmp_path: Path, runtime
 
 @pytest.mark.parametrize("how", ["others may write", "a group may write", "a link"])
 def test_a_directory_that_others_can_fill_is_neither_asked_nor_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    shared = tmp_path / "tmp"  # as /tmp: whoever comes first makes what lies in it
+    shared = short_path / "tmp"  # as /tmp: whoever comes first makes what lies in it
     shared.mkdir()
     shared.chmod(0o1777)
     directory = shared / "agora-0"
-    real = tmp_path / "real" if how == "a link" else directory
+    real = short_path / "real" if how == "a link" else directory
     real.mkdir(mode=0o700)
     if how == "a link":
         directory.symlink_to(real)
@@ -120,10 +129,10 @@ def test_a_directory_that_others_can_fill_is_neither_asked_nor_swept(
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("parent_mode", [0o1777, 0o755])
 def test_a_foreign_directory_is_asked_by_root_alone_and_only_where_root_made_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent_mode: int
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, parent_mode: int
 ) -> None:
     """0755: /run, where systemd has made it for a service. 1777: /tmp, where anybody can have made it."""
-    parent = tmp_path / "parent"
+    parent = short_path / "parent"
     parent.mkdir()
     parent.chmod(parent_mode)
     directory = parent / "agora"

@@ -270,7 +270,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "base")
-    with pytest.raises(ManifestError, match=r"token id \d+ but \[model\] vocabulary is 300; use the tokenizer of"):
+    with pytest.raises(ManifestError, match=r"token id 399 but \[model\] vocabulary is 300; use vocabulary = 400"):
         open_training_tokenizer("base", 300, tmp_path)
     assert open_training_tokenizer("base/tokenizer.json", 500, tmp_path).name == str(tmp_path / "base")
 
