@@ -68,9 +68,17 @@ def taken(mode: str, count: int, lie: str = "") -> Taken:
     return run(main())
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_one_liar_neither_rushes_nor_empties_steps(lie: str) -> None:
-    honest, beside_it = taken("all-reduce", 4), taken("all-reduce", 4, lie)
+CASES = [
+    pytest.param(mode, count, lie, marks=[] if count == 4 and mode != "synchronous" else pytest.mark.slow)
+    for mode in SETTINGS
+    for count in (4, 16)
+    for lie in LIES
+]
+
+
+@pytest.mark.parametrize(("mode", "count", "lie"), CASES)
+def test_one_liar_neither_rushes_nor_empties_steps(mode: str, count: int, lie: str) -> None:
+    honest, beside_it = taken(mode, count), taken(mode, count, lie)
     assert honest.steps >= 40
     assert beside_it.steps == pytest.approx(honest.steps, rel=0.02, abs=1.0)
     assert beside_it.tokens == pytest.approx(honest.tokens, rel=0.03)

@@ -175,6 +175,19 @@ def test_another_stage_leads_once_and_then_by_no_more_than_microbatches_are_lost
     assert LeadBudget().when_level(7).when_level(9) == LeadBudget(7)
 
 
+def test_a_stage_of_one_liar_makes_no_other_stage_skip_its_steps() -> None:
+    async def steps_taken(lies: bool) -> int:
+        async with GroupWorld([500.0, 500.0], schedule={"kind": "synchronous"}) as world:
+            for _ in range(45):
+                await asyncio.sleep(1.0)
+                mine = [peer.stage.step for peer in world.all]
+                world.run_steps = [mine, [max(mine) + 10 if lies else max(mine)]]
+            return world.all[0].stage.step
+
+    honest, beside_it = run(steps_taken(False)), run(steps_taken(True))
+    assert honest > 30 and abs(beside_it - honest) <= LEAD + 1
+
+
 # --- rates and tokens of others
 
 
