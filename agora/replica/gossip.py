@@ -199,9 +199,7 @@ class StepGossip:
         entries = self._select_plausible(stage, entries, sender)
         listed = self.others_in_view(stage)
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
-        # Two others can tell of a third one only where there are three.
-        witnesses = 2 if len(listed) > 2 else 1
-        known = merge_gossip(gossip.known, accepted, sender, self._me, now, witnesses)
+        known = merge_gossip(gossip.known, accepted, sender, self._me, now)
         gossip.known = record_view(known, listed, now)
         self._on_change(stage)
 

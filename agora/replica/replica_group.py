@@ -43,19 +43,7 @@ from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmView
 from agora.replica.shard_codec import RoundConfig, Shard, cut_into_shards
 from agora.replica.stage_worker import StageWorker
-from agora.replica.trust import (
-    JOIN_S,
-    LEAD,
-    LOCAL_LEAD,
-    Divergence,
-    HistoryReport,
-    LeadBudget,
-    OwnPace,
-    Standing,
-    find_divergence,
-    token_bounds,
-    with_reports,
-)
+from agora.replica.trust import JOIN_S, LEAD, LOCAL_LEAD, OwnPace, replicas_to_fetch_from, token_bounds
 from agora.replica.view import (
     NEWCOMER_STEPS,
     BatchSizeCorrection,
@@ -63,7 +51,6 @@ from agora.replica.view import (
     ReplicaCounts,
     StageView,
     StepMeter,
-    believe,
     count_tokens,
     lagging_or_unheard_replicas,
     lagging_replicas,
@@ -132,9 +119,7 @@ class StageReplicas:
         self._wish = Wish(since=loop_time())
         self._pace = OwnPace(step, _time_with_suspend() - JOIN_S, step)
         self._uplink = MeasuredUplink()
-        self._standings: Mapping[PeerId, Standing] = {}
         self._leading_step = 0
-        self._lead_budget = LeadBudget()
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
         self._compared: dict[PeerId, int] = {}  # by replica, the step at which its means were compared with own ones
@@ -188,7 +173,6 @@ class StageReplicas:
         step = self._shared.worker.step_of(self._stage)
         if step >= leading:
             self._behind_at = None
-            self._lead_budget = self._lead_budget.when_level(step)
         elif self._behind_at is None or self._behind_at[0] != step:
             self._behind_at = (step, loop_time())
 
@@ -235,7 +219,6 @@ class StageReplicas:
         quota = self.meter.update_quota(
             self._shared.me, {peer: last.direct.rate.per_second for peer, last in live.items()}
         )
-        divergence = self._find_divergence(known, live, now)
         takes_inner_steps = plan.is_inner(own.step - 1) and plan.is_inner(own.step)
         is_behind = self._behind_at is not None and self._behind_at[0] == own.step < self._leading_step
         return StageView(
@@ -245,15 +228,12 @@ class StageReplicas:
             self._leading_step,
             plan,
             quota,
-            shares=self.meter.shares,
-            share_due_at=self.meter.share_due_at(own.open_step, now),
             step_s=self.meter.expected_s,
             is_leaving=self._is_leaving,
             is_busy=self._task is not None and not self._task.done(),
             sync_due=self._syncs.next_due(own.step, own.agreed) if takes_inner_steps else None,
             behind_since=self._behind_at[1] if self._behind_at and is_behind else None,
-            diverged_from=divergence.fetch_from,
-            differs_from=divergence.undecided,
+            diverged_from=replicas_to_fetch_from(self._progress().history, self._shared.me, live),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
 
@@ -281,16 +261,6 @@ class StageReplicas:
             if await self._shared.all_reduce.expose_equivocation(peer, first):
                 return
 
-    def _find_divergence(self, known: KnownReplicas, live: KnownReplicas, now: float) -> Divergence:
-        history = self._progress().history
-        reports = {
-            peer: HistoryReport(progress.direct.agreed, progress.direct.history_hash) for peer, progress in live.items()
-        }
-        away = [peer for peer in self._standings if peer not in known or known[peer].is_silent(now)]
-        self._standings = with_reports(self._standings, history, reports, away, now)
-        run, start = self._shared.signed.run_id, self._start_step
-        return find_divergence(history, self._shared.me, reports, self._standings, start_step=start, run=run)
-
     def _perform(self, action: Action, step: int) -> None:
         stage = self._stage
         match action.kind:
@@ -301,8 +271,6 @@ class StageReplicas:
                 self.consider()  # more may be due beside it
                 return
             case "catch up":
-                if self._rule.synchronous:
-                    self._lead_budget = self._lead_budget.after_skip(step, action.number)
                 work = self._shared.worker.catch_up(stage, action.number)
             case "step":
                 work = self._shared.worker.catch_up(stage, step + 1)
@@ -341,7 +309,7 @@ class StageReplicas:
             await self._shared.worker.step_with_gradient(stage, step, share.values, 0, ALL_REDUCE)
         else:
             if not result.failed_shards:
-                self.meter.record_step(result.weight, share.tokens, self._others()[0], step)
+                self.meter.record_step(result.weight)
 
     async def _fill_failed_shards(self, share: GradientShare, result: RoundResult) -> float:
         # Returns the fraction of all shards whose mean is not 0.
@@ -373,6 +341,7 @@ class StageReplicas:
             return
         tokens = max(1, round(result.weight)) if result.mean.any() else 0
         await self._shared.worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
+        self.meter.record_step(result.weight)
 
     # --- states of others
 
@@ -503,10 +472,6 @@ class StageReplicas:
         lead = LOCAL_LEAD if self._shared.worker.step_plan(self._stage).is_inner(step) else LEAD
         return self._pace.highest_plausible_step(now, self._rule.target_tokens, lead)
 
-    def highest_leading_step(self) -> int:
-        """Returns the highest step that another stage of a synchronous run can have taken by now, see LeadBudget."""
-        return self._lead_budget.highest(self._shared.worker.step_of(self._stage), self.highest_plausible_step())
-
     def report_implausible(self, peer: PeerId, step: int) -> None:
         """Reports as a violation that `peer` claims to have taken `step` steps; it counts once a minute."""
         highest = self.highest_plausible_step()
@@ -572,11 +537,7 @@ class StageReplicas:
     def _explain_fragments(self, present: int) -> tuple[int, str]:
         known, listed = self._others()
         live = live_replicas(known, listed, loop_time())
-        rates = self.meter.believed
-        uplinks = [
-            ReplicaUplink(None if each.direct.rate.per_second is None else rates.get(peer), each.counts.bytes_carried)
-            for peer, each in live.items()
-        ]
+        uplinks = [ReplicaUplink(each.direct.rate.per_second, each.counts.bytes_carried) for each in live.values()]
         uplinks.append(ReplicaUplink(self.meter.rate.per_second, self.counts().bytes_carried))
         return wanted_fragments(present, uplinks, self._change_rule.most_fragments)
 
@@ -590,8 +551,7 @@ class StageReplicas:
         known, listed = self._others()
         now = loop_time()
         live = live_replicas(known, round_members(known, listed, now), now)
-        believed = believe(live, own, self.meter.shares)
-        return max(0, self._rule.target_tokens - own.tokens - count_tokens(believed, own.open_step))
+        return max(0, self._rule.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
     def is_awaiting_mean(self) -> bool:
         """Returns whether origins wait now because a share closed here lacks its mean."""
@@ -756,10 +716,13 @@ class ReplicaGroup:
         # Without this, stages that begin from checkpoints of different steps would wait for one another forever.
         while self._synchronous:
             await asyncio.sleep(LEADING_STEP_INTERVAL_S)
-            steps_of_run = self._swarm.steps_of_run()
+            # All stages step together, so the bound is the highest step that is plausible in any stage here.
+            highest = max(stage.highest_plausible_step() for stage in self.stages.values())
+            leading = leading_step(
+                [[step for step in steps if step <= highest] for steps in self._swarm.steps_of_run()]
+            )
             for stage in self.stages.values():
-                highest = stage.highest_leading_step()
-                stage.on_leading_step(leading_step([[it for it in steps if it <= highest] for steps in steps_of_run]))
+                stage.on_leading_step(leading)
 
 
 def _time_with_suspend() -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from agora_protocol.ids import PeerId
+
+from agora.replica.view import KnownReplicas
 
 NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving averages
 # A mean may be this many times as large as the average of earlier means, or as the peer's own values.
@@ -23,7 +24,6 @@ MAX_OWN_RATIO: Final = 2.0
 LEAD: Final = 3
 # Steps by which others may lead where each takes inner steps; a replica further behind fetches their state.
 LOCAL_LEAD: Final = 20
-STEPS_TO_LOSE_ONE: Final = 100  # steps in which a stage of a synchronous run may lose the microbatches of one
 MAX_SPEED_UP: Final = 4.0  # how many times as fast as before others may go on stepping without this replica
 # Seconds for which a busy machine may stand still without noticing it, while honest replicas go on.
 SLACK_S: Final = 10.0
@@ -93,84 +93,6 @@ def token_bounds(rates: Mapping[PeerId, float | None], target: int, microbatch_t
     believed = {peer: believed_claim(rate or 0.0, median) for peer, rate in rates.items()}
     total = sum(believed.values())
     return {peer: MAX_QUOTAS * max(target * rate / total, microbatch_tokens) for peer, rate in believed.items()}
-
-
-# --- tokens of others
-#
-# How fast a replica counts tokens, and how many it has counted, it says itself. Both only divide the work: a replica's
-# share of a step, and the moment at which the step is complete. So the division follows the others' medians, and each
-# replica computes all of its own share by its own clock: a lie changes the size of a step by at most
-# (n - 1 + MAX_TIMES_MEDIAN) / n of n replicas, and one of 2 MAX_TIMES_MEDIAN times the median or more does not at all.
-
-# Where there are only two rates, one is believed up to this many times the other: nobody else could say which is right.
-MAX_TIMES_OF_TWO: Final = 64.0
-MAX_WAY_AHEAD: Final = 1.1
-# Fraction by which what a round says of its tokens may differ from what the replicas have reported of them.
-MAX_TOLD_DEVIATION: Final = 0.1
-
-
-def believed_rates(rates: Mapping[PeerId, float | None]) -> dict[PeerId, float]:
-    """Returns as what the replicas' rates count, in tokens per second, where a step is divided among them.
-
-    rates: as reported, this peer's own included; None, unknown, counts as the median of the believed ones.
-
-    | positive rates | a rate counts |
-    |---|---|
-    | three or more | as believed_claim says, by their upper median |
-    | two | up to MAX_TIMES_OF_TWO times the smaller; beyond that, as the smaller |
-    | none | as 1, like all others |
-    """
-    positive = sorted(rate for rate in rates.values() if rate)
-    if not positive:
-        return dict.fromkeys(rates, 1.0)
-    if len(positive) == 2:
-        most = MAX_TIMES_OF_TWO * positive[0]
-        known = {peer: rate if rate <= most else positive[0] for peer, rate in rates.items() if rate is not None}
-    else:
-        median = statistics.median_high(positive)
-        known = {peer: believed_claim(rate, median) for peer, rate in rates.items() if rate is not None}
-    return {peer: known.get(peer, statistics.median(known.values())) for peer in rates}
-
-
-def believed_tokens(
-    reported: Mapping[PeerId, int], shares: Mapping[PeerId, float], own: int, own_share: float
-) -> dict[PeerId, int]:
-    """Returns as what the tokens that others have counted for a step count.
-
-    A replica that has counted t tokens of a share of s has come t / s of the way. Each counts at most as far on its way
-    as the lower median of all, `own` included, or as its whole share: so one that is slow in a step is made up for by
-    the others, and one that says it has everything completes no step.
-
-    reported: tokens by replica. shares: what each is expected to count, by its believed rate; own_share: of this peer.
-    """
-    ways = [tokens / shares[peer] for peer, tokens in reported.items() if shares[peer] > 0]
-    ways += [own / own_share] if own_share > 0 else []
-    furthest = max(1.0, statistics.median_low(ways)) if ways else 1.0
-    return {peer: min(tokens, math.ceil(furthest * shares[peer])) for peer, tokens in reported.items()}
-
-
-def tokens_of_all(reported: Mapping[PeerId, int], shares: Mapping[PeerId, float], own: int, own_share: float) -> float:
-    """Returns how many tokens a step had in all: this replica's `own`, and what others say to have counted.
-
-    The furthest way (see believed_tokens) counts as at most MAX_WAY_AHEAD times the second one, and the way of one of
-    whose tokens nothing is known (0) as the median: so no single one changes the size of the next steps.
-    """
-    ways = {peer: reported[peer] / share for peer, share in shares.items() if share > 0 and reported.get(peer)}
-    known = sorted([*ways.values(), *([own / own_share] if own_share > 0 else [])])
-    most = MAX_WAY_AHEAD * known[-2] if len(known) > 1 else math.inf
-    usual = statistics.median(min(way, most) for way in known) if known else 1.0
-    return own + sum(min(ways.get(peer, usual), most) * share for peer, share in shares.items())
-
-
-def believed_lead(steps: Mapping[PeerId, int], own: int) -> dict[PeerId, int]:
-    """Returns as what the steps that others say to have taken count: of three or more, the furthest as the second.
-
-    own: this peer's step, which may be the second. So no single one of three can be followed.
-    """
-    if len(steps) < 3:
-        return dict(steps)
-    second = sorted([*steps.values(), own])[-2]
-    return {peer: min(step, second) for peer, step in steps.items()}
 
 
 # --- sizes of means
@@ -266,161 +188,27 @@ class OwnPace:
         return max(self.present_step + 1, self.own_step + lead + most_steps)
 
 
-class LeadBudget(NamedTuple):
-    """How far another stage of a synchronous run may lead this one: all microbatches pass through all stages.
-
-    So another stage leads only where it began so, or where steps' microbatches were lost on their way through this one.
-    A stage of one replica says its steps alone; with this budget it cannot make the others skip theirs.
-
-    level_at: the step at which this stage first was level with the leading one, or took over its number; None before.
-    skipped: steps that this stage has skipped since, in order to follow.
-    """
-
-    level_at: int | None = None
-    skipped: int = 0
-
-    def highest(self, step: int, plausible: int) -> int:
-        """Returns the highest step of another stage that counts. plausible: see OwnPace.highest_plausible_step."""
-        if self.level_at is None:
-            return plausible
-        own_steps = step - self.level_at - self.skipped
-        return min(plausible, step + max(0, LEAD + own_steps // STEPS_TO_LOSE_ONE - self.skipped))
-
-    def when_level(self, step: int) -> LeadBudget:
-        """Returns the budget after this stage was seen not to be behind at `step`."""
-        return self if self.level_at is not None else LeadBudget(step)
-
-    def after_skip(self, step: int, leading: int) -> LeadBudget:
-        """Returns the budget after this stage went from `step` to the step `leading` of another one."""
-        return LeadBudget(leading) if self.level_at is None else self._replace(skipped=self.skipped + leading - step)
-
-
 # --- histories
-#
-# Replicas that have applied other means have other history hashes; some then fetch the state of others. Peer ids are
-# free, so ids do not vote: only replicas that this one has seen to share its history for a while do.
-
-VOTE_STEPS: Final = 50  # number of steps with this replica's history after which another replica has a vote
-# Steps after this replica's own start within which others that share its history were there before it: they vote too.
-START_STEPS: Final = 10
 
 
-class HistoryReport(NamedTuple):
-    """What a replica last reported itself: the digest of all means that it has applied up to `step`, 0 if unknown."""
+def replicas_to_fetch_from(history: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
+    """Returns the sorted ids of the replicas whose state is right, for this one to fetch, because its own is wrong.
 
-    step: int
-    digest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What this replica has measured of another one. Times are in seconds.
-
-    first: the first step at which both had the same history. steps: the number of such steps. last: the last one.
+    history: of this replica, digests of all means applied up to a step, by the number of that step. live: the other
+    replicas, each with one step and its hash. Replicas with the same hash at the same step form a group. The largest
+    group is right; among groups of equal size, the one that has the least id. A replica at a later step than `history`
+    reaches joins this replica's group; one that reports no hash (0), or is at a step for which `history` has none, is
+    ignored. Returns () when this replica's own group is right.
     """
-
-    first: int
-    steps: int
-    last: int
-    equal_at: float  # when both were last seen to have the same history
-    away_at: float = -math.inf  # when it was last silent
-
-    def has_vote(self, start_step: int) -> bool:
-        return self.steps >= VOTE_STEPS or self.first <= start_step + START_STEPS
-
-    @property
-    def was_away(self) -> bool:
-        """Whether it has been silent since both had the same history."""
-        return self.away_at > self.equal_at
-
-
-def with_reports(
-    standings: Mapping[PeerId, Standing],
-    history: Mapping[int, int],
-    reports: Mapping[PeerId, HistoryReport],
-    away: Collection[PeerId],
-    now: float,
-) -> dict[PeerId, Standing]:
-    """Returns the standings after reports of live replicas, and while others are `away`: silent.
-
-    history: of this replica, digests of all means applied up to a step, by the number of that step.
-    """
-    changed = dict(standings)
-    for peer, report in reports.items():
-        if not report.digest or history.get(report.step) != report.digest:
+    equal = [me]
+    groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
+    for peer, progress in live.items():
+        step, their_hash = progress.direct.agreed, progress.direct.history_hash
+        if not their_hash:
             continue
-        known = changed.get(peer)
-        if known is None:
-            changed[peer] = Standing(report.step, 1, report.step, now)
-        else:
-            steps = known.steps + (report.step > known.last)
-            changed[peer] = replace(known, steps=steps, last=max(known.last, report.step), equal_at=now)
-    for peer in away:
-        if peer in changed:
-            changed[peer] = replace(changed[peer], away_at=now)
-    return changed
-
-
-class Divergence(NamedTuple):
-    """Replicas with another history. fetch_from: whose state is right, sorted; undecided: who is as many as this side.
-
-    Both are empty where this replica's own history is right.
-    """
-
-    fetch_from: tuple[PeerId, ...] = ()
-    undecided: tuple[PeerId, ...] = ()
-
-
-def find_divergence(
-    history: Mapping[int, int],
-    me: PeerId,
-    reports: Mapping[PeerId, HistoryReport],
-    standings: Mapping[PeerId, Standing],
-    *,
-    start_step: int,
-    run: str,
-) -> Divergence:
-    """Returns whose history is right, by the votes of the replicas that this one knows to have shared its history.
-
-    Replicas with the same digest at the same step form a group. One at a later step than `history` reaches is in this
-    replica's group; one that reports no digest, or is at a step for which `history` has none, is ignored.
-
-    | the other group with most votes has | result |
-    |---|---|
-    | more votes than this replica's group | its voters are right |
-    | as many, and all of its voters were away since they shared this history: the stage was split | see below |
-    | as many, but some were here all the time: one of both sides lies | undecided: each trains on |
-    | fewer, or no vote | this replica's group is right |
-
-    Both halves of a split stage must choose the same one: that with the least hash of run and voter's id.
-    This replica has a vote, unless it has started from another's state or a checkpoint (start_step > 0) and nobody
-    shares its history; then all others have one.
-    """
-    own_side = {me}
-    groups: defaultdict[HistoryReport, set[PeerId]] = defaultdict(set)
-    for peer, report in reports.items():
-        if not report.digest:
-            continue
-        if report.step > max(history, default=0):
-            own_side.add(peer)
-        elif own_digest := history.get(report.step, 0):
-            (own_side if report.digest == own_digest else groups[report]).add(peer)
-    is_new = start_step > 0 and not standings
-    voters = {peer for peer, standing in standings.items() if standing.has_vote(start_step)}
-    voters = set(reports) if is_new else voters | {me}
-    own_votes = own_side & voters
-    largest = max(
-        (sorted(group & voters) for group in groups.values()), key=lambda votes: (len(votes), votes), default=[]
-    )
-    if not largest or len(largest) < len(own_votes):
-        return Divergence()
-    if len(largest) > len(own_votes):
-        return Divergence(fetch_from=tuple(largest))
-    if not all(standings[peer].was_away for peer in largest if peer in standings) or is_new:
-        return Divergence(undecided=tuple(largest))
-
-    def hashed(peer: PeerId) -> bytes:
-        return hashlib.sha256(f"agora half 1\0{run}\0{peer}".encode()).digest()
-
-    yields = min(map(hashed, largest)) < min(map(hashed, own_votes))
-    return Divergence(fetch_from=tuple(largest)) if yields else Divergence()
+        if step > max(history, default=0):
+            equal.append(peer)
+        elif own_hash := history.get(step, 0):
+            (equal if their_hash == own_hash else groups[step, their_hash]).append(peer)
+    majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
+    return () if majority is equal else tuple(sorted(majority))

@@ -26,7 +26,6 @@ from agora_protocol.messages import GossipEntry
 
 from agora.core.rates import MovingAverage
 from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
-from agora.replica.trust import MAX_TOLD_DEVIATION, believed_lead, believed_rates, believed_tokens, tokens_of_all
 
 SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
 # Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent:
@@ -51,11 +50,6 @@ ASSUMED_STEP_S: Final = 2.0
 MAX_SKIPPED_WAITS: Final = 32
 # Fraction of the target by which a step may be made smaller or larger to correct earlier ones.
 MAX_CORRECTION: Final = 0.5
-# Fraction of the surplus that is kept with each step: replicas that have counted a step's tokens differently would
-# otherwise close their shares at different moments for ever.
-SURPLUS_MEMORY: Final = 0.99
-# Steps after which the rates, and so the shares of a step, are known well enough to doubt what a round says.
-SETTLED_STEPS: Final = 5
 
 
 # --- rates and quotas
@@ -125,13 +119,6 @@ class BatchSizeCorrection:
         return BatchSizeCorrection(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
 
 
-class Shares(NamedTuple):
-    """How many tokens of a step of target size this replica (`own`) and the `others` count, by their believed rates."""
-
-    own: float
-    others: Mapping[PeerId, float]
-
-
 @dataclass(slots=True)
 class StepMeter:
     """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
@@ -154,9 +141,6 @@ class StepMeter:
     # unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured
     # duration would fall further and further.
     expected_s: float = 0.0
-    shares: Shares | None = None  # None before the first update_quota
-    believed: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
-    _opened: tuple[int, float | None] = (-1, None)
     _closed_at: float | None = None
     _steps: int = 0
     _waits_from: int = 0  # the step from which origins wait for means
@@ -181,48 +165,17 @@ class StepMeter:
         others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
         tokens of a whole step, and sets quota_now to 0. See own_quota; the step has batch_size.next_target tokens.
         """
-        own, target = self.rate.per_second, self.batch_size.target
-        reported = {**others, me: own}
-        self.believed = rates = believed_rates(reported)
-        total = sum(rates.values()) or 1.0
-        is_known = None not in reported.values() and any(rates.values()) and any(reported.values())
-        self.expected_s = target / total if is_known else 0.0
-        # Who is so fast that the others do not believe it counts all that it can in the time that they take.
-        times = own / rates[me] if own and rates[me] else 1.0
-        shares = {peer: target * rate / total for peer, rate in rates.items() if peer != me}
-        self.shares = Shares(times * target * rates[me] / total, shares)
-        self._uncorrected_quota = self._quota(rates, me, target, times)
-        quota = self._quota(rates, me, self.batch_size.next_target, times)
+        rates = {**others, me: self.rate.per_second}
+        self._uncorrected_quota = own_quota(rates, me, self.batch_size.target, self.microbatch_tokens)
+        known = [rate for rate in rates.values() if rate is not None]
+        self.expected_s = self.batch_size.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
+        quota = own_quota(rates, me, self.batch_size.next_target, self.microbatch_tokens)
         self.quota_now = quota if others else 0
         return quota
 
-    def _quota(self, rates: Mapping[PeerId, float], me: PeerId, target: int, times: float) -> int:
-        quota = own_quota(rates, me, target, self.microbatch_tokens)
-        return round(times * quota / self.microbatch_tokens) * self.microbatch_tokens
-
-    def share_due_at(self, open_step: int, now: float) -> float | None:
-        """Returns when the share of `open_step` should have its tokens, by what was known when it was first asked for.
-
-        None if this replica's rate or quota was unknown then. Asked for at every event, so that this is when it opened.
-        """
-        if open_step != self._opened[0]:
-            rate, quota = self.rate.per_second, min(self.quota_now, self._uncorrected_quota)
-            self._opened = open_step, now + quota / rate if rate and quota else None
-        return self._opened[1]
-
-    def record_step(self, told: float, own_tokens: int, others: KnownReplicas, step: int) -> None:
-        """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked.
-
-        told: the tokens of step number `step` as its round says. own_tokens: of this replica. others: what
-        other replicas report of their shares. If both differ too much, their reports count.
-        """
-        tokens = told  # the same at all replicas, so that their next steps have the same size; reports are not
-        if self.shares is not None and self.expected_s and self._steps >= SETTLED_STEPS:
-            closed = {peer: each.closed_tokens for peer, each in others.items() if each.counts.open_step == step + 1}
-            reported = tokens_of_all(closed, self.shares.others, own_tokens, self.shares.own)
-            tokens = told if abs(told - reported) <= MAX_TOLD_DEVIATION * reported else reported
-        kept = replace(self.batch_size, surplus=SURPLUS_MEMORY * self.batch_size.surplus)
-        self.batch_size = kept.after_step(tokens)
+    def record_step(self, tokens: float) -> None:
+        """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
+        self.batch_size = self.batch_size.after_step(tokens)
 
     def record_inner_step(self, tokens: int) -> None:
         """Corrects `batch_size` by the tokens that an inner step had beyond the target, or lacked.
@@ -231,7 +184,7 @@ class StepMeter:
         / the quota that this replica has of an uncorrected step. Changes nothing before the first update_quota.
         """
         if self._uncorrected_quota > 0:
-            self.batch_size = self.batch_size.after_step(self.batch_size.target * tokens / self._uncorrected_quota)
+            self.record_step(self.batch_size.target * tokens / self._uncorrected_quota)
 
     def on_share_closed(self, now: float) -> None:
         """Records that this replica closed a share now, unless an earlier one still awaits its mean."""
@@ -358,8 +311,6 @@ class ReplicaProgress:
     broken_at: float = -math.inf  # the last such time
     direct: DirectReport = field(default_factory=DirectReport)  # its own last report
     listed: bool = False  # whether the view has named it since the first report of it
-    # What each of the last two replicas that told of it said: who, its counts, and when it had reported them.
-    relayed: tuple[tuple[PeerId, ReplicaCounts, float], ...] = ()
 
     def is_silent(self, now: float) -> bool:
         """Returns whether the last report is older than SILENT_S, or connections broke since then for GONE_S.
@@ -371,19 +322,6 @@ class ReplicaProgress:
     def is_live(self, now: float) -> bool:
         """Returns whether it is neither silent (see is_silent) nor suspected (a call failed since its last report)."""
         return not self.is_silent(now) and self.reported_at > self.failed_at
-
-    def tokens_of(self, step: int) -> int:
-        """Returns the tokens of its share of `step`, open or closed; 0 if `step` is none of these two."""
-        ahead = self.counts.open_step - step
-        return self.counts.tokens if ahead == 0 else self.closed_tokens if ahead == 1 else 0
-
-    def with_tokens_of(self, step: int, tokens: int) -> ReplicaProgress:
-        """Returns a copy in which its share of `step`, open or closed, has `tokens`."""
-        if tokens == self.tokens_of(step):
-            return self
-        if self.counts.open_step == step:
-            return replace(self, counts=self.counts._replace(tokens=tokens))
-        return replace(self, closed_tokens=tokens)
 
     def with_counts(self, counts: ReplicaCounts, reported_at: float) -> ReplicaProgress:
         """Returns a copy with newer counts, reported at `reported_at`, and without broken times before that.
@@ -426,18 +364,14 @@ class StageView:
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
     plan: StepPlan = ONLY_ALL_REDUCE  # which of the stage's steps are inner steps; all others are all-reduces
     quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
-    shares: Shares | None = None  # bound what others say to have counted; None: nothing does
-    # When its share should have its tokens, by its own pace when the share was opened; None if that is unknown.
-    share_due_at: float | None = None
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     is_leaving: bool = False  # whether this peer is leaving the run
     is_busy: bool = False  # whether a step, a fetch or a catch-up is running
     sync_due: int | None = None  # the fragment sync to begin, None if none is due
     # When the stage fell behind the run's leading stage, on the loop's clock; None if it is not behind.
     behind_since: float | None = None
-    # Replicas to fetch the state from, because this one has applied other means, see find_divergence; or ().
+    # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
     diverged_from: tuple[PeerId, ...] = ()
-    differs_from: tuple[PeerId, ...] = ()  # replicas that have applied other means, where nobody knows whose are right
     in_progress: int = 0  # number of microbatches in progress here that belong to the open share
 
 
@@ -445,7 +379,7 @@ class StageView:
 
 
 def merge_gossip(
-    known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float, witnesses: int = 1
+    known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
 ) -> dict[PeerId, ReplicaProgress]:
     """Returns a copy of `known` after `sender` reported `entries` about itself and about other replicas.
 
@@ -458,9 +392,6 @@ def merge_gossip(
     | this peer (`me`) | never |
 
     An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.
-
-    witnesses: 2 if a replica that is known counts only as two others tell it: with the older and lesser of what they
-    tell, so that one of them alone keeps no dead replica alive, and makes no living one count for more.
     """
     merged = dict(known)
     for entry in entries:
@@ -469,14 +400,7 @@ def merge_gossip(
         reported_at = now if peer == sender else now - age_ms / 1000
         if peer == me or now - reported_at > SILENT_S:
             continue
-        progress = merged.get(peer)
-        if peer != sender and witnesses > 1 and progress is not None:
-            others = [told for told in progress.relayed if told[0] != sender and now - told[2] <= SILENT_S][-1:]
-            progress = merged[peer] = replace(progress, relayed=(*others, (sender, counts, reported_at)))
-            if not others:
-                continue
-            counts, reported_at = min(others[0][1], counts), min(others[0][2], reported_at)
-        progress = progress or ReplicaProgress(counts, reported_at)
+        progress = merged.get(peer) or ReplicaProgress(counts, reported_at)
         if peer == sender or counts >= progress.counts or not progress.is_live(now):
             progress = progress.with_counts(counts, max(reported_at, progress.reported_at))
         if peer == sender:
@@ -571,49 +495,26 @@ def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 # --- how far they are
 
 
-def believe(others: KnownReplicas, own: ReplicaCounts, shares: Shares | None) -> KnownReplicas:
-    """Returns `others` with their steps and the tokens of this replica's open step as far as they are believed.
-
-    See believed_tokens and believed_lead. own: how far this replica is. shares: None: tokens count as reported.
-    """
-    steps = believed_lead({peer: progress.direct.step for peer, progress in others.items()}, own.step)
-    believed = {
-        peer: progress
-        if progress.direct.step == steps[peer]
-        else replace(progress, direct=replace(progress.direct, step=steps[peer]))
-        for peer, progress in others.items()
-    }
-    if shares is None:
-        return believed
-    step = own.open_step
-    reported = {peer: progress.tokens_of(step) for peer, progress in believed.items()}
-    expected = {peer: shares.others.get(peer, shares.own) for peer in reported}
-    tokens = believed_tokens(reported, expected, own.tokens, shares.own)
-    return {peer: progress.with_tokens_of(step, tokens[peer]) for peer, progress in believed.items()}
-
-
 def count_tokens(others: KnownReplicas, step: int) -> int:
     """Returns how many tokens `others` have counted for `step` together, in open shares and in closed ones.
 
     A replica counts as 0 if its open step is before `step`, or later than `step` + 1.
     """
-    return sum(progress.tokens_of(step) for progress in others.values())
-
-
-def closing_times(others: KnownReplicas, step: int) -> list[float]:
-    """Returns when those of `others` that have closed their share of `step` began their open step, the earliest first.
-
-    For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
-    it is later. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one can while this one's share
-    is open.
-    """
-    ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
-    return sorted(progress.direct.open_since for progress in others.values() if progress.direct.open_step in ahead)
+    open_tokens = sum(progress.counts.tokens for progress in others.values() if progress.counts.open_step == step)
+    closed = [progress for progress in others.values() if progress.counts.open_step == step + 1]
+    return open_tokens + sum(progress.closed_tokens for progress in closed)
 
 
 def first_closed_at(others: KnownReplicas, step: int) -> float | None:
-    """Returns the first of closing_times; None if no other replica has closed its share."""
-    return next(iter(closing_times(others, step)), None)
+    """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
+
+    For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
+    it is later. None if no other replica has closed its share. Ignores a replica that leads by more than
+    MAX_PLAUSIBLE_LEAD: no honest one can while this one's share is open.
+    """
+    ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
+    reports = [progress.direct for progress in others.values()]
+    return min((report.open_since for report in reports if report.open_step in ahead), default=None)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:

@@ -19,16 +19,10 @@ from agora.replica.trust import (
     LOCAL_LEAD,
     MAX_SPEED_UP,
     SLACK_S,
-    LeadBudget,
     OwnPace,
     believed_bandwidths,
     believed_claim,
-    believed_lead,
-    believed_rates,
-    believed_tokens,
-    tokens_of_all,
 )
-from agora.replica.view import BatchSizeCorrection, StepMeter, TokenRate
 from agora.swarm.peer_score import Violation
 from tests.replica.group_world import GroupWorld
 from tests.replica.world import identities
@@ -159,89 +153,3 @@ def test_a_liar_at_step_10_9_changes_neither_steps_nor_weights(others: int) -> N
         assert np.allclose(beside_it, alone, atol=0.01)
     assert others == 3 or with_liar[1] == without[1]
     assert set(with_liar[2]) == {(True, Violation.IMPLAUSIBLE_STEP)} and not without[2]
-
-
-def test_another_stage_leads_once_and_then_by_no_more_than_microbatches_are_lost() -> None:
-    budget = LeadBudget()
-    assert budget.highest(5, 400) == 400, "it may have begun from a later checkpoint"
-    budget = budget.after_skip(5, 400)
-    step, skipped = 400, 0
-    for _ in range(1000):
-        leading = budget.highest(step, 10**9)
-        if leading > step:
-            budget, skipped, step = budget.after_skip(step, leading), skipped + leading - step, leading
-        step += 1
-    assert 3 <= skipped <= 3 + 1000 // 100 + 1
-    assert LeadBudget().when_level(7).when_level(9) == LeadBudget(7)
-
-
-def test_a_stage_of_one_liar_makes_no_other_stage_skip_its_steps() -> None:
-    async def steps_taken(lies: bool) -> int:
-        async with GroupWorld([500.0, 500.0], schedule={"kind": "synchronous"}) as world:
-            for _ in range(45):
-                await asyncio.sleep(1.0)
-                mine = [peer.stage.step for peer in world.all]
-                world.run_steps = [mine, [max(mine) + 10 if lies else max(mine)]]
-            return world.all[0].stage.step
-
-    honest, beside_it = run(steps_taken(False)), run(steps_taken(True))
-    assert honest > 30 and abs(beside_it - honest) <= LEAD + 1
-
-
-# --- rates and tokens of others
-
-
-@pytest.mark.parametrize("count", [3, 4, 16])
-@pytest.mark.parametrize("times", [8.0, 100.0, 1e15])
-def test_one_that_reports_any_rate_has_the_share_of_the_others(count: int, times: float) -> None:
-    peers = identities(count)
-    believed = believed_rates(dict.fromkeys(peers, 100.0) | {peers[0]: 100.0 * times})
-    assert believed == dict.fromkeys(peers, 100.0)
-
-
-def test_rates_count_as_they_are_where_replicas_differ_as_machines_do() -> None:
-    peers = identities(4)
-    for rates in ([1.0, 2.0, 4.0, 8.0], [100.0, 10.0, 100.0, 1.0], [64.0, 0.0, 1.0, 0.0], [5.0, 0.0, 0.0, 0.0]):
-        known = dict(zip(peers, rates, strict=True))
-        assert believed_rates(known) == known
-    assert believed_rates({peers[0]: 64.1, peers[1]: 1.0}) == {peers[0]: 1.0, peers[1]: 1.0}, "word against word"
-    assert believed_rates({peers[0]: None, peers[1]: 4.0, peers[2]: 4.0}) == dict.fromkeys(peers[:3], 4.0)
-    assert believed_rates(dict.fromkeys(peers, 0.0)) == dict.fromkeys(peers, 1.0)
-
-
-def test_one_that_is_too_fast_to_be_believed_counts_all_that_it_can_meanwhile() -> None:
-    """And the others as much as they would beside one like them: nobody waits."""
-    peers, target = identities(4), 40_000
-    quotas = []
-    for me, rate in zip(peers, (6400.0, 100.0, 100.0, 100.0), strict=True):
-        meter = StepMeter(10, BatchSizeCorrection(target), rate=TokenRate(rate, 1.0))
-        others = {peer: 6400.0 if peer == peers[0] else 100.0 for peer in peers if peer != me}
-        quotas.append(meter.update_quota(me, others))
-    assert quotas == [640_000, 10_000, 10_000, 10_000]
-
-
-def test_tokens_of_others_count_as_far_as_the_median_has_come_or_as_their_share() -> None:
-    peers = identities(3)
-    shares = dict.fromkeys(peers, 100.0)
-    assert believed_tokens(dict.fromkeys(peers, 50), shares, 50, 100.0) == dict.fromkeys(peers, 50)
-    lie = dict(zip(peers, (2**50, 60, 60), strict=True))
-    assert list(believed_tokens(lie, shares, 60, 100.0).values()) == [100, 60, 60]
-    late = dict(zip(peers, (2**50, 130, 130), strict=True))
-    assert list(believed_tokens(late, shares, 20, 100.0).values()) == [130, 130, 130], "made up for by the others"
-
-
-def test_what_a_step_had_in_all_does_not_follow_one_that_says_much_or_nothing() -> None:
-    peers = identities(3)
-    shares = dict.fromkeys(peers, 100.0)
-    assert tokens_of_all(dict.fromkeys(peers, 105), shares, 105, 100.0) == pytest.approx(420.0)
-    for lie in (0, 2**50):
-        reported = dict(zip(peers, (lie, 105, 105), strict=True))
-        assert tokens_of_all(reported, shares, 105, 100.0) == pytest.approx(420.0, rel=0.03)
-
-
-def test_a_step_that_one_of_three_reports_is_not_followed() -> None:
-    peers = identities(3)
-    assert list(believed_lead(dict(zip(peers, (9, 5, 5), strict=True)), 5).values()) == [5, 5, 5]
-    assert list(believed_lead(dict(zip(peers, (9, 7, 5), strict=True)), 5).values()) == [7, 7, 5]
-    assert list(believed_lead(dict(zip(peers, (6, 5, 4), strict=True)), 9).values()) == [6, 5, 4]
-    assert list(believed_lead({peers[0]: 9, peers[1]: 5}, 5).values()) == [9, 5]

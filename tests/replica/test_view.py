@@ -103,18 +103,6 @@ def test_old_gossip_keeps_nobody_alive_and_changes_nothing() -> None:
     assert live_replicas(table, [B], 0.0) == {}
 
 
-def test_one_alone_keeps_no_dead_replica_alive_and_makes_no_living_one_count() -> None:
-    table = known((A, 5, 300, 0))
-    for tick in range(1, 60):
-        table = merge_gossip(table, [entry(A, 9, 10**9, 0)], B, ME, 0.25 * tick, witnesses=2)
-    assert table[A].counts.tokens == 300 and table[A].is_silent(SILENT_S + 0.1)
-    assert len(table[A].relayed) == 1, "nor does what is known of it grow"
-    two = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 500, 100)], B, ME, 1.0, witnesses=2)
-    two = merge_gossip(two, [entry(A, 5, 400, 50)], C, ME, 1.2, witnesses=2)
-    assert two[A].counts.tokens == 400 and two[A].reported_at == pytest.approx(0.9), "the lesser, and the older"
-    assert merge_gossip(two, [entry(A, 5, 301, 0)], A, ME, 1.3, witnesses=2)[A].counts.tokens == 301
-
-
 def test_two_that_tell_each_other_of_a_dead_one_forget_it_in_time() -> None:
     tables = {ME: known((A, 5, 300, 0)), B: known((A, 5, 200, 0), at=-3.0)}
     for tick in range(40):
