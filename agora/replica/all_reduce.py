@@ -559,16 +559,10 @@ class AllReduce:
         mean = self.codec.mean(shard, list(gathering.values.values()), list(weights.values()), center)
         if mean is not None:
             mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard)))
-            # Not of one alone: later contributions may make another mean. Nor as a newcomer: before a restart this peer
-            # may have signed one already.
-            if mean.message.contributors > 1 and self._may_reduce(shard):
+            if mean.message.contributors > 1:  # later contributions may make another mean of a shard than one alone did
                 signature = self._sign(self.codec.statement(shard, mean))
                 mean = replace(mean, message=replace(mean.message, reducer=me, signature=signature))
         self._close_gathering(shard, gathering, mean)
-
-    def _may_reduce(self, shard: Shard) -> bool:
-        members = self.view_of(shard).members
-        return members.get(self.config.me) is not None or not any(rate is not None for rate in members.values())
 
     def _believed_weights(self, shard: Shard, told: Mapping[PeerId, float]) -> dict[PeerId, float]:
         if self.config.synchronous and sum(told.values()) <= EXACT_SURPLUS * self.config.step_tokens:
