@@ -181,7 +181,7 @@ def test_the_same_shard_twice_is_refused_and_no_offence() -> None:
         recorded: list[Any] = []
         averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
         offences = PeerScore(recorded.append, loop_time)
-        async with beside(offences.report_violation, averaging=averaging) as (_, group, *_):
+        async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
             size = group.stages[0].look_at_round(Shard(0, "fragment", 1, 0, 2)).numel
             refused = 0
             for round_ in (1, 3, 5, 7):
