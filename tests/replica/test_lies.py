@@ -105,13 +105,12 @@ def another_for_each(mean: torch.Tensor, number: int, asker: int) -> torch.Tenso
     return changed
 
 
-HUGE, OTHER = "huge means, recalls and tokens", "another mean for each, recalls and tokens"
 LIES: dict[str, tuple[tuple[Callable[[GroupPeer], None], ...], Violation]] = {
-    HUGE: (
+    "huge means, recalls and tokens": (
         (changes_means(huge), answers_recalls, claims_tokens),
         Violation.FALSE_MEAN,
     ),
-    OTHER: (
+    "another mean for each, recalls and tokens": (
         (changes_means(another_for_each), answers_recalls, claims_tokens),
         Violation.EQUIVOCATION,
     ),
@@ -129,19 +128,16 @@ class Outcome:
     fetches: int
 
 
-async def train(replicas: int, schedule: str, lies: Sequence[Callable[[GroupPeer], None]]) -> Outcome:
-    rate, settled_s, seconds = 256.0, 5.0, 30.0 if replicas == 4 else 15.0
-    if (replicas, schedule) == (16, "synchronous"):  # they gossip fifty times a second, which costs the test time
-        rate, settled_s, seconds = 2048.0, 1.0, 2.0
+async def train(replicas: int, schedule: str, lies: Sequence[Callable[[GroupPeer], None]], seconds: float) -> Outcome:
     averaging = {"exact_steps": 10**9, "gradient_wire": "float32"}
     if schedule == "synchronous":
         averaging = {}
     target = 256 * replicas
     async with GroupWorld(
-        [rate] * replicas, target, AlikeStage, schedule={"kind": schedule}, averaging=averaging
+        [256.0] * replicas, target, AlikeStage, schedule={"kind": schedule}, averaging=averaging
     ) as world:
         world.suspends = True
-        await asyncio.sleep(settled_s)  # what is usual is known
+        await asyncio.sleep(5.0)  # what is usual is known
         liar, *honest = world.all
         world.bandwidths |= dict.fromkeys(world.peers, 1.0) | {liar.peer: 1e12}  # from now on it reduces every shard
         for lie in lies:
@@ -155,24 +151,16 @@ async def train(replicas: int, schedule: str, lies: Sequence[Callable[[GroupPeer
         return Outcome(steps, along, aside, offences, sum(len(it.fetches) for it in honest))
 
 
-@pytest.mark.parametrize(
-    ("lies", "replicas", "schedule"),
-    [
-        (HUGE, 4, "asynchronous"),
-        (HUGE, 4, "synchronous"),
-        (HUGE, 16, "asynchronous"),
-        (HUGE, 16, "synchronous"),
-        (OTHER, 4, "asynchronous"),
-        (OTHER, 4, "synchronous"),
-        (OTHER, 16, "asynchronous"),
-    ],
-)
+@pytest.mark.parametrize("schedule", ["asynchronous", "synchronous"])
+@pytest.mark.parametrize("replicas", [4, 16])
+@pytest.mark.parametrize("lies", LIES)
 def test_one_liar_moves_the_stage_no_further_than_honest_replicas_would_and_pays(
     lies: str, replicas: int, schedule: str
 ) -> None:
     told, violation = LIES[lies]
-    outcome = run(train(replicas, schedule, told))
-    assert min(outcome.steps) >= (20 if replicas == 4 else 10), outcome
+    seconds = 30.0 if replicas == 4 else 8.0
+    outcome = run(train(replicas, schedule, told, seconds))
+    assert min(outcome.steps) >= 0.6 * seconds, outcome
     for along, aside in zip(outcome.along, outcome.aside, strict=True):
         assert abs(along - 1.0) < 0.02 and aside < 0.02, outcome
     assert all(is_liar for is_liar, _ in outcome.offences), "nobody honest pays"
@@ -303,12 +291,11 @@ def test_a_signature_holds_for_one_shard_one_round_and_one_mean() -> None:
 def test_honest_replicas_of_any_speed_offend_nobody(rates: list[float], schedule: str) -> None:
     async def main() -> None:
         averaging = {"exact_steps": 10**9, "gradient_wire": "float32"} if schedule == "asynchronous" else {}
-        seconds = 300.0 if schedule == "asynchronous" else 15.0
         async with GroupWorld(rates, 1024, FakeStage, schedule={"kind": schedule}, averaging=averaging) as world:
             world.suspends = True
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(60.0)
             await world.kill(world.all[2])
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(60.0)
             for peer in world.all:
                 assert not peer.offences
                 assert not peer.of(StageDiverged)
