@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -71,13 +71,6 @@ SECOND_REDUCER_WINDOW: Final = 0.2
 MAX_TIMEOUT_FRACTION: Final = 2 / 3
 RECALL_FRACTION: Final = 0.1  # fraction of round_s in which the members asked by Recall must answer
 MAX_GATHERINGS: Final = 4096  # maximum number of shards whose contributions are collected at the same time
-
-# Which reducer of a shard has signed a mean, as far as this peer knows the reducers.
-Signer = Literal["first", "second", "other", "invalid"]
-FIRST: Final = "first"
-SECOND: Final = "second"
-OTHER: Final = "other"
-INVALID: Final = "invalid"
 
 # A round is remembered for this many times round_s after it began here, for late contributions and for Recall.
 RECORD_LIFETIME: Final = 10.0
@@ -301,8 +294,6 @@ class Round:
                         reasons.append(f"{reducer}: nobody else contributed in time")
                         break
                     try:
-                        if reducer != self.all_reduce.config.me:
-                            codec.check_signature(shard, mean, {reducer, first, second})
                         codec.check_magnitude(shard, contribution.values, mean.values)
                     except PeerFailed as error:
                         rejected = error
@@ -406,15 +397,11 @@ class AllReduce:
         caller: Caller,
         view_of: Callable[[Shard], RoundView],
         wanted_fragments: Callable[[Shard], int],
-        sign: Callable[[bytes], bytes],
         report: events.Report,
         report_violation: ReportViolation,
         reach_fault: faults.ReachFault = faults.reach,
     ) -> None:
-        """wanted_fragments: in how many fragments the shard's stage should agree later, or ALL_REDUCE.
-
-        sign: returns this peer's signature of a message.
-        """
+        """wanted_fragments: in how many fragments the shard's stage should agree later, or ALL_REDUCE."""
         self.config = config
         self.caller = caller
         self.report = report
@@ -423,7 +410,6 @@ class AllReduce:
         self.codec = ShardCodec(config)
         self.view_of = view_of
         self._wanted_fragments = wanted_fragments
-        self._sign = sign
         self._gatherings: dict[Shard, _Gathering] = {}
         self._rounds: dict[tuple[int, RoundKind, int], _RoundRecord] = {}
 
@@ -559,9 +545,6 @@ class AllReduce:
         mean = self.codec.mean(shard, list(gathering.values.values()), list(weights.values()), center)
         if mean is not None:
             mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard)))
-            if mean.message.contributors > 1:  # later contributions may make another mean of a shard than one alone did
-                signature = self._sign(self.codec.statement(shard, mean))
-                mean = replace(mean, message=replace(mean.message, reducer=me, signature=signature))
         self._close_gathering(shard, gathering, mean)
 
     def _believed_weights(self, shard: Shard, told: Mapping[PeerId, float]) -> dict[PeerId, float]:
@@ -650,15 +633,7 @@ class AllReduce:
         if kept is None:
             return Reply(Recalled(0, 0, 0.0, "float32"))
         said = kept.message
-        recalled = Recalled(
-            in_mean=said.in_mean,
-            contributors=said.contributors,
-            weight=said.weight,
-            wire=said.wire,
-            wanted_slices=said.wanted_slices,
-            reducer=said.reducer,
-            signature=said.signature,
-        )
+        recalled = Recalled(said.in_mean, said.contributors, said.weight, said.wire, said.wanted_slices)
         return Reply(recalled, list(kept.tensors))
 
     async def recall_from(self, peer: PeerId, shard: Shard, numel: int, deadline: float) -> ShardMean | None:
@@ -683,8 +658,6 @@ class AllReduce:
                 counted=True,
                 wire=said.wire,
                 wanted_slices=said.wanted_slices,
-                reducer=said.reducer,
-                signature=said.signature,
             )
             return self.codec.decode_mean(shard, reply.tensors, numel, message)
         except AgoraError:
@@ -697,8 +670,7 @@ class AllReduce:
         calls = [asyncio.create_task(self.recall_from(peer, shard, gathering.numel, deadline)) for peer in others]
         try:
             for answer in asyncio.as_completed(calls):
-                # Only what the first reducer has signed: else any member could answer for it.
-                if (mean := await answer) is not None and self._find_signer(shard, mean) == FIRST:
+                if (mean := await answer) is not None:
                     self._close_gathering(shard, gathering, mean)
                     return
         finally:
@@ -706,41 +678,6 @@ class AllReduce:
                 call.cancel()
         if gathering.is_complete:
             self._average_and_close(shard, gathering)
-
-    def _find_signer(self, shard: Shard, mean: ShardMean) -> Signer:
-        said = mean.message
-        if not said.contributors:
-            return INVALID if mean.values.any() else OTHER  # the zero mean of a shard that no reducer could average
-        if not self.codec.is_signed(shard, mean):
-            return INVALID
-        record = self._rounds.get(shard.round_key)
-        members = record.members if record and record.members else self.view_of(shard).members
-        first, second = reducers_of(self.config.run, shard, members)
-        return FIRST if said.reducer == first else SECOND if said.reducer == second else OTHER
-
-    async def expose_equivocation(self, peer: PeerId, first: Shard) -> bool:
-        """Compares the means that this peer keeps of a round with those of another member whose history differs.
-
-        Reports a reducer that has signed two different means of a shard, and returns whether there is one. first: shard
-        0 of the round.
-        """
-        record = self._rounds.get(first.round_key)
-        deadline = loop_time() + self.view_of(first).round_s
-        for position, kept in sorted(record.means.items()) if record else ():
-            shard = first._replace(position=position)
-            reducer = PeerId(kept.message.reducer)
-            if kept.fragments != shard.fragments or not kept.message.signature or reducer == self.config.me:
-                continue
-            other = await self.recall_from(peer, shard, kept.numel, deadline)
-            if other is None or other.message.reducer != reducer or not self.codec.is_signed(shard, other):
-                continue
-            own = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
-            if self.codec.statement(shard, own) != self.codec.statement(shard, other):
-                text = f"signed two different means of shard {position} of {shard.what} {shard.round}"
-                dedup_key = f"stage {shard.stage}, two means of {shard.what} {shard.round}"
-                self._report_violation(reducer, Violation.EQUIVOCATION, text, dedup_key)
-                return True
-        return False
 
     async def recall_repeatedly(self, first: Shard, result: RoundResult) -> None:
         """Calls recall_failed_shards up to MAX_RECALLS times, with pauses."""
@@ -750,26 +687,6 @@ class AllReduce:
             await self.recall_failed_shards(first, result)
             if not result.failed_shards or len(self.view_of(first).members) == 1:
                 return
-
-    async def _recall_believed(
-        self, shard: Shard, sources: Sequence[PeerId], own: Tensor, deadline: float
-    ) -> ShardMean | None:
-        # Who signed a mean shows whether it is the shard's. What the first reducer has signed is believed at once;
-        # other means if two members keep the same, since members may have had another view of the reducers.
-        found: dict[bytes, tuple[ShardMean, Signer]] = {}
-        for source in sources:
-            mean = await self.recall_from(source, shard, len(own), deadline)
-            signer = INVALID if mean is None else self._find_signer(shard, mean)
-            if mean is None or signer == INVALID or self.codec.why_implausible(shard, own, mean.values):
-                continue
-            statement = self.codec.statement(shard, mean)
-            if signer == FIRST or statement in found:
-                return mean
-            found[statement] = mean, signer
-        if len(found) != 1:
-            return None
-        ((mean, signer),) = found.values()
-        return mean if signer == SECOND or (len(sources) == 1 and not mean.message.contributors) else None
 
     async def recall_failed_shards(self, first: Shard, result: RoundResult) -> None:
         """Asks live replicas for the means of a round's failed shards, and puts plausible ones into `result`, in place.
@@ -785,13 +702,20 @@ class AllReduce:
         async def recall(index: int) -> None:
             shard = first._replace(position=index)
             own = result.mean[cuts[index]]
-            turn = index % max(1, len(sources))
             async with free_calls:
-                mean = await self._recall_believed(shard, sources[turn:] + sources[:turn], own, deadline)
-                if mean is not None:
+                for attempt in range(len(sources)):
+                    source = sources[(index + attempt) % len(sources)]
+                    mean = await self.recall_from(source, shard, len(own), deadline)
+                    if mean is None:
+                        continue
+                    try:
+                        self.codec.check_magnitude(shard, own, mean.values)
+                    except PeerFailed:
+                        continue
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True
                     result.wanted[index] = mean.message.wanted_slices
                     if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
                         result.weight = self.config.believed_weight(shard, mean.message.weight)
+                    return
 
         await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))

@@ -14,7 +14,6 @@ from typing import Final
 
 import torch
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
-from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Contribute
@@ -122,8 +121,6 @@ class StageReplicas:
         self._leading_step = 0
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
-        self._compared: dict[PeerId, int] = {}  # by replica, the step at which its means were compared with own ones
-        self._comparison: asyncio.Task[None] | None = None
         self._is_leaving = False
         self._task: asyncio.Task[None] | None = None  # the latest step, fetch or catch-up
         self.reason = ""  # of the latest decision
@@ -215,7 +212,6 @@ class StageReplicas:
         known, listed = self._others()
         live = live_replicas(known, round_members(known, listed, now), now)
         self.meter.measure(now, own.tokens_counted)
-        self._compare_means(live)
         quota = self.meter.update_quota(
             self._shared.me, {peer: last.direct.rate.per_second for peer, last in live.items()}
         )
@@ -236,30 +232,6 @@ class StageReplicas:
             diverged_from=replicas_to_fetch_from(self._progress().history, self._shared.me, live),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
-
-    def _compare_means(self, live: KnownReplicas) -> None:
-        # Replicas whose histories differ have applied other means: perhaps one reducer has told them different ones.
-        if self._comparison is not None and not self._comparison.done():
-            return
-        history = self._progress().history
-        for peer, progress in live.items():
-            step, their_hash = progress.direct.agreed, progress.direct.history_hash
-            differs = their_hash and history.get(step, 0) not in (0, their_hash)
-            if differs and step > 0 and self._compared.get(peer, -1) < step:
-                self._compared[peer] = step
-                work = self._expose_equivocation(peer, step)
-                self._comparison = start_reported(work, self._shared.report, "comparison of means")
-                return
-
-    async def _expose_equivocation(self, peer: PeerId, step: int) -> None:
-        plan, every = self._shared.worker.step_plan(self._stage), self._averaging.every
-        if plan.is_inner(step - 1):
-            rounds = [Shard(self._stage, "fragment", step // every, 0, plan.fragments_at(step - 1))]
-        else:
-            rounds = [Shard(self._stage, "gradient", number, 0) for number in range(max(step - 3, 0), step)]
-        for first in rounds:
-            if await self._shared.all_reduce.expose_equivocation(peer, first):
-                return
 
     def _perform(self, action: Action, step: int) -> None:
         stage = self._stage
@@ -586,10 +558,9 @@ class StageReplicas:
         return self._task
 
     async def stop(self) -> None:
-        tasks = [task for task in (self._task, self._comparison) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self._syncs.stop()
 
 
@@ -599,7 +570,7 @@ class ReplicaGroup:
     def __init__(
         self,
         signed: SignedManifest,
-        identity: Identity,
+        me: PeerId,
         *,
         worker: StageWorker,
         caller: Caller,
@@ -608,7 +579,6 @@ class ReplicaGroup:
         report: events.Report,
         report_violation: ReportViolation,
     ) -> None:
-        me = identity.peer
         self._worker = worker
         self._swarm = swarm
         self._report = report
@@ -630,7 +600,6 @@ class ReplicaGroup:
             caller,
             self._look_at_round,
             self._wanted_fragments,
-            identity.sign,
             report,
             report_violation,
         )

@@ -11,7 +11,7 @@ import hashlib
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, cast
 
@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from agora_protocol.codec_names import WireName, packed_bytes
 from agora_protocol.errors import PeerFailed, ProtocolError
-from agora_protocol.identity import verify
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute, Recall
-from agora_protocol.packing import pack as pack_message
 from agora_protocol.parts import part_elements, slice_count
 from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
@@ -57,7 +55,6 @@ _SCALES: Final = torch.tensor(
 
 Aggregation = Literal["mean", "clip"]
 RoundKind = Literal["gradient", "fragment"]  # what a round averages: all gradients, or the differences of one fragment
-MEAN_TAG: Final = b"agora mean 1\0"  # what a reducer's signature begins with
 WIRE_KINDS: Final[Mapping[RoundKind, str]] = {"gradient": "gradient", "fragment": "slice"}
 CLIP_ROUNDS: Final = 3  # enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021
 MIN_NORM, MAX_NORM = 1e-15, 1e15  # outside of these a norm is computed again in float64
@@ -295,31 +292,6 @@ class ShardCodec:
         """Returns the mean, float32 [numel], that a reducer sent as `tensors`; raises ProtocolError as `decode`."""
         encoded = EncodedShard(cast("WireName", message.wire), tensors)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
-
-    def statement(self, shard: Shard, mean: ShardMean) -> bytes:
-        """Returns what the reducer of a mean signs: all that its members take from it, see SPEC.md, section 12."""
-        digest = hashlib.sha256()
-        for tensor in mean.encoded.tensors if mean.encoded else ():
-            digest.update(tensor.nbytes.to_bytes(8, "big"))
-            digest.update(tensor.data)
-        said = mean.message
-        named = (shard.stage, shard.what, shard.round, shard.position, shard.fragments)
-        values = (*named, said.in_mean, said.contributors, said.weight, said.wire, said.wanted_slices, digest.digest())
-        return MEAN_TAG + bytes.fromhex(self._config.run) + pack_message(values)
-
-    def is_signed(self, shard: Shard, mean: ShardMean) -> bool:
-        """Returns whether the reducer that the mean names has signed it for this shard."""
-        said = mean.message
-        return verify(PeerId(said.reducer), self.statement(shard, mean), said.signature)
-
-    def check_signature(self, shard: Shard, mean: ShardMean, reducers: Collection[PeerId | None]) -> None:
-        """Raises PeerFailed unless one of these reducers of the shard has signed the mean."""
-        if mean.message.reducer not in reducers or not self.is_signed(shard, mean):
-            raise PeerFailed("the mean is not signed by a reducer of the shard")
-
-    def why_implausible(self, shard: Shard, own: Tensor, mean: Tensor) -> str:
-        """Returns why `mean` cannot be the shard's, or "". own: this replica's values, 0 where it has none."""
-        return self._bounds[shard.region].why_implausible(magnitude(mean), magnitude(own))
 
     def check_magnitude(self, shard: Shard, own: Tensor, mean: Tensor) -> None:
         """Raises PeerFailed if `mean` is implausibly large; otherwise updates the MagnitudeBound of the shard's region.

@@ -57,7 +57,7 @@ class _CheckpointIndex(BaseModel):
     updates: int = Field(ge=0)
     tokens_total: int = Field(ge=0)
     agreed: int = Field(ge=0)
-    lineage: int = Field(ge=0, lt=2**256)
+    lineage: int = Field(ge=0, lt=2**32)
     slices: int = Field(default=ALL_REDUCE, ge=0)
     change_at: int = Field(default=ALL_STEPS, ge=0)
     later_slices: int = Field(default=ALL_REDUCE, ge=0)

@@ -5,9 +5,9 @@ Everything but StageProgress is used on the device thread only.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -302,7 +302,7 @@ class Stage:
         result = None
         checksum = 0
         if tokens > 0:
-            checksum = hash_of(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments.to_bytes(2, "big"))
+            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments)
             gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
             result = self._change_weights(gradient)
@@ -322,7 +322,7 @@ class Stage:
 
     def _leave_history(self) -> None:
         # A history that no other replica has, so that all replicas but one will fetch that one's state.
-        self._history = {self.step: hash_of(self.weights.current.flat.cpu().numpy().data)}
+        self._history = {self.step: hash_of_weights(self.weights.current.flat.cpu().numpy().data)}
         self._update_progress()
 
     def restart_at(self, step: int, tokens: int, agreed: int, history_hash: int, plan: StepPlan) -> None:
@@ -357,7 +357,7 @@ class Stage:
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
             self._stepped_at = time.monotonic()
         else:
-            checksum = hash_of(struct.pack("<qd", totals.tokens, result.gradient_norm))
+            checksum = zlib.crc32(struct.pack("<qd", totals.tokens, result.gradient_norm))
             self._count_step(totals, result, checksum=checksum)
 
     def _change_weights(self, gradient: Tensor, tokens: int = 1) -> StepResult | None:
@@ -438,7 +438,7 @@ class Stage:
         rows = torch.from_numpy(blocks)
         if averaged is None:
             self.outer.restart(rows, snapshot)
-            checksum = hash_of(snapshot.numpy().data)
+            checksum = zlib.crc32(snapshot.numpy().data)
         else:
             mean, has_mean = averaged
             pass_steps = self._averaging.every * self.plan.fragments_at(step - 1)
@@ -448,7 +448,7 @@ class Stage:
             flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
             self.layout.clear_padding(flat)
             decided = bytes(has_mean) + wanted_fragments.to_bytes(2, "big")
-            checksum = hash_of(mean.contiguous().numpy().data, decided)
+            checksum = zlib.crc32(decided, zlib.crc32(mean.contiguous().numpy().data))
             if self.prediction:
                 self.prediction.forget()
         self._record_fragment_sync(step, checksum, wanted_fragments)
@@ -569,19 +569,16 @@ class TokenAccounts:
 def extend_history(history: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
     """Returns a copy of `history` (step -> hash) with that of `step` added; only the last KEPT_STEPS steps remain.
 
-    step: 1 is the first. checksum: hash_of the step's mean. last: the agreed step before this one, by default step - 1.
-    hash(step) = SHA-256(hash(last), step, checksum), or 0 (unknown) if hash(last) is unknown.
+    step: 1 is the first. checksum: of the step's mean. last: the agreed step before this one, by default step - 1.
+    hash(step) = CRC-32(hash(last), step, checksum), or 0 (unknown) if hash(last) is unknown.
+    If that CRC is 0, the hash is INITIAL_HASH instead.
     """
-    # A CRC could be kept the same by whoever sends replicas different means: the split would never be noticed.
     parent = history.get(step - 1 if last is None else last, 0)
-    child = hash_of(parent.to_bytes(32, "big"), step.to_bytes(8, "big"), checksum.to_bytes(32, "big"))
+    child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_HASH
     kept = {past: kept_hash for past, kept_hash in history.items() if step - KEPT_STEPS < past < step}
     return {**kept, step: child if parent else 0}
 
 
-def hash_of(*data: bytes | memoryview) -> int:
-    """Returns the SHA-256 of some bytes as a number."""
-    digest = hashlib.sha256(b"agora history 1\0")
-    for part in data:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "big")
+def hash_of_weights(weights: memoryview) -> int:
+    """Returns a hash that follows from a replica's own weights alone: after inner steps no two replicas share it."""
+    return zlib.crc32(weights) or INITIAL_HASH

@@ -148,8 +148,7 @@ def _ignore(progress: CallProgress) -> None: ...
 class Peer:
     """One peer: a device that computes its stages, a hop that answers for them, a seat among each stage's replicas."""
 
-    def __init__(self, swarm: Swarm, identity: Identity, device: DeviceWorker) -> None:
-        me = identity.peer
+    def __init__(self, swarm: Swarm, me: PeerId, device: DeviceWorker) -> None:
         self.device = device
         self._swarm = swarm
         caller = MemoryCaller(swarm, me)
@@ -167,7 +166,7 @@ class Peer:
         self.hop = Hop(device, router, ledger, report=swarm.report, on_trained=self._on_trained)
         self.replicas = ReplicaGroup(
             SIGNED,
-            identity,
+            me,
             worker=device,
             caller=caller,
             swarm=swarm.view_for_replicas(),
@@ -219,8 +218,8 @@ async def main(steps: int = 12) -> list[float]:
         for span in SPANS:
             device = await DeviceWorker.create(RUN, span, report=swarm.report, device=DeviceOptions("cpu"))
             closing.push_async_callback(device.close)
-            identity = Identity.generate()
-            swarm.peers[identity.peer] = Peer(swarm, identity, device)
+            me = Identity.generate().peer
+            swarm.peers[me] = Peer(swarm, me, device)
         running = []
         for peer in swarm.peers.values():
             running += [tasks.create_task(peer.replicas.run()), tasks.create_task(peer.follow_steps())]

@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 import uvloop
 from agora_protocol.errors import PeerFailed, ProtocolError
-from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest_sections import AveragingSection
 from agora_protocol.messages import Contribute, Recall
@@ -51,7 +50,7 @@ class Member:
         """{"meet": [[peer, addresses], ...]} connects the members, {"round": r} takes part in round r."""
         key = Path(self._spec["folder"]) / f"member-{self._spec['name']}.key"
         host, network = await join(key, self._answer)
-        self._reducer = self._make_reducer(Identity.load(key), network)
+        self._reducer = self._make_reducer(host.peer, network)
         channel.say({"peer": host.peer, "addresses": list(await host.addresses())})
         orders = channel.orders()
         while (order := await asyncio.to_thread(next, orders, None)) is not None:
@@ -63,19 +62,13 @@ class Member:
         await network.close()
         await host.close()
 
-    def _make_reducer(self, identity: Identity, network: Network) -> AllReduce:
+    def _make_reducer(self, me: PeerId, network: Network) -> AllReduce:
         defaults = AveragingSection()
         wire = self._spec["wire"] or defaults.gradient_wire
-        config = RoundConfig(identity.peer, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
+        config = RoundConfig(me, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
         self._round_s = defaults.round_s
         return AllReduce(
-            config,
-            network,
-            self._look,
-            lambda shard: shard.fragments,
-            identity.sign,
-            lambda event: None,
-            lambda *violation: None,
+            config, network, self._look, lambda shard: shard.fragments, lambda event: None, lambda *violation: None
         )
 
     def _look(self, shard: Shard) -> RoundView:

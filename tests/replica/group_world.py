@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from agora_protocol.errors import PeerFailed, Refused, Unavailable
+from agora_protocol.errors import PeerFailed, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import SLICE_BLOCK
@@ -17,18 +18,17 @@ from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
 from agora_protocol.records import StageAccount
 
 from agora.core.calls import Reply
-from agora.core.clock import loop_time
 from agora.core.sync_mode import ChangeRule, StepPlan, StepPolicy, first_step_plan
 from agora.observe.events import Event
 from agora.replica.gossip import SwarmView
 from agora.replica.replica_group import ReplicaGroup
 from agora.state.layout import Layout, lay_out
-from agora.swarm.peer_score import PeerScore, Violation
+from agora.swarm.peer_score import Violation
 from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import GradientShare
-from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of
+from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of_weights
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
-from tests.replica.world import IDENTITIES, identities
+from tests.replica.world import identities
 from tests.train.support import small_manifest
 
 NUMEL = 4 * SLICE_BLOCK
@@ -127,10 +127,10 @@ class FakeStage:
         was_local = self.plan.is_inner(self.step)
         self.step, self.share = self.step + 1, None
         if not was_local:
-            self.history = extend_history(self.history, self.step, hash_of(gradient.numpy().data))
+            self.history = extend_history(self.history, self.step, zlib.crc32(gradient.numpy().data))
             self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
         elif not self.plan.is_inner(self.step):
-            self.history = {self.step: hash_of(self.weights.numpy().data)}
+            self.history = {self.step: hash_of_weights(self.weights.numpy().data)}
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
@@ -151,14 +151,14 @@ class FakeStage:
         rows = torch.from_numpy(blocks)
         if averaged is None:
             self.outer.restart(rows, snapshot)
-            checksum = hash_of(snapshot.numpy().data)
+            checksum = zlib.crc32(snapshot.numpy().data)
         else:
             moved = self.outer.step(
                 rows, snapshot, *averaged, self.manifest.averaging.every * self.plan.fragments_at(step - 1)
             )
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
-            checksum = hash_of(averaged[0].numpy().data, bytes([*averaged[1], wanted_fragments]))
+            checksum = zlib.crc32(bytes([*averaged[1], wanted_fragments]), zlib.crc32(averaged[0].numpy().data))
         self.history = extend_history(self.history, step, checksum, last=self.agreed)
         self.plan = self.change_rule.after_fragment_sync(self.plan, step, wanted_fragments)
 
@@ -199,10 +199,9 @@ class GroupPeer:
         self.events: list[Event] = []
         self.fetches: list[int] = []
         self.offences: list[tuple[PeerId, Violation, str]] = []
-        self.score = PeerScore(lambda event: None, loop_time)
         self.group = ReplicaGroup(
             world.signed,
-            IDENTITIES[peer],
+            peer,
             worker=self.stage,
             caller=world.network.join(peer, self._answer),
             swarm=SwarmView(
@@ -210,17 +209,12 @@ class GroupPeer:
             ),
             fetch_state=self.fetch,
             report=self.events.append,
-            report_violation=self._record,
+            report_violation=lambda peer, violation, text, dedup_key="": self.offences.append(
+                (peer, violation, dedup_key)
+            ),
         )
         self.stage.group = self.group
         self.tasks: list[asyncio.Task[None]] = []
-
-    def _record(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "", /) -> None:
-        self.offences.append((peer, violation, dedup_key))
-        self.score.report_violation(peer, violation, text, dedup_key)
-
-    def has_suspended(self, peer: PeerId) -> bool:
-        return self.world.suspends and self.score.suspended_s(peer) > 0
 
     def start(self) -> None:
         self.tasks = [asyncio.create_task(self.group.run()), asyncio.create_task(self.stage.count())]
@@ -237,8 +231,7 @@ class GroupPeer:
     def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
         if stage in self.alone_in:
             return {self.peer: 0.0}
-        listed = self.world.peers if self.sees is None else self.sees
-        return {peer: self.world.bandwidths.get(peer, 0.0) for peer in listed if not self.has_suspended(peer)}
+        return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
 
     def uplink_bytes_per_s(self) -> float | None:
         return self.uplink_rate
@@ -264,8 +257,6 @@ class GroupPeer:
 
     async def _answer(self, call: MemoryCall) -> Reply:
         self.world.calls[type(call.message).__name__] += 1
-        if self.has_suspended(call.peer):
-            raise Refused("suspended")
         if type(call.message) in self.world.failing:
             raise PeerFailed("as the test wants it")
         match call.message:
@@ -290,8 +281,6 @@ class GroupWorld:
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
-        self.bandwidths: dict[PeerId, float] = {}
-        self.suspends = False  # whether peers refuse those that they have suspended
         self.has_connections = False
         """Whether peers have connections to peers that are not in this world, of other stages."""
         self.peers: dict[PeerId, GroupPeer] = {}

@@ -34,8 +34,7 @@ from agora.replica.shard_codec import (
     ShardMean,
     cut_into_shards,
 )
-from agora.swarm.peer_score import Violation
-from tests.replica.world import Member, World, identities, signed_by
+from tests.replica.world import Member, World, identities
 from tests.virtual_time import run
 
 SIZE = 3 * PART_ELEMENTS + 1024
@@ -493,8 +492,6 @@ def keep_means(keeper: Member, first: Shard, weight: float) -> None:
         mean = keeper.all_reduce.codec.mean(part, [values, values], [300.0, 200.0], None)
         assert mean is not None
         mean = replace(mean, message=replace(mean.message, weight=weight))
-        reducer, _ = reducers_of(keeper.all_reduce.config.run, part, keeper.view)
-        mean = signed_by(reducer, keeper.all_reduce.codec, part, mean)
         is_last = index == len(cuts) - 1
         keeper.all_reduce.keep_mean(part, keeper.all_reduce.codec.zero_mean(part, len(values)) if is_last else mean)
 
@@ -560,11 +557,7 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             if peer == liar.peer or message.round == 0:
                 return answer
             lies += 1
-            shard, codec = Shard.of_message(message), liar.all_reduce.codec
-            tensors = NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
-            assert isinstance(answer.message, Averaged)
-            lie = signed_by(liar.peer, codec, shard, codec.decode_mean(shard, tensors, PART_ELEMENTS, answer.message))
-            return Reply(lie.message, tensors)
+            return replace(answer, tensors=NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0)))
 
         liar.all_reduce.answer_contribution = lying  # type: ignore[method-assign]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -573,9 +566,6 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             for result in results:
                 assert float((result.mean - torch.linspace(-1, 1, SIZE)[:PART_ELEMENTS]).abs().max()) < 0.06
         assert lies == 10
-        for member in members[:2]:
-            assert member.violations == [(liar.peer, Violation.FALSE_MEAN)] * 5
-        assert not liar.violations
         await world.close()
 
     run(main())

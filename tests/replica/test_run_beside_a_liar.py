@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import (
     Averaged,
@@ -32,13 +31,12 @@ from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.replica.all_reduce import RepeatedContribution
 from agora.replica.gossip import SwarmView
 from agora.replica.replica_group import ReplicaGroup
-from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
+from agora.replica.shard_codec import Shard
 from agora.swarm.peer_score import PeerScore, ReportViolation
 from agora.train.device_worker import DeviceWorker
 from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
-MINE, THEIRS = (Identity(bytes([n]) * 32) for n in (1, 2))
-ME, OTHER = MINE.peer, THEIRS.peer
+ME, OTHER = (Identity(bytes([n]) * 32).peer for n in (1, 2))
 
 
 class Liar:
@@ -48,9 +46,6 @@ class Liar:
     """
 
     mean, tokens, step = 0.0, 0, 0
-
-    def __init__(self, run: RunId) -> None:
-        self._codec = ShardCodec(RoundConfig(OTHER, run, "mean", 20.0, 1e9))
 
     async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
         """Answers with a part of equal numbers."""
@@ -63,10 +58,7 @@ class Liar:
             return SimpleNamespace(message=Recalled(0, 0, 0.0, "float32"), tensors=[])
         assert isinstance(request, Contribute)
         answer = Averaged(in_mean=2, contributors=2, weight=64.0, counted=True, wire="float32")
-        false, shard = [wire(np.full(tensors[0].shape, self.mean, np.float32))], Shard.of_message(request)
-        mean = self._codec.decode_mean(shard, false, tensors[0].shape[0], replace(answer, reducer=OTHER))
-        signature = THEIRS.sign(self._codec.statement(shard, mean))
-        return SimpleNamespace(message=replace(mean.message, signature=signature), tensors=false)
+        return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
 
 
 async def nobody_gives(stage: int, sources: Sequence[PeerId], at_least: int) -> object:
@@ -75,18 +67,18 @@ async def nobody_gives(stage: int, sources: Sequence[PeerId], at_least: int) -> 
 
 @asynccontextmanager
 async def beside(
-    report_violation: ReportViolation = lambda *_: None, **sections: Any
-) -> AsyncIterator[tuple[DeviceWorker, ReplicaGroup, Events, dict[PeerId, float], Liar]]:
-    """Stage 0 alone, its group, its events, the view, which has the liar and nobody else, and the liar."""
+    liar: Liar, report_violation: ReportViolation = lambda *_: None, **sections: Any
+) -> AsyncIterator[tuple[DeviceWorker, ReplicaGroup, Events, dict[PeerId, float]]]:
+    """Stage 0 alone, its group, its events, and the view, which has the liar and nobody else."""
     events, manifest = Events(), small_manifest(**sections)
     signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
-    listed, liar = {ME: 1.0, OTHER: 1e12}, Liar(signed.run_id)
+    listed = {ME: 1.0, OTHER: 1e12}
     async with pipeline_of(manifest, ["0"], report=events) as (worker,):
         yield (
             worker,
             ReplicaGroup(
                 signed,
-                MINE,
+                ME,
                 worker=worker,
                 caller=cast(Any, liar),
                 swarm=SwarmView(lambda stage: listed, lambda: True, lambda: None, lambda: [[0]]),
@@ -96,7 +88,6 @@ async def beside(
             ),
             events,
             listed,
-            liar,
         )
 
 
@@ -118,8 +109,8 @@ async def weights_after(worker: DeviceWorker, number: int, learning: bool = True
 
 def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absurd_only_the_averaging() -> None:
     async def whole() -> None:
-        averaging = {"exact_steps": 100, "gradient_wire": "float32"}
-        async with beside(averaging=averaging, optimizer={"target_tokens": 32}) as (worker, group, events, _, liar):
+        liar, averaging = Liar(), {"exact_steps": 100, "gradient_wire": "float32"}
+        async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (worker, group, events, _):
             running = asyncio.create_task(group.run())
             before = (await worker.export_state(0)).weights
             liar.mean, liar.tokens = 3e38, 32
@@ -144,7 +135,7 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
 def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other_replica_leaves() -> None:
     async def whole() -> None:
         sections = {"schedule": {"kind": "synchronous"}, "optimizer": {"target_tokens": 32}}
-        async with beside(**sections) as (worker, group, _, listed, _):
+        async with beside(Liar(), **sections) as (worker, group, _, listed):
             ids = tokens_of(batches_for(small_manifest(), 1)[0][0])
             out = await worker.forward(SpanWork(microbatch_id(0), 0, None, ids, "train"))
             await worker.backward(microbatch_id(0), 0, out)
@@ -165,7 +156,7 @@ def test_slices_are_averaged_of_inner_steps_only_and_gradients_of_all_reduce_ste
     """Round n is of step 2 n; a slice of a step that the replicas have taken together would bring nothing."""
 
     async def whole() -> None:
-        async with beside(averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, *_):
+        async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
             for kind, number, slices in (("fragment", first - 1, 20), ("gradient", exact_steps, 0)):
                 refused = group.stages[0].look_at_round(Shard(0, kind, number, 0, slices)).refusal
                 assert isinstance(refused, ProtocolError) and f"averages no {kind} {number} here" in str(refused)
@@ -205,7 +196,7 @@ def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
         averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
 
         offences = PeerScore(recorded.append, loop_time)
-        async with beside(offences.report_violation, averaging=averaging) as (_, group, *_):
+        async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
             size = group.stages[0].look_at_round(Shard(0, "fragment", 1, 0, 2)).numel
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:

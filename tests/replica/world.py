@@ -14,25 +14,15 @@ from torch import Tensor
 from agora.core.calls import Reply
 from agora.observe.events import Event
 from agora.replica.all_reduce import AllReduce, Round, RoundResult, RoundView
-from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, ShardCodec, ShardMean, cut_into_shards
+from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, cut_into_shards
 from agora.swarm.peer_score import Violation
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 RUN = RunId("ab" * 32)
 
 
-IDENTITIES = {identity.peer: identity for identity in (Identity(bytes([n + 1]) * 32) for n in range(64))}
-
-
 def identities(count: int) -> list[PeerId]:
-    return list(IDENTITIES)[:count]
-
-
-def signed_by(peer: PeerId, codec: ShardCodec, shard: Shard, mean: ShardMean) -> ShardMean:
-    """The mean as if this peer, which may lie, had reduced the shard."""
-    named = replace(mean, message=replace(mean.message, reducer=peer, signature=b""))
-    signature = IDENTITIES[peer].sign(codec.statement(shard, named))
-    return replace(named, message=replace(named.message, signature=signature))
+    return [Identity(bytes([n + 1]) * 32).peer for n in range(count)]
 
 
 @dataclass
@@ -94,7 +84,6 @@ class Member:
             self.port,
             self.view_of,
             lambda shard: shard.fragments,
-            IDENTITIES[peer].sign,
             self.events.append,
             lambda peer, violation, text, dedup_key="": self.violations.append((peer, violation)),
             self._fault,

@@ -384,7 +384,7 @@ class LoadedSpan:
         self.keeper = keeper
         self.replicas = ReplicaGroup(
             signed,
-            startup.identity,
+            startup.me,
             worker=worker,
             caller=local_peer.network,
             swarm=SwarmView(
