@@ -7,11 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from agora.node import paths
 
 # One thread for arithmetic here: the tests' tensors are tiny, and threads that spin at barriers starve the daemons.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A machine that others keep busy fails no test: hypothesis would time each example.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 # Daemons find others of their run on this machine: here only those of this session, not of tests that run beside it.
 RUNTIME = Path(f"/tmp/agora-test-{os.getpid()}")
 os.environ[paths.RUNTIME_VARIABLE] = str(RUNTIME)

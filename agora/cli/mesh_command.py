@@ -99,8 +99,9 @@ def read_mesh(text: str, source: str) -> Mesh:
 
 
 def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
-    """For `wg-quick`. Traffic between machines behind NATs goes through the hub, which forwards if there are two or
-    more.
+    """Returns the text of the `wg-quick` file of `me`.
+
+    Traffic between machines behind NATs goes through the hub, which forwards if there are two or more of them.
     """
     others_behind_nat = [machine for machine in mesh.behind_nat() if machine != me]
     lines = [

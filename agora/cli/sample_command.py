@@ -119,7 +119,7 @@ def _show(text: str) -> None:
 
 
 def _ignore(_: str) -> None:
-    """Does nothing: used instead of `_show` with --json."""
+    pass
 
 
 def begin_loading() -> None:

@@ -94,9 +94,6 @@ def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
 
 
 def _collect(found: FoundRun, *, average: bool) -> StageSources:
-    """Takes the state at the run's end if this machine has all of it; else asks the daemons in turn, then takes the
-    newest checkpoints. Raises Failure with exit code 4 when a stage has no weights.
-    """
     signed = found.signed
     reasons: list[str] = []
     if at_end := _end_checkpoints(signed, found.homes, average and signed.manifest.optimizer.average_decay > 0):

@@ -17,6 +17,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -75,8 +76,9 @@ def read_records(
 
 
 def data_files(path: Path) -> list[Path]:
-    """In the order in which they are read; they need not exist. Raises DataError for a folder that is not of
-    `datasets`.
+    """Returns the files in the order in which they are read; they need not exist.
+
+    Raises DataError for a folder that the package datasets has not saved.
     """
     return _arrow_files(path) if path.is_dir() else [path]
 
@@ -142,15 +144,13 @@ def open_text(path: Path) -> io.BufferedReader:
         beginning = raw.read(HEAD)
     if path.suffix.lower() not in COMPRESSIONS or beginning.startswith(LFS_POINTER):
         refuse_other_content(beginning, path)
-    file = _decompressed(path)
-    try:
+    with ExitStack() as closing:
+        file = closing.enter_context(_decompressed(path))
         head = file.peek(HEAD)[:HEAD]
         refuse_other_content(head, path)
         if encoding := _wide_encoding(head):
             raise DataError(f"{path} is {encoding} text, not UTF-8; {_iconv(path, encoding)}.")
-    except BaseException:
-        file.close()
-        raise
+        closing.pop_all()  # the caller closes it
     return file
 
 
@@ -314,11 +314,9 @@ def _csv_fields(names: list[str], row: list[str], where: str) -> dict[str, str]:
 
 
 class _CsvLines:
-    """The lines of a csv file as text. first: the number of the line at which the present row begins."""
-
     def __init__(self, path: Path) -> None:
         self.number = 0
-        self.first = 1
+        self.first = 1  # the number of the line at which the present row begins
         self._path = path
         self._lines = _numbered_lines(path)
         self._bytes = 0

@@ -86,10 +86,6 @@ class Settings(pydantic.BaseModel):
     @pydantic.field_validator("listen", "announce", mode="before")
     @classmethod
     def _split_addresses(cls, value: object) -> object:
-        """Turns a text with commas, or a list, into a tuple of multiaddrs before validation; leaves other types.
-
-        Raises ValueError for what is not an address.
-        """
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(_as_multiaddr(str(part)) for part in value) if isinstance(value, list | tuple) else value

@@ -46,7 +46,7 @@ def relative(found: Tensor, true: Tensor) -> float:
     return float(torch.linalg.vector_norm((found - true).double()) / torch.linalg.vector_norm(true.double()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(PLAIN), SHAPES, st.booleans(), st.integers(0, 99), st.floats(-20, 20))
 def test_no_value_is_further_off_than_its_level_is_wide(
     name: str, shape: tuple[int, int, int], dithered: bool, seed: int, size: float
@@ -165,7 +165,7 @@ def test_what_is_not_finite_is_refused_by_the_receiver(name: str, bad: float) ->
     assert refusal.value.code == "bad-tensor"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([*QUANTISED, "top1:int6", "top1:int3"]), SHAPES, st.data(), st.booleans())
 def test_mutated_bytes_give_finite_values_or_the_protocols_word(
     name: str, shape: tuple[int, int, int], data: st.DataObject, dithered: bool

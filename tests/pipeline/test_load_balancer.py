@@ -77,7 +77,7 @@ def test_shares_follow_measured_speeds_at_light_load() -> None:
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_shares_are_inverse_to_service_times_for_any_stage(services: list[float]) -> None:
     services = [max(s, max(services) / MAX_SPEED_RATIO) for s in services]  # nobody counts as faster than that
     costs = {peer_id(str(i)): measured(s) for i, s in enumerate(services)}
@@ -266,7 +266,7 @@ def test_a_peer_cannot_claim_less_than_no_time_nor_more_than_the_whole_call() ->
         max_size=60,
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_sequence_of_news_makes_a_cost_that_cannot_be_ranked(news: list[tuple[str, float, int]]) -> None:
     made, now, attempts = table_of({A: PeerStats()}), 100.0, []
     cost = made.callees(1)[A]

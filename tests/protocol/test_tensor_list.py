@@ -38,7 +38,7 @@ TENSORS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(TENSORS, min_size=1, max_size=8, unique_by=lambda it: it.name))
 def test_lists(tensors: list[ListedTensor]) -> None:
     made = TensorList.of(tensors)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from agora_protocol.limits import STATE_CHUNK_BYTES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
@@ -73,7 +73,6 @@ def moments_of(numel: int, cuts: list[int]) -> tuple[MomentSpec, MomentSpec]:
     return MomentSpec("mean", [slice(0, numel)]), MomentSpec("square", ranges, is_square=True)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.lists(st.integers(0, 10**6), max_size=6))
 def test_chunks_cover_every_element_once_and_carry_its_moments(blocks, cuts) -> None:
     numel = 1024 * blocks

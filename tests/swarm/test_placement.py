@@ -125,7 +125,7 @@ def test_a_pinned_span_is_taken_and_its_meaning_said() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_peers_that_come_one_after_another_hold_all_stages_about_equally(stages, length, peers, seed) -> None:
     rng, now = random.Random(seed), View()
     for i in range(peers):
@@ -166,7 +166,7 @@ def test_a_joiner_gives_way_to_those_who_serve() -> None:
 
 
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 10), st.integers(0, 5), st.integers(0, 999))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_joiners_that_all_choose_at_once_settle_and_leave_no_stage_thinner_than_need_be(
     stages: int, length: int, joiners: int, serving: int, seed: int
 ) -> None:

@@ -104,7 +104,7 @@ RECORDS = st.one_of(
 
 
 @given(st.lists(RECORDS, max_size=12), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_order_in_which_the_directory_answers_does_not_matter(records: list, rng: random.Random) -> None:
     """But for two spans in one life, which no peer claims."""
     lives: dict = {}
@@ -118,7 +118,7 @@ def test_the_order_in_which_the_directory_answers_does_not_matter(records: list,
 
 
 @given(st.lists(RECORDS, max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_merging_the_same_records_again_changes_nothing(records: list) -> None:
     once = merge(View(), records, 100.0)
     assert merge(once, records, 100.0) == once

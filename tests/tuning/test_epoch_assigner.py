@@ -343,7 +343,7 @@ def test_a_million_microbatches_fit_into_a_message() -> None:
     assert swarm.longest_state < MAX_STATE_INTS / 4
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @example(  # a slow origin opens nothing between the notice of the last death and second 12
     count=283,
     seconds=[1.0, 0.05, 1.0, 0.3, 1.0],

@@ -289,7 +289,7 @@ def test_a_summary_survives_json() -> None:
     assert replace(summary, chunks=()).rows == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=2, max_size=60),
     st.sampled_from([0.0, 0.3]),

@@ -106,7 +106,7 @@ def test_ids_and_masks_equal_those_of_transformers(tmp_path: Path) -> None:
 TEXTS = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
 
 
-@settings(max_examples=50, deadline=None)  # the first one starts the process that renders
+@settings(max_examples=50)
 @given(st.lists(TEXTS, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0))
 def test_every_byte_of_every_answer_is_learnt_and_nothing_else(texts: list[str]) -> None:
     roles: Sequence[Role] = ("user", "assistant")

@@ -52,8 +52,9 @@ class _MoveRequest:
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+# p2pd or a background task has ended unasked: the daemon leaves in order and exits with an error.
 class _FatalError(LocalError):
-    """Raised when p2pd or a background task has ended unasked: the daemon leaves in order and exits with an error."""
+    pass
 
 
 class Daemon:

@@ -40,7 +40,7 @@ class SettingsTable:
                 raise self._error(f"{self._where} has no setting {name[:64]!r}; {hint}")
 
     def table(self, name: str, optional: bool = False) -> SettingsTable:
-        """Returns the table [name] inside this one. A missing table counts as empty if `optional`, otherwise raises."""
+        """Raises the error of this table's file for a missing table, unless `optional`: then it is an empty one."""
         value = self._value(name, {} if optional else None)
         if not isinstance(value, dict):
             raise self._error(f"{name} of {self._where} is not a table; write [{name}]")

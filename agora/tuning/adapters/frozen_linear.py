@@ -32,11 +32,7 @@ class FrozenLinear(nn.Module, abc.ABC):
         return shape[::-1] if self.is_transposed else shape
 
     @abc.abstractmethod
-    def _keep_matrix(self, values: Tensor) -> None:
-        """Converts `values` to this layer's format and stores them as the matrix.
-
-        values: float32 [outputs, inputs] on the CPU.
-        """
+    def _keep_matrix(self, values: Tensor) -> None: ...  # values: float32 [outputs, inputs] on the CPU
 
 
 class Bf16Linear(FrozenLinear, nn.Linear):

@@ -210,9 +210,8 @@ class ChatTemplate:
                 raise
 
 
+# The process that renders with one template. A request that passes its limits ends it.
 class _Renderer:
-    """The process that renders with one template. A request that passes its limits ends it."""
-
     def __init__(self, source: str, name: str, special_tokens: Mapping[str, str], now: datetime) -> None:
         self._name = name
         if importlib.util.find_spec("jinja2") is None:
