@@ -31,6 +31,7 @@ POINTS: Final = {
     "averaging.received": "a reducer has a member's shard and has not averaged it",
     "averaging.answered": "a reducer has averaged a shard and not yet answered this member",
     "daemon.started": "the process has begun and has not read a clock yet",
+    "daemon.leaving": "the daemon has said that it leaves, and has done nothing else of it",
     "clock.asked": "the other peers' clocks are about to be asked",
     "gossip.step": "the other replicas are told how many steps this one has taken",
     "averaging.scale": "the values of a shard are multiplied by this before they are sent: 1",

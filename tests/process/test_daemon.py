@@ -12,13 +12,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from agora.node import paths
 from agora.node.control.control_client import DaemonRefused
 from tests.process.forked import Forked
-from tests.process.harness import LEAVE_S, WAIT_S, Daemon, Swarm, p2pd_of, swarm, tiny
+from tests.process.harness import LEAVE_S, WAIT_S, Daemon, Swarm, fired, p2pd_of, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -95,7 +94,7 @@ def leaves_in_order(daemon: Daemon) -> None:
 
 def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2)) as made:
-        daemon = made.start("whole", "0-1", flags=["--link", "9Mbit,1ms"])
+        daemon = made.start("whole", "0-1", flags=["--link", "9Mbit,1ms"], faults="daemon.leaving:hang:1")
         made.until(lambda: made.completed(daemon) > 3, "it to train alone, holding both stages")
         assert daemon.ask("evaluate", batches=2)["loss"] > 0
         assert daemon.ask("link", rate="2Mbit") == {"link": "2Mbit,1ms"}
@@ -114,12 +113,10 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         report = daemon.ask("report")
         assert report["microbatches"]["dropped"] == 0 and report["bytes"]["boundary"] == 0
         assert sum(report["staleness"]["0"]) > 0 and 0 < report["busy_fraction"] <= 1
-        daemon.process.send_signal(signal.SIGSTOP)  # both signals are pending before it can act on the first
-        made.until(lambda: psutil.Process(daemon.process.pid).status() == psutil.STATUS_STOPPED, "it to be stopped")
-        daemon.process.send_signal(signal.SIGTERM)
-        daemon.process.send_signal(signal.SIGINT)
         daemon.end_is_intended = True
-        daemon.process.send_signal(signal.SIGCONT)
+        daemon.process.send_signal(signal.SIGTERM)
+        made.until(lambda: fired(daemon), "it to hang while it leaves")
+        daemon.process.send_signal(signal.SIGINT)
         assert daemon.process.wait(LEAVE_S) == 1, "an ordered end would be 0"
         assert not daemon.events("StateChanged", state="left")
 

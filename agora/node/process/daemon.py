@@ -24,7 +24,7 @@ from agora.node.process import joining
 from agora.node.process.startup import Startup
 from agora.node.process.watchdog import Watchdog
 from agora.node.span.loaded_span import LoadedSpan, load_span
-from agora.observe import events
+from agora.observe import events, faults
 from agora.swarm import health
 from agora.swarm.health import Health
 from agora.swarm.placement import Placement
@@ -350,6 +350,7 @@ class Daemon:
     async def _leave_in_order(self, reason: str) -> None:
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
+        await faults.reach("daemon.leaving")
         await self._wind_down("leaving")
 
     async def _wind_down(self, reason: str) -> None:
