@@ -117,7 +117,7 @@ def join(
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
       agora-node join - < invite.txt      (a ticket stays out of `ps` and of the shell's history)
     """
-    from agora.node.process import startup
+    from agora.node.process.main import run_daemon
     from agora.tuning.base.hub import absolute_name
 
     flags: dict[str, Any] = {
@@ -131,7 +131,7 @@ def join(
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
     flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib, "at_end": at_end}
-    startup.run(run, paths.home_at(directory), flags)
+    run_daemon(run, paths.home_at(directory), flags)
 
 
 @app.command()

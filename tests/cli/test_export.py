@@ -29,7 +29,7 @@ from agora.cli import console, export
 from agora.cli.console import Failure
 from agora.model import StageModule, family_of
 from agora.node import paths, runs
-from agora.node.control.control_api import ControlSocket, Question
+from agora.node.control.control_socket import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState

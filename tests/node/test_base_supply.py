@@ -19,10 +19,9 @@ from agora.core.clock import loop_time
 from agora.model import family_of
 from agora.net.rpc.connection import IncomingCall
 from agora.node.paths import Home
-from agora.node.process.startup import StartPhases
-from agora.node.process.watchdog import Notifier
-from agora.node.span import base_supply
-from agora.node.span.base_supply import BaseSupply, MissingTensors, describe_fetch
+from agora.node.peer import base_supply
+from agora.node.peer.base_supply import BaseSupply, MissingTensors, describe_fetch
+from agora.node.startup import Notifier, StartPhases
 from agora.observe import events
 from agora.swarm.peer_score import Violation
 from agora.swarm.view import PeerView, View

@@ -13,8 +13,8 @@ from agora_protocol.manifest import Manifest, preset
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine, RunCost, StageCost
 from agora.node.limits.memory import BASE_BYTES
+from agora.node.peer.capacity_probe import CapacityProbe, longest_spans, needs_of
 from agora.node.settings import Settings
-from agora.node.span.capacity_probe import CapacityProbe, longest_spans, needs_of
 from agora.train.machine_profile import Profile, profile_key, write_profile
 
 FLOPS = 1e10

@@ -13,8 +13,8 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
 from agora.node import runs
-from agora.node.control.control_api import ControlApi
 from agora.node.paths import Home
+from agora.node.process.control_api import ControlApi
 
 PEER = Identity(bytes([7]) * 32).peer
 

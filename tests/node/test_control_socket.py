@@ -15,8 +15,8 @@ import uvloop
 from agora_protocol.errors import AgoraError, LocalError
 
 from agora.node import paths
-from agora.node.control import control_api, control_client
-from agora.node.control.control_api import ControlSocket, Question
+from agora.node.control import control_client, control_socket
+from agora.node.control.control_socket import ControlSocket, Question
 
 
 async def status() -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_each_mistake_gets_a_code_and_the_connection_lives_on(
 def test_an_endless_line_ends_the_connection_and_costs_little(tmp_path: Path) -> None:
     async def scenario(path: Path) -> None:
         reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(b"x" * (control_api.MAX_LINE_BYTES + 10))
+        writer.write(b"x" * (control_socket.MAX_LINE_BYTES + 10))
         assert b"too-large" in await reader.readline()
         assert await reader.read() == b""
         writer.close()
@@ -142,7 +142,7 @@ def test_an_endless_line_ends_the_connection_and_costs_little(tmp_path: Path) ->
 
 
 def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_api, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(control_socket, "MAX_CONNECTIONS", 2)
 
     async def scenario(path: Path) -> None:
         held = [await asyncio.open_unix_connection(path) for _ in range(2)]
@@ -222,7 +222,7 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
         return {}
 
     async def short() -> dict[str, Any]:
-        await asyncio.sleep(3 * control_api.POLL_S)
+        await asyncio.sleep(3 * control_socket.POLL_S)
         return {"patient": True}
 
     async def main() -> None:

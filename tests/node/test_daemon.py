@@ -14,7 +14,7 @@ from agora_protocol.ids import PeerId, Span
 from agora.node.limits.pausing import Hours
 from agora.node.paths import RUNTIME_VARIABLE, Home
 from agora.node.process.daemon import Daemon
-from agora.node.process.watchdog import Notifier
+from agora.node.startup import Notifier
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
 

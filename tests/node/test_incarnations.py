@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError
 
-from agora.node.process.startup import MAX_INCARNATION, MOVES_NS, next_incarnation
+from agora.node.process.main import MAX_INCARNATION, MOVES_NS, next_incarnation
 
 NOW = 1_790_000_000_000_000_000
 HOUR_NS = 3600 * 10**9

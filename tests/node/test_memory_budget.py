@@ -11,7 +11,7 @@ from agora_protocol.manifest import preset
 from agora.cost.manifest_cost import min_memory, run_cost
 from agora.node.limits import memory
 from agora.node.limits.memory import MemoryBudget, check_memory, keeps_state_in_host, limit_budget, measure_budget
-from agora.node.span.capacity_probe import longest_spans
+from agora.node.peer.capacity_probe import longest_spans
 
 SMALL = preset("small")
 SPAN = Span(0, 1)

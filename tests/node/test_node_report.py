@@ -21,7 +21,8 @@ from agora.node.control.node_report import (
     service_status,
     status_json,
 )
-from agora.node.process.watchdog import Notifier, Watchdog
+from agora.node.process.watchdog import Watchdog
+from agora.node.startup import Notifier
 from agora.observe import events
 from agora.observe.reporter import Counters
 from agora.replica.decide import GradientCompression

@@ -14,7 +14,7 @@ import pytest
 from agora_protocol.errors import LocalError
 
 from agora.node import paths
-from agora.node.process.startup import lock_file
+from agora.node.process.main import lock_file
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_a_second_daemon_on_a_directory_is_told_who_holds_it(tmp_path: Path) -> 
 
 def test_a_killed_holder_leaves_the_directory_free(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from agora.node.process.startup import lock_file\n"
+        "import os, signal, sys; from pathlib import Path; from agora.node.process.main import lock_file\n"
         "with lock_file(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "daemon.lock")], check=False, timeout=60)

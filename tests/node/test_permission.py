@@ -15,7 +15,7 @@ from agora_protocol.manifest import Manifest, SignedManifest, preset
 
 from agora.node import paths
 from agora.node.runs import RunReference
-from agora.node.span.loaded_span import open_training_data
+from agora.node.span.training_data import open_training_data
 
 ME, STRANGER, NEIGHBOUR = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import LocalError
 
-from agora.node.process.startup import SIGNALS, EndedBySignal, end_on_signals, heeded_signals, reporting_the_end
+from agora.node.process.main import SIGNALS, EndedBySignal, end_on_signals, heeded_signals, reporting_the_end
 from agora.observe import journal
 from agora.observe.events import Event, StateChanged
 

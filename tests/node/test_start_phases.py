@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agora.node.process.startup import StartPhases
-from agora.node.process.watchdog import Notifier
+from agora.node.startup import Notifier, StartPhases
 from agora.observe import events
 
 

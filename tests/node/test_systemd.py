@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agora.node.process.watchdog import Notifier, may_feed
+from agora.node.process.watchdog import may_feed
+from agora.node.startup import Notifier
 from agora.observe import events
 from agora.observe.reporter import Reporter
 

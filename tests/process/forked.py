@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["agora.cli.main_node", "agora.node.process.startup", "agora.node.process.daemon"])
+_FORKS.set_forkserver_preload(["agora.cli.main_node", "agora.node.process.main", "agora.node.process.daemon"])
 
 
 class Forked:

@@ -1,1 +1,1 @@
-"""What a running daemon is asked on its socket, and answers."""
+"""What a daemon says of itself, and how other processes of this machine ask it."""

@@ -35,11 +35,11 @@ from agora.net.shaping.bandwidth import SAMPLE_S, UplinkMeter
 from agora.node import runs
 from agora.node.control.node_report import NodeReport, progress_record, status_json
 from agora.node.limits.memory import MemoryGuard, measure_budget
+from agora.node.peer.base_supply import BaseSupply
+from agora.node.peer.capacity_probe import CapacityProbe
 from agora.node.peer.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
 from agora.node.peer.run_admission import Bans, RunAdmission
-from agora.node.process.startup import Startup
-from agora.node.span.base_supply import BaseSupply
-from agora.node.span.capacity_probe import CapacityProbe
+from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.pipeline.hop import WorkLedger
 from agora.pipeline.router import Router, WireRules

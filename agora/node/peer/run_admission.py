@@ -29,7 +29,7 @@ from agora.net.rpc.connection import Gate, IncomingCall
 from agora.net.rpc.network import Network
 from agora.node import runs
 from agora.node.paths import Home
-from agora.node.process.startup import Startup
+from agora.node.startup import Startup
 from agora.observe import events
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 

@@ -1,1 +1,1 @@
-"""The process: how a daemon starts, runs and leaves."""
+"""The process: how a daemon starts, runs, answers its owner and leaves."""

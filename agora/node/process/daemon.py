@@ -21,9 +21,9 @@ from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.limits.pausing import OwnersPause
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
-from agora.node.process.startup import Startup
 from agora.node.process.watchdog import Watchdog
 from agora.node.span.loaded_span import LoadedSpan, load_span
+from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.swarm import health
 from agora.swarm.health import Health

@@ -33,7 +33,8 @@ from agora.net.rpc.network import Network
 from agora.node import paths, runs
 from agora.node.control import control_client
 from agora.node.peer.run_admission import load_book
-from agora.node.process.startup import Startup, next_incarnation
+from agora.node.process.main import next_incarnation
+from agora.node.startup import Startup
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
 

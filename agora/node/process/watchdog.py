@@ -7,13 +7,11 @@ proves nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from agora.core.clock import loop_time
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, service_status
+from agora.node.startup import Notifier
 from agora.observe import events
 
 POLL_S = 1.0  # seconds between two checks of the daemon
@@ -22,33 +20,6 @@ TRAFFIC_S = 2.0  # seconds between two reports of the traffic
 SILENCE_S = 30.0
 # Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back.
 SILENCE_PATHS = 10.0
-
-
-class Notifier:
-    """Sends sd_notify datagrams to NOTIFY_SOCKET; does nothing when that is not set (not under systemd).
-
-    watchdog_s: the watchdog's interval in seconds, 0 when systemd set no watchdog for this process.
-    """
-
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        address = environment.get("NOTIFY_SOCKET", "")
-        self._address = "\0" + address[1:] if address.startswith("@") else address
-        usec = environment.get("WATCHDOG_USEC", "")
-        is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self.watchdog_s = int(usec) / 1e6 if usec.isdigit() and is_ours else 0.0
-
-    def send(self, **fields: str | int) -> None:
-        """Sends one datagram of KEY=value lines, only the first line of each value; does nothing outside systemd.
-
-        A datagram that cannot be sent without waiting is lost without an error.
-        """
-        if not self._address:
-            return
-        lines = "\n".join(f"{key}={str(value).splitlines()[0] if str(value) else ''}" for key, value in fields.items())
-        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as channel:
-            channel.connect(self._address)
-            channel.send(lines.encode())
 
 
 def may_feed(

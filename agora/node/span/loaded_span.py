@@ -8,15 +8,12 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from agora_protocol.errors import AgoraError, InputError, LocalError, NotMyStage, ProtocolError
+from agora_protocol.errors import AgoraError, InputError, NotMyStage, ProtocolError
 from agora_protocol.ids import PeerId, Span
-from agora_protocol.manifest_sections import DataSection
 from agora_protocol.messages import Contribute, GossipedSteps, GossipEpochs, GossipSteps, Process, Recall
 from agora_protocol.records import Progress
 
@@ -26,19 +23,14 @@ from agora.core.rates import Client
 from agora.core.sync_mode import ShareClosed
 from agora.core.tasks import BackgroundTasks, run_in_thread
 from agora.cost.manifest_cost import usual_in_flight
-from agora.data.corpus import open_corpus
-from agora.data.local_files import LocalFiles
-from agora.data.sampling import OriginBatches, Sampler
-from agora.data.tokenizer import open_tokenizer
 from agora.model import family_of
 from agora.net.rpc.connection import IncomingCall
-from agora.node import paths, runs
 from agora.node.control.node_report import SpanReport
 from agora.node.limits.disk import DiskGuard
 from agora.node.limits.memory import check_memory, keeps_state_in_host, limit_device, measure_budget
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.peer.requests import STATE_REQUESTS, WORK_REQUESTS
-from agora.node.process.startup import Startup
+from agora.node.span.training_data import OriginData, Samples, open_training_data
 from agora.observe import events, faults
 from agora.pipeline import flow_control
 from agora.pipeline.flow_control import SendInputs, StepState
@@ -55,7 +47,6 @@ from agora.swarm.rebalancing import judge_interval_s
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
 from agora.train.stage import stage_layout
-from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
 from agora.tuning.epochs.batches import EpochBatches, EpochFile
 from agora.tuning.epochs.gossip import EpochGossip
 
@@ -193,102 +184,6 @@ async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
             return None
         note.text = "others took it meanwhile; " + _check_placement_memory(local_peer, placement.span, placement.reason)
         return placement.span
-
-
-# --- what the origin trains on
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """The samples that an origin draws from, epoch by epoch, and the states of the epochs on disk, by step."""
-
-    rows: SampleRows
-    epoch_file: EpochFile
-
-
-OriginData = OriginBatches | Samples
-
-
-async def open_training_data(local_peer: LocalPeer) -> OriginData:
-    """Opens what the run's origins train on: Samples, or OriginBatches of a corpus. May take long.
-
-    Tokenises the data first, unless that is cached. It is a step of the start, "samples" or "corpus". Raises LocalError
-    for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError and DiskError.
-    """
-    _require_permission(local_peer)
-    if local_peer.manifest.has_marks:
-        return await _open_samples(local_peer)
-    return await _open_corpus(local_peer)
-
-
-def _require_permission(local_peer: LocalPeer) -> None:
-    startup, data = local_peer.startup, local_peer.manifest.data
-    sources = list(data.sample_paths) or [source for source in data.corpus if source != "stdlib"]
-    sources += [data.tokenizer] if data.tokenizer != "bytes" else []
-    if sources and not startup.settings.allow_files and not is_own_manifest(startup, local_peer.signed.founder):
-        raise LocalError(
-            f"the run reads files of this machine ({', '.join(sources[:3])}); "
-            "look at them, then join with --allow-files"
-        )
-
-
-def is_own_manifest(startup: Startup, founder: PeerId) -> bool:
-    """Returns whether this machine's owner has chosen what the manifest reads: by a draft of theirs, or as founder.
-
-    A manifest that came as a file may be a stranger's as well as one that came over the network.
-    """
-    if startup.reference.file is None:
-        return False
-    if startup.reference.draft is not None or founder == startup.me:
-        return True
-    # Another daemon of this user founded the run: a second data directory on one machine.
-    return any(entry.peer == founder == entry.founder for entry in paths.find_running_daemons())
-
-
-async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
-    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
-
-    def load() -> tuple[Sampler, int]:
-        data = _localise(local_peer)
-        tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
-        corpus = open_corpus(data.corpus, tokenizer, _cache_folder(local_peer), base=base)
-        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-        return sampler, len(corpus)
-
-    with startup.phases.enter("corpus") as note:
-        sampler, count = await run_in_thread(load)
-        note.text = f"{count:,} tokens"
-    drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
-    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
-
-
-async def _open_samples(local_peer: LocalPeer) -> Samples:
-    startup, manifest = local_peer.startup, local_peer.manifest
-
-    def load() -> SampleRows:
-        local = manifest.model_copy(update={"data": _localise(local_peer)})
-        return open_sample_rows(local, _cache_folder(local_peer), base=startup.reference.base)
-
-    with startup.phases.enter("samples") as note:
-        rows = await run_in_thread(load)
-        summary = rows.summary
-        note.text = summary.sentence()
-    path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
-    return Samples(rows, EpochFile(path, startup.report_event))
-
-
-def _localise(local_peer: LocalPeer) -> DataSection:
-    startup, manifest = local_peer.startup, local_peer.manifest
-    places = LocalFiles(startup.settings.data_places, startup.reference.base, startup.settings.named_base_model)
-    data = places.localise(manifest.data)
-    with suppress(OSError):  # only `swarm export` and `swarm sample` on this machine need it
-        runs.remember_files(startup.home, manifest.run_id, (*data.sample_paths, data.tokenizer))
-    return data
-
-
-def _cache_folder(local_peer: LocalPeer) -> Path:
-    startup = local_peer.startup
-    return Path(startup.settings.corpus_cache or startup.home.root / "corpus")
 
 
 # --- the stages' state
@@ -480,27 +375,43 @@ class LoadedSpan:
         return Origin(config, self.hop, source, startup.report_event, self._gather_opening_inputs)
 
     def _gather_opening_inputs(self) -> SendInputs:
-        local_peer, manifest = self._local_peer, self._local_peer.manifest
-        me = local_peer.startup.me
-        view = local_peer.view
-        path_s = self.hop.path_s()
+        manifest, view = self._local_peer.manifest, self._local_peer.view
         needed = manifest.schedule.least_replicas
         ready = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
-        origins = [seen.peer for seen in view.replicas(0)]
-        rank, count = (origins.index(me), len(origins)) if me in origins else (0, 1)
         if end := self._end_of_run():
-            return SendInputs(ready, path_s=path_s, end=end)
-        tokens_each = max(self._tokens_per_microbatch(), 1.0)
-        per_step = math.ceil(manifest.optimizer.target_tokens / tokens_each)
-        if not self._is_synchronous:
-            if (lacking_tokens := self.replicas.stages[0].tokens_until_origins_wait()) is not None:
-                before_mean = math.ceil(lacking_tokens / tokens_each)
-                return SendInputs(ready, None, path_s, before_mean=before_mean)
-            allowed, predicts = manifest.schedule.staleness, self.worker.predicts_weights
-            staleness = flow_control.staleness_ceiling(allowed, per_step, rank, count, predicts=predicts)
-            return SendInputs(ready, None, path_s, staleness)
-        lacking = math.ceil(self.replicas.stages[0].missing_tokens() / tokens_each)
-        return SendInputs(ready, StepState(self.worker.step_of(0), per_step, lacking, rank, count), path_s)
+            return SendInputs(ready, path_s=self.hop.path_s(), end=end)
+        if self._is_synchronous:
+            return self._gather_synchronous_inputs(ready)
+        return self._gather_asynchronous_inputs(ready)
+
+    def _gather_synchronous_inputs(self, ready: bool) -> SendInputs:
+        lacking = math.ceil(self.replicas.stages[0].missing_tokens() / self._tokens_per_microbatch())
+        rank, count = self._rank_among_origins()
+        step_state = StepState(self.worker.step_of(0), self._microbatches_per_step(), lacking, rank, count)
+        return SendInputs(ready, step_state, self.hop.path_s())
+
+    def _gather_asynchronous_inputs(self, ready: bool) -> SendInputs:
+        path_s = self.hop.path_s()
+        if (lacking_tokens := self.replicas.stages[0].tokens_until_origins_wait()) is not None:
+            before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
+            return SendInputs(ready, None, path_s, before_mean=before_mean)
+        rank, count = self._rank_among_origins()
+        staleness = flow_control.staleness_ceiling(
+            self._local_peer.manifest.schedule.staleness,
+            self._microbatches_per_step(),
+            rank,
+            count,
+            predicts=self.worker.predicts_weights,
+        )
+        return SendInputs(ready, None, path_s, staleness)
+
+    def _rank_among_origins(self) -> tuple[int, int]:
+        me = self._local_peer.startup.me
+        origins = [seen.peer for seen in self._local_peer.view.replicas(0)]
+        return (origins.index(me), len(origins)) if me in origins else (0, 1)
+
+    def _microbatches_per_step(self) -> int:
+        return math.ceil(self._local_peer.manifest.optimizer.target_tokens / self._tokens_per_microbatch())
 
     def _end_of_run(self) -> Literal["", "last", "over"]:
         local_peer, total_steps = self._local_peer, self._local_peer.manifest.optimizer.total_steps
@@ -513,7 +424,7 @@ class LoadedSpan:
         manifest = self._local_peer.manifest
         measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
         all_tokens = manifest.tokens_per_microbatch
-        return all_tokens if measured is None else max(measured, all_tokens / MAX_UNSUPERVISED)
+        return max(1.0, all_tokens if measured is None else max(measured, all_tokens / MAX_UNSUPERVISED))
 
     @property
     def span(self) -> Span:

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +21,7 @@ from agora_protocol.ids import PeerId
 from agora.core.clock import boot_time
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
-from agora.node.process.watchdog import Notifier
-from agora.node.settings import Settings
+from agora.node.startup import Notifier, StartPhases, Startup
 from agora.observe import events, faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
@@ -31,7 +29,6 @@ from agora.observe.reporter import Reporter
 from agora.swarm.key_use import KeyInUse, key_in_use_text
 from agora.swarm.swarm_clock import SwarmClock
 
-WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
 # The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
 MOVES_NS: Final = 1_000_000_000
 # The signals that make a daemon leave, and the cause that its log then names.
@@ -43,7 +40,7 @@ SIGNALS: Final[Mapping[signal.Signals, str]] = {
 MAX_INCARNATION: Final = 2**62  # a number from this one on in the file is ignored, and the clock alone counts
 
 
-def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
+def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
     text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Raises
@@ -73,7 +70,7 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
             with phases.enter("hub") as note:
                 chosen = chosen.with_fetched_base_model(functools.partial(setattr, note, "text"))
         with phases.enter("imports"):  # torch and hivemind take seconds
-            import agora.node.control.control_api
+            import agora.node.process.control_api
             import agora.node.process.daemon  # noqa: F401
         startup = Startup(
             reference=reference,
@@ -88,11 +85,12 @@ def run(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
             began_s=began_s,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_daemon(startup))
+            runner.run(_run_until_left(startup))
 
 
-async def _run_daemon(startup: Startup) -> None:
-    from agora.node.control.control_api import ControlApi, ControlSocket
+async def _run_until_left(startup: Startup) -> None:
+    from agora.node.control.control_socket import ControlSocket
+    from agora.node.process.control_api import ControlApi
     from agora.node.process.daemon import Daemon
 
     daemon = Daemon(startup)
@@ -166,73 +164,6 @@ def reporting_the_end(report_event: events.Report) -> Iterator[None]:
         why = str(error) if is_known else f"{type(error).__name__}: {error}"
         report_event(events.StateChanged("left", f"the daemon has ended: {why}"))
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class Startup:
-    """What a daemon is started with: its run, data directory, settings, key, where to report, its start's phases."""
-
-    reference: runs.RunReference
-    home: paths.Home
-    settings: Settings
-    identity: Identity
-    incarnation: int  # the unix time of the start, in nanoseconds, but greater than that of any earlier start
-    clock: SwarmClock
-    reporter: Reporter
-    notifier: Notifier
-    phases: StartPhases
-    began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
-
-    def age_s(self) -> float:
-        """Returns for how many seconds this daemon has run, pauses included."""
-        return boot_time() - self.began_s
-
-    @property
-    def me(self) -> PeerId:
-        return self.identity.peer
-
-    def report_event(self, event: events.Event) -> None:
-        self.reporter.report(event)
-
-
-@dataclass
-class PhaseNote:
-    """The result of a phase of the start, in a few words: the phase's block sets `text`."""
-
-    text: str = ""
-
-
-class StartPhases:
-    """Times the phases of a start: `with phases.enter("host") as note:` reports StartStep("host", seconds, note.text).
-
-    `current` names the phase that runs, the inner one if one runs in another, and how far that is, or the one that
-    failed; "" if none runs and none failed.
-    """
-
-    def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
-        self._report_event = report_event
-        self._notifier = notifier
-        self.current = ""
-
-    @contextmanager
-    def enter(self, name: str) -> Iterator[PhaseNote]:
-        """Tells systemd of the phase, times the block, and reports StartStep when the block ends without an error.
-
-        Sets `current` to `name` meanwhile; after an error it keeps that name.
-        """
-        note = PhaseNote()
-        began = time.perf_counter()
-        outer, self.current = self.current, name
-        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
-        yield note  # after an error `current` stays, so that the status says where the start ended
-        self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
-        self.current = outer
-
-    def report_progress(self, text: str) -> None:
-        """Tells systemd how far the phase is, so that systemd goes on waiting; sets `current` to "PHASE: text"."""
-        name = self.current.partition(":")[0]
-        self.current = f"{name}: {text}"
-        self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
 
 
 @contextmanager

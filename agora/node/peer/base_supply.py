@@ -20,7 +20,7 @@ from agora.core.calls import Caller, Reply
 from agora.core.tasks import run_in_thread
 from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS
-from agora.node.process.startup import Startup
+from agora.node.startup import Startup
 from agora.swarm.peer_score import ReportViolation
 from agora.swarm.view import View
 from agora.tuning.base.fetch import BaseFetch

@@ -1,0 +1,115 @@
+"""What an origin trains on: the run's corpus or samples, read from this machine with its owner's permission."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agora_protocol.errors import LocalError
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest_sections import DataSection
+
+from agora.core.tasks import run_in_thread
+from agora.data.corpus import open_corpus
+from agora.data.local_files import LocalFiles
+from agora.data.sampling import OriginBatches, Sampler
+from agora.data.tokenizer import open_tokenizer
+from agora.node import paths, runs
+from agora.node.peer.local_peer import LocalPeer
+from agora.node.startup import Startup
+from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
+from agora.tuning.epochs.batches import EpochFile
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples that an origin draws from, epoch by epoch, and the states of the epochs on disk, by step."""
+
+    rows: SampleRows
+    epoch_file: EpochFile
+
+
+OriginData = OriginBatches | Samples
+
+
+async def open_training_data(local_peer: LocalPeer) -> OriginData:
+    """Opens what the run's origins train on: Samples, or OriginBatches of a corpus. May take long.
+
+    Tokenises the data first, unless that is cached. It is a step of the start, "samples" or "corpus". Raises LocalError
+    for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError and DiskError.
+    """
+    _require_permission(local_peer)
+    if local_peer.manifest.has_marks:
+        return await _open_samples(local_peer)
+    return await _open_corpus(local_peer)
+
+
+def _require_permission(local_peer: LocalPeer) -> None:
+    startup, data = local_peer.startup, local_peer.manifest.data
+    sources = list(data.sample_paths) or [source for source in data.corpus if source != "stdlib"]
+    sources += [data.tokenizer] if data.tokenizer != "bytes" else []
+    if sources and not startup.settings.allow_files and not is_own_manifest(startup, local_peer.signed.founder):
+        raise LocalError(
+            f"the run reads files of this machine ({', '.join(sources[:3])}); "
+            "look at them, then join with --allow-files"
+        )
+
+
+def is_own_manifest(startup: Startup, founder: PeerId) -> bool:
+    """Returns whether this machine's owner has chosen what the manifest reads: by a draft of theirs, or as founder.
+
+    A manifest that came as a file may be a stranger's as well as one that came over the network.
+    """
+    if startup.reference.file is None:
+        return False
+    if startup.reference.draft is not None or founder == startup.me:
+        return True
+    # Another daemon of this user founded the run: a second data directory on one machine.
+    return any(entry.peer == founder == entry.founder for entry in paths.find_running_daemons())
+
+
+async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
+    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
+
+    def load() -> tuple[Sampler, int]:
+        data = _localise(local_peer)
+        tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
+        corpus = open_corpus(data.corpus, tokenizer, _cache_folder(local_peer), base=base)
+        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
+        return sampler, len(corpus)
+
+    with startup.phases.enter("corpus") as note:
+        sampler, count = await run_in_thread(load)
+        note.text = f"{count:,} tokens"
+    drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
+    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
+
+
+async def _open_samples(local_peer: LocalPeer) -> Samples:
+    startup, manifest = local_peer.startup, local_peer.manifest
+
+    def load() -> SampleRows:
+        local = manifest.model_copy(update={"data": _localise(local_peer)})
+        return open_sample_rows(local, _cache_folder(local_peer), base=startup.reference.base)
+
+    with startup.phases.enter("samples") as note:
+        rows = await run_in_thread(load)
+        summary = rows.summary
+        note.text = summary.sentence()
+    path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
+    return Samples(rows, EpochFile(path, startup.report_event))
+
+
+def _localise(local_peer: LocalPeer) -> DataSection:
+    startup, manifest = local_peer.startup, local_peer.manifest
+    places = LocalFiles(startup.settings.data_places, startup.reference.base, startup.settings.named_base_model)
+    data = places.localise(manifest.data)
+    with suppress(OSError):  # only `swarm export` and `swarm sample` on this machine need it
+        runs.remember_files(startup.home, manifest.run_id, (*data.sample_paths, data.tokenizer))
+    return data
+
+
+def _cache_folder(local_peer: LocalPeer) -> Path:
+    startup = local_peer.startup
+    return Path(startup.settings.corpus_cache or startup.home.root / "corpus")

@@ -1,0 +1,117 @@
+"""What a daemon is started with, and the phases of its start, as systemd is told of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId
+
+from agora.core.clock import boot_time
+from agora.node import paths, runs
+from agora.node.settings import Settings
+from agora.observe import events
+from agora.observe.reporter import Reporter
+from agora.swarm.swarm_clock import SwarmClock
+
+WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """What a daemon is started with: its run, data directory, settings, key, where to report, its start's phases."""
+
+    reference: runs.RunReference
+    home: paths.Home
+    settings: Settings
+    identity: Identity
+    incarnation: int  # the unix time of the start, in nanoseconds, but greater than that of any earlier start
+    clock: SwarmClock
+    reporter: Reporter
+    notifier: Notifier
+    phases: StartPhases
+    began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
+
+    def age_s(self) -> float:
+        """Returns for how many seconds this daemon has run, pauses included."""
+        return boot_time() - self.began_s
+
+    @property
+    def me(self) -> PeerId:
+        return self.identity.peer
+
+    def report_event(self, event: events.Event) -> None:
+        self.reporter.report(event)
+
+
+@dataclass
+class PhaseNote:
+    """The result of a phase of the start, in a few words: the phase's block sets `text`."""
+
+    text: str = ""
+
+
+class StartPhases:
+    """Times the phases of a start: `with phases.enter("host") as note:` reports StartStep("host", seconds, note.text).
+
+    `current` names the phase that runs, the inner one if one runs in another, and how far that is, or the one that
+    failed; "" if none runs and none failed.
+    """
+
+    def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
+        self._report_event = report_event
+        self._notifier = notifier
+        self.current = ""
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[PhaseNote]:
+        """Tells systemd of the phase, times the block, and reports StartStep when the block ends without an error.
+
+        Sets `current` to `name` meanwhile; after an error it keeps that name.
+        """
+        note = PhaseNote()
+        began = time.perf_counter()
+        outer, self.current = self.current, name
+        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
+        yield note  # after an error `current` stays, so that the status says where the start ended
+        self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
+        self.current = outer
+
+    def report_progress(self, text: str) -> None:
+        """Tells systemd how far the phase is, so that systemd goes on waiting; sets `current` to "PHASE: text"."""
+        name = self.current.partition(":")[0]
+        self.current = f"{name}: {text}"
+        self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
+
+
+class Notifier:
+    """Sends sd_notify datagrams to NOTIFY_SOCKET; does nothing when that is not set (not under systemd).
+
+    watchdog_s: the watchdog's interval in seconds, 0 when systemd set no watchdog for this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        usec = environment.get("WATCHDOG_USEC", "")
+        is_ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(usec) / 1e6 if usec.isdigit() and is_ours else 0.0
+
+    def send(self, **fields: str | int) -> None:
+        """Sends one datagram of KEY=value lines, only the first line of each value; does nothing outside systemd.
+
+        A datagram that cannot be sent without waiting is lost without an error.
+        """
+        if not self._address:
+            return
+        lines = "\n".join(f"{key}={str(value).splitlines()[0] if str(value) else ''}" for key, value in fields.items())
+        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as channel:
+            channel.connect(self._address)
+            channel.send(lines.encode())
