@@ -47,12 +47,13 @@ def unjson(value: Any) -> Any:
     return tuple(unjson(item) for item in value) if isinstance(value, list) else value
 
 
+def load_vectors(name: str) -> Any:
+    return unjson(json.loads((PROTOCOL / "vectors" / f"{name}.json").read_text(encoding="ascii")))
+
+
 @pytest.fixture(scope="session")
 def vectors() -> Callable[[str], Any]:
-    def load(name: str) -> Any:
-        return unjson(json.loads((PROTOCOL / "vectors" / f"{name}.json").read_text(encoding="ascii")))
-
-    return load
+    return load_vectors
 
 
 def script(path: Path) -> ModuleType:
@@ -66,9 +67,13 @@ def script(path: Path) -> ModuleType:
     return module
 
 
+def load_make_script() -> ModuleType:
+    return script(PROTOCOL / "vectors" / "make.py")
+
+
 @pytest.fixture(scope="session")
 def make_script() -> ModuleType:
-    return script(PROTOCOL / "vectors" / "make.py")
+    return load_make_script()
 
 
 @pytest.fixture(scope="session")

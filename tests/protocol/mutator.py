@@ -119,6 +119,65 @@ class Mutator(random.Random):
                 made[at] = self.value_of(made[at])
         return made
 
+    def like(self, value: Any) -> Any:
+        """Another value of the same kind, which not only a parser has to judge: an extreme, a neighbour, a part."""
+        if isinstance(value, dict) and value:
+            key = self.choice([*value])
+            return value | {key: self.like(value[key])}
+        if isinstance(value, list | tuple) and value:
+            return self._list_like(list(value))
+        match value:
+            case bool():
+                return not value
+            case int():
+                near = value + self.choice((-1, 1, 2, 7, 100))
+                return self.choice((near, near, *(number for number in NUMBERS if number >= 0), 3_000, 10**9))
+            case float():
+                factor = self.choice((0.0, -1.0, 0.5, 8.0, 50.0, 1e6, 1e30, 1e-30))
+                return self.choice((value * factor, value * factor, *FLOATS, 1e12, 1e18))
+            case bytes():
+                return self.choice((self.bytes_of(value), bytes(len(value)), self.randbytes(len(value))))
+            case str():
+                words = (
+                    "gradient",
+                    "slice",
+                    "train",
+                    "evaluate",
+                    "reference",
+                    "accepted",
+                    "finished",
+                    "int8",
+                    "normal2",
+                )
+                return self.choice((self.text_of(value).encode(errors="replace").decode(), *words))
+        return self.choice(EDGES)
+
+    def _list_like(self, made: list[Any]) -> list[Any]:
+        at = self.randrange(len(made))
+        match self.randrange(8):
+            case 0:
+                return made[:at]
+            case 1:
+                return made * self.choice((2, 3, 20))
+            case 2:
+                self.shuffle(made)
+            case 3:
+                made[at] = made[self.randrange(len(made))]
+            case _:
+                made[at] = self.like(made[at])
+        return made
+
+    def doubled_key(self, value: dict[str, Any]) -> bytes:
+        """msgpack of a map one of whose keys stands there twice."""
+        pairs = [*value.items(), self.choice([*value.items()])]
+        return bytes([0xDE, *len(pairs).to_bytes(2, "big")]) + b"".join(
+            msgpack.packb(part) for it in pairs for part in it
+        )
+
+    def buried(self) -> bytes:
+        """msgpack nested deeper than any reader should follow."""
+        return self.choice((b"\x91", b"\x81\xa1a", b"\xdc\x00\x01")) * self.choice((20, 1000, 30_000)) + b"\xc0"
+
     def packed(self, value: Any) -> bytes:
         """msgpack of a mutated value; now and then with its bytes damaged as well."""
         try:
