@@ -43,6 +43,7 @@ from agora.replica.shard_codec import (
     cut_into_shards,
 )
 from agora.replica.trust import believed_bandwidths
+from agora.swarm.peer_score import ReportViolation, Violation
 
 # Number of successive rounds, of gradients or of one fragment, in which a shard has the same reducer: a reducer keeps
 # the residual of its means for the next round.
@@ -53,6 +54,8 @@ MAX_RUNNING_SYNCS: Final = 4  # maximum number of fragment syncs that one replic
 
 # Fraction of a round's remaining time for which a member waits for the first reducer before it asks the second.
 FIRST_REDUCER_FRACTION: Final = 0.6
+# In a synchronous run the weights of a step are what they say up to this many times the step's tokens together.
+EXACT_SURPLUS: Final = 1.25
 MAX_OPEN_SHARDS: Final = 8  # maximum number of shards that a peer sends, or asks for, at the same time
 MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no further reducer is asked
 NO_ANSWER: Final = (
@@ -171,6 +174,8 @@ class RoundView:
     live_others: frozenset[PeerId]
     not_awaited: frozenset[PeerId]  # members whose contributions need not be waited for
     round_s: float  # seconds that the round may take
+    # By member, the most tokens that can be behind its contribution; a member that is not in it has no bound.
+    token_bounds: Mapping[PeerId, float] = field(default_factory=dict)
     numel: int = 0  # elements of the shard
     refusal: AgoraError | None = None  # why the shard is not averaged here now
 
@@ -185,7 +190,7 @@ class RoundResult:
     wanted: list[int]  # for each shard, how many its reducer wants later; of a failed shard the present number
     contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
     lost: float = 0.0  # this peer's tokens that were too late for this round and the one before: average over shards
-    weight: float = 0.0  # tokens behind the means: average over the averaged shards
+    weight: float = 0.0  # tokens behind the means: lower median over the averaged shards
 
     @property
     def failed_shards(self) -> int:
@@ -248,9 +253,9 @@ class Round:
         )
         if averaged := [answer for answer in answers if answer is not None]:
             messages = [answer.mean.message for answer in averaged]
-            # A reducer may have made up a larger weight.
-            most = self.all_reduce.config.max_weight
-            result.weight = statistics.fmean(min(message.weight, most) for message in messages)
+            # The median: whoever reduces fewer than half of the shards cannot choose it.
+            told = statistics.median_low(message.weight for message in messages)
+            result.weight = self.all_reduce.config.believed_weight(Shard(self.stage, self.kind, self.number, 0), told)
             result.contributors = sum(message.contributors for message in messages) / len(answers)
             result.lost = sum(answer.lost for answer in averaged) / len(answers)
         self.all_reduce.report(
@@ -277,7 +282,9 @@ class Round:
             scale = faults.falsify("averaging.scale", 1.0)
             contribution = codec.contribution(shard, values if scale == 1.0 else values * scale, self.weight)
             reasons: list[str] = []
-            for rank, reducer in enumerate(reducers_of(self.all_reduce.config.run, shard, self.members)):
+            rejected: PeerFailed | None = None  # why the first reducer's mean is not believed
+            first, second = reducers_of(self.all_reduce.config.run, shard, self.members)
+            for rank, reducer in enumerate((first, second)):
                 if reducer is None or reducer in self._unresponsive:
                     continue
                 try:
@@ -286,13 +293,20 @@ class Round:
                         # The shard failed, although there is an answer: the others may have the second reducer's mean.
                         reasons.append(f"{reducer}: nobody else contributed in time")
                         break
-                    codec.check_magnitude(shard, contribution.values, mean.values)
+                    try:
+                        codec.check_magnitude(shard, contribution.values, mean.values)
+                    except PeerFailed as error:
+                        rejected = error
+                        raise
                 except (AgoraError, TimeoutError) as error:
                     if reducer != self.all_reduce.config.me and getattr(error, "code", "") in NO_ANSWER:
                         self._unresponsive.add(reducer)
                         self.all_reduce.mark_unresponsive(reducer, shard)
                     reasons.append(f"{reducer}: {str(error) or 'no answer in time'}")
                     continue
+                if rejected is not None:
+                    # Only now: where both means are rejected, this replica's own values may be the odd ones.
+                    self.all_reduce.report_reducer(first, shard, f"{rejected}, and {reducer} answered otherwise")
                 self.all_reduce.keep_mean(shard, mean)
                 return _Answer(mean, codec.record_outcome(shard, contribution, mean.message.counted))
         codec.record_outcome(shard, contribution, None)
@@ -384,12 +398,14 @@ class AllReduce:
         view_of: Callable[[Shard], RoundView],
         wanted_fragments: Callable[[Shard], int],
         report: events.Report,
+        report_violation: ReportViolation,
         reach_fault: faults.ReachFault = faults.reach,
     ) -> None:
         """wanted_fragments: in how many fragments the shard's stage should agree later, or ALL_REDUCE."""
         self.config = config
         self.caller = caller
         self.report = report
+        self._report_violation = report_violation
         self.reach_fault = reach_fault
         self.codec = ShardCodec(config)
         self.view_of = view_of
@@ -413,6 +429,11 @@ class AllReduce:
             fragments=fragments,
         )
         return await members_round.run(values)
+
+    def report_reducer(self, reducer: PeerId, shard: Shard, text: str) -> None:
+        """Reports that a reducer has answered what it cannot have averaged; once a round, however many shards."""
+        dedup_key = f"stage {shard.stage}, mean of {shard.what} {shard.round}"
+        self._report_violation(reducer, Violation.FALSE_MEAN, f"shard {shard.position}: {text}", dedup_key)
 
     async def close(self) -> None:
         """Cancels all gatherings and recalls; callers waiting for a mean get CancelledError."""
@@ -519,12 +540,18 @@ class AllReduce:
 
     def _average_and_close(self, shard: Shard, gathering: _Gathering) -> None:
         me = self.config.me
-        weights = list(gathering.weights.values())
-        center = gathering.values[me] if gathering.weights.get(me, 0.0) > 0 else None
-        mean = self.codec.mean(shard, list(gathering.values.values()), weights, center)
+        weights = self._believed_weights(shard, gathering.weights)
+        center = gathering.values[me] if weights.get(me, 0.0) > 0 else None
+        mean = self.codec.mean(shard, list(gathering.values.values()), list(weights.values()), center)
         if mean is not None:
             mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard)))
         self._close_gathering(shard, gathering, mean)
+
+    def _believed_weights(self, shard: Shard, told: Mapping[PeerId, float]) -> dict[PeerId, float]:
+        if self.config.synchronous and sum(told.values()) <= EXACT_SURPLUS * self.config.step_tokens:
+            return dict(told)  # as exact as the tokens are: nobody has claimed those of others
+        bounds = self.view_of(shard).token_bounds
+        return {peer: min(weight, bounds.get(peer, math.inf)) for peer, weight in told.items()}
 
     def _close_gathering(self, shard: Shard, gathering: _Gathering, mean: ShardMean | None) -> None:
         if self._gatherings.get(shard) is not gathering:
@@ -688,7 +715,7 @@ class AllReduce:
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True
                     result.wanted[index] = mean.message.wanted_slices
                     if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
-                        result.weight = min(mean.message.weight, self.config.max_weight)
+                        result.weight = self.config.believed_weight(shard, mean.message.weight)
                     return
 
         await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))

@@ -42,7 +42,7 @@ from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmView
 from agora.replica.shard_codec import RoundConfig, Shard, cut_into_shards
 from agora.replica.stage_worker import StageWorker
-from agora.replica.trust import JOIN_S, LEAD, LOCAL_LEAD, OwnPace, replicas_to_fetch_from
+from agora.replica.trust import JOIN_S, LEAD, LOCAL_LEAD, OwnPace, replicas_to_fetch_from, token_bounds
 from agora.replica.view import (
     NEWCOMER_STEPS,
     BatchSizeCorrection,
@@ -386,7 +386,24 @@ class StageReplicas:
             not_awaited |= lagging_or_unheard_replicas(known, members.keys() - {self._shared.me}, step)
         numel, refusal = self._check(shard)
         live = frozenset(live_replicas(known, listed, now))
-        return RoundView(members, live, frozenset(not_awaited), self.round_s(), numel, refusal)
+        return RoundView(
+            members,
+            live,
+            frozenset(not_awaited),
+            self.round_s(),
+            token_bounds=self._token_bounds(shard, members, known),
+            numel=numel,
+            refusal=refusal,
+        )
+
+    def _token_bounds(self, shard: Shard, members: Members, known: KnownReplicas) -> dict[PeerId, float]:
+        rates = {peer: known[peer].direct.rate.per_second for peer in members if peer in known}
+        rates[self._shared.me] = self.meter.rate.per_second
+        steps = self._averaging.every * shard.fragments or 1
+        return {
+            peer: steps * bound
+            for peer, bound in token_bounds(rates, self._rule.target_tokens, self.meter.microbatch_tokens).items()
+        }
 
     def _check(self, shard: Shard) -> tuple[int, AgoraError | None]:
         stage, is_gradient = self._stage, shard.kind == "gradient"
@@ -584,6 +601,7 @@ class ReplicaGroup:
             self._look_at_round,
             self._wanted_fragments,
             report,
+            report_violation,
         )
         shared = _Shared(
             signed=signed,

@@ -60,6 +60,14 @@ CLIP_ROUNDS: Final = 3  # enough, since clipping begins near, at the reducer's o
 MIN_NORM, MAX_NORM = 1e-15, 1e15  # outside of these a norm is computed again in float64
 # A contribution may be this many times as long as the lower median of all; a longer one is shortened to that.
 MAX_TIMES_LONGER: Final = 2.0
+# As much in synchronous runs, whose means are exact: only what no honest gradient is may change them.
+MAX_TIMES_LONGER_EXACT: Final = 8.0
+# A weight may be this many times its fair part, 1 / n of n contributions; of fewer than MIN_TO_CAP, FEW_WEIGHT_CAP.
+WEIGHT_CAP: Final = 1.5
+FEW_WEIGHT_CAP: Final = 2.0
+MIN_TO_CAP: Final = 4
+# A mean's weight counts up to this many times the tokens that its steps should have.
+MAX_TIMES_TARGET: Final = 2.0
 # Minimum number of contributions for one to be called too long: of two, either could be right.
 MIN_TO_COMPARE: Final = 3
 MAX_WEIGHT_ROUNDS: Final = 64  # a contribution is refused if its weight exceeds the tokens of this number of rounds
@@ -123,10 +131,12 @@ class RoundConfig:
     run: RunId
     aggregation: Aggregation
     round_s: float  # seconds that a round may take
-    max_weight: float  # tokens above which a contribution is refused; a larger weight of a mean counts as this
-    synchronous: bool = False  # means are exact: no weight is capped, nothing is clipped, no mean is implausible
+    max_weight: float  # tokens above which a contribution is refused
+    synchronous: bool = False  # means are exact: no weight is capped, nothing is clipped
     gradient_wire: WireName = "float32"
     fragment_wire: WireName = "float32"
+    step_tokens: float = math.inf  # that an all-reduce step should have
+    pass_tokens: float = math.inf  # of the steps from one sync of a fragment to its next, if it has most fragments
 
     @classmethod
     def from_manifest(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
@@ -143,7 +153,14 @@ class RoundConfig:
             synchronous=synchronous,
             gradient_wire="float32" if synchronous else averaging.gradient_wire,
             fragment_wire="float32" if synchronous else averaging.slice_wire,
+            step_tokens=signed.manifest.optimizer.target_tokens,
+            pass_tokens=signed.manifest.optimizer.target_tokens * pass_steps,
         )
+
+    def believed_weight(self, shard: Shard, told: float) -> float:
+        """Returns the tokens behind a mean, of which its reducer has told: at most MAX_TIMES_TARGET of the planned."""
+        planned = self.step_tokens if shard.kind == "gradient" else self.pass_tokens
+        return min(told, MAX_TIMES_TARGET * planned, self.max_weight)
 
     def dither_label(self, shard: Shard) -> str:
         """Returns the seed of the shard's dither (random rounding), the same at all members of the round."""
@@ -279,10 +296,8 @@ class ShardCodec:
     def check_magnitude(self, shard: Shard, own: Tensor, mean: Tensor) -> None:
         """Raises PeerFailed if `mean` is implausibly large; otherwise updates the MagnitudeBound of the shard's region.
 
-        own: this replica's values of the shard. In a synchronous run accepts every mean, and updates nothing.
+        own: this replica's values of the shard.
         """
-        if self._config.synchronous:
-            return
         mean_size, own_size = magnitude(mean), magnitude(own)
         bound = self._bounds[shard.region]
         if why := bound.why_implausible(mean_size, own_size):
@@ -298,10 +313,8 @@ class ShardCodec:
 
         center: see `aggregate`. Returns None, and changes nothing, when every weight is 0 or the mean is not finite.
         """
-        if self._config.synchronous:
-            mean = aggregate(values, weights, "mean", center=None, cap=False)
-        else:
-            mean = aggregate(values, weights, self._config.aggregation, center=center, cap=True)
+        aggregation = "mean" if self._config.synchronous else self._config.aggregation
+        mean = aggregate(values, weights, aggregation, center=center, exact=self._config.synchronous)
         if mean is None:
             return None
         wire = self.format_of(shard)
@@ -337,13 +350,13 @@ def aggregate(
     aggregation: Aggregation,
     *,
     center: Tensor | None,
-    cap: bool,
+    exact: bool = False,
 ) -> ShardMean | None:
     """Returns the weighted mean, or the centered clip, of `contributions`, float32 [n] each and finite, not encoded.
 
-    cap: whether to limit weights and lengths first, see cap_weights and shorten; the message has the weight before
-    that. center: the start value of a clip; None means the median of each coordinate. Returns None when every weight is
-    0 or the mean is not finite.
+    Weights and lengths are limited first, see cap_weights and shorten; the message has the weight before that. exact:
+    no weight is, and only absurd lengths. center: the start value of a clip; None: the median of each coordinate.
+    Returns None when every weight is 0 or the mean is not finite.
     """
     # A contribution of weight 0 adds no values, but counts as a contributor.
     weighted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
@@ -351,8 +364,8 @@ def aggregate(
         return None
     values = [value for value, _ in weighted]
     tokens = [weight for _, weight in weighted]
-    values = shorten(values, tokens) if cap else values
-    limited = cap_weights(tokens) if cap else tokens
+    values = shorten(values, tokens, MAX_TIMES_LONGER_EXACT if exact else MAX_TIMES_LONGER)
+    limited = tokens if exact else cap_weights(tokens)
     fractions = [weight / sum(limited) for weight in limited]
     mean = _mean(values, fractions) if aggregation == "mean" else _clip(values, fractions, center)
     if not is_all_finite(mean):
@@ -361,19 +374,20 @@ def aggregate(
 
 
 def cap_weights(weights: Sequence[float]) -> list[float]:
-    """Returns the n `weights`, all above 0, with the largest lowered until none exceeds 2/n of their new sum."""
+    """Returns the n `weights`, all above 0, with the largest lowered until none exceeds WEIGHT_CAP / n of their sum."""
+    factor = WEIGHT_CAP if len(weights) >= MIN_TO_CAP else FEW_WEIGHT_CAP
     ordered = sorted(weights, reverse=True)
     for lowered, largest_kept in enumerate(ordered):
-        cap = 2.0 * sum(ordered[lowered:]) / (len(ordered) - 2 * lowered)
+        cap = factor * sum(ordered[lowered:]) / (len(ordered) - factor * lowered)
         if largest_kept <= cap:
             break
     return [min(weight, cap) for weight in weights]
 
 
-def shorten(values: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
+def shorten(values: Sequence[Tensor], weights: Sequence[float], times_longer: float = MAX_TIMES_LONGER) -> list[Tensor]:
     """Returns the contributions `values`, float32 [n] each, with those that are too long scaled down to their limit.
 
-    The limit of the Euclidean length x of a contribution over w tokens is MAX_TIMES_LONGER * max(median(x),
+    The limit of the Euclidean length x of a contribution over w tokens is times_longer * max(median(x),
     median(x sqrt(w)) / sqrt(w)), with lower medians over all: one over fewer tokens holds more noise, and is longer.
     """
     # Without this one contribution of 1e30 makes the mean implausible for every replica, and all lose the step.
@@ -382,7 +396,7 @@ def shorten(values: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
     lengths = [_norm(value) for value in values]
     median_length = statistics.median_low(lengths)
     median_of_one_token = statistics.median_low([x * math.sqrt(w) for x, w in zip(lengths, weights, strict=True)])
-    limits = [MAX_TIMES_LONGER * max(median_length, median_of_one_token / math.sqrt(weight)) for weight in weights]
+    limits = [times_longer * max(median_length, median_of_one_token / math.sqrt(weight)) for weight in weights]
     return [
         value * (limit / length) if 0.0 < limit < length < math.inf else value
         for value, length, limit in zip(values, lengths, limits, strict=True)

@@ -13,9 +13,13 @@ from agora_protocol.ids import PeerId
 
 from agora.replica.view import KnownReplicas
 
-NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving average
+NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving averages
 # A mean may be this many times as large as the average of earlier means, or as the peer's own values.
-MAX_RATIO: Final = 8.0
+MAX_RATIO: Final = 4.0
+FIRST_RATIO: Final = 8.0  # as much before the first mean is known: few values of one replica say little
+# The average of earlier means counts up to this many times the average of the peer's own values: what others sent is
+# not believed because they have sent as much before.
+MAX_OWN_RATIO: Final = 2.0
 # Steps by which others may lead at any time where all take each step together: two closed shares, and one step.
 LEAD: Final = 3
 # Steps by which others may lead where each takes inner steps; a replica further behind fetches their state.
@@ -25,6 +29,9 @@ MAX_SPEED_UP: Final = 4.0  # how many times as fast as before others may go on s
 SLACK_S: Final = 10.0
 # Maximum tokens per second that a stage's replicas can plausibly count together, until a step was measured here.
 FASTEST_TOKENS_PER_S: Final = 1e6
+MIN_RATES: Final = 3  # minimum number of known rates for one to be called too high: of two, either could be right
+# A contribution counts up to this many times the tokens that its sender's rate gives it: it may hold a late one too.
+MAX_QUOTAS: Final = 3.0
 JOIN_S: Final = 1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
 # Seconds after an implausible report for which nothing that its sender reports of the stage counts.
 FORGIVE_S: Final = 10.0
@@ -71,6 +78,23 @@ def believed_bandwidths(claims: Mapping[PeerId, float], networks: Mapping[PeerId
     }
 
 
+# --- weights of contributions
+
+
+def token_bounds(rates: Mapping[PeerId, float | None], target: int, microbatch_tokens: int) -> dict[PeerId, float]:
+    """Returns for each replica the most tokens that count as behind its share of a step, whatever it says itself.
+
+    rates: tokens per second of all replicas, None if unknown. Without MIN_RATES known rates nobody has a bound.
+    """
+    known = [rate for rate in rates.values() if rate]
+    if len(known) < MIN_RATES or None in rates.values():
+        return {}
+    median = statistics.median_high(known)
+    believed = {peer: believed_claim(rate or 0.0, median) for peer, rate in rates.items()}
+    total = sum(believed.values())
+    return {peer: MAX_QUOTAS * max(target * rate / total, microbatch_tokens) for peer, rate in believed.items()}
+
+
 # --- sizes of means
 
 
@@ -78,37 +102,40 @@ def believed_bandwidths(claims: Mapping[PeerId, float], networks: Mapping[PeerId
 class MagnitudeBound:
     """Bounds the magnitude of a region's next mean by the region's earlier means and this peer's own values.
 
-    average: moving average of the accepted means' magnitudes (root mean squares); None before the first.
+    average, own_average: moving averages of the accepted means' magnitudes (root mean squares) and of this peer's own
+    in the rounds in which it had any; None before the first.
     """
 
     average: float | None = None
+    own_average: float | None = None
 
     def limit(self, own: float) -> float:
-        """Returns the largest plausible magnitude, MAX_RATIO * max(average, own), with an unknown average taken as 0.
+        """Returns the largest plausible magnitude; infinity while nothing is known to compare with.
 
-        own: magnitude of this peer's own values. Returns infinity if that maximum is 0.
+        own: magnitude of this peer's own values; 0 where it has none, as when it replays a step.
         """
-        largest = max(self.average or 0.0, own)
-        return MAX_RATIO * largest if largest else math.inf
+        if self.average is None or self.own_average is None:
+            return FIRST_RATIO * own or math.inf
+        usual = min(self.average, MAX_OWN_RATIO * self.own_average)
+        return MAX_RATIO * max(usual, own)
 
     def why_implausible(self, mean: float, own: float) -> str:
-        """Returns why a mean of magnitude `mean` must be rejected, or "" if it is plausible: finite and within `limit`.
-
-        own: magnitude of this peer's own values.
-        """
+        """Returns why a mean of magnitude `mean` must be rejected, or "" if it is finite and within `limit`."""
         limit = self.limit(own)
         why = f"the mean has a root mean square of {mean:.3g}; at most {limit:.3g} is plausible"
         return "" if math.isfinite(mean) and mean <= limit else why
 
     def after_accepted_mean(self, mean: float, own: float) -> MagnitudeBound:
-        """Returns the bound after a mean of magnitude `mean` was accepted: average + NEW_WEIGHT * (mean - average).
+        """Returns the bound after a mean of magnitude `mean` was accepted; unchanged where `own` is 0."""
+        if not own:
+            return self
+        own_average = _moved(self.own_average, own)
+        return MagnitudeBound(_moved(self.average, min(mean, MAX_OWN_RATIO * own_average)), own_average)
 
-        The first average is min(mean, own), or None if `own` is 0. MovingAverage is not used: it would give the second
-        mean a weight of one half.
-        """
-        if self.average is None:
-            return MagnitudeBound(min(mean, own) if own else None)
-        return MagnitudeBound(self.average + NEW_WEIGHT * (mean - self.average))
+
+def _moved(average: float | None, value: float) -> float:
+    # MovingAverage is not used: it would give the second value a weight of one half.
+    return value if average is None else average + NEW_WEIGHT * (value - average)
 
 
 # --- numbers of steps

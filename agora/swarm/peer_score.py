@@ -38,6 +38,9 @@ class Violation(Enum):
     USELESS_GRADIENT = "useless-gradient"
     # It sent a shard for an average that no replica may send. It is refused, and counts once for each round.
     BAD_AVERAGE = "bad-average"
+    # As the reducer of a shard it answered a mean that cannot be, where the second reducer's was plausible. The second
+    # one's is used.
+    FALSE_MEAN = "false-mean"
     # It reported a step that no peer can be at. Nothing that it reports of the stage counts.
     IMPLAUSIBLE_STEP = "implausible-step"
     # It sent state that is not what it had announced. The transfer goes on with others.

@@ -67,7 +67,9 @@ class Member:
         wire = self._spec["wire"] or defaults.gradient_wire
         config = RoundConfig(me, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
         self._round_s = defaults.round_s
-        return AllReduce(config, network, self._look, lambda shard: shard.fragments, report=lambda event: None)
+        return AllReduce(
+            config, network, self._look, lambda shard: shard.fragments, lambda event: None, lambda *violation: None
+        )
 
     def _look(self, shard: Shard) -> RoundView:
         view = RoundView(self._members, frozenset(self._members), frozenset(), self._round_s)

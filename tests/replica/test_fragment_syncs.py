@@ -265,7 +265,14 @@ class SlowRounds(AllReduce):
         me, other = PeerId("me"), PeerId("other")
         view = RoundView({me: 0.0, other: 0.0}, frozenset(self.live_others), frozenset(), 20.0)
         config = RoundConfig(me, RunId("0" * 64), "mean", 20.0, 1e9)
-        super().__init__(config, cast(Caller, None), lambda shard: view, lambda shard: 4, lambda event: None)
+        super().__init__(
+            config,
+            cast(Caller, None),
+            lambda shard: view,
+            lambda shard: 4,
+            lambda event: None,
+            lambda *violation: None,
+        )
         self.seconds = seconds
         self.waiting = waiting
         self.of = of

@@ -15,6 +15,7 @@ from agora.core.calls import Reply
 from agora.observe.events import Event
 from agora.replica.all_reduce import AllReduce, Round, RoundResult, RoundView
 from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, cut_into_shards
+from agora.swarm.peer_score import Violation
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 RUN = RunId("ab" * 32)
@@ -63,6 +64,8 @@ class Member:
     def __init__(self, world: World, peer: PeerId, wires: dict[str, str]) -> None:
         self.world, self.peer = world, peer
         self.events: list[Event] = []
+        self.violations: list[tuple[PeerId, Violation]] = []
+        self.token_bounds: dict[PeerId, float] = {}
         self.sees: dict[PeerId, float] | None = None
         self.suspects: set[PeerId] = set()
         self.at: dict[str, int] = {}
@@ -77,7 +80,13 @@ class Member:
         config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
         self.port = world.network.join(peer, self._answer)
         self.all_reduce = AllReduce(
-            config, self.port, self.view_of, lambda shard: shard.fragments, self.events.append, self._fault
+            config,
+            self.port,
+            self.view_of,
+            lambda shard: shard.fragments,
+            self.events.append,
+            lambda peer, violation, text, dedup_key="": self.violations.append((peer, violation)),
+            self._fault,
         )
 
     async def take_part(
@@ -101,7 +110,7 @@ class Member:
     def view_of(self, shard: Shard) -> RoundView:
         suspects = frozenset(self.suspects & {*self.view})
         live = frozenset({*self.view} - {self.peer})
-        view = RoundView(self.view, live, suspects, self.world.round_s)
+        view = RoundView(self.view, live, suspects, self.world.round_s, self.token_bounds)
         cuts = cut_into_shards(self.world.size)
         if shard.position >= len(cuts):
             return replace(view, refusal=ProtocolError("bad-message", "no such part"))
