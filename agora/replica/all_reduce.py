@@ -40,9 +40,10 @@ from agora.replica.shard_codec import (
     Shard,
     ShardCodec,
     ShardMean,
+    WeightedValues,
     cut_into_shards,
 )
-from agora.replica.trust import believed_bandwidths
+from agora.replica.trust import after_accepted_weights, believed_bandwidths, believed_weights
 from agora.swarm.peer_score import ReportViolation, Violation
 
 # Number of successive rounds, of gradients or of one fragment, in which a shard has the same reducer: a reducer keeps
@@ -54,8 +55,6 @@ MAX_RUNNING_SYNCS: Final = 4  # maximum number of fragment syncs that one replic
 
 # Fraction of a round's remaining time for which a member waits for the first reducer before it asks the second.
 FIRST_REDUCER_FRACTION: Final = 0.6
-# In a synchronous run the weights of a step are what they say up to this many times the step's tokens together.
-EXACT_SURPLUS: Final = 1.25
 MAX_OPEN_SHARDS: Final = 8  # maximum number of shards that a peer sends, or asks for, at the same time
 MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no further reducer is asked
 NO_ANSWER: Final = (
@@ -191,6 +190,7 @@ class RoundResult:
     contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
     lost: float = 0.0  # this peer's tokens that were too late for this round and the one before: average over shards
     weight: float = 0.0  # tokens behind the means: lower median over the averaged shards
+    own_weight: float = 0.0  # tokens behind this replica's own values
 
     @property
     def failed_shards(self) -> int:
@@ -250,6 +250,7 @@ class Round:
             averaged=[answer is not None for answer in answers],
             fragments=self.fragments,
             wanted=[self.fragments if answer is None else answer.mean.message.wanted_slices for answer in answers],
+            own_weight=self.weight,
         )
         if averaged := [answer for answer in answers if answer is not None]:
             messages = [answer.mean.message for answer in averaged]
@@ -294,7 +295,8 @@ class Round:
                         reasons.append(f"{reducer}: nobody else contributed in time")
                         break
                     try:
-                        codec.check_magnitude(shard, contribution.values, mean.values)
+                        own = WeightedValues(contribution.values, contribution.weight)
+                        codec.check_magnitude(shard, own, mean.values, len(self.members))
                     except PeerFailed as error:
                         rejected = error
                         raise
@@ -412,6 +414,8 @@ class AllReduce:
         self._wanted_fragments = wanted_fragments
         self._gatherings: dict[Shard, _Gathering] = {}
         self._rounds: dict[tuple[int, RoundKind, int], _RoundRecord] = {}
+        # By stage and kind, the fractions of all tokens that members contributed, see after_accepted_weights.
+        self._accepted_weights: defaultdict[tuple[int, RoundKind], dict[PeerId, float]] = defaultdict(dict)
 
     async def run(
         self, stage: int, kind: RoundKind, number: int, values: Tensor, weight: float, fragments: int = ALL_REDUCE
@@ -540,18 +544,14 @@ class AllReduce:
 
     def _average_and_close(self, shard: Shard, gathering: _Gathering) -> None:
         me = self.config.me
-        weights = self._believed_weights(shard, gathering.weights)
+        planned, accepted = self.config.planned_tokens(shard), self._accepted_weights[shard.stage, shard.kind]
+        weights = believed_weights(gathering.weights, planned, self.view_of(shard).token_bounds, accepted)
+        self._accepted_weights[shard.stage, shard.kind] = after_accepted_weights(accepted, gathering.weights, planned)
         center = gathering.values[me] if weights.get(me, 0.0) > 0 else None
         mean = self.codec.mean(shard, list(gathering.values.values()), list(weights.values()), center)
         if mean is not None:
             mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard)))
         self._close_gathering(shard, gathering, mean)
-
-    def _believed_weights(self, shard: Shard, told: Mapping[PeerId, float]) -> dict[PeerId, float]:
-        if self.config.synchronous and sum(told.values()) <= EXACT_SURPLUS * self.config.step_tokens:
-            return dict(told)  # as exact as the tokens are: nobody has claimed those of others
-        bounds = self.view_of(shard).token_bounds
-        return {peer: min(weight, bounds.get(peer, math.inf)) for peer, weight in told.items()}
 
     def _close_gathering(self, shard: Shard, gathering: _Gathering, mean: ShardMean | None) -> None:
         if self._gatherings.get(shard) is not gathering:
@@ -694,7 +694,7 @@ class AllReduce:
         Returns after at most one round_s, even if shards are still failed. first: shard 0 of the round.
         """
         view = self.view_of(first)
-        sources = sorted(view.live_others)
+        sources, members = sorted(view.live_others), len(view.members)
         cuts = cut_into_shards(len(result.mean))
         deadline = loop_time() + view.round_s
         free_calls = asyncio.Semaphore(MAX_OPEN_SHARDS)
@@ -709,7 +709,7 @@ class AllReduce:
                     if mean is None:
                         continue
                     try:
-                        self.codec.check_magnitude(shard, own, mean.values)
+                        self.codec.check_magnitude(shard, WeightedValues(own, result.own_weight), mean.values, members)
                     except PeerFailed:
                         continue
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True

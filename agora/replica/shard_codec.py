@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 from agora.codec.bit_packing import pack, unpack
 from agora.core.sync_mode import ALL_REDUCE
-from agora.replica.trust import MagnitudeBound
+from agora.replica.trust import MagnitudeBound, fair_size
 
 # Bits of an element, by the name of each format that is sent with error feedback.
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
@@ -157,10 +157,13 @@ class RoundConfig:
             pass_tokens=signed.manifest.optimizer.target_tokens * pass_steps,
         )
 
+    def planned_tokens(self, shard: Shard) -> float:
+        """Returns how many tokens should be behind all contributions to a shard together."""
+        return self.step_tokens if shard.kind == "gradient" else self.pass_tokens
+
     def believed_weight(self, shard: Shard, told: float) -> float:
         """Returns the tokens behind a mean, of which its reducer has told: at most MAX_TIMES_TARGET of the planned."""
-        planned = self.step_tokens if shard.kind == "gradient" else self.pass_tokens
-        return min(told, MAX_TIMES_TARGET * planned, self.max_weight)
+        return min(told, MAX_TIMES_TARGET * self.planned_tokens(shard), self.max_weight)
 
     def dither_label(self, shard: Shard) -> str:
         """Returns the seed of the shard's dither (random rounding), the same at all members of the round."""
@@ -293,12 +296,13 @@ class ShardCodec:
         encoded = EncodedShard(cast("WireName", message.wire), tensors)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
 
-    def check_magnitude(self, shard: Shard, own: Tensor, mean: Tensor) -> None:
+    def check_magnitude(self, shard: Shard, own: WeightedValues, mean: Tensor, members: int) -> None:
         """Raises PeerFailed if `mean` is implausibly large; otherwise updates the MagnitudeBound of the shard's region.
 
         own: this replica's values of the shard.
         """
-        mean_size, own_size = magnitude(mean), magnitude(own)
+        mean_size = magnitude(mean)
+        own_size = fair_size(magnitude(own.values), own.tokens, self._config.planned_tokens(shard), members)
         bound = self._bounds[shard.region]
         if why := bound.why_implausible(mean_size, own_size):
             raise PeerFailed(why)

@@ -32,6 +32,8 @@ FASTEST_TOKENS_PER_S: Final = 1e6
 MIN_RATES: Final = 3  # minimum number of known rates for one to be called too high: of two, either could be right
 # A contribution counts up to this many times the tokens that its sender's rate gives it: it may hold a late one too.
 MAX_QUOTAS: Final = 3.0
+# The weights of one shard are right if they are together at most this many times the tokens that should be behind them.
+MAX_SURPLUS: Final = 1.25
 JOIN_S: Final = 1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
 # Seconds after an implausible report for which nothing that its sender reports of the stage counts.
 FORGIVE_S: Final = 10.0
@@ -95,7 +97,52 @@ def token_bounds(rates: Mapping[PeerId, float | None], target: int, microbatch_t
     return {peer: MAX_QUOTAS * max(target * rate / total, microbatch_tokens) for peer, rate in believed.items()}
 
 
+def believed_weights(
+    told: Mapping[PeerId, float], planned: float, bounds: Mapping[PeerId, float], accepted: Mapping[PeerId, float]
+) -> dict[PeerId, float]:
+    """Returns as how many tokens the contributions to one shard count, whose senders have `told` of as many.
+
+    planned: tokens that should be behind all of them together. bounds: see token_bounds; a replica without one has
+    none. accepted: see `after_accepted_weights`.
+
+    | the told weights are together | each counts |
+    |---|---|
+    | at most MAX_SURPLUS * planned | as told: nobody has claimed the tokens of others |
+    | more | up to its bound, or to what was accepted of this replica before, if that is more |
+    """
+    if sum(told.values()) <= MAX_SURPLUS * planned:
+        return dict(told)
+    # A machine far faster than the median has a bound below its true weight. What it had while all weights together
+    # were right needs no second proof: somebody else's lie must not take it away.
+    return {
+        peer: min(weight, max(bounds.get(peer, math.inf), accepted.get(peer, 0.0) * planned))
+        for peer, weight in told.items()
+    }
+
+
+def after_accepted_weights(
+    accepted: Mapping[PeerId, float], told: Mapping[PeerId, float], planned: float
+) -> dict[PeerId, float]:
+    """Returns the average fractions of `planned` that the contributors of a round had, after they `told` of theirs.
+
+    Unchanged by a round whose weights are together too many to be right.
+    """
+    if not told or sum(told.values()) > MAX_SURPLUS * planned or math.isinf(planned):
+        return dict(accepted)
+    return {peer: _moved(accepted.get(peer), weight / planned) for peer, weight in told.items()}
+
+
 # --- sizes of means
+
+
+def fair_size(own: float, tokens: float, planned: float, members: int) -> float:
+    """Returns the magnitude of a replica's values as it were over its equal part of `planned` tokens: own * sqrt(t).
+
+    t = tokens * members / planned, between 1 and `members`. own: their magnitude over `tokens` tokens.
+    """
+    # Noise is as 1 / sqrt(tokens). A mean, in which no weight counts for much more than an equal part, has the noise of
+    # the few tokens of the others where one machine has counted nearly all.
+    return own * math.sqrt(min(max(1.0, tokens * members / planned), float(members)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,15 @@ from agora.replica.shard_codec import (
     magnitude,
     shorten,
 )
-from agora.replica.trust import MAX_OWN_RATIO, MAX_RATIO, MagnitudeBound, token_bounds
+from agora.replica.trust import (
+    MAX_OWN_RATIO,
+    MAX_RATIO,
+    MagnitudeBound,
+    after_accepted_weights,
+    believed_weights,
+    fair_size,
+    token_bounds,
+)
 from tests.replica.world import identities
 
 SIZE = 512
@@ -120,6 +128,59 @@ def test_whoever_claims_tokens_is_heard_for_three_times_its_share_by_rates_that_
     assert token_bounds({a: 100.0, b: 1.0}, 4000, 64) == {}, "of two, either could be right"
     slow = token_bounds({a: 1000.0, b: 1000.0, c: 1000.0, d: 0.1}, 4000, 64)
     assert slow[d] == 3 * 64, "a microbatch at least"
+
+
+def test_what_a_fast_machine_had_while_weights_were_right_is_not_lost_by_the_lie_of_another() -> None:
+    fast, slow, other, liar = identities(4)
+    honest = {fast: 960.0, slow: 15.0, other: 15.0, liar: 10.0}
+    rates = {fast: 6400.0, slow: 100.0, other: 100.0, liar: 100.0}
+    bounds = token_bounds(rates, 1000, 1)
+    assert bounds[fast] < honest[fast], "its rate is beyond what others believe at once"
+    assert believed_weights(honest, 1000.0, bounds, {}) == honest, "together they are right, so each is"
+    accepted: dict[str, float] = {}
+    for _ in range(8):
+        accepted = after_accepted_weights(accepted, honest, 1000.0)
+    for claimed in (1e4, 1e9):
+        told = honest | {liar: claimed}
+        assert after_accepted_weights(accepted, told, 1000.0) == accepted, "such a round teaches nothing"
+        believed = believed_weights(told, 1000.0, bounds, accepted)
+        assert {peer: believed[peer] for peer in (fast, slow, other)} == {fast: 960.0, slow: 15.0, other: 15.0}
+        assert believed[liar] == bounds[liar] <= 750.0
+
+
+def test_who_claims_as_much_as_goes_unnoticed_is_never_believed_more_than_that() -> None:
+    """However many rounds it has: a claim within the surplus raises no later one beyond it."""
+    *honest, liar = identities(4)
+    bounds = token_bounds(dict.fromkeys([*honest, liar], 100.0), 1000, 1)
+    accepted: dict[str, float] = {}
+    for _ in range(100):
+        told = dict.fromkeys(honest, 250.0) | {liar: 500.0}
+        accepted = after_accepted_weights(accepted, told, 1000.0)
+        believed = believed_weights(told | {liar: 1e6}, 1000.0, bounds, accepted)
+        assert believed[liar] == bounds[liar] and all(believed[peer] == 250.0 for peer in honest)
+
+
+@pytest.mark.parametrize("ratio", [64, 1000])
+@pytest.mark.parametrize("members", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_machine_with_nearly_all_tokens_accepts_the_noisier_means_of_its_stage(
+    ratio: int, members: int, exact: bool
+) -> None:
+    tokens = [float(ratio)] + [1.0] * (members - 1)
+    bound, planned = MagnitudeBound(), sum(tokens)
+    for round_ in range(10):
+        rng = torch.Generator().manual_seed(round_)
+        values = [torch.randn(SIZE, generator=rng) / count**0.5 for count in tokens]
+        mean = magnitude(averaged(values, tokens, exact=exact).values)
+        own = fair_size(magnitude(values[0]), tokens[0], planned, members)
+        assert not bound.why_implausible(mean, own)
+        bound = bound.after_accepted_mean(mean, own)
+
+
+@pytest.mark.parametrize("tokens", [0.0, 1.0, 250.0])
+def test_who_has_no_more_than_its_equal_part_judges_by_its_values_as_they_are(tokens: float) -> None:
+    assert fair_size(0.1, tokens, 1000.0, 4) == 0.1
+    assert fair_size(0.1, 1e9, 1000.0, 4) == pytest.approx(0.2), "and nobody by more than there are members"
 
 
 def test_shares_sum_to_one() -> None:
