@@ -151,7 +151,7 @@ class Receiver:
             rng=rng,
         )
         config = RoundConfig(ME, run, "clip", 20.0, max_weight=1e9, gradient_wire="normal3", fragment_wire="int8")
-        self.all_reduce = AllReduce(config, self, self._view_of, lambda shard: shard.fragments, nothing)
+        self.all_reduce = AllReduce(config, self, self._view_of, lambda shard: shard.fragments, nothing, nothing)
         self.epochs = EpochGossip(
             EpochAssigner(0, ME, 1, 100),
             self,
