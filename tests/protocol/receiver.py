@@ -37,7 +37,7 @@ from agora.pipeline.hop import Hop, StepBarrier, WorkLedger
 from agora.pipeline.router import ProcessCall, Router
 from agora.replica.all_reduce import AllReduce, RoundView
 from agora.replica.gossip import StepGossip, SwarmView
-from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard
+from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, WeightedValues
 from agora.replica.view import ReplicaCounts
 from agora.state.comparison import SketchedState, judge_source
 from agora.state.layout import StageState, chunk_hashes, pack_chunk
@@ -229,7 +229,8 @@ class Receiver:
                 encode_frame(FrameType.ANSWER, 1, given.message, given.tensors)
             case messages.Averaged():
                 mean = self.all_reduce.codec.decode_mean(Shard(STAGE, "gradient", 7, 0), tensors, NUMEL, message)
-                self.all_reduce.codec.check_magnitude(Shard(STAGE, "gradient", 7, 0), torch.ones(NUMEL), mean.values)
+                own = WeightedValues(torch.ones(NUMEL), 64.0)
+                self.all_reduce.codec.check_magnitude(Shard(STAGE, "gradient", 7, 0), own, mean.values, len(MEMBERS))
             case messages.Recalled():
                 # A round of this peer's own, all of whose answers are damaged, and then its failed shards.
                 number = int(loop_time())
