@@ -158,6 +158,17 @@ def test_no_test_replaces_a_private_attribute() -> None:
     assert not found, "\n".join(found)
 
 
+def test_only_the_common_conftest_loads_a_hypothesis_profile() -> None:
+    """One that a test file loads also holds for all tests that are collected after it, which then try fewer examples."""
+    loading = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "load_profile"
+    ]
+    assert loading == ["tests/conftest.py"]
+
+
 def test_no_function_or_class_is_used_by_tests_alone() -> None:
     """By name: one that stands nowhere but in its own definition is dead. Commands and fields' checks are decorated."""
     used: set[str] = set()

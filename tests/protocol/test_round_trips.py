@@ -27,8 +27,8 @@ from agora_protocol.tensors import ITEM_BYTES, WireTensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-settings.register_profile("protocol", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("protocol")
+# For these tests alone: a profile loaded here would hold for every test that is collected after this file.
+thirty_examples = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 # Keys of small order, such as 32 zeros, are nobody's.
 PEERS = st.binary(min_size=32, max_size=32).map(peer_id_of).filter(is_peer_id)
@@ -101,6 +101,7 @@ def fits(text: str) -> bool:
     return len(text.encode()) <= 64
 
 
+@thirty_examples
 @given(FRAMES)
 def test_frames(frame: tuple[FrameType, int, Message | None, list[WireTensor]]) -> None:
     kind, call, message, tensors = frame
@@ -150,6 +151,7 @@ def records_of(key: Identity) -> st.SearchStrategy[Record]:
     return claims | progress
 
 
+@thirty_examples
 @given(
     KEYS.flatmap(lambda key: st.tuples(st.just(key), records_of(key))), RUNS, st.floats(1, 1e11), st.floats(0.1, 600)
 )
@@ -161,17 +163,20 @@ def test_records(signed: tuple[Identity, Record], run: RunId, now: float, lifeti
         assert open_record(data, **how) == record  # type: ignore[arg-type]
 
 
+@thirty_examples
 @given(RUNS, PEERS.flatmap(addresses_of).filter(bool), TEXTS.filter(lambda it: fits(it) and it.isprintable()))
 def test_invites(run: RunId, addresses: tuple[str, ...], name: str) -> None:
     invite = Invite(run, addresses, name)
     assert Invite.parse(str(invite)) == invite
 
 
+@thirty_examples
 @given(st.binary(max_size=40))
 def test_base58(data: bytes) -> None:
     assert base58.decode(base58.encode(data)) == data
 
 
+@thirty_examples
 @given(SPANS)
 def test_spans(span: Span) -> None:
     assert Span.parse(str(span)) == span
@@ -189,6 +194,7 @@ PLAIN: Any = st.recursive(
 )
 
 
+@thirty_examples
 @given(PLAIN)
 def test_msgpack(value: object) -> None:
     assert unpack(pack(value), 100_000) == value
@@ -226,6 +232,7 @@ MANIFESTS = st.builds(
 )
 
 
+@thirty_examples
 @given(MANIFESTS, KEYS)
 def test_manifests(manifest: Manifest, key: Identity) -> None:
     signed = SignedManifest.sign(manifest, key)
