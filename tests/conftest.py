@@ -1,4 +1,4 @@
-"""What every test shares: the switches of the quick and the slow tier, and nothing that a room could own itself."""
+"""What every test shares: the switches of the quick and the slow tier, and what no single folder could own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One microbatch as the rooms hand it on: drawn from the data, given to the device of a span, returned by it."""
+"""One microbatch on its way: drawn from the data, given to the device of a span, returned by it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpanWork:
     tokens: as of DrawnMicrobatch.
     purpose: "train", "evaluate" or "reference", as in the message Process.
     references: of each row, its log-probability under the reference model (dpo); otherwise empty.
-    content: tells two works on one microbatch apart that were sent with other tensors; see ProcessCall.
+    content_digest: tells two works on one microbatch apart that were sent with other tensors; see ProcessCall.
     """
 
     microbatch: MicrobatchId
@@ -33,7 +33,7 @@ class SpanWork:
     tokens: WireTensor
     purpose: str
     references: tuple[float, ...] = ()
-    content: bytes = b""
+    content_digest: bytes = b""
 
     @property
     def is_training(self) -> bool:

@@ -133,7 +133,8 @@ def make_private(directory: Path) -> None:
 def distrust_reason(directory: Path, *, is_services: bool = False) -> str:
     """Returns why the files of an existing directory may be those of other users, "" if they cannot, and what to do.
 
-    Who can put files into the directory of the sockets chooses whom commands ask. In /tmp whoever is first makes it.
+    A user who can put files into the directory of the sockets chooses which process commands ask, and in /tmp any user
+    can be the first to make it.
     is_services: whether it may be another user's, or a link, because root made it for a service. Raises OSError.
     """
     status = directory.stat() if is_services else directory.lstat()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 STDIN = "-"
 MAX_INVITE_CHARACTERS = 64 * 1024
 MAX_BANNED = 10_000  # at most this many peers are kept in banned.txt
-MAX_LINE_CHARACTERS = 64  # characters that are read of banned.txt for each of them, on average
+MAX_LINE_CHARACTERS = 64  # for each peer that banned.txt may have, this many of its characters are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _by_invite(text: str, home: paths.Home) -> RunReference:
 
 
 def _read_invite(path: Path) -> str:
-    # An invite with a ticket is a secret, and arguments of a process are not: a file keeps it from `ps` and histories.
+    # An invite with a ticket is a secret, and a process' arguments are not: a file keeps it out of `ps` and histories.
     with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
         text = file.read(MAX_INVITE_CHARACTERS).strip()
         return text if text.startswith(SCHEME) and len(text.split()) == 1 else ""
@@ -182,7 +182,7 @@ def _overwrite(descriptor: int, data: bytes) -> None:
 
 
 def _with_signature(text: str, signed: SignedManifest) -> str:
-    # Keeps the comments, unless the result would not read as `signed`: then returns the signed manifest's own text.
+    # This keeps the comments. If the result would not read as `signed`, it returns the signed manifest's own text.
     from agora_protocol.manifest import SignedManifest
 
     table = signed.to_toml().rpartition("\n[signed]")[2]

@@ -60,7 +60,7 @@ class Settings(pydantic.BaseModel):
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
     allow_private: bool = False  # whether addresses of a LAN, a VPN or loopback are announced to peers and dialled
     upnp: bool = False  # whether the router is asked to forward the ports
-    relay_peers: int = pydantic.Field(16, ge=0, le=MAX_RELAYED_PEERS)  # for how many it relays, if it can be dialled
+    relay_peers: int = pydantic.Field(16, ge=0, le=MAX_RELAYED_PEERS)  # how many it relays for, if it can be dialled
     relay_mbit: float = pydantic.Field(0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
     # RATE,RTT[,JITTER[,LOSS]] that this peer's streams emulate; "" is the network as it is.
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""

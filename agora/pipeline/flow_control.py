@@ -13,10 +13,11 @@ from typing import Literal
 from agora.core.rates import MovingAverage
 
 SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight
-PER_STAGE = 2  # at least so many in flight for each stage: one is computed while one travels
+PER_STAGE = 2  # at least this many are in flight for each stage: one is computed while one travels
 MAX_GAP_PERIODS = 10.0  # a longer gap between two completions is a stall, not a pace
-PREDICTED_FACTOR = 2  # so many times schedule.staleness may be in flight where weights are predicted
-GRACE_S = 3.0  # after which an origin of a synchronous run with nothing open opens what the step still lacks
+PREDICTED_FACTOR = 2  # where weights are predicted, this many times schedule.staleness may be in flight
+# An origin of a synchronous run that has had nothing open for this many seconds opens what the step still lacks.
+GRACE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def measured_window(
 
     The bounds, the strongest first: 1 at least; `ceiling` at most; `staleness.usual` at most, but x and up to
     `staleness.at_most` if x is more; PER_STAGE for each stage at least. round_trip_s: seconds that a microbatch takes
-    if it never waits. period_s: mean seconds between two completions. Unmeasured ones give the lowest window.
+    if it never waits. period_s: mean seconds between two completions. If one is not measured, the window is the lowest.
     """
     is_stale_beyond = staleness.usual <= ceiling
     slots, ceiling = ceiling, max(1, min(ceiling, staleness.usual))
@@ -133,8 +134,8 @@ class StepState:
     """How far stage 0 is in its present `step` of a synchronous run, and which of the origins this one is."""
 
     step: int
-    microbatches: int  # that a step needs
-    lacking: int  # of these, how many are not counted yet
+    microbatches: int  # how many a step needs
+    lacking: int  # how many of these are not counted yet
     rank: int = 0  # of this origin, from 0
     origins: int = 1
 
@@ -147,7 +148,7 @@ class SendInputs:
     step: StepState | None = None  # None in an asynchronous run
     path_s: float | None = None  # seconds to the last stage and back, see Hop.path_s
     staleness: StalenessCeiling = NO_CEILING
-    # How many may be open until the awaited mean gradient is applied: more would be computed on weights without it.
+    # How many may be open until the awaited mean gradient is applied. More would be computed on weights without it.
     # None where origins do not wait for means.
     before_mean: int | None = None
     # Whether stage 0 has taken the run's last step: "last" while other stages have not, "over" once all have.
@@ -170,7 +171,7 @@ class StepQuota:
             return replace(self, idle_since=now)
         if now - self.idle_since < GRACE_S:
             return self
-        # Quotas do not add up to a step when origins come and go: all of them open what is lacking, in parts.
+        # When origins come and go, their quotas do not add up to a step. Then each opens an equal part of what lacks.
         return StepQuota(self.step, math.ceil(state.lacking / state.origins))
 
 
@@ -187,7 +188,7 @@ def next_send(
     now: float,
     quota: StepQuota,
     window: SendWindow,
-    seen: SendInputs,
+    inputs: SendInputs,
     open_count: int,
     *,
     leaving: bool = False,
@@ -195,24 +196,24 @@ def next_send(
 ) -> SendDecision:
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or stops.
 
-    The first rule that holds. The decision has the quota that follows.
+    The first rule that holds decides. The decision has the quota that follows.
     """
     if leaving:
         return SendDecision("stop", "this peer is leaving", quota)
-    if not seen.ready:
+    if not inputs.ready:
         return SendDecision("wait", "too few replicas serve the run", quota)
     if paused:
         return SendDecision("wait", "paused by its owner", quota)
-    if seen.end == "over":
+    if inputs.end == "over":
         return SendDecision("wait", "the run has taken its total_steps", quota)
-    if seen.end == "last" and open_count:  # one at a time, so that no stage goes far beyond the end
+    if inputs.end == "last" and open_count:  # one at a time, so that no stage goes far beyond the end
         return SendDecision("wait", "the last stages take their last step", quota)
-    if seen.step is not None and not quota.left and not open_count:
-        quota = quota.next_quota(now, seen.step)
-    if seen.step is not None and not quota.left:
+    if inputs.step is not None and not quota.left and not open_count:
+        quota = quota.next_quota(now, inputs.step)
+    if inputs.step is not None and not quota.left:
         return SendDecision("wait", f"this origin's quota of step {quota.step} is opened", quota)
-    if seen.before_mean is not None and open_count >= seen.before_mean:
+    if inputs.before_mean is not None and open_count >= inputs.before_mean:
         return SendDecision("wait", "its share of a step is opened, and the mean gradient awaited", quota)
     if open_count >= window.limit:
-        return SendDecision("wait", f"{open_count} microbatches are open; credit {window.reason}", quota)
+        return SendDecision("wait", f"{open_count} microbatches are open; send window {window.reason}", quota)
     return SendDecision("open", window.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

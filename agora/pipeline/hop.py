@@ -39,24 +39,27 @@ from agora.observe import events, faults
 from agora.pipeline.load_balancer import deadline_for_others
 from agora.pipeline.router import HopAnswer, ProcessCall, Router
 
-MIN_USEFUL_S = 0.001  # a hop that has less than this many seconds left starts nothing
+MIN_USEFUL_S = 0.001  # a hop starts nothing when fewer seconds than this are left
 PATH_SAMPLES = 33  # number of latest samples whose median is `Hop.path_s`
-# Of the slots, what any caller may take; the rest is for callers that hold less than their fair share.
+# This fraction of the slots is free to all. The rest is for requesters that hold less than their fair share.
 FREE_SLOT_FRACTION = 0.875
 MAX_CACHE_BYTES = 256 << 20
 MAX_CACHE_AGE_S = 900.0
 MAX_CACHE_ENTRIES = 65536
-ENTRY_BYTES = 512  # of a kept answer on top of its tensors, about; answers to evaluations have no tensors
-CLOSED_RETRY_MS = 2000  # for a caller that was refused because this peer takes no new work
-MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000  # bounds for a caller that found all slots taken
-OVERLAP_RETRY_MS = ENDING_RETRY_MS = 1000  # for a microbatch that entered here at another stage, or is still ending
-ANSWERS_PER_SLOT = 32  # after so many answers without an out-of-memory error one slot is restored
-MAX_ENDING_S = 5.0  # for which `WorkLedger.drain` waits for cancelled work to end
-MAX_WAIT_FRACTION = 0.5  # of its remaining time a microbatch waits here at most; the rest is for asking another peer
+ENTRY_BYTES = 512  # what a kept answer takes beside its tensors, roughly; an answer to an evaluation has no tensors
+# Milliseconds after which a requester that was refused as Busy may ask again, by the cause of the refusal.
+CLOSED_RETRY_MS = 2000  # this peer takes no new work
+MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000  # all slots are taken: the bounds of the time until one is expected to be free
+OVERLAP_RETRY_MS = 1000  # the microbatch entered this peer at another stage before
+ENDING_RETRY_MS = 1000  # an earlier attempt of the microbatch is still ending here
+BEHIND_RETRY_MS = 200  # a stage here has not taken the microbatch's step yet
+ANSWERS_PER_SLOT = 32  # one slot comes back after this many answers without an out-of-memory error
+MAX_ENDING_S = 5.0  # seconds that `WorkLedger.drain` waits for cancelled work to end
+# A microbatch waits here for at most this fraction of its remaining time. The rest is for asking another peer.
+MAX_WAIT_FRACTION = 0.5
 # Step s opens only after s - 1 is counted. Two behind means that state was missed: waiting would not help, so refuse.
 MAX_STEPS_AHEAD = 1
 LOOK_S = 0.05  # seconds between two checks of whether a mean is still awaited
-RETRY_MS = 200  # after which a caller may ask again if it was refused because a stage here is behind
 
 
 class SpanDevice(Protocol):
@@ -81,14 +84,14 @@ class SpanDevice(Protocol):
         """Runs stages `work.entry_stage` to the model's last, the loss and, for training, the backward, as one job."""
 
     async def backward(
-        self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor, content: bytes
+        self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor, content_digest: bytes
     ) -> SpanResult:
         """Runs the backward pass of an earlier `forward`. gradient: of the boundary that `forward` returned.
 
         Raises ProtocolError for a gradient that cannot be used; then `backward` may be called with another one.
         """
 
-    def forget(self, microbatch: MicrobatchId, entry_stage: int, content: bytes) -> None:
+    def forget(self, microbatch: MicrobatchId, entry_stage: int, content_digest: bytes) -> None:
         """Drops what `forward` kept of this work, if anything."""
 
 
@@ -135,7 +138,7 @@ class Hop:
         """
         request = call.request
         try:
-            # First, without a look at span and tensors: after a move this peer still answers for its former span.
+            # Before any check of span and tensors: after a move this peer still keeps answers of its former span.
             answer = self._ledger.answer_repeat(call, self.queue)
             if answer is None:
                 if request.stage not in self._span:
@@ -143,7 +146,7 @@ class Hop:
                         f"this peer holds stages {self._span}, not {request.stage}; ask the directory again"
                     )
                 work = self._router.wire_rules.check_request(call)
-                if self._barrier is not None:  # before a slot is taken: whoever waits for a step holds up nobody
+                if self._barrier is not None:  # before it takes a slot: what waits for a step must not hold up others
                     await self._barrier.hold(request, call.deadline)
                 answer = await self._ledger.run(call, self._span.last, partial(self._perform, call, work))
         except Refused as refusal:
@@ -193,7 +196,9 @@ class Hop:
                 started = loop_time()
                 try:
                     with self._queued_job():
-                        result = await self._device.backward(microbatch, entry_stage, downstream.gradient, work.content)
+                        result = await self._device.backward(
+                            microbatch, entry_stage, downstream.gradient, work.content_digest
+                        )
                 except ProtocolError as error:
                     # The forward is kept. Its sender is blamed, so another peer is asked for a gradient next.
                     running.uncommit()
@@ -202,7 +207,7 @@ class Hop:
                 self._backward_s = self._backward_s.with_sample(loop_time() - started)
                 return self._compose_answer(work, result, downstream.message)
         finally:
-            self._device.forget(microbatch, entry_stage, work.content)  # does nothing after a backward
+            self._device.forget(microbatch, entry_stage, work.content_digest)  # does nothing after a backward
 
     @contextmanager
     def _queued_job(self) -> Iterator[None]:
@@ -213,8 +218,8 @@ class Hop:
             self.queue -= 1
 
     def _compose_answer(self, work: SpanWork, result: SpanResult, downstream: Processed | None = None) -> HopAnswer:
-        # path_ms is the way without queueing: this span's device time, and downstream's, to which the router has added
-        # the time on the link.
+        # path_ms has no queueing in it: it is the device time of this span, plus the path_ms from downstream, to which
+        # the router has added the time on the link.
         path_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
         if work.is_training:
             self._busy_s = self._busy_s.with_sample(result.busy_s)
@@ -254,28 +259,29 @@ def is_hopeless(left_s: float, own_s: float) -> bool:
 class WorkKey(NamedTuple):
     """Identifies work on a microbatch by the stage at which it enters this peer, by what entered, and by who sent it.
 
-    caller: None for this peer's own origin. content: see ProcessCall.content.
+    requester_id: None for this peer's own origin. content_digest: see ProcessCall.content_digest.
     """
 
     microbatch: MicrobatchId
     stage: int
-    caller: PeerId | None = None
-    content: bytes = b""
+    requester_id: PeerId | None = None
+    content_digest: bytes = b""
 
     @classmethod
     def of(cls, call: ProcessCall) -> WorkKey:
         """The key of the work that `call` asks for."""
-        caller = call.caller.peer if call.caller is not None else None
-        return cls(call.request.microbatch, call.request.stage, caller, call.content)
+        requester_id = call.requester.peer if call.requester is not None else None
+        return cls(call.request.microbatch, call.request.stage, requester_id, call.content_digest)
 
     def answers(self, asked: WorkKey) -> bool:
-        """Whether the answer to this work is one to `asked` too: it has the same caller, or the same content.
+        """Whether this work's answer also answers `asked`: the requester or the content must be the same.
 
-        A microbatch's id does not suffice: whoever knows it could send anything under it first, and others would get
-        the gradient of that.
+        The microbatch's id does not suffice. A peer that knows the id could send other tensors under it first, and the
+        others would get the gradient of those.
         """
-        is_same_entry = (self.microbatch, self.stage) == (asked.microbatch, asked.stage)
-        return is_same_entry and (self.caller == asked.caller or self.content == asked.content)
+        if (self.microbatch, self.stage) != (asked.microbatch, asked.stage):
+            return False
+        return self.requester_id == asked.requester_id or self.content_digest == asked.content_digest
 
 
 class AnswerCache:
@@ -330,36 +336,36 @@ Perform = Callable[["RunningWork"], Coroutine[Any, Any, HopAnswer]]
 
 
 class RunningWork:
-    """One microbatch's work that runs in `task`, and the callers that wait for it."""
+    """One microbatch's work that runs in `task`, and the listeners that wait for it."""
 
-    def __init__(self, key: WorkKey, last_stage: int, caller: Client | None, perform: Perform) -> None:
-        """Starts the task. caller: the peer that asked for it first; None for this peer itself."""
+    def __init__(self, key: WorkKey, last_stage: int, requester: Client | None, perform: Perform) -> None:
+        """Starts the task. requester: the peer that asked for it first; None for this peer itself."""
         self.key = key
         self.last_stage = last_stage
-        self.caller = caller
+        self.requester = requester
         self.committed = self.cancelled = False
-        self.callers: list[OnProgress] = []  # one for each waiting caller
-        self.newest: dict[int, CallProgress] = {}  # by stage, for callers that join
+        self.listeners: list[OnProgress] = []  # one for each request that waits for the answer
+        self.newest_progress: dict[int, CallProgress] = {}  # by stage, for requests that join later
         name = f"hop {key.microbatch.hex()} at stage {key.stage}"
         self.task = asyncio.create_task(perform(self), name=name)
 
     def publish(self, call_progress: CallProgress) -> None:
-        """Passes a progress message to every waiting caller, and later to those that join."""
-        self.newest[call_progress.stage] = call_progress
-        for on_progress in list(self.callers):
+        """Passes a progress message to every listener, and later to those that join."""
+        self.newest_progress[call_progress.stage] = call_progress
+        for on_progress in list(self.listeners):
             on_progress(call_progress)
 
     def commit(self) -> None:
         """Records that the gradient may be counted from now on.
 
-        The work then runs to its end even without callers, so that a repeated request finds the answer.
+        The work then runs to its end even without listeners, so that a repeated request finds the answer.
         """
         self.committed = True
 
     def uncommit(self) -> None:
-        """Records that the gradient was not counted after all; cancels the work if no caller waits any more."""
+        """Records that the gradient was not counted after all; cancels the work if nobody waits for it any more."""
         self.committed = False
-        if not self.callers:
+        if not self.listeners:
             self.cancel()
 
     def cancel(self) -> None:
@@ -371,7 +377,7 @@ class RunningWork:
 class WorkLedger:
     """Runs this peer's work on microbatches, each once, on one of at most `max_slots` slots, and keeps the answers.
 
-    A slot is the place of one microbatch from the start of its work to the answer. When the last caller leaves,
+    A slot is the place of one microbatch from the start of its work to the answer. When the last listener leaves,
     uncommitted work is cancelled.
     """
 
@@ -403,25 +409,26 @@ class WorkLedger:
         return answer
 
     def refuse_overlap(self, key: WorkKey, last_stage: int) -> None:
-        """Raises Busy if the caller sent this microbatch to another stage before, and it went through a common stage.
+        """Raises Busy if the requester sent this microbatch to another stage before, and both ways share a stage here.
 
-        There it would be counted twice, and the gradient that this request asks for was never computed. What another
-        caller sent blocks nobody: to count one microbatch twice does less harm than a peer that can have it refused.
+        That stage would count the microbatch twice, and the gradient that this request wants was never computed.
+        What another requester sent blocks nobody: one microbatch counted twice does less harm than a peer that can have
+        others' microbatches refused.
         """
         past = self._answers.last_stages_of(key.microbatch, loop_time()).items()
         present = [(work.key, work.last_stage) for work in self._works.values()]
-        for known, end in (*present, *past):
-            is_another_entry = known.stage != key.stage and known.stage <= last_stage and key.stage <= end
-            if is_another_entry and (known.microbatch, known.caller) == (key.microbatch, key.caller):
+        for known, known_last in (*present, *past):
+            is_another_entry = known.stage != key.stage and known.stage <= last_stage and key.stage <= known_last
+            if is_another_entry and (known.microbatch, known.requester_id) == (key.microbatch, key.requester_id):
                 raise Busy(f"this microbatch entered this peer at stage {known.stage} before", OVERLAP_RETRY_MS)
 
     async def run(self, call: ProcessCall, last_stage: int, perform: Perform) -> HopAnswer:
         """Joins the call's running work, or starts it as `perform(work)` on a free slot; returns the answer.
 
-        last_stage: the last stage that the work runs here. If joined work fails before the call's deadline, this caller
+        last_stage: the last stage that the work runs here. If joined work fails before the call's deadline, this call
         starts the work again; the deadline does not end the wait for an answer. Raises the work's own error, PeerFailed
-        when `drain` cancels the work, and Busy when no slot is free for the caller, when no new work is accepted, when
-        the microbatch would be counted twice, or when an earlier, cancelled attempt has not ended by the deadline.
+        when `drain` cancels the work, and Busy when no slot is free for the requester, when no new work is accepted,
+        when the microbatch would be counted twice, or when an earlier, cancelled attempt has not ended by the deadline.
         """
         key = WorkKey.of(call)
         if call.request.purpose == "train":
@@ -434,9 +441,9 @@ class WorkLedger:
                     raise Busy("an earlier attempt of this microbatch is still ending here", ENDING_RETRY_MS)
                 continue
             if work is None:
-                return await self._wait(self._start(key, last_stage, call.caller, perform), call.on_progress)
+                return await self._wait(self._start(key, last_stage, call.requester, perform), call.on_progress)
             self._report(events.RepeatServed(key.microbatch.hex(), key.stage))
-            for call_progress in work.newest.values():
+            for call_progress in work.newest_progress.values():
                 call.on_progress(call_progress)
             try:
                 return await self._wait(work, call.on_progress)
@@ -459,7 +466,7 @@ class WorkLedger:
     async def drain(self, within_s: float, reason: str) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
-        The callers of cancelled work get PeerFailed. Returns whether all work ended by itself. reason: completes
+        Whoever waits for cancelled work gets PeerFailed. Returns whether all work ended by itself. reason: completes
         "this peer is ..." in the Busy of new requests.
         """
         self.stop_accepting(reason)
@@ -472,13 +479,13 @@ class WorkLedger:
             await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
         return not late
 
-    def _start(self, key: WorkKey, last_stage: int, caller: Client | None, perform: Perform) -> RunningWork:
+    def _start(self, key: WorkKey, last_stage: int, requester: Client | None, perform: Perform) -> RunningWork:
         if refusal := self._refusal or self._shortage:
             raise Busy(f"this peer is {refusal}; ask another", CLOSED_RETRY_MS)
-        held = Counter(work.caller for work in self._works.values() if work.caller is not None)
-        exceeds_share = caller is not None and not may_acquire(held, caller, self._slots, free=FREE_SLOT_FRACTION)
+        held = Counter(work.requester for work in self._works.values() if work.requester is not None)
+        exceeds_share = requester is not None and not may_acquire(held, requester, self._slots, free=FREE_SLOT_FRACTION)
         if self.taken >= self._slots or exceeds_share:
-            free_in_ms = 1000.0 * (self._slot_time_s.value or 0.0) / self._slots  # when the next of all slots is free
+            free_in_ms = 1000.0 * (self._slot_time_s.value or 0.0) / self._slots  # until one of the slots is free
             retry_ms = int(min(max(free_in_ms, MIN_RETRY_MS), MAX_RETRY_MS))
             is_share = self.taken < self._slots
             taken = f"your share of the {self._slots} slots is" if is_share else f"all {self._slots} slots are"
@@ -498,7 +505,7 @@ class WorkLedger:
             finally:
                 self._end(work)
 
-        work = self._works[key] = RunningWork(key, last_stage, caller, perform_and_keep)
+        work = self._works[key] = RunningWork(key, last_stage, requester, perform_and_keep)
         work.task.add_done_callback(lambda task: self._end(work))
         return work
 
@@ -516,18 +523,18 @@ class WorkLedger:
             self._report(events.SlotsChanged(self._slots, self._max_slots, "memory has sufficed since"))
 
     async def _wait(self, work: RunningWork, on_progress: OnProgress) -> HopAnswer:
-        work.callers.append(on_progress)
+        work.listeners.append(on_progress)
         try:
             return await asyncio.shield(work.task)
         except asyncio.CancelledError:
-            this_caller = asyncio.current_task()
-            if not work.task.cancelled() or (this_caller is not None and this_caller.cancelling()):
+            this_request = asyncio.current_task()
+            if not work.task.cancelled() or (this_request is not None and this_request.cancelling()):
                 raise
-            # Passed on, it would end the caller's request without any answer, and the caller would wait in vain.
+            # A CancelledError would end this request without any answer, and the requester would wait in vain.
             raise PeerFailed("this peer has given up its work on this microbatch; ask another") from None
         finally:
-            work.callers.remove(on_progress)
-            if not work.callers and not work.committed:
+            work.listeners.remove(on_progress)
+            if not work.listeners and not work.committed:
                 work.cancel()
 
     def _end(self, work: RunningWork) -> None:
@@ -536,7 +543,7 @@ class WorkLedger:
         if self._works.get(work.key) is work:
             del self._works[work.key]
         if work.task.done() and not work.task.cancelled():
-            work.task.exception()  # the error is retrieved, even when no caller waits any more
+            work.task.exception()  # retrieves the error even when nobody waits any more: asyncio would log it otherwise
 
 
 # --- waiting for steps and means
@@ -571,8 +578,8 @@ class StepBarrier:
     async def wait_for_step(self, entry_stage: int, step: int, deadline: float) -> None:
         """Waits until all stages from `entry_stage` to the span's last have taken at least `step` steps.
 
-        Raises Busy after MAX_WAIT_FRACTION of the time until the loop time `deadline`, so that the caller can still ask
-        another peer.
+        Raises Busy after MAX_WAIT_FRACTION of the time until the loop time `deadline`, so that the requester can still
+        ask another peer.
         """
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         while loop_time() < until and self._stages_behind(entry_stage, step):
@@ -584,7 +591,7 @@ class StepBarrier:
 
     def _require_step(self, entry_stage: int, step: int) -> None:
         if behind := self._stages_behind(entry_stage, step):
-            raise Busy(f"stage {behind[0]} has not taken step {step} here yet", RETRY_MS)
+            raise Busy(f"stage {behind[0]} has not taken step {step} here yet", BEHIND_RETRY_MS)
 
 
 class MeanBarrier:

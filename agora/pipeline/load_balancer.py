@@ -25,32 +25,36 @@ from agora_protocol.limits import MAX_DEADLINE_MS
 from agora.core.rates import MovingAverage
 from agora.swarm.view import PeerView
 
-# How many peers of one stage a caller calls; those whose last call failed come in addition. A caller of hundreds would
-# get an answer of each only every few minutes, and know nothing of their queues. With 8 it learns the length of each
-# queue about as often as that queue is served.
+# A caller calls at most this many peers of one stage, and in addition those whose last call failed. If it called
+# hundreds, each would answer it only every few minutes, and it would know nothing of their queues. With 8 it learns the
+# length of each queue about as often as that queue is served.
 MAX_CALLEES = 8
-# Bounds of a claimed capacity, in medians of its stage. The lower one: a slow peer has few callers, but rarely none.
+# A claimed capacity counts within these bounds, in medians of its stage. The lower bound gives a slow peer few callers
+# rather than none.
 MIN_TIMES_MEDIAN, MAX_TIMES_MEDIAN = 0.5, 16.0
 UNMEASURED_SERVICE_S = 0.25  # assumed device seconds of a microbatch until a peer of the stage has been measured
 BACKOFF_S = 0.25  # least pause after a peer's first failure; it doubles with each further failure in a row
 MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_IF_ALL_FAIL_S = 4.0  # while every peer of the stage fails there is nobody else to ask
-ACCEPTANCE_WAITS = 128  # how many times from sending to acceptance are kept of a peer
-NEWCOMER_CALLS = 2  # most open calls to a peer that has never answered, once another peer of its stage has
-# How many times as long a microbatch counts at a peer that is reached through a relay: others share that link.
+ACCEPTANCE_WAITS = 128  # of each peer this many latest waits are kept, from sending to acceptance
+# A peer that has never answered gets at most this many open calls, once another peer of its stage has answered.
+NEWCOMER_CALLS = 2
+# At a peer that is reached through a relay a microbatch counts as this many times as long: others share that link.
 RELAYED_FACTOR = 1.5
 # A peer counts as at most this many times as fast as usual in its stage. Peers report their own service times, and the
 # shorter its time, the more work a peer gets: one that reports 0 ms would get all of it.
 MAX_SPEED_RATIO = 16.0
-MEASURED_CALLS = 32  # answered calls of a peer from which the caller takes how long its work took at least
-# What the calls of a peer take beyond so many times what those of others spend elsewhere is its own device's time.
+MEASURED_CALLS = 32  # the caller infers from this many latest answered calls how long a peer's work took at least
+# Other peers' calls spend some time elsewhere than on that peer's device. What a peer's calls take beyond this many
+# times as long is its own device's time.
 ELSEWHERE_FACTOR = 1.02
-MAX_ELSEWHERE = 2.5  # in the usual service time: while others spend less elsewhere, a late call counts as waiting
+# In usual service times. While other peers' calls spend less than this elsewhere, a late call counts as waiting.
+MAX_ELSEWHERE = 2.5
 AVERAGE_WEIGHT = 0.1  # of the newest sample in the moving averages of PeerStats
 MAX_FAILURES = 64  # failures in a row beyond which none is counted
 MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0  # bounds of the pause after BUSY, whatever the answer asks for
-USUAL_CALLS = 4.0  # an attempt gets at least the time of so many usual calls: a full queue is not a failure
-MAX_OWN_FRACTION = 0.25  # largest part of its remaining time that a caller reserves for its own work
+USUAL_CALLS = 4.0  # an attempt gets at least the time of this many usual calls: a full queue is not a failure
+MAX_OWN_FRACTION = 0.25  # a caller reserves at most this fraction of its remaining time for its own work
 
 
 @dataclass(slots=True)
@@ -97,7 +101,7 @@ class PeerStats:
     def queue_now(self, now: float) -> float:
         """Expected microbatches ahead of a new one at the peer's device; not rounded.
 
-        At least those of this caller that have taken longer than such calls do when they need not wait.
+        This caller's microbatches that have taken longer than a call without waiting all count as ahead.
         """
         # The reported queue drains at a quarter of the peer's speed: other callers keep filling it between our calls.
         waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.device_s, 1e-6) if self.queue else 0.0
@@ -124,7 +128,7 @@ class PeerStats:
     def count_failure(self, now: float, wasted_s: float, max_failures: int = MAX_FAILURES) -> None:
         """Counts a failed call that took `wasted_s`, unless `max_failures` in a row are counted already."""
         self.wasted_s = max(self.wasted_s, wasted_s)
-        # Within BACKOFF_S of the last one it is not counted: one broken connection fails all of its calls.
+        # A failure within BACKOFF_S of the last one does not count: one broken connection fails all of its calls.
         if not self.failures or now >= self.failed_at + BACKOFF_S:
             self.failures = min(self.failures + 1, max(max_failures, self.failures))
             self.failed_at = now
@@ -295,7 +299,7 @@ class LoadBalancer:
         waited_s = now - attempt.started
         round_trip = waited_s if ping_s is None else min(waited_s, ping_s)
         if waited_s > round_trip and attempt.payload_bytes > 0:
-            # Averaged as seconds per byte: times add up, rates do not.
+            # The average is over seconds per byte: times add up, rates do not.
             known = 0.0 if math.isinf(stats.bytes_per_s) else 1.0 / stats.bytes_per_s
             stats.bytes_per_s = 1.0 / _average(
                 known, (waited_s - round_trip) / attempt.payload_bytes, stats.acceptances
@@ -317,7 +321,7 @@ class LoadBalancer:
     ) -> float:
         """Records an answer, which ends the attempt; returns the seconds on the link, see PeerStats.crossing_s.
 
-        service_s: seconds on the peer's device, as the peer reports; at most the whole call is believed.
+        service_s: seconds on the peer's device, as the peer reports; it counts up to the time of the whole call.
         period_s: time between two answers to this caller.
         """
         stats = attempt.stats
@@ -412,25 +416,25 @@ def choose_next(
     The peer is None when none is ready, and when the one that holds the result will be ready within BACKOFF_S.
     """
     held_by = hint.peer_by_stage.get(stage)
-    hinted = next((c for c in candidates if c.peer == held_by), None) if held_by is not None else None
+    hinted = next((each for each in candidates if each.peer == held_by), None) if held_by is not None else None
     if hinted is not None and hinted.ready_at <= now:
         verb = "already holds the result of" if hinted.peer in hint.finished else "already works on"
         return Choice(hinted.peer, f"{verb} this microbatch")
     if hinted is not None and hinted.peer in hint.finished and hinted.ready_at <= now + BACKOFF_S:
         # Its connection broke just before the answer: any other peer would count the microbatch a second time.
         return Choice(None, f"the peer that holds the result is {hinted.obstacle}", hinted.ready_at)
-    ready = [c for c in candidates if c.ready_at <= now]
+    ready = [candidate for candidate in candidates if candidate.ready_at <= now]
     if not candidates:
         return Choice(None, f"no live peer holds stage {stage}")
     if not ready:
-        soonest = min(c.ready_at for c in candidates)
-        obstacles = ", ".join(sorted({c.obstacle for c in candidates if c.obstacle}))
+        soonest = min(candidate.ready_at for candidate in candidates)
+        obstacles = ", ".join(sorted({candidate.obstacle for candidate in candidates if candidate.obstacle}))
         when = f"; next in {soonest - now:.2f} s" if soonest < math.inf else ""
         return Choice(None, f"all {len(candidates)} peers of stage {stage} are not ready ({obstacles}){when}", soonest)
-    least = min([c.lead_s + c.finish_s for c in ready])
-    # Equal peers are told apart by a hash of the microbatch, so that callers do not herd.
-    alike = [c for c in ready if c.lead_s + c.finish_s == least]
-    best = min(alike, key=lambda c: (zlib.crc32(microbatch + c.peer.encode()), c.peer))
+    least_s = min([candidate.lead_s + candidate.finish_s for candidate in ready])
+    equals = [candidate for candidate in ready if candidate.lead_s + candidate.finish_s == least_s]
+    # A hash of the microbatch chooses among equal peers, so that callers do not herd.
+    best = min(equals, key=lambda candidate: (zlib.crc32(microbatch + candidate.peer.encode()), candidate.peer))
     return Choice(best.peer, f"expected to finish in {best.finish_s:.3f} s, least of {len(ready)} ready peers")
 
 
@@ -520,13 +524,14 @@ def _forget_sent(stats: PeerStats, attempt: Attempt) -> None:
 
 
 def _bound_service_times(peers: Iterable[PeerStats]) -> None:
-    # A peer reports its own service time, and has less to do the more it reports. So a time counts only within what
-    # was measured here: no less than a fraction of the stage's usual one, and no less than what the peer's calls took
-    # beyond the time that the other peers' calls spent elsewhere. Whoever draws more than it can compute by a lie has
-    # to let it wait, which counts as its work; or does not compute it, which is for those to find who check answers.
+    # A peer reports its own service time, and gets less work the more it reports. So this caller bounds the reported
+    # time by what it has measured: no less than a fraction of the stage's usual time, and no less than what the peer's
+    # calls took beyond the time that the other peers' calls spent elsewhere. A peer that attracts more work by a lie
+    # than it can compute must let it wait, and the wait counts as its work. If the peer does not compute it at all,
+    # those find out who check answers.
     known = list(peers)
     measured = [stats for stats in known if stats.answers]
-    if len(measured) == 1 and len(known) > 1:  # until there is another to compare it with, it is no better than those
+    if len(measured) == 1 and len(known) > 1:  # until another is measured too, this one counts as no faster than those
         measured[0].least_service_s = UNMEASURED_SERVICE_S
     if len(measured) < 2:
         return
@@ -534,7 +539,7 @@ def _bound_service_times(peers: Iterable[PeerStats]) -> None:
     elsewhere = sorted(stats.long_elsewhere_s for stats in measured)
     for stats in measured:
         of_others_s = elsewhere[-2] if stats.long_elsewhere_s == elsewhere[-1] else elsewhere[-1]
-        # At most the usual time: what it has let wait for longer counts as its queue, not as its work.
+        # At most the usual time: what the peer has let wait for longer counts as its queue, not as its work.
         own_s = min(stats.quick_work_s - ELSEWHERE_FACTOR * of_others_s, usual_s)
         stats.least_service_s = max(usual_s / MAX_SPEED_RATIO, own_s)
         # Where most of the time is spent elsewhere, a late call says nothing of the peer's own queue.
@@ -556,9 +561,9 @@ def must_use_relay(mine: str, theirs: str) -> bool:
 def attempt_deadline(now: float, deadline: float, expected_s: float, others: int, depth: int = 1) -> float:
     """Returns when to leave a callee and ask another peer, on the clock of `now`; at the latest `deadline`.
 
-    That is after depth / (depth + 1) of the remaining time, so that every caller keeps an equal part for a retry.
-    expected_s: the usual seconds of a call. others: number of other peers to ask. depth: number of stages from the
-    callee's to the last.
+    That is after depth / (depth + 1) of the remaining time, so that every caller on the path keeps an equal part for a
+    retry. expected_s: the usual seconds of a call. others: number of other peers to ask. depth: number of stages from
+    the callee's to the last.
     """
     remaining = deadline - now
     if others <= 0 or remaining <= 0:

@@ -1,7 +1,7 @@
 """Draws this peer's microbatches, sends them through the swarm, and keeps each until it is completed.
 
-A failed attempt is followed by another one with the same id and data and twice the time: only leaving drops
-microbatches.
+After a failed attempt the origin makes another one, with the same id and data and twice the time. It drops a microbatch
+only when it leaves.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from agora.pipeline.hop import Hop
 from agora.pipeline.router import HopAnswer, ProcessCall
 
 MIN_TIMEOUT_S = 20.0  # lower bound of an attempt's timeout, once an attempt was measured
-TIMEOUT_FACTOR = 10.0  # an attempt may take so many times the usual, so that a peer may hang at every stage
+TIMEOUT_FACTOR = 10.0  # an attempt may take this many times the usual, so that it survives a hung peer at every stage
 MAX_TIMEOUT_S = MAX_DEADLINE_MS / 1000.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0  # pause after a failed attempt: the first one, which doubles, and the longest
-DRAW_AGAIN_S = 0.1  # after which an origin asks its source again if that had no microbatch
-LOOK_AGAIN_S = 0.5  # after which an origin calls `look` again if it waits for something of which nobody notifies it
-# Most rows whose reference is remembered, about 200 bytes each. The first ones stay; every epoch asks for the others.
+DRAW_AGAIN_S = 0.1  # seconds after which an origin asks its source again if the source had no microbatch
+LOOK_AGAIN_S = 0.5  # seconds after which an origin looks again while it waits for what nobody tells it
+# Maximum number of rows whose reference is remembered, at about 200 bytes each. The first ones stay; for the others
+# every epoch asks again.
 MAX_ROWS: Final = 1 << 18
 KEY_BYTES: Final = 16
 
@@ -84,7 +85,7 @@ class Microbatch:
     started: float  # loop time
     step: int = 0
     references: tuple[float, ...] = ()
-    # Who held it last, by stage: a hint for the next attempt.
+    # Stage -> the peer that held it last: a hint for the next attempt.
     peer_by_stage: dict[int, PeerId] = field(default_factory=dict)
 
     def record_progress(self, call_progress: CallProgress) -> None:
@@ -96,8 +97,8 @@ class Microbatch:
 class Origin:
     """Draws microbatches and sends them into this peer's own hop, each until one attempt succeeds. Needs stage 0.
 
-    look: called before each decision whether to open a microbatch. session: the key of the ids of this origin's
-    microbatches, by default random. window: the present limit of microbatches in flight, and why. loss,
+    gather_inputs: called before each decision whether to open a microbatch. session: the key of the ids of this
+    origin's microbatches, by default random. window: the present limit of microbatches in flight, and why. loss,
     microbatch_tokens, metrics: moving averages over completed training microbatches, of nats per token, of tokens that
     count, and of each metric by name.
     """
@@ -108,7 +109,7 @@ class Origin:
         hop: Hop,
         source: MicrobatchSource,
         report: events.Report,
-        look: Callable[[], SendInputs] = SendInputs,
+        gather_inputs: Callable[[], SendInputs] = SendInputs,
         *,
         session: bytes | None = None,
     ) -> None:
@@ -116,7 +117,7 @@ class Origin:
         self._hop = hop
         self._source = source
         self._report = report
-        self._look = look
+        self._gather_inputs = gather_inputs
         self._session = os.urandom(32) if session is None else session
         self._ids = itertools.count()
         self._references = ReferenceCache()
@@ -126,7 +127,7 @@ class Origin:
         self._leaving = False
         self._quota = StepQuota()
         self._pace = Pace()
-        # Grows by one with each completion: at most doubles in a round trip, as TCP starts.
+        # Grows by one with each completion, so it doubles at most once a round trip, as in TCP's slow start.
         self._window_ceiling = flow_control.PER_STAGE * config.stage_count
         self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
@@ -224,8 +225,8 @@ class Origin:
 
     async def _draw_next(self) -> DrawnMicrobatch | None:
         while True:
-            seen = self._look()
-            decision, self.window = self._decide(seen)
+            inputs = self._gather_inputs()
+            decision, self.window = self._decide(inputs)
             if decision.action == "stop":
                 return None
             drawn = self._source.draw() if decision.action == "open" else None
@@ -233,34 +234,37 @@ class Origin:
                 self._quota = decision.quota  # an opening that found nothing to draw does not count
             if drawn is not None:
                 return drawn
-            # Nobody notifies of replicas that come, of steps of others, or of means: then it looks again by itself.
-            is_alone = seen.ready and seen.step is None and seen.before_mean is None and not seen.end
-            is_notified = decision.action == "wait" and is_alone
-            until = None if is_notified else loop_time() + (LOOK_AGAIN_S if decision.action == "wait" else DRAW_AGAIN_S)
-            await self._changed.wait(until)
+            # Nobody tells this origin of new replicas, of others' steps or of means: it must look again by itself.
+            depends_on_others = (
+                not inputs.ready or inputs.step is not None or inputs.before_mean is not None or bool(inputs.end)
+            )
+            if decision.action == "open":  # the source had nothing
+                await self._changed.wait(loop_time() + DRAW_AGAIN_S)
+            else:
+                await self._changed.wait(loop_time() + LOOK_AGAIN_S if depends_on_others else None)
 
-    def _decide(self, seen: SendInputs) -> tuple[SendDecision, SendWindow]:
+    def _decide(self, inputs: SendInputs) -> tuple[SendDecision, SendWindow]:
         ceiling = self._config.ceiling
-        is_synchronous = seen.step is not None
-        window = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_window(seen)
+        is_synchronous = inputs.step is not None
+        window = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_window(inputs)
         decision = flow_control.next_send(
-            loop_time(), self._quota, window, seen, len(self._open), leaving=self._leaving, paused=self._paused
+            loop_time(), self._quota, window, inputs, len(self._open), leaving=self._leaving, paused=self._paused
         )
         if not is_synchronous:
             return decision, window
-        if decision.action == "open" and not self._open:  # shown is what was left when the quota began
+        if decision.action == "open" and not self._open:  # the window shows what was left when the quota began
             left = decision.quota.left + 1
             return decision, SendWindow(min(left, ceiling), f"{left} microbatches to the step")
         return decision, self.window
 
-    def _measured_window(self, seen: SendInputs) -> SendWindow:
+    def _measured_window(self, inputs: SendInputs) -> SendWindow:
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
             return SendWindow(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
         ceiling = min(self._window_ceiling, config.ceiling)
         period_s = self._pace.period_s.value
-        return flow_control.measured_window(seen.path_s, period_s, config.stage_count, ceiling, seen.staleness)
+        return flow_control.measured_window(inputs.path_s, period_s, config.stage_count, ceiling, inputs.staleness)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
@@ -315,9 +319,9 @@ class Origin:
         started = loop_time()
         usual_s = self._attempt_s.value
         backoff_factor = 2.0 ** min(attempt, 16)
-        first = self._config.first_timeout_s if usual_s is None else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * usual_s)
-        timeout_s = min(MAX_TIMEOUT_S, first * backoff_factor)
-        wait = RETRY_S * backoff_factor
+        first_s = self._config.first_timeout_s if usual_s is None else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * usual_s)
+        timeout_s = min(MAX_TIMEOUT_S, first_s * backoff_factor)
+        pause_s = RETRY_S * backoff_factor
         deadline = started + timeout_s
         message = Process(
             microbatch.id,
@@ -337,12 +341,12 @@ class Origin:
             self._attempt_s = self._attempt_s.with_sample(loop_time() - started)
             return answer
         except Busy as refusal:
-            wait = max(wait, refusal.retry_after_ms / 1000.0)
+            pause_s = max(pause_s, refusal.retry_after_ms / 1000.0)
         except (TimeoutError, AgoraError) as error:
             self._pace = self._pace.after_interruption()
             reason = str(error) or "the attempt's time was over"
             self._report(events.MicrobatchRerouted(microbatch.id.hex(), 0, self._config.me, reason))
-        await asyncio.sleep(min(wait, MAX_RETRY_S))
+        await asyncio.sleep(min(pause_s, MAX_RETRY_S))
         return None
 
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
@@ -369,7 +373,7 @@ class ReferenceCache:
     def remember(self, tokens: WireTensor, log_probabilities: Sequence[float]) -> tuple[float, ...]:
         """Remembers a microbatch's log-probabilities, one for each of its b rows; returns the b values to use.
 
-        For a row that is known already that is the first value, so that every epoch compares with the same one.
+        A row that is known already keeps its first value, so that every epoch compares with the same one.
         """
         kept = []
         for key, value in zip(_row_keys(tokens), log_probabilities, strict=True):
@@ -380,8 +384,8 @@ class ReferenceCache:
 
 
 def _row_keys(tokens: WireTensor) -> list[bytes]:
-    # A row is known by its content, so it does not matter in which microbatch of an epoch it is. Cast, because tokens
-    # are sent in the narrowest dtype that fits the whole microbatch.
+    # The key of a row is its content, so it does not matter in which microbatch of an epoch the row is. The cast makes
+    # keys comparable: tokens are sent in the narrowest dtype that fits the whole microbatch.
     values = np.frombuffer(tokens.data, np.dtype(tokens.dtype)).reshape(tokens.shape).astype("<i4")
     rows = np.moveaxis(values, -2, 0)
     return [hashlib.sha256(row.tobytes()).digest()[:KEY_BYTES] for row in rows]

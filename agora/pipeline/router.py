@@ -33,10 +33,10 @@ from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHin
 from agora.swarm.peer_score import PeerScore, Violation
 from agora.swarm.view import View
 
-MIN_ATTEMPT_S = 0.001  # with less than this many seconds left, no peer is asked
-MAX_REASONS = 8  # number of peers whose reasons an Unavailable names; the last ones
-# Maximum number of progress messages of one kind passed on per stage in an attempt. One is usual, more come where calls
-# were repeated; the rest are dropped, because every caller upstream would have to pass them on.
+MIN_ATTEMPT_S = 0.001  # the router asks no peer when fewer seconds than this are left
+MAX_REASONS = 8  # an Unavailable names the reasons of at most this many peers, the last ones
+# At most this many progress messages of one kind are passed on per stage in an attempt. One is usual, more come where
+# calls were repeated. The rest are dropped, because every caller upstream would have to pass them on.
 MAX_PROGRESS_PER_STAGE = 8
 # A peer that answered Unavailable counts at most this many failures in a row: the fault may lie downstream of it. With
 # three failures it is not called for a second.
@@ -47,18 +47,19 @@ MIN_LOG_PROBABILITY: Final = -1000.0
 
 @dataclass(frozen=True)
 class ProcessCall:
-    """A Process request with what belongs to it, as the rooms of the pipeline hand it on."""
+    """A Process request with what belongs to it, as origin, hop and router pass it on."""
 
     request: Process
     tensors: Sequence[WireTensor]  # [boundary, tokens]; the boundary may be missing at stage 0
     deadline: float  # loop time by which the answer is due
     on_progress: OnProgress  # takes each new CallProgress of the called peer and of those after it
-    caller: Client | None = None  # its peer id and address prefix; None for this peer's own origin
+    requester: Client | None = None  # the peer that sent it, with its address prefix; None for this peer's own origin
 
     @cached_property
-    def content(self) -> bytes:
+    def content_digest(self) -> bytes:
         """Identifies what is to be computed: 16 bytes of the SHA-256 over purpose, references and tensors."""
-        head = (self.request.purpose, self.request.references, [(t.dtype, t.shape) for t in self.tensors])
+        forms = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
+        head = (self.request.purpose, self.request.references, forms)
         digest = hashlib.sha256(repr(head).encode())
         for tensor in self.tensors:
             digest.update(tensor.data)
@@ -156,7 +157,7 @@ class WireRules:
             tokens=tokens,
             purpose=message.purpose,
             references=tuple(message.references),
-            content=call.content,
+            content_digest=call.content_digest,
         )
 
     def check_answer(self, reply: Reply, purpose: str, peer: PeerId) -> HopAnswer:
@@ -199,8 +200,8 @@ class RoutedCall:
     def record_progress(self, call_progress: CallProgress, callee: PeerId, view: View) -> bool:
         """Records which peer holds the microbatch, by `callee`'s message; returns whether that is news upstream.
 
-        A callee may report itself at the request's stage, and at a later one a peer that serves it in `view`; all else
-        is ignored: callers prefer whom they are told of, and a liar would steer them to whom it likes.
+        A callee may report itself at the request's stage, and at a later stage a peer that holds that stage in `view`.
+        All else is ignored. A caller prefers the peers that it is told of, so a liar could steer it to any peer.
         """
         stage = call_progress.stage
         is_own = stage == self.call.request.stage
@@ -305,7 +306,8 @@ class Router:
         view = self._view_of()
         replicas = view.replicas(stage)
         me = view.peers.get(self._me)
-        suspended_s = {seen.peer: s for seen in replicas if (s := self._peer_score.suspended_s(seen.peer)) > 0.0}
+        waits_s = {replica.peer: self._peer_score.suspended_s(replica.peer) for replica in replicas}
+        suspended_s = {peer: wait_s for peer, wait_s in waits_s.items() if wait_s > 0.0}
         self.balancer.update(stage, replicas, suspended_s.keys(), me.reachability if me is not None else "unknown")
         choice = self.balancer.choose(now, routed.call.request.microbatch, stage, routed.payload_bytes, routed.hint)
         if suspended_s:  # the end of a suspension brings a candidate, as a change of the view does
@@ -335,8 +337,8 @@ class Router:
             if is_new:
                 routed.call.on_progress(call_progress)
 
-        ahead = sorted((at, holder) for at, holder in routed.hint.peer_by_stage.items() if at > stage)
-        request = replace(routed.call.request, deadline_ms=attempt.deadline_ms, hint=tuple(ahead[:MAX_HINTS]))
+        holders_ahead = sorted((later, holder) for later, holder in routed.hint.peer_by_stage.items() if later > stage)
+        request = replace(routed.call.request, deadline_ms=attempt.deadline_ms, hint=tuple(holders_ahead[:MAX_HINTS]))
         tensors = routed.call.tensors
         reply = await self._caller.call(peer, request, tensors, deadline=attempt.until, on_progress=on_progress)
         try:
@@ -351,7 +353,7 @@ class Router:
         period_s = self._pace.period_s.value or math.inf
         service_s = answer.message.busy_ms / 1000.0
         crossing_s = self.balancer.record_answered(now, attempt, service_s, answer.nbytes, period_s)
-        # What the peer says of the way behind it is believed up to the time that the whole call took.
+        # The peer itself reports the path behind it. That counts up to the time that the whole call took.
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
         return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
 
@@ -367,6 +369,6 @@ class Router:
         self._report(events.MicrobatchRerouted(name, attempt.stage, attempt.peer, reason))
 
     def report_unusable_gradient(self, stage: int, peer: PeerId, error: ProtocolError) -> None:
-        """Records that `peer` of `stage` sent a useless gradient, so that other peers of the stage are asked next."""
+        """Records that `peer` sent a useless gradient, so that the router asks other peers of `stage` next."""
         self._peer_score.report_violation(peer, Violation.USELESS_GRADIENT, f"{error.code}: {error}")
         self.balancer.record_rejected(loop_time(), stage, peer)

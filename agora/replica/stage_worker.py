@@ -1,4 +1,4 @@
-"""What this room asks of the worker that holds this peer's stages: its progress, gradients, and steps along means."""
+"""What averaging asks of the worker that holds this peer's stages: its progress, gradients, and steps along means."""
 
 from __future__ import annotations
 

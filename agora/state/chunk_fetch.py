@@ -1,8 +1,8 @@
 """Fetches the chunks of one transfer from several peers at the same time; peers may die, hang, or send bad data.
 
 A source is first asked for its index: what it can give. Then it is asked for chunks, one at a time, or WINDOW at a time
-while it is quick. What an index and a chunk are, and what a failure means, is the user's: stages and base models differ
-in that alone.
+while it is quick. The user of this module says what an index and a chunk are and what a failure means: stages and base
+models differ only in that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WINDOW: Final = 3  # open calls to a source whose last chunk took less than QUIC
 QUICK_S: Final = 4.0
 CHUNK_S: Final = 120.0  # seconds a call for one chunk may last; then it has failed
 INDEX_S: Final = 30.0  # seconds a source may take to say what it can give: it may have to copy a stage first
-FAILURES: Final = 4  # failures of one source in a row, after which it is given up, or left alone for long
+FAILURES: Final = 4  # after this many failures in a row a source is given up, or left alone for long
 PAUSE_S: Final = 0.5  # seconds without a call after a source's first failure; doubles with each further one
 MAX_PAUSE_S: Final = 10.0  # the longest pause that a Busy source can ask for
 SLOW_S: Final = 5.0  # a source without an answer for this long, and for four median chunk times, counts as slow
@@ -189,7 +189,7 @@ class ChunkFetch(Generic[Index]):
             self.sources[peer].calls[chunk][0].cancel()
 
     async def close(self) -> None:
-        """Cancels the open calls and waits for their end. To be called when a fetch ends, whatever the reason."""
+        """Cancels the open calls and waits for their end; call it when a fetch ends, whatever the reason."""
         calls = self.calls
         for task in calls:
             task.cancel()

@@ -44,9 +44,9 @@ class ChunkSchedule:
     def take(self, peer: PeerId, now: float, has: Callable[[int], bool] = lambda chunk: True) -> int | None:
         """Chooses a chunk to ask `peer` for, records that the call begins `now`, and returns the chunk; None if none.
 
-        has(chunk): whether the peer has that chunk. The lowest missing chunk that the peer has is chosen. Without one,
-        among the chunks that are asked of other peers but not of this one, the chunk whose latest call began longest
-        ago, if that call has lasted longer than max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
+        has(chunk): whether the peer has that chunk. It chooses the lowest missing chunk that the peer has. If there is
+        none, it chooses among the chunks that are asked of other peers but not of this one: the chunk whose latest call
+        began longest ago, if that call has lasted longer than max(DUPLICATE_AFTER_S, DUPLICATE_FACTOR * median_s()).
         """
         if (chunk := self._take_missing(has)) is None:
             open_calls = ((max(calls.values()), n) for n, calls in self._open.items() if peer not in calls and has(n))

@@ -4,13 +4,14 @@
 that at least VOTES sources offer, and more than offer any other, is believed, and only these bytes are fetched. This
 costs no byte.
 
-**By sketch.** Replicas on other kinds of devices differ by their rounding; replicas that take inner steps, or are at
-other steps, differ truly: no hash is believed. Then sources send sketches: SKETCH_SUMS sums for each array of a chunk.
+**By sketch.** Replicas on other kinds of devices differ by their rounding. Replicas that take inner steps, or are at
+other steps, differ truly. Then no hash is believed, and sources send sketches: SKETCH_SUMS sums for each array of a
+chunk.
 
     sum b = the sum of sign(j) * x(j) over the values j of the array in the chunk with j mod SKETCH_SUMS = b
 
-with x the value, or its logarithm in an array of squares. The signs are random, and drawn by who compares after the
-sources have offered their chunks, so nobody can make false values with the sums of true ones. The difference of two
+with x the value, or its logarithm in an array of squares. The signs are random. The peer that compares draws them after
+the sources have offered their chunks, so nobody can make false values with the sums of true ones. The difference of two
 sketches is about as long as that of the arrays (Alon, Matias, Szegedy: The space complexity of approximating the
 frequency moments, 1996; Charikar, Chen, Farach-Colton: Finding frequent items in data streams, 2002).
 
@@ -26,7 +27,7 @@ frequency moments, 1996; Charikar, Chen, Farach-Colton: Finding frequent items i
 | at FAR from it, or further | one other | undecided: dropped unless the first other claims a later step |
 | anywhere | none | plausible: nothing was compared |
 
-Moments change so much from step to step that they are compared so only where they must be equal (`_is_same_moment`).
+Moments change much from step to step, so this table compares them only where they must be equal (`_is_same_moment`).
 Otherwise all chunks of a source together must be within the factor LOOSE, or CLOSEST_RATIO times what others are apart;
 if they are not, the source is undecided.
 """
@@ -53,7 +54,7 @@ CLOSEST_RATIO: Final = 4.0
 DRIFT: Final = 0.05  # the largest change in one step, relative to the weights' own size, that this check allows
 FAR: Final = 1.0  # unrelated weights of one size have a distance of 1.4; zeros have 1 from anything
 LOOSE: Final = 8.0
-LEAST_SQUARE: Final = 1e-20  # below the square of any optimizer's epsilon: smaller ones act as this does
+LEAST_SQUARE: Final = 1e-20  # below the square of any optimizer's epsilon: smaller squares act like this one
 
 Verdict = Literal["plausible", "corrupt", "undecided"]
 Values = NDArray[np.floating]
@@ -134,7 +135,7 @@ def judge_sample(
 ) -> Verdict:
     """Compares a source's values with those of other sources by the module's table, and returns the verdict on it.
 
-    Drops nothing: the caller decides by the steps about an "undecided" source.
+    It drops nothing: who calls it decides by the steps about an "undecided" source.
     """
     if not others:
         return "plausible"
@@ -144,7 +145,7 @@ def judge_sample(
     near = max(NEAR, CLOSEST_RATIO * _closest(distances, [other.values for other in others], measure))
     for other, distance_to_other in zip(others, distances, strict=True):
         steps_apart = abs(own.step - other.step) + own.alone + other.alone
-        # The last term: early in a run, weights that began as zeros grow by as much as they are in each step.
+        # The last term allows for weights that began as zeros: early in a run each step changes them by their own size.
         drift = DRIFT * steps_apart + 2 * steps_apart / max(own.step, other.step, 1)
         if distance_to_other <= min(FAR, near + drift):
             return "plausible"
@@ -220,7 +221,7 @@ def _is_same_moment(moment: MomentSpec | None, a: SketchedState, b: SketchedStat
 
 
 def _judge_loosely(own: Values, others: Sequence[Values], measure: Callable[[Values, Values], float]) -> Verdict:
-    # Never "corrupt": rows that one step used and another did not change their moments beyond every bound.
+    # The verdict is never "corrupt": moments of rows that one step used and another did not differ beyond every bound.
     distances = [measure(own, other) for other in others]
     closest = _closest(distances, others, measure) if len(others) > 1 else 0.0
     near = max(LOOSE, CLOSEST_RATIO * closest)

@@ -26,7 +26,7 @@ from agora.state.state_fetch import StateFetch
 from agora.swarm.peer_score import ReportViolation
 
 FETCH_S: Final = 1800.0  # seconds that fetching one state may take
-TIMEOUT_S: Final = 300.0  # seconds for which a joiner without a checkpoint looks for new sources when all have failed
+TIMEOUT_S: Final = 300.0  # seconds that a joiner without a checkpoint looks for new sources when all have failed
 ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to answer whether they have taken a step
 RETURN_S: Final = 120.0  # seconds in which the last peer that offered a stage may come back, before it counts as lost
 RETRY_S: Final = 2.0  # seconds between two attempts to find a source
@@ -73,7 +73,7 @@ class StageHolders(NamedTuple):
     me: PeerId  # this peer
     serving: ClaimedSteps  # takes a stage, returns peer -> claimed step of the peers that serve it
     claimants: ClaimedSteps  # like `serving`, with the peers that are joining and may give a checkpoint
-    ask: AskSteps  # directly: what a peer has published may be older than its first step
+    ask: AskSteps  # asks peers directly: what a peer has published may be older than its first step
 
 
 class StateKeeper:
@@ -208,8 +208,8 @@ class StateKeeper:
         The stage then counts as filled, and its next checkpoint is due from the fetched step on. sources: the best
         first. at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
         lowest_step_to_fetch. timeout_s: seconds for which a failed fetch is tried again, from the peers that offer the
-        stage by then; if it is not 0 and no peer offers the stage any more, RETURN_S more. Raises Unavailable after
-        that, and ProtocolError for a fetched state that cannot be loaded.
+        stage by then. If it is not 0 and no peer offers the stage any more, the fetch goes on for RETURN_S. Raises
+        Unavailable after that, and ProtocolError for a fetched state that cannot be loaded.
         """
         started_at = loop_time()
         fetch = StateFetch(
@@ -251,7 +251,7 @@ class StateKeeper:
 
     # --- giving copies to other peers
 
-    async def answer(self, request: GetState | GetChunk | GetSketches, caller: PeerId) -> Reply:
+    async def answer(self, request: GetState | GetChunk | GetSketches, requester: PeerId) -> Reply:
         """Answers a peer that fetches this peer's state: an index, of size 0 while there is none, a chunk, or sketches.
 
         Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
@@ -260,11 +260,11 @@ class StateKeeper:
         if isinstance(request, GetChunk):
             return await self._snapshots.get_chunk(request)
         if isinstance(request, GetSketches):
-            return await self._snapshots.get_sketches(request, caller)
+            return await self._snapshots.get_sketches(request, requester)
         if request.stage not in self._stages.span:
             span = self._stages.span
             raise NotMyStage(f"this peer holds stages {span}, not {request.stage}; read the directory again")
-        return await self._snapshots.get_state(request, caller)
+        return await self._snapshots.get_state(request, requester)
 
     def _step_to_give(self, stage: int) -> int:
         if stage in self._filled_stages:
@@ -286,8 +286,8 @@ class StateKeeper:
     def on_stepped(self, stage: int, step: int) -> None:
         """If a checkpoint is due at `step`, by the manifest or as the run's last, makes `run` write it soon.
 
-        Does not wait. Call it after each step. The checkpoint is of the step that the stage has reached when it is
-        written.
+        It does not wait. Call it after each step. The checkpoint is of the step that the stage has reached when `run`
+        writes it.
         """
         last, end = self._checkpoint_steps.get(stage, 0), self._manifest.optimizer.total_steps
         if rules.is_checkpoint_due(step, self._manifest.checkpoint.every, last) or step >= end > last:

@@ -47,7 +47,7 @@ class StageState:
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
     agreed: the last step whose mean over all replicas is in the state.
     history_hash: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.stage.
-    plan: which steps of the stage are local. If step `step` is, `layout` has the moments OUTER_PARAMETERS and VELOCITY.
+    plan: which steps are inner steps. If step `step` is one, `layout` has the moments OUTER_PARAMETERS and VELOCITY.
     """
 
     stage: int

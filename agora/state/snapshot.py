@@ -45,9 +45,9 @@ SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this lon
 IN_USE_S: Final = 10.0  # seconds after its last use during which a snapshot is not dropped to make room for another
 IDLE_S: Final = 60.0  # seconds after its last use at which a snapshot is dropped
 MAX_BYTES: Final = 2**31  # of all snapshots together
-# One caller's wish for a later step holds up training at most this often; between, it waits as others do.
+# One requester's wish for a later step holds up training at most this often; in between, it waits as others do.
 REMAKE_EVERY_S: Final = 60.0
-# Chunks that one caller may have sketched in a second, and in one burst: each takes a core about 10 ms.
+# A requester may have this many chunks sketched per second, and in one burst: each takes a core about 10 ms.
 SKETCHED_PER_S, SKETCHED_BURST = 16.0, 4096.0
 
 
@@ -79,7 +79,7 @@ class SnapshotServer:
         self._step_of = step_of
         self._remakes = RateLimiter(1 / REMAKE_EVERY_S, 1.0)
         self._sketched = RateLimiter(SKETCHED_PER_S, SKETCHED_BURST)
-        self._sketching = asyncio.Lock()  # whoever asks, sketches take one core at most
+        self._sketching = asyncio.Lock()  # sketches take at most one core, however many requesters ask
         self._kept: dict[bytes, _Snapshot] = {}
         self._copying: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -87,18 +87,18 @@ class SnapshotServer:
     def nbytes(self) -> int:
         return sum(snapshot.state.layout.nbytes for snapshot in self._kept.values())
 
-    async def get_state(self, request: GetState, caller: PeerId) -> Reply:
+    async def get_state(self, request: GetState, requester: PeerId) -> Reply:
         """Returns a StateIndex and the chunk hashes of the stage's newest snapshot if that is fresh, or of a new one.
 
-        Without room for a new one, the newest is given although it is not fresh. Requests for one stage are served one
-        after the other: they share a copy. Raises Busy when there is no room and no snapshot of the stage, and Refused
-        for a step that is more than LAG_LIMIT ahead.
+        If there is no room for a new one, it gives the newest although that is not fresh. It serves requests for one
+        stage one after the other, so that they share a copy. Raises Busy when there is no room and no snapshot of the
+        stage, and Refused for a step that is more than LAG_LIMIT ahead.
         """
         step = self._step_of(request.stage)
         if step and request.at_least > step + LAG_LIMIT:
             raise Refused(f"this peer is at step {step}, far from {request.at_least}; ask one that has come there")
         async with self._copying[request.stage]:
-            snapshot = await self._find_or_make(request.stage, request.at_least, caller)
+            snapshot = await self._find_or_make(request.stage, request.at_least, requester)
         if snapshot is None:
             return Reply(NOTHING_TO_GIVE)
         snapshot.last_used = loop_time()
@@ -123,13 +123,13 @@ class SnapshotServer:
         data = await asyncio.to_thread(pack_chunk, snapshot.state, request.chunk)
         return Reply(Chunk(), [WireTensor("uint8", (len(data),), memoryview(data))])
 
-    async def get_sketches(self, request: GetSketches, caller: PeerId) -> Reply:
+    async def get_sketches(self, request: GetSketches, requester: PeerId) -> Reply:
         """Returns sketches by which a peer compares the snapshot with others. Raises as get_chunk, and Busy.
 
-        Busy is for a caller that has had more sketched than a fetch needs.
+        Busy is for a requester that has had more sketched than a fetch needs.
         """
         state = self._use(request.snapshot, request.first + request.count - 1).state
-        if not self._sketched.take(caller, loop_time(), request.count):
+        if not self._sketched.take(requester, loop_time(), request.count):
             raise Busy("you have asked for many sketches; ask again for these", RETRY_MS)
 
         def sketch() -> NDArray[np.float32]:
@@ -154,7 +154,7 @@ class SnapshotServer:
         oldest = loop_time() - IDLE_S
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
-    async def _find_or_make(self, stage: int, at_least: int, caller: PeerId) -> _Snapshot | None:
+    async def _find_or_make(self, stage: int, at_least: int, requester: PeerId) -> _Snapshot | None:
         self.drop_idle()
         started_at = loop_time()
         newest = max((s for s in self._kept.values() if s.state.stage == stage), key=lambda s: s.made_at, default=None)
@@ -164,13 +164,13 @@ class SnapshotServer:
             if age_s < min(REMAKE_FACTOR * newest.copying_s, FRESH_S):
                 return newest
             is_fresh = age_s < min(FRESH_FACTOR * newest.copying_s, FRESH_S)
-            if is_fresh and (newest.state.step >= at_least or not self._remakes.take(caller, started_at)):
+            if is_fresh and (newest.state.step >= at_least or not self._remakes.take(requester, started_at)):
                 return newest
         expected_bytes = max(self._nbytes_of(stage), newest.state.layout.nbytes if newest else 0)
         if not self._make_room(expected_bytes):
             if newest is None:
                 raise Busy("copies that others are fetching take all room; ask another peer", RETRY_MS)
-            return newest  # older than it should be, but its joiner may still find a newer one elsewhere
+            return newest  # it is older than it should be, but the joiner may still find a newer one elsewhere
         if (state := await self._export(stage)) is None:
             return None
         hashes = await asyncio.to_thread(chunk_hashes, state)
@@ -188,7 +188,7 @@ class SnapshotServer:
             if excess <= 0:
                 break
             if loop_time() - snapshot.last_used < IN_USE_S:
-                return False  # whoever fetches it would have to begin again
+                return False  # a peer that fetches it would have to begin again
             excess -= snapshot.state.layout.nbytes
             dropped.append(snapshot.digest)
         for digest in dropped:

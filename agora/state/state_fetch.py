@@ -9,8 +9,8 @@ chosen: that of the arrived chunks if an offer has it, otherwise the newest offe
 | has another key and is older      | the source is asked for a new offer: it may have caught up by then        |
 | has another key and is not older  | the source waits; it is asked again when no chosen source is left         |
 
-Bytes that most sources with the chosen key agree on go before others. When all chunks have arrived, those that no two
-sources agree on are compared by sketches (comparison.py), and the chunks of sources that do not pass are fetched from
+Bytes on which most sources with the chosen key agree come first. When all chunks have arrived, those on which no two
+sources agree are compared by sketches (comparison.py), and the chunks of sources that do not pass are fetched from
 others.
 """
 
@@ -209,8 +209,8 @@ class StateFetch:
         newest = max(offer.index.step for offer in offers)
 
         def rank(offer: Offer) -> tuple[bool, bool, int, int]:
-            # A key of which chunks are here goes before a newer one: they need not be sent again. So does one that
-            # several sources have: they can be compared, and a single one may have claimed its step.
+            # A key of which chunks are here goes before a newer one, since those need not be sent again. A key that
+            # several sources have goes before that of a single one, which may have lied about its step.
             is_backed = offered[offer.mixing_key] >= VOTES and offer.index.step >= newest - CLAIM_LAG
             return offer.mixing_key in arrived, is_backed, offer.index.agreed, offer.index.step
 
@@ -241,7 +241,7 @@ class StateFetch:
         if others and not fetched_from:
             self._chosen = self._first_offer_at = None
             for source in others:
-                source.index = None  # asked for another: this one may be minutes old
+                source.index = None  # so that it is asked for another: this one may be minutes old
 
     def _has_chosen_key(self, offer: Offer) -> bool:
         if self._chosen is None or offer.layout.nbytes != self._partial.layout.nbytes:
@@ -285,7 +285,7 @@ class StateFetch:
     async def _get_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> list[Flat]:
         deadline = min(self._deadline, loop_time() + CHUNK_S)
         reply = await call_until(self._caller, peer, partial(GetChunk, offer.index.snapshot, chunk), deadline)
-        # In a thread: hashing a chunk would hold up the event loop.
+        # This runs in a thread: hashing a chunk would hold up the event loop.
         return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), offer.layout, chunk)
 
     # --- comparing

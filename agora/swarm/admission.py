@@ -79,7 +79,7 @@ class Revocations:
     def is_banned(self, subject: PeerId, *, by_founder: bool = False) -> bool:
         """Returns whether the founder has banned `subject`, or a delegate that the founder has not banned.
 
-        by_founder: counts the founder's revocations only: only the founder can ban a delegate.
+        by_founder: counts only the founder's revocations, since only the founder can ban a delegate.
         """
         issuers = self.issuers.get(subject, frozenset())
         return any(
@@ -295,7 +295,7 @@ class AdmissionBook:
         return list(self._signed_revocations.values())
 
     def _forget_one(self) -> None:
-        # A delegate's first: only the founder may push out another's.
+        # A delegate's revocation goes first: only the founder may push out another's.
         by_delegates = (key for key in self._signed_revocations if key[1] != self.policy.founder)
         key = next(by_delegates, next(iter(self._signed_revocations)))
         del self._signed_revocations[key]

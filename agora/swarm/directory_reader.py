@@ -60,7 +60,7 @@ class DirectoryReader:
     """Reads the claims and progress in the shards that are due, and estimates each stage's number of peers.
 
     The estimates decide which shards are read next, and in which this peer publishes. A run is small if they say so, or
-    if there are none: then everything is read. The caller merges the records into a view.
+    if there are none; of a small run everything is read. The caller merges the records into a view.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Decides in which shards of the directory a peer publishes its records, and which it reads when. Pure.
 
-What one key holds is bounded by the nodes that store it. What one peer reads and publishes is bounded here, for any
-number of peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is read whole each time. In a larger one:
+The nodes that store a key bound what it holds. This module bounds what one peer reads and publishes, for any number of
+peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is read whole each time. In a larger one:
 
 | shards | how many | read again after |
 |---|---|---|
@@ -9,7 +9,7 @@ number of peers (protocol/SPEC.md, "Shards"). A run of up to SMALL_RUN claims is
 | of the stage after the span | MIN_NEXT_SHARDS to MAX_NEXT_SHARDS at random, replaced one by one | one cycle |
 | of every other stage | one at random | some cycles |
 
-A read is of SHARDS_PER_READ shards, those that are most overdue. A cycle is the number of reads after which every shard
+One read takes the SHARDS_PER_READ shards that are most overdue. A cycle is the number of reads after which every shard
 of the first two rows has been read again.
 """
 
@@ -42,7 +42,7 @@ RANDOM_SHARD_ROTATION_S = 1920.0
 # Seconds after which all replicas of a stage too large to be read whole move on, at the same time, to other shards.
 OWN_SHARD_ROTATION_S = 600.0
 READINGS_S = 300.0  # A reading no longer counts when it is this many seconds older than the stage's newest one
-# Maximum number of cached results of a function: a simulation asks for those of 10,000 peers in turn.
+# A cached function keeps at most this many results: a simulation asks for those of 10,000 peers in turn.
 MAX_CACHED_RESULTS = 1 << 17
 # A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps.
 DEPTH_0_MARGIN = 1.5
@@ -53,7 +53,7 @@ class Reading:
     """What one read of a directory shard shows about the number of its stage's peers."""
 
     count: int  # the number of peers found
-    # The fraction, from 0 to 1, of all possible peer hashes of which the read found every peer that has them.
+    # The fraction, from 0 to 1, of all possible peer hashes that the read covers: it found every peer in that range.
     covered: float
     at: float  # when it was read, in unix seconds
 
@@ -134,8 +134,8 @@ def depth_to_read(peers: float) -> int:
 def depths_to_publish(peers: float) -> set[int]:
     """Returns the one or two depths to publish at, in a stage of about `peers` peers: `_depth` rounded down and up.
 
-    So a reader whose estimate is up to 1.4 times larger or smaller reads at one of them, and a peer whose estimate
-    changes slowly publishes at a new depth before it leaves the old one.
+    A reader whose estimate is up to 1.4 times larger or smaller then still reads at one of them, and a peer whose
+    estimate changes slowly publishes at a new depth before it leaves the old one.
     """
     return {math.floor(_depth(peers)), math.ceil(_depth(peers))}
 
@@ -143,8 +143,8 @@ def depths_to_publish(peers: float) -> set[int]:
 def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[Shard]:
     """Returns the shards in which a peer with this hash and span publishes its records, by stage and depth.
 
-    Also at depth 0 while that key may keep it, since a full key keeps the lowest hashes; without readings of a stage
-    only there.
+    It also publishes at depth 0 while that key may keep the record, since a full key keeps the lowest hashes. Without
+    readings of a stage it publishes only there.
     """
     shards = []
     for stage in span.stages:
@@ -162,7 +162,7 @@ def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[
 def choose_shards_to_read(known: KnownReadings, reader: ReaderIdentity, now: float, rng: random.Random) -> ShardsToRead:
     """Returns which shards to read next, and how many reads it takes until a shard is read again. now: unix seconds.
 
-    Of equally overdue shards the close ones come first, then `rng` decides.
+    Among equally overdue shards the close ones come first, then `rng` decides.
     """
     peers = [estimate_peers(known, stage) for stage in range(reader.stage_count)]
     if sum(peers) <= SMALL_RUN:
@@ -241,8 +241,8 @@ def _bits_around(peer_hash: int, depth: int, free_bits: int, period: int) -> tup
 def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
     """Returns the shards to read of `stage`, the one after the reader's span: random ones, chosen by the reader's seed.
 
-    So many that each shard is read by CALLERS_PER_SHARD of about `callers` peers that call this stage, within
-    MIN_NEXT_SHARDS and MAX_NEXT_SHARDS. One after the other is replaced, each after RANDOM_SHARD_ROTATION_S.
+    Their number is such that CALLERS_PER_SHARD of the about `callers` peers that call this stage read each shard, but
+    from MIN_NEXT_SHARDS to MAX_NEXT_SHARDS. One after the other is replaced, each after RANDOM_SHARD_ROTATION_S.
     """
     depth = depth_to_read(peers)
     count = math.ceil(CALLERS_PER_SHARD * 2**depth / max(1.0, callers))

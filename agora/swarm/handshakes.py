@@ -1,8 +1,8 @@
 """Decides which unverified peers are dialled next: those with a claim, with whom no HELLO was exchanged. Deterministic.
 
 A claim costs its signer nothing, so it counts for nothing until a peer was reached under its name at its addresses: see
-docs/understand/limits.md. Dials are shared among the networks that the addresses are of, so that a thousand invented
-claims delay those of one network, not the others.
+docs/understand/limits.md. Each network of addresses gets its part of the dials, so that a thousand invented claims
+delay only the claims of their own network.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Handshakes:
     def choose(self, now: float, unverified: Mapping[PeerId, PeerView]) -> list[PeerView]:
         """Returns at most MAX_DIALS of the unverified peers to dial now, and records these as dialled. now: seconds.
 
-        unverified: all present ones; dials of others are forgotten. Left out are those without addresses, and those
-        whose wait since the last dial is not over. Those dialled less often come first; of equals, one of each network
-        (by its first address) comes before a second one of any network, else in random order.
+        unverified: all present ones; dials of others are forgotten. It leaves out peers without addresses, and those
+        whose wait since the last dial is not over. Peers that were dialled less often come first. Among equals, one of
+        each network (by its first address) comes before a second one of any network, otherwise in random order.
         """
         self._dialled = {peer: known for peer, known in self._dialled.items() if peer in unverified}
         due = [seen for peer, seen in unverified.items() if seen.addresses and self._is_due(peer, now)]
@@ -69,6 +69,6 @@ class Handshakes:
         return known is None or known.again_at <= now
 
     def _wait_s(self, peer: PeerId) -> float:
-        # It doubles with each dial: therefore `choose` sorts by it. 0.0: never dialled.
+        # The wait doubles with each dial, so `choose` can sort by it. 0.0 means never dialled.
         known = self._dialled.get(peer)
         return known.wait_s if known is not None else 0.0

@@ -45,8 +45,8 @@ def has_ended(
 ) -> bool:
     """Returns whether every stage has taken `total_steps`; False for 0, a run without an end.
 
-    own_steps: steps of the stages that this peer holds: no claim of others ends the run before these have ended. Of
-    other stages the median replica counts, so that one peer's claim decides nothing; of two, the higher.
+    own_steps: steps of the stages that this peer holds; no claim of others ends the run before these have ended. For
+    another stage its median replica counts (of two, the higher one), so that one peer's claim decides nothing.
     """
 
     def step_of(stage: int) -> int:

@@ -11,8 +11,8 @@ replaces the earlier one, and each start has a higher incarnation than any befor
 | lower, and progress that changes | a process that runs and started earlier: this one must end |
 | lower, otherwise | an earlier life, or a process that runs |
 
-Which of the two it is at the start shows a probe: this peer's progress, which nobody counts without a claim. What
-stands in its place afterwards was published afterwards.
+At the start a probe shows which of the two it is. The probe is progress of this peer, which nobody counts without a
+claim. If another record stands in its place afterwards, a running process has published it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class KeyUse:
         was_replaced = record.span == self._probed_span
         if not was_replaced and now - self._began <= OLD_RECORDS_S:
             return False
-        # The same once more may be what a slow node has kept, or was published while a clock was ahead.
+        # A repeated record may be one that a slow node has kept, or one that was published while a clock was ahead.
         self._seen_again += was_replaced
         is_of_one_start = former is not None and (former.span, former.incarnation) == (record.span, record.incarnation)
         return (is_of_one_start and record != former) or self._seen_again > 1
@@ -114,7 +114,7 @@ class KeyUse:
         return f"which holds stages {claim.span} {_where(claim.addresses)}".rstrip()
 
     def _is_of_this_place(self, claim: Claim) -> bool:
-        # Nobody else can listen where this process listens: it is restarted, and need not wait.
+        # Nobody else can listen where this process listens: the claim is of its former life, and nobody need wait.
         return bool(claim.addresses) and self._addresses.issuperset(claim.addresses)
 
 

@@ -32,8 +32,8 @@ from agora.swarm.redialling import LostPeers
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs
 from agora.swarm.view import PeerView, StageEstimate, View, merge
 
-# Seconds for which a newcomer at most dials those whose claims it has read, before it chooses a span: it chooses by the
-# peers that answer.
+# Before a newcomer chooses a span, it dials the peers whose claims it has read, for at most this many seconds: only
+# those that answer count.
 VERIFY_ALL_S = 15.0
 # If at least this many, and most, of a batch of dialled peers did not answer, the peers are counted again.
 MANY_UNREACHABLE = 16
@@ -44,12 +44,12 @@ LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
 PUBLISH_PROGRESS_S = 4.0
-# Seconds that a start watches for another process with its key, if there is a sign of one; that it then tells that
-# one, which reads the directory a few times meanwhile; and between two reads or tellings.
+# If there is a sign of another process with this peer's key, a start watches for it, then tells it. The seconds of the
+# first, of the second (in which the other reads the directory a few times), and between two reads or two tellings:
 PROBE_S = 1.4 * PUBLISH_PROGRESS_S + 2.0
 TELL_S = 10.0
 PROBE_AGAIN_S = 0.8
-PROBE_LIFETIME_S = 5.0  # less than a record of a living process has, which so replaces it
+PROBE_LIFETIME_S = 5.0  # less than the lifetime of a living process' record, which therefore replaces the probe
 CALM_AFTER_S = 10.0
 MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12  # the greatest values that a claim can hold
 
@@ -93,8 +93,8 @@ class Membership:
     ) -> None:
         """is_verified: returns whether HELLO was exchanged with a peer; only such peers are among the view's peers.
 
-        dial_unverified: dials peers of which that is not true yet; returns within a few seconds, also if some do not
-        answer. progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
+        dial_unverified: dials peers with whom no HELLO was exchanged yet; returns within a few seconds, even if some do
+        not answer. progress: returns what to publish as this peer's progress, None for nothing. unix: the wall clock.
 
         on_change: called, on the loop, after each merge in which a peer came, went or changed its claim.
         """
@@ -136,8 +136,8 @@ class Membership:
 
         Reads the directory and dials unverified peers first; takes seconds. Unless `pinned`, publishes the claim, reads
         those of others that chose at the same time, and claims another span if they collide, until it has settled; call
-        `confirm` before serving. A placement without a span: claims nothing, the peer is to stand by. Raises KeyInUse
-        when another process publishes under this peer's key.
+        `confirm` before serving. If the placement has no span, it claims nothing, and the peer is to stand by. Raises
+        KeyInUse when another process publishes under this peer's key.
         """
         await self.refresh()
         await self._require_sole_use_of_the_key()
@@ -153,7 +153,7 @@ class Membership:
     async def confirm(self) -> Placement | None:
         """Checks once more, right before serving, whether the claimed span is the right one; claims another if not.
 
-        Returns the placement to load instead, None if the claimed span stays. Not for a pinned span, nor without a
+        Returns the placement to load instead, None if the claimed span stays: always for a pinned span, and without a
         claim.
         """
         judged = await self._judge_collision()
@@ -236,7 +236,8 @@ class Membership:
             await self._publish(progress, LIFETIME_S)
 
     async def _publish(self, record: Record, lifetime_s: float) -> None:
-        # The records under a key that is used twice are the other process's: also that this one leaves stays unsaid.
+        # The records under a key that is used twice belong to the other process: this one must not even say that it
+        # leaves.
         if self.key_use.error is None:
             await self._store(record, lifetime_s)
 
@@ -326,7 +327,7 @@ class Membership:
             self.promote_verified()
             unreachable = sum(seen.peer in self.view.unverified for seen in due)
             if unreachable >= MANY_UNREACHABLE and 2 * unreachable > len(due):
-                self._reader.forget_estimates()  # in which their claims were counted
+                self._reader.forget_estimates()  # their claims were counted in these
         return bool(due)
 
     async def _verify_everybody(self) -> None:
@@ -338,7 +339,7 @@ class Membership:
             await self.refresh()
 
     def promote_verified(self) -> None:
-        """Moves peers with whom HELLO was exchanged meanwhile to the view's peers. To be called after each HELLO."""
+        """Moves peers with whom HELLO was exchanged meanwhile to the view's peers; call it after each HELLO."""
         if any(self._is_verified(peer) for peer in self.view.unverified):
             self._merge([])
 
@@ -347,7 +348,7 @@ class Membership:
         self._merge([])
 
     def _jitter(self, seconds: float) -> float:
-        # So that peers do not act in step.
+        # At random, so that peers do not act in step.
         return seconds * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
 
     # --- the view

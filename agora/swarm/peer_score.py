@@ -93,7 +93,7 @@ class PeerScore:
         points = [known for known in record.points if known.expires_at >= now]
         if dedup_key and any((known.violation, known.dedup_key) == (violation, dedup_key) for known in points):
             return
-        # Older points than the newest three could not change what follows.
+        # Points older than the newest three could not change what follows.
         record.points = [*points, _Point(violation, dedup_key, now + EXPIRES_AFTER_S)][-POINTS_TO_SUSPEND:]
         if len(record.points) >= POINTS_TO_SUSPEND:  # also if it is suspended already: the time begins again
             record.suspended_until = now + self._suspension_s

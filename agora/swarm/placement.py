@@ -19,8 +19,8 @@ from agora.swarm.view import PeerView, View
 
 # Number of turns, each one read of the other claims, after which a joining peer's claim is settled in any case.
 MAX_SETTLING_TURNS = 12
-# Number of turns in a row after which a kept span is settled although other joiners have not chosen the best spans:
-# their owners may have pinned them, and then waiting longer is of no use.
+# A span that was kept for this many turns in a row is settled, although other joiners have not chosen the best spans:
+# their owners may have pinned those, and then it is no use to wait longer.
 TURNS_TO_KEEP = 3
 # A newcomer with less than this fraction of a median machine's rate stands by, while no stage is thin.
 MIN_FRACTION = 0.02
@@ -70,9 +70,9 @@ def next_settling_step(settling: Settling, judged: Placement) -> Settling:
 def choose_placement(view: View, needs: StageNeeds, machine: MachineCapacity, rng: random.Random) -> Placement:
     """Returns the span that fits into a newcomer's memory and where it helps most, and why; `rng` breaks ties.
 
-    Thin stages (fewer than two holders) come first, then the slowest. No span, so that the newcomer stands by, when no
-    stage fits, or no stage is thin and its rate would be less than MIN_FRACTION of a median machine's. view: without
-    the newcomer.
+    Thin stages (fewer than two holders) come first, then the slowest. It returns no span, so that the newcomer stands
+    by, if no stage fits, or if no stage is thin and the newcomer's rate would be less than MIN_FRACTION of a median
+    machine's. view: without the newcomer.
     """
     spans = spans_that_fit(machine.max_span_lengths)
     if not spans:

@@ -32,13 +32,13 @@ from agora.swarm.view import PeerView, View
 MIN_GAIN = 1.05
 # Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two.
 MIN_REPLICAS = 3
-# Maximum seconds for which a move is expected to pay: in a swarm of rented machines, few are there for much longer.
+# A move is expected to pay for at most this many seconds: in a swarm of rented machines, few stay for much longer.
 HORIZON_S = 1800.0
 MOVE_S = 15.0  # seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load
 # Bounds of the random seconds between two calls of `judge_move` by a peer.
 MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S = 2.0, 6.0
-# Probability, times k / n, with which a peer judges as if the k peers that should move before it could not; they may be
-# unable to. n: the number of peers that could be spared, this one included.
+# Of n peers that could be spared, this one included, k should move before this one; but they may be unable to. With
+# this probability, times k / n, a peer judges as if they could not.
 OUT_OF_TURN = 0.05
 MAX_FOLLOWERS = 32  # at most this many of the other movers are simulated, before this peer's move and again after it
 
@@ -60,7 +60,7 @@ def judge_move(
     go to different stages, and no more go than are needed. One number is drawn from `rng` at each call.
 
     served_s: seconds for which this peer has served its span. A move is expected to pay for as long again, so that
-    speeds that are measured now a little higher, now a little lower, do not send peers to and fro.
+    peers do not move to and fro while measured speeds vary a little.
     """
     draw = rng.random()
     own = view.peers.get(me)
@@ -145,12 +145,12 @@ class _MoveEvaluation:
         return all(capacity.rates[stage] - rate > swarm_rate for stage in stages)
 
     def may_hold(self, span: Span) -> bool:
-        # While a peer moves it serves nothing, also not the stages that it keeps. How many must serve, it included:
+        # While a peer moves, it serves nothing, not even the stages that it keeps. How many must serve, it included:
         #   a stage given up: MIN_REPLICAS
         #   a stage kept, but away meanwhile: two, unless `span` has a stage without any
         fills_empty = any(self._capacity.holders[stage] == 0 for stage in span.stages)
         for stage in self._own.span.stages:
-            stay = min(self._serving[stage], self._capacity.holders[stage])  # of those that serve, after others' moves
+            stay = min(self._serving[stage], self._capacity.holders[stage])  # how many still serve after others' moves
             if stage not in span and stay < MIN_REPLICAS:
                 return False
             if stage in span and stay < ENOUGH_HOLDERS and not fills_empty:
@@ -222,11 +222,11 @@ class _MoveEvaluation:
 
 
 def _turn(peer: PeerId, slowest: int) -> bytes:
-    # By a hash, because nothing that a peer reports may change whose turn it is.
+    # A hash decides, because nothing that a peer reports may change whose turn it is.
     return hashlib.sha256(f"agora move 1\0{slowest}\0{peer}".encode()).digest()
 
 
 def _pick_by_hash(spans: list[Span], peer: PeerId) -> Span:
-    # By a hash, so that every peer knows where the others go.
+    # A hash decides, so that every peer knows where the others go.
     digest = hashlib.sha256(f"agora move to 1\0{peer}".encode()).digest()
     return spans[int.from_bytes(digest[:4], "big") % len(spans)]

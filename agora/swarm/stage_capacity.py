@@ -47,9 +47,9 @@ def equal_needs(stage_count: int) -> StageNeeds:
 class MachineCapacity:
     """What one machine can do."""
 
-    # Microbatches per second for one stage of mean work; 0 for unknown, then the median of other peers is used.
+    # Microbatches per second for one stage of mean work; 0 for unknown: then the median of other peers counts.
     speed: float
-    bandwidth: float  # bytes per second, the lesser of up and down; 0 for unknown, then taken as unbounded
+    bandwidth: float  # bytes per second, the lesser of up and down; 0 for unknown: then it bounds nothing
     # For each stage of the run, how many consecutive stages, from this one on, fit into memory; 0 for none.
     max_span_lengths: tuple[int, ...]
 
@@ -183,9 +183,9 @@ class StageCapacity:
     def best_spans(self, spans: Sequence[Span], speed: float, bandwidth: float) -> list[Span]:
         """Returns those of `spans` where one more machine of this speed and bandwidth helps most, with all ties.
 
-        Compared by the least `thinness` if a stage is thin; then by the greatest rate of the slowest stage; then by the
-        fewest stages that stay at that rate; then by the greatest `balance_key`, of MAX_COMPARED spans at most, evenly
-        spaced.
+        It compares them by the least `thinness` if a stage is thin; then by the greatest rate of the slowest stage;
+        then by the fewest stages that stay at that rate; then by the greatest `balance_key`, of MAX_COMPARED spans at
+        most, evenly spaced.
         """
         if self.thin_stages:
             max_length = max(len(span) for span in spans)

@@ -99,7 +99,7 @@ def build_status(
 
 
 def _expected_path(peer: PeerView) -> str:
-    # Of a peer that is not connected; also for "unreachable" it is "direct".
+    # The path to a peer that is not connected. For "unreachable" it is "direct", too.
     return peer.reachability if peer.reachability in ("punched", "relayed") else "direct"
 
 
@@ -152,12 +152,12 @@ def _usual_rate(view: View) -> float:
     return median_low(rates) if rates else 0.0
 
 
-# Nobody measures what others claim: so a claim counts near the median.
+# Nobody measures what others claim, so a claim counts only near the median.
 def _counted_rate(peer: PeerView, usual: float) -> float:
     return min(peer.tokens_per_second, MAX_TIMES_USUAL * usual)
 
 
-# What a quarter of the peers report beyond the others counts as the last of the others does.
+# The outermost quarter of the values at each end counts as much as the nearest of the others.
 def _mean(reported: Iterable[tuple[float, float]]) -> float | None:
     known = list(reported)
     if not known:

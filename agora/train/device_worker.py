@@ -168,7 +168,7 @@ class DeviceWorker:
         def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
             # The caller was cancelled: no backward will come. A newer forward of the microbatch stays.
             if unused[1] is not None:
-                self.trainer.stashed.forget(work.microbatch, work.entry_stage, work.content, only=unused[1])
+                self.trainer.stashed.forget(work.microbatch, work.entry_stage, work.content_digest, only=unused[1])
 
         # Nothing was added to a sum, so no step can have become due.
         output, _ = await self._queue.run(_priority_of(work), job, on_abandoned=free_unused)
@@ -200,11 +200,11 @@ class DeviceWorker:
         return await self._run_and_step(job, priority=_priority_of(work))
 
     async def backward(
-        self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor, content: bytes = b""
+        self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor, content_digest: bytes = b""
     ) -> SpanResult:
         """Runs a microbatch's backward pass: adds its gradients to the sums of the stages, and counts it in each.
 
-        entry_stage, content: of its forward's SpanWork. gradient: of the loss sum with respect to the boundary that
+        entry_stage, content_digest: of its forward's SpanWork. gradient: of the loss sum by the boundary that
         `forward` returned; one that is implausibly large also raises ProtocolError. The result has the encoded gradient
         with respect to the boundary that entered, None at stage 0, and the device seconds of forward and backward.
         After ProtocolError or Busy, `backward` may be called again; after other errors the stashed forward may be gone.
@@ -222,15 +222,15 @@ class DeviceWorker:
             if not self._gradient_norms.record_and_check(size):
                 why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
                 raise self._refusal(microbatch, self.span.last, why)
-            result, forward = self.trainer.backward(microbatch, entry_stage, decoded, content)
+            result, forward = self.trainer.backward(microbatch, entry_stage, decoded, content_digest)
             encoded = self._encode_gradient(forward.work, result)
             return SpanResult(encoded, forward.device_s + self._queue.job_s())
 
         return await self._run_and_step(job)
 
-    def forget(self, microbatch: MicrobatchId, entry_stage: int, content: bytes = b"") -> None:
+    def forget(self, microbatch: MicrobatchId, entry_stage: int, content_digest: bytes = b"") -> None:
         """Drops a stashed forward, if there is one. From any thread."""
-        self.trainer.stashed.forget(microbatch, entry_stage, content)
+        self.trainer.stashed.forget(microbatch, entry_stage, content_digest)
 
     # --- how far the stages are; from any thread
 
@@ -327,7 +327,7 @@ class DeviceWorker:
             entry = self._codec.decode(work.boundary, self._boundary_shape, "forward", device=self.device)
             if not is_all_finite(entry):
                 raise self._refusal(microbatch, entry_stage, "the boundary received is not finite; send it again")
-        return DecodedWork(microbatch, entry_stage, entry, batch, work.purpose, work.references, work.content)
+        return DecodedWork(microbatch, entry_stage, entry, batch, work.purpose, work.references, work.content_digest)
 
     def _encode_gradient(self, work: DecodedWork, gradient: Tensor | None) -> WireTensor | None:
         if gradient is None:

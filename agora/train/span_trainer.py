@@ -129,7 +129,7 @@ class SpanTrainer:
         if not work.is_training:
             with torch.no_grad():
                 return self._run(work), None
-        self.stashed.require_room(work.microbatch, work.entry_stage, work.content)
+        self.stashed.require_room(work.microbatch, work.entry_stage, work.content_digest)
         stages = self._stages_of(work)
         # Its backward comes after those of the microbatches that are stashed already.
         versions = tuple(stage.training_version(self.stashed.tokens_in(stage.number)) for stage in stages)
@@ -181,7 +181,7 @@ class SpanTrainer:
         return FinishedMicrobatch(loss_sum, tokens, self._add_gradients(forward, loss_sum=loss_sum), metrics)
 
     def backward(
-        self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor, content: bytes = b""
+        self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor, content_digest: bytes = b""
     ) -> tuple[Tensor | None, StashedForward]:
         """Runs the backward of a stashed forward, adds its gradients to the sums, and counts the microbatch.
 
@@ -191,7 +191,7 @@ class SpanTrainer:
         computed gradient is not finite; then nothing was added. The forward is not stashed any more, even after an
         error.
         """
-        forward = self.stashed.take(microbatch, entry_stage, content)
+        forward = self.stashed.take(microbatch, entry_stage, content_digest)
         if forward.output is None:
             with torch.enable_grad():
                 forward.output, forward.versions = self._run_for_gradients(forward.work)

@@ -116,7 +116,7 @@ class DecodedWork:
     batch: TokenBatch
     purpose: str = "train"
     references: tuple[float, ...] = ()
-    content: bytes = b""
+    content_digest: bytes = b""
 
     @property
     def is_training(self) -> bool:
@@ -155,30 +155,35 @@ class StashedForwards:
     def __len__(self) -> int:
         return len(self._forwards)
 
-    def require_room(self, microbatch: MicrobatchId, entry_stage: int, content: bytes = b"") -> None:
+    def require_room(self, microbatch: MicrobatchId, entry_stage: int, content_digest: bytes = b"") -> None:
         """Raises Busy if one more forward would exceed the limit; never for one that replaces an earlier one."""
-        if len(self._forwards) >= self._limit and (microbatch, entry_stage, content) not in self._forwards:
+        if len(self._forwards) >= self._limit and (microbatch, entry_stage, content_digest) not in self._forwards:
             raise Busy(f"{self._limit} microbatches wait for their backward here; ask another peer")
 
     def add(self, forward: StashedForward) -> None:
         """Replaces an earlier forward of the same microbatch and entry stage. Ignores the limit."""
         with self._lock:
             work = forward.work
-            self._forwards[work.microbatch, work.entry_stage, work.content] = forward
+            self._forwards[work.microbatch, work.entry_stage, work.content_digest] = forward
 
-    def take(self, microbatch: MicrobatchId, entry_stage: int, content: bytes = b"") -> StashedForward:
+    def take(self, microbatch: MicrobatchId, entry_stage: int, content_digest: bytes = b"") -> StashedForward:
         """Removes and returns a forward; raises LocalError without one."""
         with self._lock:
-            forward = self._forwards.pop((microbatch, entry_stage, content), None)
+            forward = self._forwards.pop((microbatch, entry_stage, content_digest), None)
         if forward is None:
             raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
         return forward
 
     def forget(
-        self, microbatch: MicrobatchId, entry_stage: int, content: bytes = b"", *, only: StashedForward | None = None
+        self,
+        microbatch: MicrobatchId,
+        entry_stage: int,
+        content_digest: bytes = b"",
+        *,
+        only: StashedForward | None = None,
     ) -> None:
         """Removes a forward, if it is kept. only: if given, nothing but this very forward."""
-        key = microbatch, entry_stage, content
+        key = microbatch, entry_stage, content_digest
         with self._lock:
             if only is None or self._forwards.get(key) is only:
                 self._forwards.pop(key, None)

@@ -92,7 +92,7 @@ def large_fleet(peers: int, seconds: float, per_stage: int = PER_STAGE_IN_FLIGHT
 
     per_stage: how many microbatches origins keep in flight for each stage; with 0, as many as they measure to be right.
     """
-    how = f"{per_stage} in flight per stage" if per_stage else "measured credit"
+    how = f"{per_stage} in flight per stage" if per_stage else "measured send window"
     return _scenario(f"{peers:,} peers, {how}", peers, stages=8, work=1.0, seconds=seconds, per_stage=per_stage)
 
 

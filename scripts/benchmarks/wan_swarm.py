@@ -34,7 +34,7 @@ class SteadySwarm(SwarmContender):
             next_look = time.monotonic() + LOOK_S
             self.until(lambda end=next_look: time.monotonic() >= end, "to go on", LOOK_S + STALL_S)
         self.until(lambda: bool(self.completed), "to train", STALL_S)
-        print_progress(f"{self.name}: the credit has not settled within {TIMEOUT_S:.0f} s: {windows[-LOOKS:]}")
+        print_progress(f"{self.name}: the send window has not settled within {TIMEOUT_S:.0f} s: {windows[-LOOKS:]}")
 
 
 def send_window_of(report: dict[str, Any]) -> int:

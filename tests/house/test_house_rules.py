@@ -159,7 +159,7 @@ def test_no_test_replaces_a_private_attribute() -> None:
 
 
 def test_only_the_common_conftest_loads_a_hypothesis_profile() -> None:
-    """One that a test file loads also holds for all tests that are collected after it, which then try fewer examples."""
+    """One that a test file loads holds for all tests that are collected after it, which then try fewer examples."""
     loading = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("*.py"))

@@ -202,7 +202,7 @@ def test_a_cancelled_call_and_one_past_its_deadline_stop_the_handler() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             await until(lambda: gate.cancelled == 1)
-            assert gate.calls[0].is_caller_gone
+            assert gate.calls[0].is_requester_gone
 
             started = time.monotonic()
             with pytest.raises(DeadlinePassed):

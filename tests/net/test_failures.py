@@ -74,7 +74,7 @@ def test_when_a_p2pd_is_killed_both_sides_know_at_once_and_the_callees_work_goes
                 await call
             assert "silent" not in str(broken.value), "it fails at once"
             await b.host.died.wait()
-            await until(lambda: calls[0].is_caller_gone)
+            await until(lambda: calls[0].is_requester_gone)
             assert b.network.budget.used > 0  # the handler was not stopped: its result may be asked for again
             finished.set()
             await until(lambda: b.network.budget.used == 0)

@@ -236,7 +236,7 @@ def test_three_violations_suspend_a_peer_for_a_while_and_nobody_else() -> None:
             await honest.network.call(victim.id, GetStatus(), deadline=after(5))
             await asyncio.sleep(suspension_s)
             await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
-            offences.report_violation(attacker.id, Violation.USELESS_GRADIENT, "an offence that another room has found")
+            offences.report_violation(attacker.id, Violation.USELESS_GRADIENT, "a violation that others found")
             with pytest.raises(NotAdmitted, match="suspended"):
                 await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
             with pytest.raises((NotAdmitted, ConnectionBroken)):

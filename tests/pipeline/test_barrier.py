@@ -9,7 +9,7 @@ from agora_protocol.errors import Busy
 from agora_protocol.ids import Span, microbatch_id
 from agora_protocol.messages import Process
 
-from agora.pipeline.hop import LOOK_S, MAX_WAIT_FRACTION, RETRY_MS, MeanBarrier, StepBarrier
+from agora.pipeline.hop import BEHIND_RETRY_MS, LOOK_S, MAX_WAIT_FRACTION, MeanBarrier, StepBarrier
 from tests.pipeline.world import peer_id
 from tests.virtual_time import VirtualLoop, run
 
@@ -102,7 +102,7 @@ def test_who_is_not_let_in_is_sent_away_while_there_is_time_for_another_peer() -
         with pytest.raises(Busy) as refusal:
             await stages.barrier.wait_for_step(2, 1, began + 20.0)
         assert now() - began == pytest.approx(MAX_WAIT_FRACTION * 20.0)
-        assert "stage 3 has not taken step 1" in str(refusal.value) and refusal.value.retry_after_ms == RETRY_MS
+        assert "stage 3 has not taken step 1" in str(refusal.value) and refusal.value.retry_after_ms == BEHIND_RETRY_MS
         assert waiting_microbatches() == 0
 
     run(work())

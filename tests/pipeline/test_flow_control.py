@@ -41,7 +41,7 @@ def decide(
         ({"leaving": True, "paused": True}, "stop", "this peer is leaving"),
         ({"seen": SendInputs(ready=False), "paused": True}, "wait", "too few replicas serve the run"),
         ({"paused": True}, "wait", "paused by its owner"),
-        ({"open_count": 4}, "wait", "4 microbatches are open; credit 4: measured"),
+        ({"open_count": 4}, "wait", "4 microbatches are open; send window 4: measured"),
         ({"open_count": 3}, "open", "4: measured"),
         ({"seen": SYNCHRONOUS, "leaving": True}, "stop", "this peer is leaving"),
         ({"seen": SYNCHRONOUS, "paused": True}, "wait", "paused by its owner"),

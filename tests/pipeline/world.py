@@ -110,7 +110,7 @@ class FakeDevice:
         self._check(microbatch, first, work.boundary)
         await self._device(self._seconds(first) / 3.0, lambda: None)
         if work.is_training:
-            self.held.add((microbatch, first, work.content))
+            self.held.add((microbatch, first, work.content_digest))
         return boundary_of(microbatch, self.span.last + 1)
 
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
@@ -122,16 +122,16 @@ class FakeDevice:
         gradient = gradient_of(of, first) if train and first else None
         return SpanResult(gradient, self._seconds(first), loss_of(work.tokens), TOKENS)
 
-    async def backward(self, microbatch, first, gradient, content=b"") -> SpanResult:
-        assert (microbatch, first, content) in self.held, "backward without a forward"
+    async def backward(self, microbatch, first, gradient, content_digest=b"") -> SpanResult:
+        assert (microbatch, first, content_digest) in self.held, "backward without a forward"
         if bytes(gradient.data) != bytes(gradient_of(microbatch, self.span.last + 1).data):
             raise ProtocolError("bad-tensor", "the gradient is wrong")
         await self._device(self._seconds(first) * 2.0 / 3.0, lambda: self._count(microbatch, first))
-        self.held.discard((microbatch, first, content))
+        self.held.discard((microbatch, first, content_digest))
         return SpanResult(gradient_of(microbatch, first) if first else None, self._seconds(first))
 
-    def forget(self, microbatch, first, content=b"") -> None:
-        self.held.discard((microbatch, first, content))
+    def forget(self, microbatch, first, content_digest=b"") -> None:
+        self.held.discard((microbatch, first, content_digest))
 
     def _seconds(self, first: int) -> float:
         return self.service_s * (self.span.last - first + 1)

@@ -240,7 +240,7 @@ class GroupPeer:
         return self.world.has_connections
 
     async def fetch(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
-        """As the state room's keeper: from the first source that is reachable and far enough."""
+        """As the state keeper does: from the first source that is reachable and far enough."""
         self.fetches.append(at_least)
         await asyncio.sleep(0.1)
         for source in sources:

@@ -184,9 +184,9 @@ def test_a_stage_tells_what_became_of_the_tokens_of_its_replicas_and_what_the_la
 
 
 def test_decisions_of_the_swarm_know_neither_asyncio_nor_torch() -> None:
-    room = Path(__file__).resolve().parents[2] / "agora" / "swarm"
+    package = Path(__file__).resolve().parents[2] / "agora" / "swarm"
     for name in ("view", "placement", "health", "status"):
-        text = (room / f"{name}.py").read_text()
+        text = (package / f"{name}.py").read_text()
         assert "asyncio" not in text and "import torch" not in text and "import time" not in text
 
 

@@ -279,7 +279,7 @@ def test_two_works_under_one_microbatch_id_keep_their_forwards_apart_if_other_te
             for content, boundary in sent.items():
                 await alone.forward(SpanWork(M, 1, boundary, a_batch(), "train"))
                 expected[content] = values_of((await alone.backward(M, 1, a_boundary())).gradient)
-                await both.forward(SpanWork(M, 1, boundary, a_batch(), "train", content=content))
+                await both.forward(SpanWork(M, 1, boundary, a_batch(), "train", content_digest=content))
             both.forget(M, 1, b"neither")
             for content in sent:
                 gradient = (await both.backward(M, 1, a_boundary(), content)).gradient

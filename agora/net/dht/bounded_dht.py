@@ -49,8 +49,8 @@ TOKENS_PER_S: Final = 200.0
 TOKENS_PER_STAGE: Final = 8.0
 BURST_S: Final = 10.0  # A bucket holds the tokens of this many seconds
 RECORD_PRICE: Final = 4.0  # tokens for each record to store; a key, and a kilobyte, cost 1
-LOOKUP_PRICE: Final = 1 / 8  # tokens for each key that is computed to find the shard that a new key is of
-# New signatures in one peer's replies that are verified: per second, and in one burst after a pause.
+LOOKUP_PRICE: Final = 1 / 8  # tokens for each key that this node computes to find the shard of a new key
+# This many new signatures in one peer's replies are verified: per second, and in one burst after a pause.
 SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
 VERIFIED_AT_ONCE: Final = 16  # number of signatures after which other tasks on the event loop have their turn
 RPC_S: Final = 2.0  # seconds in which a node must answer a call once HELLO was exchanged

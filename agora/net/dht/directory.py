@@ -1,9 +1,9 @@
 """The DHT in which peers publish signed records and read those of other peers.
 
 Every node that stores or returns a record validates it first, by the same rules. In swarms that are too large to ask
-every node, hivemind's own search would ask 20 nodes for each key, each time, and every node that holds the key would
-answer with all of it. There a key's nodes are looked up once every HOLDERS_S, by an adjacent id that stores nothing, so
-that the search moves no records; then ASKED of them are asked, chosen at random at each read.
+every node, hivemind's own search would ask 20 nodes for each key at each read, and every node that holds the key would
+answer with all of its records. There the directory looks up a key's nodes once every HOLDERS_S, by an adjacent id that
+stores nothing, so that the search moves no records. At each read it asks ASKED of these nodes, chosen at random.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class KeyHolders:
             known = self._holders.get(key)
             if known is None or known.found_at < oldest or len(known.nodes) <= HOLDERS // 2:
                 unknown.append(key)
-        # Some at a time: what was found is kept if the caller's time runs out before the rest is found.
+        # A few keys at a time, so that some are found even if the time runs out before the rest.
         for first in range(0, len(unknown), KEYS_AT_ONCE):
             beside = {DHTID(int(key) ^ 1): key for key in unknown[first : first + KEYS_AT_ONCE]}
             nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=HOLDERS)

@@ -86,7 +86,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             raise ProtocolError("wrong-key", "The subkey is not a peer id.")
         if expires_unix != read_unverified(data)[1]:
             raise ProtocolError("bad-record", "The DHT's expiry is not the signed one.")
-        # One that has just expired is accepted: an answer of many records must not be refused because of it.
+        # A record that has just expired is accepted: an answer of many records must not be refused because of one.
         grace = min(now_unix, max(expires_unix - 1e-3, now_unix - CLOCK_TOLERANCE_S))
         record = open_record(data, run=self.run, key=key, subkey_peer=PeerId(peer), now_unix=grace)
         self._verified[key_hash, packed_peer, packed, expires_unix] = record

@@ -1,6 +1,6 @@
 """Finds this machine's own addresses and ports, and which addresses are private.
 
-Private is every address that not all of the internet can dial: of a LAN, of one cable, of loopback, behind a carrier's
+An address is private if not all of the internet can dial it: of a LAN, of one cable, of loopback, behind a carrier's
 NAT, or reserved (RFC 6890).
 """
 
@@ -56,7 +56,7 @@ def is_private(address: str) -> bool:
 def _is_global(host: str) -> bool:
     ip = ipaddress.ip_address(host)
     if ip.version == 6:
-        # Those that stand for an IPv4 address lead where that one does: mapped, 6to4, and NAT64 (RFC 6052).
+        # IPv6 addresses that stand for an IPv4 address lead where that one does: mapped, 6to4, and NAT64 (RFC 6052).
         last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         within = ip.ipv4_mapped or ip.sixtofour or (last if ip in _NAT64 else None)
         return ip.is_global and (within is None or within.is_global)
@@ -196,7 +196,7 @@ def check_port(address: str, family: str, host: str, port: int) -> None:
 
     address: the multiaddr that the error names. family: "ip4" or "ip6", of `host`.
     """
-    # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and share the callers of the first.
+    # p2pd listens with SO_REUSEPORT, so a second one on the same port would start and take some of the first's streams.
     try:
         with socket.socket(_FAMILIES[family]) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -56,7 +56,7 @@ class DialStrategy:
 
 
 class AddressBook:
-    """The last announced addresses of up to MAX_PEERS peers; beyond, the peer updated longest ago is forgotten."""
+    """The last announced addresses of up to MAX_PEERS peers; when full, it forgets the peer updated longest ago."""
 
     def __init__(self, may_dial: Callable[[str], bool] = lambda _address: True) -> None:
         """may_dial: returns whether an address that a peer announces may be dialled."""
@@ -67,8 +67,8 @@ class AddressBook:
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Replaces the addresses of `peer` with the first MAX_ADDRESSES given that are well-formed and end in its id.
 
-        Keeps the known addresses if no given address qualifies. They are those of an invite, or of the owner: they are
-        dialled wherever they lead.
+        Keeps the known addresses if no given address qualifies. The given ones come from an invite or from the owner,
+        so they are dialled wherever they lead.
         """
         addresses = tuple(addresses)
         self._vouched_names.update(filter(is_named, addresses))
@@ -85,7 +85,7 @@ class AddressBook:
     def learn_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Learns those addresses that `peer` announces which may be dialled.
 
-        Where one goes through a relay of which no address is known, learns the relay's own address from it.
+        If one goes through a relay of which no address is known, learns the relay's own address from it.
         """
         usable = [address for address in addresses if self._may_dial(address)]
         self._remember(peer, usable)
@@ -100,7 +100,8 @@ class AddressBook:
     async def dialable(self, peer: PeerId) -> list[str]:
         """Returns the peer's addresses with announced host names resolved, as far as those lead where may_dial says.
 
-        A peer can give its name any address, of a LAN for example. So the address that was checked is what is dialled.
+        A peer can let its host name point to any address, for example one of a LAN. So p2pd gets the resolved address
+        that was checked, not the name.
         """
         addresses: list[str] = []
         for address in self.addresses(peer):
@@ -233,7 +234,7 @@ class Dialler:
         return connection
 
     async def _open_stream_or_await_peer(self, peer: PeerId) -> tuple[FrameStream, str] | Connection:
-        while True:  # `dial_s` of the caller ends it
+        while True:  # until `dial_s` is over
             try:
                 return await self._open_stream(peer)
             except SimultaneousOpen:  # both dials failed; the lower peer id dials again first
@@ -249,7 +250,7 @@ class Dialler:
                 return connection
 
     async def _open_stream(self, peer: PeerId) -> tuple[FrameStream, str]:
-        # p2pd cannot find by itself a peer that it never met ("routing: not found"): known addresses first.
+        # p2pd does not find a peer that it never met ("routing: not found"), so it gets the known addresses first.
         addresses = await self._book.dialable(peer)
         tried = ""
         if addresses:

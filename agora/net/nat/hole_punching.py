@@ -2,9 +2,9 @@
 
 Both peers connect at the same time, from the port at which their p2pd listens and to the address from which a common
 neighbour sees the other; each one's packet opens its own NAT for the other's. The socket must stay the same from the
-first packet on: the NAT drops an answer to any other. p2pd cannot be made to dial so without four observers of its
-address, so the connection is made here, and p2pd's bytes are carried through it: the dialler's p2pd dials a port on
-loopback, the other's p2pd is dialled on loopback. The two p2pds authenticate and encrypt as on any other connection.
+first packet on: the NAT drops an answer to any other. p2pd dials in this way only with four observers of its address.
+So this module makes the connection and carries p2pd's bytes through it: the dialler's p2pd dials a port on loopback,
+and the other's p2pd is dialled on loopback. The two p2pds authenticate and encrypt as on any other connection.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HolePuncher:
     def expect(self, address: str) -> None:
         """Starts a task that opens a hole to `address`, and splices it to a connection to this host's p2pd.
 
-        Called on the peer that is dialled, while the other one calls `connect`. A failure is not reported.
+        It is called on the peer that is dialled, while the other one calls `connect`. A failure is not reported.
         """
         self._start(self._serve(address))
 

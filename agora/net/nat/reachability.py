@@ -140,8 +140,8 @@ def build_announcement(
     """Returns what this peer's claim should contain on how to connect to this peer.
 
     The announcement has at most MAX_ADDRESSES addresses: first direct ones, at most half of that number, then ones
-    through the relays of `findings`. Of the direct ones, those at which others reached this peer (`findings.reached`)
-    come first, then `own`.
+    through the relays of `findings`. Among the direct ones `findings.reached`, at which others reached this peer, come
+    first, then `own`.
     own: this machine's addresses that may be announced, without /p2p/PEER: configured ones, and those of interfaces.
     relay_addresses: for each relay, its addresses with /p2p/RELAY; an address through another relay is left out, and so
     is a relay of `findings` that is missing here. relays_for: see Announcement; 0 is announced unless this peer is

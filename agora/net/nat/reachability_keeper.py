@@ -127,7 +127,8 @@ class ReachabilityKeeper:
                 self._own = tuple(dict.fromkeys((*self._host.own_addresses, *listed)))
         if self.findings.is_due(loop_time()):
             await self._ask_neighbours()
-        # Neighbours are asked first: a peer that can be dialled must not be met through a relay, since a circuit stays.
+        # Neighbours are asked first, since a circuit stays: others must not reach through a relay a peer that they can
+        # dial.
         is_needed = self.findings.answered_at is not None and needs_relays(self.findings, self._own)
         relays = await self._hold_relays() if is_needed else ()
         await self._replace_a_circuit()
@@ -219,7 +220,7 @@ class ReachabilityKeeper:
             raise ConnectionBroken("hole punching to this peer failed recently")
         if not self._holes.has_room():
             raise ConnectionBroken("too many hole punches are in progress")
-        with contextlib.ExitStack() as undo:  # a failure is remembered also when the caller cancels
+        with contextlib.ExitStack() as undo:  # remembers a failure even if this call is cancelled
             undo.callback(self._no_hole_until.__setitem__, peer, now + NO_HOLE_S)
             await self._punch(peer, relay_peer)
             undo.pop_all()
@@ -236,7 +237,7 @@ class ReachabilityKeeper:
         await self._holes.connect(peer, reply.message.seen)
 
     async def _wait_for_first_answer(self) -> None:
-        # Without their answers a public peer would use a relay, and a circuit stays until it ends.
+        # Before its neighbours have answered, a public peer would use a relay, and a circuit stays until it ends.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINDING_S):
                 await self._has_answers.wait()

@@ -99,12 +99,12 @@ class RelayService:
                 undo.pop_all()
         return other
 
-    def _forget_circuit(self, caller: PeerId) -> None:
-        self._circuits[caller] -= 1
+    def _forget_circuit(self, requester: PeerId) -> None:
+        self._circuits[requester] -= 1
         self._circuits += Counter()
 
     def _decide_status(self, stream: RawStream, message: CircuitMessage) -> Status:
-        # A peer that comes through a relay itself gets none: circuits through circuits would multiply the traffic.
+        # A peer that comes through a relay gets no circuit: circuits through circuits would multiply the traffic.
         peers = self.reserving_peers()
         if not self._is_admitted(stream.peer) or stream.is_relayed:
             return Status.PERMISSION_DENIED
@@ -119,14 +119,14 @@ class RelayService:
         has_room = self._circuits[stream.peer] < CIRCUITS_PER_PEER and not is_crowded
         return Status.OK if has_room else Status.RESOURCE_LIMIT_EXCEEDED
 
-    async def _offer_circuit(self, caller: PeerId, peer: PeerId) -> RawStream | None:
+    async def _offer_circuit(self, requester: PeerId, peer: PeerId) -> RawStream | None:
         try:
             stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_S)
         except ConnectionBroken:
             return None
         with contextlib.ExitStack() as undo:
             undo.callback(stream.abort)
-            await stream.write(circuit_wire.encode_stop(CircuitMessage(StopType.CONNECT, peer=caller)))
+            await stream.write(circuit_wire.encode_stop(CircuitMessage(StopType.CONNECT, peer=requester)))
             answer = circuit_wire.decode_stop(await stream.read_message(circuit_wire.MAX_MESSAGE_BYTES))
             if answer.status != Status.OK:
                 return None

@@ -21,8 +21,9 @@ from agora_protocol.messages import Message
 
 from agora.core.calls import ConnectionBroken
 
-SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # any header but a long answer's fits, wherever in the buffer it begins
-HEAD_BYTES: Final = 8192  # maximum of one read while no payload has a buffer: payload bytes in it must be copied
+SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # every header but a long answer's fits, wherever in the buffer it begins
+# One read takes at most this many bytes while no payload has a buffer: payload bytes among them must be copied.
+HEAD_BYTES: Final = 8192
 MAX_PREAMBLE_BYTES: Final = 4096  # the longest preamble of p2pd, before the first frame of a stream
 WRITE_HIGH_BYTES, WRITE_LOW_BYTES = 262_144, 65_536  # the transport pauses writing above, and resumes below
 FLUSH_S: Final = 5.0  # seconds that a closing stream may take to write its last frames
@@ -89,7 +90,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.bytes_in = 0
         self.bytes_out = 0
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._start = self._end = 0  # what is read and not parsed yet lies in _scratch[_start:_end]
+        self._start = self._end = 0  # _scratch[_start:_end] holds what was read and is not parsed yet
         self._frame_prefix: Prefix | None = None
         self._frame: Frame | None = None  # its payload is being read, or waits to be
         self._filled = 0
@@ -145,7 +146,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def close(self) -> None:
         """Drops bulk frames, writes the small ones, and leaves it to the peer to end the stream; aborts after FLUSH_S.
 
-        p2pd resets a stream that its user closes, which would lose the last frames. What still arrives is thrown away.
+        p2pd resets a stream that its user closes, and the last frames would be lost. What still arrives is thrown away.
         """
         if self._is_closing or self.is_lost:
             return
@@ -249,7 +250,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 return
 
     def _read_preamble(self, available: int) -> None:
-        size, shift = 0, 0  # its length comes first, as protobuf's varint
+        size, shift = 0, 0  # the preamble begins with its length, a varint of protobuf
         for at in range(0 if self.preamble.done() else min(available, 3)):
             byte = self._scratch[self._start + at]
             size |= (byte & 0x7F) << shift
@@ -288,7 +289,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._bytes_to_skip = size
         else:
             if size:
-                # Not zeroed: that would cost a tenth of a core at a gigabyte a second.
+                # The buffer is not zeroed: that would cost a tenth of a core at a gigabyte a second.
                 frame.payload = memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]  # a buffer for mypy from 3.12
                 self._filled = min(size, self._end - self._start)
                 frame.payload[: self._filled] = self._take_scratch(self._filled)
@@ -401,7 +402,7 @@ class QueuedFrame:
 class SendQueue:
     """The frames of one stream that wait to be written: small ones go first, senders of bulk wait for room.
 
-    Small are frames of at most SMALL_BYTES, bulk are larger ones. small_bytes, bulk_bytes: what waits of each kind.
+    A small frame has at most SMALL_BYTES, a bulk frame more. small_bytes, bulk_bytes: what waits of each kind.
     """
 
     def __init__(self) -> None:
@@ -414,8 +415,7 @@ class SendQueue:
     def add(self, frame: QueuedFrame) -> bool:
         """Queues a frame behind those of its kind; returns whether it did.
 
-        False, and nothing queued, if a small frame would make more than MAX_SMALL_BYTES of small ones wait. Bulk always
-        fits.
+        It returns False and queues nothing if more than MAX_SMALL_BYTES of small frames would wait. Bulk always fits.
         """
         if frame.size > SMALL_BYTES:
             self._bulk.append(frame)

@@ -62,8 +62,8 @@ _GUARD: Final = (
 )
 
 
-# hivemind's P2P, with a p2pd that the kernel kills together with this process, however this process ends. Without that,
-# p2pd notices a killed parent after 1 to 30 s, and meanwhile it answers for a dead daemon.
+# hivemind's P2P, with a p2pd that the kernel kills together with this process, however this process ends. Otherwise
+# p2pd would notice only after 1 to 30 s that its parent was killed, and would answer for a dead daemon meanwhile.
 class _GuardedP2P(P2P):  # type: ignore[misc]
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
@@ -75,10 +75,10 @@ class _GuardedP2P(P2P):  # type: ignore[misc]
         return [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *command]
 
 
-# hivemind's calls of p2pd that await an answer, by id; a cancelled or answered one is not `in` this dict. hivemind sets
-# the result of a call whose id is `in` this dict. When this process has stood still, a call's deadline and its answer
-# come in one turn of the event loop: the call is cancelled, and not removed yet. The result of a cancelled call cannot
-# be set, so that the task that reads all answers would end, and with it the daemon.
+# hivemind's open calls to p2pd, by id. A cancelled or answered call is not `in` this dict, since hivemind sets the
+# result of every call that is. After this process has stood still, a call's deadline and its answer come in one turn of
+# the event loop: the call is then cancelled but not removed yet. Setting the result of a cancelled call raises an error
+# that would end the task which reads all answers, and with it the daemon.
 class _OpenCalls(dict[UUID, "asyncio.Future[Any]"]):
     def __contains__(self, call: object) -> bool:
         answer = self.get(call) if isinstance(call, UUID) else None
@@ -96,7 +96,7 @@ class SocketDirectory:
         if len(str(base)) > MAX_BASE_CHARACTERS:
             base = Path("/tmp")
         for folder in base.glob(SOCKET_PREFIX + "*"):
-            # An OSError means: not ours, in use, or just removed by another daemon.
+            # An OSError means that it is another user's, in use, or just removed by another daemon.
             with contextlib.suppress(OSError), (folder / "lock").open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -332,7 +332,7 @@ class Host:
         return stream
 
     async def serve_raw(self, protocol: str, on_stream: Callable[[RawStream], Awaitable[None]]) -> None:
-        """From now on, has each stream of plain bytes that a peer opens for `protocol` served by `on_stream` in a task.
+        """Serves each stream of plain bytes that a peer opens for `protocol` from now on by `on_stream`, in a task.
 
         The stream ends with `on_stream`, whose ConnectionBroken or ValueError is ignored. Errors: see `serve`.
         """
@@ -351,7 +351,7 @@ class Host:
         await self._set_handler(protocol, path)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """From now on, passes each stream that a peer opens for `protocol` to `on_stream`; `link` and `brake` slow it.
+        """Passes each stream that a peer opens for `protocol` from now on to `on_stream`; `link` and `brake` slow it.
 
         limits: of the frames that the stream reads. Raises ConnectionBroken when p2pd is gone or refuses.
         """
@@ -421,7 +421,7 @@ class Host:
         self._sockets.remove()
 
     async def _watch(self) -> None:
-        # hivemind does not check p2pd: with its p2pd gone, P2P.is_alive stays True and its calls hang.
+        # hivemind does not check p2pd: when p2pd is gone, P2P.is_alive stays True and its calls hang.
         child = asyncio.create_task(self.p2p._child.wait())
         await asyncio.wait([child, self.p2p._client.control._read_task], return_when=asyncio.FIRST_COMPLETED)
         if not self._closing:

@@ -1,6 +1,7 @@
 """What other peers' calls may cost this one: connections, calls, payloads that have come, answers not read yet.
 
-Answers are reserved before they are made. Not those to Process and Contribute: a request as large is held for each.
+The bytes of an answer are reserved before it is made, by the table. Answers to Process and Contribute need none: this
+peer holds a request of the same size for each of them.
 
 | request | bytes reserved | besides |
 |---|---|---|
@@ -52,7 +53,7 @@ MAX_FRACTION_EACH: Final = 0.5  # the largest fraction of all bytes for answers 
 STATUS_PER_S, STATUS_BURST = 2.0, 20.0
 # Rationed requests of all peers of one network together: per second, and in one burst after a pause.
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
-# Refusals in one burst after which a peer that goes on asking breaks the protocol: refusing costs something too.
+# A peer that goes on asking after this many refusals in one burst breaks the protocol: refusing costs something too.
 REFUSAL_BURST: Final = 200.0
 RATIONED: Final = (GetStatus, GetManifest)
 RETRY_MS: Final = 1000  # milliseconds after which a peer that was refused as Busy may ask again
@@ -68,7 +69,7 @@ class NetLimits:
     max_answer_bytes: int = 67_108_864  # of answers that are not written yet
     max_connections: int = 512
     max_silent: int = 64  # how many connections readers and peers without a HELLO may have opened
-    payload_wait_s: float = 0.25  # how long a request may wait for payload bytes before it is refused Busy
+    payload_wait_s: float = 0.25  # how long a request may wait for payload bytes before it is refused as Busy
     dial_s: float = 10.0
     hello_s: float = limits.HANDSHAKE_TIMEOUT_S
     ping_after_s: float = limits.PING_AFTER_SILENCE_S  # a peer that owes an answer is pinged then
@@ -85,7 +86,9 @@ class PayloadBudget:
         self.limit = limit
         self.used = 0
         self.peak = 0
-        self.waiting: dict[PayloadReservations, int] = {}  # with the bytes that they wait for; served first come first
+        self.waiting: dict[
+            PayloadReservations, int
+        ] = {}  # with the bytes that each waits for; the first is served first
         self._is_releasing = False
 
     def has_room_for(self, size: int) -> bool:
@@ -108,7 +111,7 @@ class PayloadBudget:
         releases the bytes; the outer call goes on with the queue.
         """
         self.used -= size
-        if self._is_releasing:  # one that is served may release bytes too: the outer call goes on with the queue
+        if self._is_releasing:  # a connection that was just served releases bytes too: the outer call goes on
             return
         self._is_releasing = True
         try:
@@ -130,7 +133,7 @@ class PayloadReservations:
     | a request | if it fits into the budget or GUARANTEED_BYTES; otherwise it waits, at most `payload_wait_s` |
     | a request, after one waited in vain | only if it fits immediately, until one has |
 
-    Waits are short because nothing is read meanwhile, not even answers that would free the bytes.
+    Waits are short because the connection reads nothing meanwhile, not even answers that would free the bytes.
     """
 
     def __init__(self, budget: PayloadBudget, payload_wait_s: float, on_wait_over: Callable[[bool], None]) -> None:
@@ -221,7 +224,7 @@ class AnswerBudget:
         if isinstance(request, RATIONED):
             is_within = self._by_peer.take(client.peer, now)
             if not is_within and not self._refusals.take(client.peer, now):
-                raise ProtocolError("too-many-calls", f"{type(request).__name__} again and again, although refused.")
+                raise ProtocolError("too-many-calls", f"{type(request).__name__} came again and again after refusals.")
             if not is_within or (client.prefix and not self._by_prefix.take(client.prefix, now)):
                 raise Busy("you ask for this too often", RETRY_MS)
         size = ANSWER_BYTES.get(type(request), 0) if request is not None else 0

@@ -1,6 +1,7 @@
 """One stream between two peers, from HELLO to GOODBYE, and the calls that both sides have open on it.
 
-Before all: the gate, which makes this peer's HELLO, judges those of others, and decides which peers may be called.
+The gate stands before all connections: it makes this peer's HELLO, judges those of others, and decides which peers may
+be called.
 
 | what | asks the gate |
 |---|---|
@@ -58,7 +59,7 @@ Judge = Callable[[PeerId, bytes], str]
 READER_REQUESTS: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of a reader
 LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
-GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, which loses what this side has not sent yet
+GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, after which nothing more can be sent
 ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.round_trip
 NO_MEMORY: Final = "no memory free for the payload"  # the reason of a Busy
 
@@ -71,7 +72,7 @@ def admit_everyone(peer: PeerId, proof: bytes) -> str:
 class Gate:
     """Makes this peer's HELLO, judges that of others, and remembers which peers have been admitted as members.
 
-    Also says which peers may be called, and which open connections may stay.
+    It also says which peers may be called, and which open connections may stay.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Gate:
     def find_refusal(self, peer: PeerId) -> AgoraError | None:
         """Returns the error to raise instead of calling `peer`, None if it may be called.
 
-        Judges the peer's id only, by `refusal_reason`.
+        It judges only the peer's id, by `refusal_reason`.
         """
         why = self._refusal_reason(peer)
         return NotAdmitted(f"{peer} is not admitted: {why}.") if why else None
@@ -173,21 +174,21 @@ class Gate:
 class IncomingCall:
     """One request of a peer that the gate has admitted, and which its sender may make.
 
-    `progress` never waits, and does nothing once the caller is gone or when too much waits to be sent.
+    `progress` never waits. It does nothing once the requester is gone, or when too much waits to be sent.
     """
 
     peer: PeerId
     message: Message
     tensors: list[WireTensor]
     deadline: float  # in loop time
-    progress: OnProgress = lambda _: None  # sends the caller how far the work is
-    prefix: str = ""  # the network of the caller's address
-    is_caller_gone: bool = False  # the caller has cancelled the call, or its connection broke: it gets no answer
+    progress: OnProgress = lambda _: None  # tells the requester how far the work is
+    prefix: str = ""  # the network of the requester's address
+    is_requester_gone: bool = False  # it has cancelled the call, or its connection broke: it gets no answer
 
 
 # Answers a peer. An AgoraError that it raises becomes a typed refusal, any other error PeerFailed.
 #
-# It is cancelled when the caller gives up or the deadline passes, but not when the connection breaks.
+# It is cancelled when the requester gives up or the deadline passes, but not when the connection breaks.
 Handler = Callable[[IncomingCall], Awaitable[Reply]]
 
 
@@ -228,7 +229,7 @@ class IncomingCalls:
         self._peer = peer
         self._on_answered = on_answered
         self._open: dict[int, tuple[IncomingCall, asyncio.Task[None]]] = {}
-        self._waiting_call = 0  # whose payload waits for memory
+        self._waiting_call = 0  # the number of the call whose payload waits for memory, 0 for none
         self._reserved: dict[int, int] = {}  # bytes of answers that are not written yet, by call
 
     def __len__(self) -> int:
@@ -237,7 +238,7 @@ class IncomingCalls:
     def on_request_header(self, prefix: Prefix, request: Message | None, refusal: AgoraError | None) -> PayloadAction:
         """Decides on a REQUEST by its header: its payload is read (TAKE), waits for memory, or is refused and dropped.
 
-        Also reserves the bytes of its answer. A Ping is always read. refusal: why any other request is refused. If
+        It also reserves the bytes of the answer. A Ping is always read. refusal: why any other request is refused. If
         None, it may still be refused as Busy: beyond `max_calls`, for lack of memory, or when AnswerBudget refuses.
         Raises ProtocolError for a number that is open, more than MAX_CALLS_PER_CONNECTION open calls, and refused
         requests of GetStatus or GetManifest that the peer repeats too often.
@@ -306,33 +307,33 @@ class IncomingCalls:
         """Cancels the work for a call that the peer has given up, and removes its answer if that waits to be sent."""
         if number in self._open:
             call, task = self._open.pop(number)
-            call.is_caller_gone = True
+            call.is_requester_gone = True
             task.cancel()
         self._stream.withdraw(number)
 
     def on_lost(self) -> None:
         """Called when the connection is lost: releases the bytes of all answers and of an unfinished payload.
 
-        The work goes on, as its result may be asked for again. Each request's payload stays reserved until its work
-        ends.
+        The work goes on, since the requester may ask for its result again. Each request's payload stays reserved until
+        its work ends.
         """
         for call, _ in self._open.values():
-            call.is_caller_gone = True
+            call.is_requester_gone = True
         for number in list(self._reserved):
             self._release_answer(number)
         self.payloads.close()
 
     def _send_progress(self, number: int, call_progress: CallProgress) -> None:
-        if number in self._open and not self._open[number][0].is_caller_gone:
+        if number in self._open and not self._open[number][0].is_requester_gone:
             self._stream.enqueue_droppable(encode_frame(FrameType.PROGRESS, number, call_progress), number)
 
     async def _serve(self, number: int, call: IncomingCall) -> None:
         is_sent = False
         try:
             buffers = await self._answer(number, call)
-            with contextlib.suppress(TimeoutError, ConnectionBroken):  # no caller waits for this answer any more
-                async with asyncio.timeout_at(call.deadline):  # ends a wait for room, but no send that need not wait
-                    if not call.is_caller_gone:
+            with contextlib.suppress(TimeoutError, ConnectionBroken):  # nobody waits for this answer any more
+                async with asyncio.timeout_at(call.deadline):  # ends a wait for room; a send that need not wait goes on
+                    if not call.is_requester_gone:
                         await self._stream.send(buffers, number, partial(self._release_answer, number))
                         is_sent = True
         finally:
@@ -358,7 +359,7 @@ class IncomingCalls:
             this_call = asyncio.current_task()
             if this_call is None or this_call.cancelling():
                 raise
-            # What the handler waited for was given up, such as the mean of a closed stage; the caller needs an error.
+            # What the handler waited for was given up, such as the mean of a closed stage; the requester gets an error.
             refusal = PeerFailed("the peer has given this work up")
         except Exception as error:
             if timeout.expired():
@@ -485,7 +486,7 @@ class Connection:
     # --- calls of this side, and whether the peer is still there
 
     async def call(self, request: Request, tensors: Sequence[WireTensor], on_progress: OnProgress | None) -> Reply:
-        """Has `count_sent` count the request, sends it once fewer than `max_calls` are open; the rest: see `_ask`."""
+        """Counts the request by `count_sent`, sends it once fewer than `max_calls` are open, and awaits its answer."""
         self._services.count_sent(request, tensors)
         async with self._slots:
             self._unanswered_calls += 1
@@ -509,7 +510,7 @@ class Connection:
             return await call.reply
         except asyncio.CancelledError:
             is_answered = call.reply.done() and not call.reply.cancelled()
-            # A request that is still queued is dropped; the peer knows of any other, and is told.
+            # A request that is still queued is dropped. The peer knows of any other, so it gets a CANCEL.
             if is_sent and not is_answered and not self.stream.withdraw(number):
                 self.stream.enqueue(encode_frame(FrameType.CANCEL, number, None))
             raise
@@ -581,16 +582,18 @@ class Connection:
             raise ProtocolError("out-of-order", f"A {prefix.type.name} frame came before HELLO.")
         call = self._open.get(prefix.call)
         if prefix.header_bytes > MAX_HEADER_BYTES and not (call and call.request_type in LONG_ANSWERS):
-            raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes that nobody asked for.")
+            raise ProtocolError("too-large", f"A header of {prefix.header_bytes} bytes came that nobody asked for.")
 
     def on_header(self, prefix: Prefix, message: Message | None) -> PayloadAction:
-        """Decides whether a frame's payload is read: `incoming` decides for a request; an answer's if its call is open.
+        """Decides whether to read a frame's payload: of a request as `incoming` says, of an answer if its call is open.
 
         Reserves memory for an answer. Refuses requests that a reader must not make, and every request of a suspended
         peer. Raises ProtocolError for a call number of the wrong side or never used, or an answer of the wrong type.
         """
         if prefix.type in (FrameType.REQUEST, FrameType.CANCEL) and self._is_own(prefix.call):
-            raise ProtocolError("out-of-order", f"A {prefix.type.name} of call {prefix.call}, which is not the peer's.")
+            raise ProtocolError(
+                "out-of-order", f"A {prefix.type.name} has the number {prefix.call}, not of the peer's."
+            )
         if prefix.type is FrameType.REQUEST:
             refusal = None
             if self.is_reader and not isinstance(message, READER_REQUESTS):
@@ -683,9 +686,9 @@ class Connection:
             self._ready.set_result(None)
 
     def _on_goodbye(self, refusal: Refusal | None) -> None:
-        # Ends the connection: immediately if the GOODBYE carries a refusal, otherwise once no call is open. With a
-        # refusal all calls fail: with the refusal itself if the peer rejects this one or its version, otherwise with
-        # ConnectionBroken; `start` raises the refusal.
+        # The connection ends immediately if the GOODBYE carries a refusal, otherwise once no call is open. After a
+        # refusal `start` raises that refusal. All calls fail: with the refusal itself if the peer rejects this one or
+        # its version, otherwise with ConnectionBroken.
         if refusal is None:
             self._peer_leaves = True
             self._close_when_idle()

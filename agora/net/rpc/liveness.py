@@ -65,7 +65,7 @@ class StallDetector:
     def is_stalled(self, now: float, moved: int, *, under_way: bool, pressed: bool) -> bool:
         """Returns whether the transfer has moved too few bytes for too long; False while none is under way.
 
-        Too few: none in STALLED_S or, while `pressed`, less than MIN_BYTES_PER_S over PRESSED_S. A transfer is judged
+        Too few is none in STALLED_S or, while `pressed`, less than MIN_BYTES_PER_S over PRESSED_S. A transfer is judged
         at the end of each such time window, then the next one begins; within a window this returns False. moved: bytes
         that the stream has moved in this direction since it began. pressed: others wait for memory.
         """

@@ -32,7 +32,7 @@ from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget
 from agora.net.rpc.connection import Connection, ConnectionServices, Gate, Handler
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
-SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline counts as past its own deadline
+SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline has missed its own deadline
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 HANDSHAKEN_S: Final = 600.0  # seconds after its last connection for which a peer still counts as handshaken
 TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
@@ -41,7 +41,10 @@ MAX_CLOCKS: Final = 16  # peers that are asked for the time together
 
 
 class Network:
-    """From `start` to `close`: calls peers, dialling if needed, has calls answered, drops silent and refused peers."""
+    """Calls peers, dials them if needed, has their calls answered, and drops silent and refused peers.
+
+    It does all this from `start` to `close`.
+    """
 
     def __init__(
         self,
@@ -206,7 +209,7 @@ class Network:
         except TimeoutError:
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline") from None
         except PeerFailed as error:
-            # The callee's deadline passes with this peer's: which error comes first is chance, and must not matter.
+            # The callee's deadline passes at the same moment as this peer's. Which error comes first must not matter.
             if loop_time() < deadline - SAME_MOMENT_S:
                 raise
             raise DeadlinePassed(f"no answer to {type(request).__name__} before its deadline ({error})") from None
@@ -214,7 +217,7 @@ class Network:
     def connection_to(self, peer: PeerId) -> Connection | None:
         """Returns the connection to `peer` that new calls use, None without a usable one; never dials.
 
-        Of two that both sides opened at the same time, both choose the one that the lower peer id opened.
+        When both sides have opened one at the same time, both use the one that the lower peer id opened.
         """
         usable = [connection for connection in self._connections.get(peer, ()) if connection.is_usable]
         is_lower = self._host.peer < peer
@@ -247,8 +250,8 @@ class Network:
         self.spawn(self._await_hello(self._add_connection(stream, peer, path, is_initiator=False)))
 
     def _make_room(self, newcomer: Client) -> bool:
-        # Room is made first by a silent connection: of a reader, or of a peer that has not sent HELLO. Only then by one
-        # of the client that holds most, and never within the newcomer's own network: it cannot push out its neighbours.
+        # A silent connection makes room first: that of a reader, or of a peer that has not sent HELLO. Only then does
+        # one of the client that holds most. A newcomer never pushes out a neighbour of its own network.
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]
         if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:

@@ -1,8 +1,8 @@
 """The bandwidth of this machine's line: the owner's limits, what they leave for streams, the uplink's measured rate.
 
-All traffic of a daemon leaves through p2pd: streams (microbatches, averaging, state, relayed circuits), which the
-daemon can slow down, and the DHT, dials and protocol overhead, which it cannot. So what p2pd's sockets carry is
-counted, and streams get what the rest leaves. Deterministic: objects change only by the calls to them.
+All traffic of a daemon leaves through p2pd. The daemon can slow down streams (microbatches, averaging, state, relayed
+circuits), but not the DHT, dials and protocol overhead. So it counts what p2pd's sockets carry, and gives streams what
+the rest leaves. Deterministic: objects change only by the calls to them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agora_protocol.errors import InputError
 from agora.core.rates import MovingAverage
 
 MIN_RATE: Final = 10_000.0  # the lowest limit, in bytes per second: below it not even the directory's traffic fits
-MIN_SHARE: Final = 0.1  # the minimum part of a limit that streams get, whatever else is sent
-UNCOUNTED_SHARE: Final = 0.9  # the part of a limit that streams get where sockets' bytes cannot be counted
-MEMORY_S: Final = 4.0  # averaging window of the traffic that is not of streams, in seconds
+MIN_SHARE: Final = 0.1  # streams get at least this fraction of a limit, whatever else is sent
+UNCOUNTED_SHARE: Final = 0.9  # streams get this fraction of a limit where sockets' bytes cannot be counted
+MEMORY_S: Final = 4.0  # seconds over which the traffic beside streams is averaged
 DEBT_S: Final = 4.0  # seconds over which an excess over the limit is paid back
 MAX_DEBT_S: Final = 1.0  # upper bound of that excess, as seconds of traffic at the limit
 _RATE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kMG]?)(bit|B)(?:/s|ps)?")
@@ -113,7 +113,7 @@ class UplinkMeter:
     def measure(self, now: float, given: int, waiting: int) -> None:
         """Takes a sample, the bytes sent per second since the last call; averages it into `rate` if enough waited.
 
-        Enough: at least MIN_WAITING_BYTES at both calls. now: in seconds. given: bytes given to all streams since the
+        Enough is at least MIN_WAITING_BYTES at both calls. now: in seconds. given: bytes given to all streams since the
         start. waiting: those of them not sent yet.
         """
         last, self._last = self._last, (now, given - waiting, waiting)

@@ -1,7 +1,7 @@
 """Keeps all traffic of this daemon within its owner's limits: counts what p2pd's sockets carry, slows down streams.
 
-Received bytes are braked by not reading them; p2pd then holds up to a flow-control window of each connection. Sockets'
-bytes come from Linux' sock_diag(7), open to any user.
+It slows received bytes down by not reading them; p2pd then holds up to a flow-control window of each connection. The
+sockets' bytes come from Linux' sock_diag(7), which is open to any user.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class BandwidthLimiter:
     async def let_pass(self, size: int) -> None:
         """Waits until `size` bytes of a relayed circuit may pass, and books them both ways, as they come in and go out.
 
-        Books them in pieces of `link.sent_at_once`, one after another, between which streams have their turns.
+        It books them in pieces of `link.sent_at_once`, one after another, so that streams have their turns in between.
         """
         link = self.link
         left = size

@@ -91,7 +91,7 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._delay = DelayLine(link.spec, link.rng)
         self._queue: deque[tuple[memoryview, bool]] = deque()  # bytes, and whether a message ends with them
         self._queued = 0
-        self._ready = -math.inf  # since when the link could have carried the first of the queue
+        self._ready = -math.inf  # from this time on the link could have carried the first of the queue
         self._in_flight: deque[_Chunk] = deque()
         self._is_full = self._is_blocked = False
         self._is_reading_wanted = False  # whether the stream reads

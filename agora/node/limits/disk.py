@@ -83,8 +83,8 @@ class DiskGuard:
         return stored_bytes(self._home.root) + nbytes <= self._limit
 
     def _removable_folders(self, run: str, base: str, stage: int | None, end_step: int) -> Iterator[Path]:
-        # In the order of make_room. The newest checkpoint of a stage, and the one of the run's end, never go: a run may
-        # have no other copy.
+        # The order is that of make_room. The newest checkpoint of a stage, and the one of the run's end, are never
+        # removed: a run may have no other copy.
         runs = sorted(self._home.runs.glob("*"))
         yield from (folder / name for folder in runs for name in EXPORTS if (folder / name).is_dir())
         for folder in runs:

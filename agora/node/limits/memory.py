@@ -28,7 +28,7 @@ EASE_FRACTION, SHRINK_FRACTION, REFUSE_FRACTION = 0.8, 0.85, 0.95
 # Readings in a row above the limit, with nothing in progress, after which the daemon leaves.
 MAX_POLLS_OVER_LIMIT: Final = 60
 OWNERS_LIMIT: Final = "memory_gib, its owner's limit"
-SHORT: Final = "short of memory"  # completes "this peer is ..." for callers whose work is refused
+SHORT: Final = "short of memory"  # completes "this peer is ..." for requesters whose work is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +197,9 @@ class MemoryGuard:
     def react_to(self, used: int) -> None:
         """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.
 
-        Has the ledger refuse new work or take it again, and reports OwnerTold when the refusals begin. At each reaction
-        but NOTHING, returns freed memory to the system and cuts the slots. Then raises OutOfMemory if the reaction is
-        LEAVE.
+        It has the ledger refuse new work or take it again, and reports OwnerTold when the refusals begin. At each
+        reaction but NOTHING it returns freed memory to the system and cuts the slots. Then it raises OutOfMemory if the
+        reaction is LEAVE.
         """
         former = self._state
         self._state, reaction = judge_memory(former, used, self._limit, self._ledger.taken)

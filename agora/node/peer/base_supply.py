@@ -76,7 +76,7 @@ class BaseSupply:
             self._server = BaseServer(self._base, startup.report_event)
 
     async def close(self) -> None:
-        """Cancels the hashing of the owner's files for other peers, if it runs. To be called after the last request."""
+        """Cancels the hashing of the owner's files for other peers, if it runs; call it after the last request."""
         if self._server is not None:
             await self._server.close()
 

@@ -34,7 +34,8 @@ class CapacityProbe:
         self._settings = settings
         self._folder = folder
         self._cost = run_cost(manifest)
-        # With a limit, what this process has taken by now counts against it; else only what is free matters.
+        # If the owner set a limit, what this process has taken by now counts against it. Otherwise only what is free
+        # matters.
         self.base_bytes = max(BASE_BYTES, resident_bytes() if settings.memory_bytes else 0)
         self._max_span_lengths: tuple[int, ...] = ()
         self._speed = 0.0
@@ -50,7 +51,7 @@ class CapacityProbe:
         measuring would take longer, or fails, the speed stays unknown (0) until `record_measurement`. A speed once
         known is kept.
         """
-        # Also the speed is measured with the threads that will compute. Without a limit torch takes all cores, also
+        # The speed is measured with the same threads that will compute. Without a limit torch takes all cores, even
         # where a quota or cpuset leaves few: then its threads mostly wait for each other.
         torch.set_num_threads(self._settings.threads or min(torch.get_num_threads(), usable_threads()))
         self._max_span_lengths = await run_in_thread(self._longest_spans)

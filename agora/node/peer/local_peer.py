@@ -205,8 +205,8 @@ class LocalPeer:
 
     # --- what they ask of several
 
-    def _report_failure(self, caller: PeerId, error: Exception) -> None:
-        self._report(events.TaskFailed(f"answering {caller}", f"{type(error).__name__}: {error}"))
+    def _report_failure(self, requester: PeerId, error: Exception) -> None:
+        self._report(events.TaskFailed(f"answering {requester}", f"{type(error).__name__}: {error}"))
 
     def _is_verified(self, peer: PeerId) -> bool:
         return self.network.has_handshaken(peer) and self.peer_score.suspended_s(peer) <= 0.0

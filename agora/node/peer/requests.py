@@ -147,9 +147,9 @@ class RequestHandler:
         if answerer is None:
             repeat = None
             if isinstance(request, Process):
-                caller = Client(call.prefix, call.peer)
+                requester = Client(call.prefix, call.peer)
                 repeat = self._ledger.answer_repeat(
-                    ProcessCall(request, call.tensors, call.deadline, call.progress, caller)
+                    ProcessCall(request, call.tensors, call.deadline, call.progress, requester)
                 )
             if repeat is None:
                 raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)

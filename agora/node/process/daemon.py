@@ -361,7 +361,7 @@ class Daemon:
         if local_peer is None or loaded is None:
             return
         loaded.collector.close()
-        # Without p2pd neither callers nor the directory can be told: what is open is lost either way.
+        # When p2pd is gone, neither requesters nor the directory can be told: what is open is lost either way.
         if not local_peer.host.died.is_set():
             await self._finish_work(local_peer, loaded, ORIGIN_S, deadline, reason)
         await loaded.write_checkpoints(max(1.0, deadline + 1.0 - loop_time()))
@@ -443,7 +443,7 @@ async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], Loaded
 async def keep_balance(
     local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], move: Callable[[Span], Awaitable[None]]
 ) -> None:
-    """At random moments, until cancelled, decides whether this peer should hold other stages, and if so moves there.
+    """Decides at random moments, until cancelled, whether this peer should hold other stages, and if so moves there.
 
     Each decision to move is reported as MoveChosen; after a failed move decides nothing for WAIT_AFTER_FAILURE_S.
     held_span: returns the span that is held, None while the peer should not move. move: called to move; if that

@@ -50,7 +50,7 @@ from agora.train.stage import stage_layout
 from agora.tuning.epochs.batches import EpochBatches, EpochFile
 from agora.tuning.epochs.gossip import EpochGossip
 
-# At least this part of a microbatch's tokens, 1 in 64, is assumed to be supervised, however few were measured.
+# Assume that at least one token in this many of a microbatch is supervised, however few were measured.
 MAX_UNSUPERVISED = 64
 # Maximum number of spans loaded one after another, if others take each of them meanwhile; the last one is served.
 MAX_LOADS = 3
@@ -202,7 +202,8 @@ async def _fill_stages(
 
     with startup.phases.enter("state") as note:
         steps = await keeper.find_checkpoints()
-        # Also while the own stages are being filled: after a restart of all machines, each may need what others have.
+        # Others may ask while this peer still fills its stages: after a restart of all machines, each may need what the
+        # others have.
         closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
         if any(steps):
             await membership.publish_progress(
@@ -339,8 +340,8 @@ class LoadedSpan:
             session=session,
             live=self._other_origins,
         )
-        # The state recorded at this step of stage 0, or at the newest one before. Without one, or with a malformed one,
-        # the first epoch begins.
+        # The epochs go on from the state at this step of stage 0, or at the newest step before it. If there is none, or
+        # a malformed one, the first epoch begins.
         if (state := samples.epoch_file.latest_up_to(self.worker.step_of(0))) is not None:
             with suppress(ValueError):
                 batches.assigner.restore(state)
@@ -474,8 +475,10 @@ class LoadedSpan:
         """
         match call.message:
             case Process() as request:
-                caller = Client(call.prefix, call.peer)
-                return await self.hop.process(ProcessCall(request, call.tensors, call.deadline, call.progress, caller))
+                requester = Client(call.prefix, call.peer)
+                return await self.hop.process(
+                    ProcessCall(request, call.tensors, call.deadline, call.progress, requester)
+                )
             case GossipSteps() as request:
                 return Reply(self.replicas.gossip.answer(call.peer, request))
             case GossipEpochs() as request:
@@ -496,7 +499,7 @@ class LoadedSpan:
     async def follow_steps(self) -> None:
         """Notifies replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled.
 
-        At each step of stage 0 also records the epochs. Of a closed share of a step it notifies the replicas only.
+        At each step of stage 0 it also records the epochs. Of a closed share of a step it notifies only the replicas.
         """
         async for event in self.worker.step_events():
             if isinstance(event, ShareClosed):
