@@ -50,6 +50,7 @@ from agora.replica.view import (
     ReplicaCounts,
     StageView,
     StepMeter,
+    believe,
     count_tokens,
     lagging_or_unheard_replicas,
     lagging_replicas,
@@ -224,12 +225,17 @@ class StageReplicas:
             self._leading_step,
             plan,
             quota,
+            # Other tokens of a synchronous step than those that all stages count would be waited for for ever.
+            shares=None if self._rule.synchronous else self.meter.shares,
+            share_due_at=self.meter.share_due_at(own.open_step, now),
             step_s=self.meter.expected_s,
             is_leaving=self._is_leaving,
             is_busy=self._task is not None and not self._task.done(),
             sync_due=self._syncs.next_due(own.step, own.agreed) if takes_inner_steps else None,
             behind_since=self._behind_at[1] if self._behind_at and is_behind else None,
-            diverged_from=replicas_to_fetch_from(self._progress().history, self._shared.me, live),
+            diverged_from=replicas_to_fetch_from(
+                self._progress().history, self._shared.me, {peer: last.direct.history for peer, last in live.items()}
+            ),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
 
@@ -509,7 +515,11 @@ class StageReplicas:
     def _explain_fragments(self, present: int) -> tuple[int, str]:
         known, listed = self._others()
         live = live_replicas(known, listed, loop_time())
-        uplinks = [ReplicaUplink(each.direct.rate.per_second, each.counts.bytes_carried) for each in live.values()]
+        rates = self.meter.believed
+        uplinks = [
+            ReplicaUplink(None if each.direct.rate.per_second is None else rates.get(peer), each.counts.bytes_carried)
+            for peer, each in live.items()
+        ]
         uplinks.append(ReplicaUplink(self.meter.rate.per_second, self.counts().bytes_carried))
         return wanted_fragments(present, uplinks, self._change_rule.most_fragments)
 
@@ -523,6 +533,8 @@ class StageReplicas:
         known, listed = self._others()
         now = loop_time()
         live = live_replicas(known, round_members(known, listed, now), now)
+        if not self._rule.synchronous:
+            live = dict(believe(live, own, self.meter.shares))
         return max(0, self._rule.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
     def is_awaiting_mean(self) -> bool:

@@ -7,11 +7,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
-
-from agora.replica.view import KnownReplicas
 
 NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving averages
 # A mean may be this many times as large as the average of earlier means, or as the peer's own values.
@@ -48,15 +46,15 @@ FORGIVE_S: Final = 10.0
 MAX_TIMES_MEDIAN: Final = 4.0
 
 
-def believed_claim(claim: float, median: float) -> float:
+def believed_claim(claim: float, median: float, most_times: float = MAX_TIMES_MEDIAN) -> float:
     """Returns as what a claim counts, if the claims of all peers of its kind have the `median`, above 0.
 
     | claim / median | it counts as |
     |---|---|
-    | up to c = MAX_TIMES_MEDIAN | the claim |
-    | r, above c | max(1, c (c / r)^2) * median, which is the median from r = 2 c on |
+    | up to c = most_times | the claim |
+    | r, above c | max(1, c (c / r)^2) * median: half of the most from 1.4 c on, and the median from c^1.5 on |
     """
-    most = MAX_TIMES_MEDIAN * median
+    most = most_times * median
     return claim if claim <= most else max(median, most * (most / claim) ** 2)
 
 
@@ -130,6 +128,62 @@ def after_accepted_weights(
     if not told or sum(told.values()) > MAX_SURPLUS * planned or math.isinf(planned):
         return dict(accepted)
     return {peer: _moved(accepted.get(peer), weight / planned) for peer, weight in told.items()}
+
+
+# --- tokens of others
+#
+# How fast a replica counts tokens, and how many it has counted, it says itself. Both only divide the work: a replica's
+# share of a step, and the moment at which the step is complete. So one word completes no step, and no share is larger
+# than that of the fastest machine that may be beside the others. A smaller bound would make steps larger than the
+# target where an honest one is that fast, and weights of more tokens than a step has are bounded too.
+
+MAX_TIMES_RATE: Final = 64.0
+
+
+def believed_rates(rates: Mapping[PeerId, float | None]) -> dict[PeerId, float]:
+    """Returns as what the replicas' rates count, in tokens per second, where a step is divided among them.
+
+    rates: as reported, this peer's own included; None, unknown, counts as the median of the believed ones.
+
+    | positive rates | a rate counts |
+    |---|---|
+    | three or more | as believed_claim says, by their upper median and MAX_TIMES_RATE |
+    | two | up to MAX_TIMES_RATE times the smaller; beyond that, as the smaller |
+    | none | as 1, like all others |
+    """
+    positive = sorted(rate for rate in rates.values() if rate)
+    if not positive:
+        return dict.fromkeys(rates, 1.0)
+    if len(positive) == 2:
+        most = MAX_TIMES_RATE * positive[0]
+        known = {peer: rate if rate <= most else positive[0] for peer, rate in rates.items() if rate is not None}
+    else:
+        median = statistics.median_high(positive)
+        known = {peer: believed_claim(rate, median, MAX_TIMES_RATE) for peer, rate in rates.items() if rate is not None}
+    return {peer: known.get(peer, statistics.median(known.values())) for peer in rates}
+
+
+def believed_tokens(
+    reported: Mapping[PeerId, int],
+    shares: Mapping[PeerId, float],
+    own: int,
+    own_share: float,
+    microbatch_tokens: int,
+) -> dict[PeerId, int]:
+    """Returns as what the tokens that others have counted for a step count.
+
+    A replica that has counted t tokens of a share of s has come t / s of the way. Each counts at most as far on its way
+    as the lower median of all, `own` included, or as its whole share; and a microbatch more, since shares are rounded.
+    So one that is slow in a step is made up for by the others, and one that says it has everything completes no step.
+
+    reported: tokens by replica. shares: what each is expected to count, by its believed rate; own_share: of this peer.
+    """
+    ways = [tokens / shares[peer] for peer, tokens in reported.items() if shares[peer] > 0]
+    ways += [own / own_share] if own_share > 0 else []
+    furthest = max(1.0, statistics.median_low(ways)) if ways else 1.0
+    return {
+        peer: min(tokens, math.ceil(furthest * shares[peer]) + microbatch_tokens) for peer, tokens in reported.items()
+    }
 
 
 # --- sizes of means
@@ -238,24 +292,32 @@ class OwnPace:
 # --- histories
 
 
-def replicas_to_fetch_from(history: Mapping[int, int], me: PeerId, live: KnownReplicas) -> tuple[PeerId, ...]:
+class HistoryReport(NamedTuple):
+    """What a replica last reported itself: the digest of all means that it has applied up to `step`, 0 if unknown."""
+
+    step: int
+    digest: int
+
+
+def replicas_to_fetch_from(
+    history: Mapping[int, int], me: PeerId, reports: Mapping[PeerId, HistoryReport]
+) -> tuple[PeerId, ...]:
     """Returns the sorted ids of the replicas whose state is right, for this one to fetch, because its own is wrong.
 
-    history: of this replica, digests of all means applied up to a step, by the number of that step. live: the other
-    replicas, each with one step and its hash. Replicas with the same hash at the same step form a group. The largest
-    group is right; among groups of equal size, the one that has the least id. A replica at a later step than `history`
-    reaches joins this replica's group; one that reports no hash (0), or is at a step for which `history` has none, is
-    ignored. Returns () when this replica's own group is right.
+    history: of this replica, digests of all means applied up to a step, by the number of that step. reports: of the
+    live replicas. Replicas with the same digest at the same step form a group. The largest group is right; among groups
+    of equal size, the one that has the least id. A replica at a later step than `history` reaches joins this replica's
+    group; one that reports no digest, or is at a step for which `history` has none, is ignored. Returns () when this
+    replica's own group is right.
     """
     equal = [me]
-    groups: defaultdict[tuple[int, int], list[PeerId]] = defaultdict(list)
-    for peer, progress in live.items():
-        step, their_hash = progress.direct.agreed, progress.direct.history_hash
-        if not their_hash:
+    groups: defaultdict[HistoryReport, list[PeerId]] = defaultdict(list)
+    for peer, report in reports.items():
+        if not report.digest:
             continue
-        if step > max(history, default=0):
+        if report.step > max(history, default=0):
             equal.append(peer)
-        elif own_hash := history.get(step, 0):
-            (equal if their_hash == own_hash else groups[step, their_hash]).append(peer)
+        elif own_digest := history.get(report.step, 0):
+            (equal if report.digest == own_digest else groups[report]).append(peer)
     majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
     return () if majority is equal else tuple(sorted(majority))

@@ -26,6 +26,7 @@ from agora_protocol.messages import GossipEntry
 
 from agora.core.rates import MovingAverage
 from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
+from agora.replica.trust import HistoryReport, believed_rates, believed_tokens
 
 SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
 # Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent:
@@ -119,6 +120,14 @@ class BatchSizeCorrection:
         return BatchSizeCorrection(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
 
 
+class Shares(NamedTuple):
+    """How many tokens of a step of target size this replica (`own`) and the `others` count, by their believed rates."""
+
+    own: float
+    others: Mapping[PeerId, float]
+    microbatch_tokens: int
+
+
 @dataclass(slots=True)
 class StepMeter:
     """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
@@ -141,6 +150,9 @@ class StepMeter:
     # unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured
     # duration would fall further and further.
     expected_s: float = 0.0
+    shares: Shares | None = None  # None before the first update_quota
+    believed: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
+    _opened: tuple[int, float | None] = (-1, None)
     _closed_at: float | None = None
     _steps: int = 0
     _waits_from: int = 0  # the step from which origins wait for means
@@ -165,13 +177,34 @@ class StepMeter:
         others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
         tokens of a whole step, and sets quota_now to 0. See own_quota; the step has batch_size.next_target tokens.
         """
-        rates = {**others, me: self.rate.per_second}
-        self._uncorrected_quota = own_quota(rates, me, self.batch_size.target, self.microbatch_tokens)
-        known = [rate for rate in rates.values() if rate is not None]
-        self.expected_s = self.batch_size.target / sum(known) if len(known) == len(rates) and any(known) else 0.0
-        quota = own_quota(rates, me, self.batch_size.next_target, self.microbatch_tokens)
+        own, target = self.rate.per_second, self.batch_size.target
+        reported = {**others, me: own}
+        self.believed = rates = believed_rates(reported)
+        total = sum(rates.values()) or 1.0
+        is_known = None not in reported.values() and any(reported.values())
+        self.expected_s = target / total if is_known else 0.0
+        # Who is so fast that the others do not believe it counts all that it can in the time that they take.
+        times = own / rates[me] if own and rates[me] else 1.0
+        shares = {peer: target * rate / total for peer, rate in rates.items() if peer != me}
+        self.shares = Shares(times * target * rates[me] / total, shares, self.microbatch_tokens)
+        self._uncorrected_quota = self._quota(rates, me, target, times)
+        quota = self._quota(rates, me, self.batch_size.next_target, times)
         self.quota_now = quota if others else 0
         return quota
+
+    def _quota(self, rates: Mapping[PeerId, float], me: PeerId, target: int, times: float) -> int:
+        quota = own_quota(rates, me, target, self.microbatch_tokens)
+        return round(times * quota / self.microbatch_tokens) * self.microbatch_tokens
+
+    def share_due_at(self, open_step: int, now: float) -> float | None:
+        """Returns when the share of `open_step` should have its tokens, by what was known when it was first asked for.
+
+        None if this replica's rate or quota was unknown then. Asked for at every event, so that this is when it opened.
+        """
+        if open_step != self._opened[0]:
+            rate, quota = self.rate.per_second, min(self.quota_now, self._uncorrected_quota)
+            self._opened = open_step, now + quota / rate if rate and quota else None
+        return self._opened[1]
 
     def record_step(self, tokens: float) -> None:
         """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
@@ -277,6 +310,10 @@ class DirectReport:
     history_hash: int = 0
     start_step: int = 0
 
+    @property
+    def history(self) -> HistoryReport:
+        return HistoryReport(self.agreed, self.history_hash)
+
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
         """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
 
@@ -323,6 +360,19 @@ class ReplicaProgress:
         """Returns whether it is neither silent (see is_silent) nor suspected (a call failed since its last report)."""
         return not self.is_silent(now) and self.reported_at > self.failed_at
 
+    def tokens_of(self, step: int) -> int:
+        """Returns the tokens of its share of `step`, open or closed; 0 if `step` is none of these two."""
+        ahead = self.counts.open_step - step
+        return self.counts.tokens if ahead == 0 else self.closed_tokens if ahead == 1 else 0
+
+    def with_tokens_of(self, step: int, tokens: int) -> ReplicaProgress:
+        """Returns a copy in which its share of `step`, open or closed, has `tokens`."""
+        if tokens == self.tokens_of(step):
+            return self
+        if self.counts.open_step == step:
+            return replace(self, counts=self.counts._replace(tokens=tokens))
+        return replace(self, closed_tokens=tokens)
+
     def with_counts(self, counts: ReplicaCounts, reported_at: float) -> ReplicaProgress:
         """Returns a copy with newer counts, reported at `reported_at`, and without broken times before that.
 
@@ -364,6 +414,9 @@ class StageView:
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
     plan: StepPlan = ONLY_ALL_REDUCE  # which of the stage's steps are inner steps; all others are all-reduces
     quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
+    shares: Shares | None = None  # bound what others say to have counted; None: nothing does
+    # When its share should have its tokens, by its own pace when the share was opened; None if that is unknown.
+    share_due_at: float | None = None
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     is_leaving: bool = False  # whether this peer is leaving the run
     is_busy: bool = False  # whether a step, a fetch or a catch-up is running
@@ -495,26 +548,37 @@ def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 # --- how far they are
 
 
+def believe(others: KnownReplicas, own: ReplicaCounts, shares: Shares | None) -> KnownReplicas:
+    """Returns `others` with the tokens of this replica's open step as far as they are believed, see believed_tokens.
+
+    own: how far this replica is. shares: None: tokens count as reported.
+    """
+    if shares is None:
+        return others
+    step = own.open_step
+    reported = {peer: progress.tokens_of(step) for peer, progress in others.items()}
+    expected = {peer: shares.others.get(peer, shares.own) for peer in reported}
+    tokens = believed_tokens(reported, expected, own.tokens, shares.own, shares.microbatch_tokens)
+    return {peer: progress.with_tokens_of(step, tokens[peer]) for peer, progress in others.items()}
+
+
 def count_tokens(others: KnownReplicas, step: int) -> int:
     """Returns how many tokens `others` have counted for `step` together, in open shares and in closed ones.
 
     A replica counts as 0 if its open step is before `step`, or later than `step` + 1.
     """
-    open_tokens = sum(progress.counts.tokens for progress in others.values() if progress.counts.open_step == step)
-    closed = [progress for progress in others.values() if progress.counts.open_step == step + 1]
-    return open_tokens + sum(progress.closed_tokens for progress in closed)
+    return sum(progress.tokens_of(step) for progress in others.values())
 
 
-def first_closed_at(others: KnownReplicas, step: int) -> float | None:
-    """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
+def closing_times(others: KnownReplicas, step: int) -> list[float]:
+    """Returns when those of `others` that have closed their share of `step` began their open step, the earliest first.
 
     For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
-    it is later. None if no other replica has closed its share. Ignores a replica that leads by more than
-    MAX_PLAUSIBLE_LEAD: no honest one can while this one's share is open.
+    it is later. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one can while this one's share
+    is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
-    reports = [progress.direct for progress in others.values()]
-    return min((report.open_since for report in reports if report.open_step in ahead), default=None)
+    return sorted(progress.direct.open_since for progress in others.values() if progress.direct.open_step in ahead)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:

@@ -8,8 +8,7 @@ import pytest
 from agora_protocol.ids import PeerId
 
 from agora.observe.events import StageDiverged
-from agora.replica.trust import replicas_to_fetch_from
-from agora.replica.view import DirectReport, ReplicaCounts, ReplicaProgress
+from agora.replica.trust import HistoryReport, replicas_to_fetch_from
 from agora.train.stage import INITIAL_HASH, KEPT_STEPS, extend_history
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.replica.test_replica_group import EXACT, assert_equal_bits, at_one_step
@@ -23,12 +22,6 @@ def lineages(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]
     for step, checksum in checksums.items():
         made = extend_history(made, step, checksum)
     return made
-
-
-def reported(step: int, lineage: int) -> ReplicaProgress:
-    return ReplicaProgress(
-        ReplicaCounts(step, step), 0.0, direct=DirectReport(step, step, agreed=step, history_hash=lineage)
-    )
 
 
 BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: INITIAL_HASH})
@@ -51,15 +44,15 @@ def test_a_lineage_is_unknown_after_one_that_is() -> None:
     ("others", "fetch_from"),
     [
         ({}, ()),
-        ({A: reported(10, EQUAL[10])}, ()),
-        ({A: reported(10, 0), B: reported(99, 7)}, ()),
-        ({A: reported(10, OTHER[10]), B: reported(9, OTHER[9]), C: reported(10, EQUAL[10])}, ()),
-        ({A: reported(10, OTHER[10]), B: reported(10, OTHER[10]), C: reported(10, EQUAL[10])}, (A, B)),
-        ({A: reported(10, OTHER[10])}, (A,)),
-        ({C: reported(10, OTHER[10])}, ()),
-        ({A: reported(5, OTHER[5]), C: reported(5, OTHER[5])}, ()),
-        ({A: reported(10, 1), B: reported(10, 2), C: reported(10, 3)}, (A,)),
-        ({A: reported(10, OTHER[10]), C: reported(11, 7)}, ()),
+        ({A: HistoryReport(10, EQUAL[10])}, ()),
+        ({A: HistoryReport(10, 0), B: HistoryReport(99, 7)}, ()),
+        ({A: HistoryReport(10, OTHER[10]), B: HistoryReport(9, OTHER[9]), C: HistoryReport(10, EQUAL[10])}, ()),
+        ({A: HistoryReport(10, OTHER[10]), B: HistoryReport(10, OTHER[10]), C: HistoryReport(10, EQUAL[10])}, (A, B)),
+        ({A: HistoryReport(10, OTHER[10])}, (A,)),
+        ({C: HistoryReport(10, OTHER[10])}, ()),
+        ({A: HistoryReport(5, OTHER[5]), C: HistoryReport(5, OTHER[5])}, ()),
+        ({A: HistoryReport(10, 1), B: HistoryReport(10, 2), C: HistoryReport(10, 3)}, (A,)),
+        ({A: HistoryReport(10, OTHER[10]), C: HistoryReport(11, 7)}, ()),
     ],
     ids=[
         "alone",
@@ -75,7 +68,7 @@ def test_a_lineage_is_unknown_after_one_that_is() -> None:
     ],
 )
 def test_the_largest_group_is_right_and_of_equal_ones_that_with_the_least_id(
-    others: dict[PeerId, ReplicaProgress], fetch_from: tuple[PeerId, ...]
+    others: dict[PeerId, HistoryReport], fetch_from: tuple[PeerId, ...]
 ) -> None:
     assert replicas_to_fetch_from(EQUAL, ME, others) == fetch_from
 

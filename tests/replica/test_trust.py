@@ -22,7 +22,10 @@ from agora.replica.trust import (
     OwnPace,
     believed_bandwidths,
     believed_claim,
+    believed_rates,
+    believed_tokens,
 )
+from agora.replica.view import BatchSizeCorrection, StepMeter, TokenRate
 from agora.swarm.peer_score import Violation
 from tests.replica.group_world import GroupWorld
 from tests.replica.world import identities
@@ -153,3 +156,57 @@ def test_a_liar_at_step_10_9_changes_neither_steps_nor_weights(others: int) -> N
         assert np.allclose(beside_it, alone, atol=0.01)
     assert others == 3 or with_liar[1] == without[1]
     assert set(with_liar[2]) == {(True, Violation.IMPLAUSIBLE_STEP)} and not without[2]
+
+
+# --- rates and tokens of others
+
+
+@pytest.mark.parametrize("count", [3, 4, 16])
+@pytest.mark.parametrize("times", [512.0, 1e6, 1e15])
+def test_one_that_reports_any_rate_has_the_share_of_the_others(count: int, times: float) -> None:
+    peers = identities(count)
+    assert believed_rates(dict.fromkeys(peers, 100.0) | {peers[0]: 100.0 * times}) == dict.fromkeys(peers, 100.0)
+
+
+def test_one_that_is_64_times_as_fast_as_all_others_counts_as_it_is() -> None:
+    rates = dict.fromkeys(identities(4), 100.0) | {identities(1)[0]: 6400.0}
+    assert believed_rates(rates) == rates
+
+
+def test_rates_count_as_they_are_where_replicas_differ_as_machines_do() -> None:
+    peers = identities(4)
+    for rates in ([1.0, 2.0, 4.0, 8.0], [100.0, 10.0, 100.0, 1.0], [64.0, 0.0, 1.0, 0.0], [5.0, 0.0, 0.0, 0.0]):
+        known = dict(zip(peers, rates, strict=True))
+        assert believed_rates(known) == known
+    assert believed_rates({peers[0]: 64.1, peers[1]: 1.0}) == {peers[0]: 1.0, peers[1]: 1.0}, "word against word"
+    assert believed_rates({peers[0]: None, peers[1]: 4.0, peers[2]: 4.0}) == dict.fromkeys(peers[:3], 4.0)
+    assert believed_rates(dict.fromkeys(peers, 0.0)) == dict.fromkeys(peers, 1.0)
+
+
+def test_one_that_is_too_fast_to_be_believed_counts_all_that_it_can_meanwhile() -> None:
+    """And the others as much as they would beside one like them: nobody waits."""
+    peers, target = identities(4), 40_000
+    quotas = []
+    for me, rate in zip(peers, (64_000.0, 100.0, 100.0, 100.0), strict=True):
+        meter = StepMeter(10, BatchSizeCorrection(target), rate=TokenRate(rate, 1.0))
+        others = {peer: 64_000.0 if peer == peers[0] else 100.0 for peer in peers if peer != me}
+        quotas.append(meter.update_quota(me, others))
+    assert quotas == [6_400_000, 10_000, 10_000, 10_000]
+
+
+def test_tokens_of_others_count_as_far_as_the_median_has_come_or_as_their_share_and_a_microbatch() -> None:
+    peers = identities(3)
+    shares = dict.fromkeys(peers, 100.0)
+    assert believed_tokens(dict.fromkeys(peers, 50), shares, 50, 100.0, 8) == dict.fromkeys(peers, 50)
+    lie = dict(zip(peers, (2**50, 60, 60), strict=True))
+    assert list(believed_tokens(lie, shares, 60, 100.0, 8).values()) == [108, 60, 60]
+    late = dict(zip(peers, (2**50, 130, 130), strict=True))
+    assert list(believed_tokens(late, shares, 20, 100.0, 8).values()) == [138, 130, 130], "made up for by the others"
+
+
+def test_a_fast_replica_whose_share_is_all_microbatches_completes_the_step_of_the_slow_ones() -> None:
+    """Eight microbatches, of which 64/66 are 7.8: it counts all of them."""
+    peers = identities(2)
+    shares = dict(zip(peers, (64 / 66 * 800, 1 / 66 * 800), strict=True))
+    believed = believed_tokens({peers[0]: 800, peers[1]: 0}, shares, 0, shares[peers[1]], 100)
+    assert believed[peers[0]] == 800

@@ -1,0 +1,93 @@
+"""A replica group with one liar takes the steps that it takes with an honest one: whatever it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from agora.train.stage import StageProgress
+from tests.replica.group_world import FakeStage, GroupWorld
+from tests.replica.test_replica_group import at_one_step
+from tests.virtual_time import run
+
+ALL_REDUCE: dict[str, Any] = {"averaging": {"exact_steps": 10**9, "gradient_wire": "float32"}}
+RATE, HONEST_S, LYING_S = 1280.0, 10.0, 20.0
+
+Lie = Callable[[StageProgress], StageProgress]
+LIES: dict[str, Lie] = {
+    "2^50 tokens": lambda told: replace(told, tokens_in_share=2**50 + told.step, tokens_counted=2**50 + told.step),
+    "a million times its rate, and all tokens": lambda told: replace(
+        told, tokens_counted=10**6 * told.tokens_counted, tokens_in_share=2**40
+    ),
+    "all its shares closed": lambda told: replace(told, open_step=told.step + 2, tokens_in_share=0),
+}
+
+
+class LyingStage(FakeStage):
+    """Tells of its progress what `lie` makes of it."""
+
+    lie: Lie | None = None
+
+    def progress(self) -> list[StageProgress]:
+        told = super().progress()
+        return told if self.lie is None else [self.lie(told[0])]
+
+
+class Taken(NamedTuple):
+    """What an honest replica did while the other one lied: steps, and its tokens in one of them."""
+
+    steps: int
+    tokens: float
+    fetches: int
+
+
+@functools.cache
+def taken(count: int, lie: str = "") -> Taken:
+    async def main() -> Taken:
+        async with GroupWorld([RATE] * count, target=512 * count, stage_type=LyingStage, **ALL_REDUCE) as world:
+            await asyncio.sleep(HONEST_S)
+            liar, honest, *_ = world.all
+            assert isinstance(liar.stage, LyingStage)
+            liar.stage.lie = LIES[lie] if lie else None
+            step, shares = honest.stage.step, len(honest.stage.closed)
+            await asyncio.sleep(LYING_S)
+            closed = honest.stage.closed[shares:] or [0]
+            return Taken(honest.stage.step - step, sum(closed) / len(closed), len(honest.fetches))
+
+    return run(main())
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_one_liar_neither_rushes_nor_empties_steps(lie: str) -> None:
+    honest, beside_it = taken(4), taken(4, lie)
+    assert honest.steps >= 40
+    assert beside_it.steps == pytest.approx(honest.steps, rel=0.02, abs=1.0)
+    assert beside_it.tokens == pytest.approx(honest.tokens, rel=0.03)
+    assert not beside_it.fetches, "nor does anybody fetch its state"
+
+
+def test_one_honest_replica_that_is_64_times_as_fast_as_two_others_has_the_share_of_its_rate() -> None:
+    """Steps have their target, and nobody waits."""
+
+    async def main() -> None:
+        target, rates = 65_984, [64_000.0, 1000.0, 1000.0]
+        async with GroupWorld(rates, target=target, **ALL_REDUCE) as world:
+            await asyncio.sleep(30.0)
+            await at_one_step(*world.all)
+            step = world.all[0].stage.step
+            counted = sum(peer.stage.counted for peer in world.all)
+            began = asyncio.get_running_loop().time()
+            await asyncio.sleep(60.0)
+            await at_one_step(*world.all)
+            seconds = asyncio.get_running_loop().time() - began
+            taken = world.all[0].stage.step - step
+            tokens = sum(peer.stage.counted for peer in world.all) - counted
+            assert tokens == pytest.approx(sum(rates) * seconds, rel=0.02)
+            assert tokens / taken == pytest.approx(target, rel=0.1)
+
+    run(main())
