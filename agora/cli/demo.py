@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import random
 import signal
@@ -82,12 +83,25 @@ class DemoOptions:
         if self.objective is not None:
             raise Failure("--objective is for a base model; give one with --base-model DIR", console.USAGE)
         base = preset(self.preset or USUAL_PRESET)
-        corpus = tuple(text if text == STDLIB else str(Path(text).expanduser().absolute()) for text in self.data)
+        corpus = tuple(text if text == STDLIB else Path(text).name for text in self._texts())
+        if len(set(corpus)) < len(corpus):
+            raise Failure("two texts of --data have one name; rename one", console.USAGE)
         layers = max(base.model.layers, self.stages)
         return base.with_values(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
 
+    def _texts(self) -> list[str]:
+        # STDLIB and absolute paths, those of a pattern that the shell has left as it is included.
+        found = list[str]()
+        for text in self.data:
+            path = Path(text).expanduser().absolute()
+            paths = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
+            if not paths and text != STDLIB:
+                raise Failure(f"--data {text}: there is no such file or folder; correct the path", console.USAGE)
+            found += [STDLIB] if text == STDLIB else paths
+        return found
+
     def _manifest_of_base_model(self, folder: Path) -> Manifest:
-        from agora.cli.new_run import TuningChoice, manifest_of_base_model
+        from agora.cli.new_run import TuningChoice, manifest_of_base_model, name_files
 
         if self.preset is not None:
             raise Failure("--preset and --base-model exclude each other; give one of them", console.USAGE)
@@ -97,7 +111,7 @@ class DemoOptions:
         made = manifest_of_base_model(folder, "demo", TuningChoice((file,) if file is not None else (), self.objective))
         for line in made.data.summary_lines(made.manifest.model.context) if made.data is not None else []:
             print_to_stderr(line)
-        return made.manifest
+        return name_files(made.manifest, folder, folder)[0]
 
     def _adapt(self, base: Manifest) -> Manifest:
         return base.with_values(
@@ -113,9 +127,13 @@ class DemoOptions:
         )
 
     def flags(self) -> list[str]:
-        """Returns the flags for every daemon of the demo: --allow-files, link and base model, if any."""
+        """Returns the flags for every daemon of the demo: --allow-files, link, data and base model, if any.
+
+        They say where the files are, so that the manifest, which others may see, does not.
+        """
+        data = [flag for text in self._texts() if text != STDLIB for flag in ("--data", text)]
         base = ["--base-model", str(self.base_model.expanduser().absolute())] if self.base_model is not None else []
-        return ["--allow-files", *(["--link", self.link] if self.link else []), *base]
+        return ["--allow-files", *(["--link", self.link] if self.link else []), *base, *data]
 
 
 def tuning_totals(manifest: Manifest) -> TuningTotals | None:

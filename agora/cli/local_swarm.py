@@ -188,6 +188,7 @@ class LocalSwarm:
         needed["AGORA_ALLOW_PRIVATE"] = "true"  # its daemons have no other addresses than those of loopback
         needed["AGORA_MOST_STAGES"] = "1"  # a pipeline is wanted, although one machine could hold all of a small model
         needed["AGORA_AT_END"] = "go-on"  # who measures says when it is over
+        needed["AGORA_EXPORT_AT_END"] = "never"
         process = self._launch(arguments, {**os.environ, **needed, **(environment or {})}, root / "log.txt")
         daemon = self.daemons[name] = LocalDaemon(name, root, process)
         if not self.invite and not run:

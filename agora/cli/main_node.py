@@ -83,6 +83,16 @@ AT_END = Annotated[
 ]
 
 
+EXPORT_AT_END = Annotated[
+    str | None,
+    typer.Option(
+        "--export-at-end",
+        metavar="auto|always|never",
+        help="Whether the result is written into the data directory then; auto (default): by the run's founder.",
+    ),
+]
+
+
 @app.command()
 def join(
     run: console.RUN,
@@ -102,6 +112,7 @@ def join(
     disk_gib: DISK = None,
     hours: HOURS = None,
     at_end: AT_END = None,
+    export_at_end: EXPORT_AT_END = None,
     log_level: LOG_LEVEL = None,
 ) -> None:
     """Join a run and train until stopped.
@@ -130,7 +141,8 @@ def join(
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
-    flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib, "at_end": at_end}
+    flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
+    flags |= {"at_end": at_end, "export_at_end": export_at_end}
     run_daemon(run, paths.home_at(directory), flags)
 
 

@@ -39,7 +39,7 @@ from agora.cli.data_command import (
 from agora.data.local_files import LocalFiles
 from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES, open_tokenizer
-from agora.tuning.base.hub import fetch_model, hub_id_of
+from agora.tuning.base.hub import fetch_model, hub_id_of, public_name
 from agora.tuning.chat.sample_file import Objective
 
 BYTE_VALUES = 256
@@ -232,7 +232,13 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     epochs = choice.epochs or 1.0
     values: dict[str, Any] = {
         "name": name,
-        "model": {"family": "hf", "config": config, "context": context, **_hash_weights(folder)},
+        "model": {
+            "family": "hf",
+            "config": config,
+            "context": context,
+            **_hash_weights(folder),
+            "base_name": public_name(folder),
+        },
         "stages": {"count": min(2, sizes.layers)},
         "boundary": {"codec": CODEC},
         "schedule": {"microbatch": MICROBATCH, "staleness": STALENESS},

@@ -84,7 +84,7 @@ def fetch(run: str, home: paths.Home) -> Status:
             credentials = status_client.Credentials(identity, proof) if identity is not None else None
             status = status_client.fetch_status(reference.addresses, RunId(reference.run), credentials=credentials)
             check_status(status)
-            return status
+            return {name: value for name, value in status.items() if name != "result"}  # of the asker's machine only
         except AgoraError as error:
             why, do = str(error), "ask for a newer invite, or check this machine's network"
             if isinstance(error, NotAdmitted):
@@ -149,10 +149,23 @@ def lines_of(status: Status) -> list[str]:
         lines += _table(PEER_COLUMNS, "peers", [_peer_cells(peer) for peer in status["peers"]])
     notes = [f"note    {peer['name']}: {note}" for peer in status["peers"] for note in [peer["note"]] if note]
     lines += [*notes[:MAX_ROWS], *_left_out("notes", len(notes))]
+    if result := status.get("result"):
+        lines += _result_lines(result)
     health = status["health"]
     do = f"  do: {health['do']}" if health["do"] else ""
     lines.append(f"health  {health['state']}  why: {health['why']}{do}")
     return [_cut(printable(line, keep=""), MAX_LINE) for line in lines]  # peers wrote parts of it
+
+
+def _result_lines(result: Mapping[str, Any]) -> list[str]:
+    match result["state"]:
+        case "exported":
+            return [f"result  exported to {result['folder']}"]
+        case "exporting":
+            return [f"result  is being exported to {result['folder']}"]
+        case "failed":
+            return [f"result  could not be exported: {result['why']}"]
+    return []
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ Layout of a data directory (mode 0700):
     runs/<run id>/epochs.json   which samples the origins have seen, by step of stage 0
     runs/<run id>/checkpoints/  this machine's checkpoints, by stage and step
     runs/<run id>/weights/      the weights of the stages held, as last asked for
+    runs/<run id>/result/       what the run has learnt, exported when it had ended
     runs/<run id>/collected/    the weights of every stage, as last asked for by an export
 """
 
@@ -88,6 +89,9 @@ class Home:
 
     def checkpoints(self, run: str) -> Path:
         return self.runs / run / "checkpoints"
+
+    def result(self, run: str) -> Path:
+        return self.runs / run / "result"
 
     @property
     def socket_stem(self) -> str:

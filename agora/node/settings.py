@@ -81,6 +81,8 @@ class Settings(pydantic.BaseModel):
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
     # What follows when the run has taken its total_steps: it serves the state and trains no more, leaves, or trains on.
     at_end: Literal["serve", "leave", "go-on"] = "serve"
+    # Whether it writes the result into the data directory then: if it is the one to do so, whoever it is, or never.
+    export_at_end: Literal["auto", "always", "never"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @pydantic.field_validator("listen", "announce", mode="before")

@@ -88,6 +88,12 @@ class StateChanged(Event, level="info", template="{state}: {reason}"):
     reason: str
 
 
+class ResultExported(Event, level="info", template="the run's result is in {folder}"):
+    """Event: the run has ended, and what `swarm export` writes of it is in a folder of this machine."""
+
+    folder: str
+
+
 class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
     """Event: a task of this daemon failed; `error` is what went wrong, mostly the error's type and text."""
 

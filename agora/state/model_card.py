@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 
 from agora.core.terminal_text import one_line
 
@@ -26,7 +28,7 @@ library_name: {library}
 pipeline_tag: text-generation
 tags:
 {tags}
----
+{base_model}---
 
 # {name}
 
@@ -62,7 +64,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."
-base = AutoModelForCausalLM.from_pretrained("BASE-MODEL")  # the folder or the name of the base model
+base = AutoModelForCausalLM.from_pretrained({base})  # the folder or the name of the base model
 model = PeftModel.from_pretrained(base, folder)"""
 CHAT_CODE: Final = """\
 messages = [{"role": "user", "content": "Hello"}]
@@ -122,6 +124,7 @@ def model_card(
     return CARD.format(
         library=LIBRARIES[exported.kind],
         tags="- agora\n- lora" if exported.kind == "adapter" else "- agora",
+        base_model=_base_model_line(manifest),
         name=manifest.name,
         summary=_summary(manifest, model, exported),
         facts=_facts_table(manifest, model, steps, exported),
@@ -129,6 +132,18 @@ def model_card(
         limits=_limits_list(manifest, model, steps, exported.kind),
         manifest="\n".join(f"    {line}".rstrip() for line in manifest.to_toml().splitlines()),
     )
+
+
+def _base_model_of(manifest: Manifest) -> tuple[str, str]:
+    # ("ORG/NAME", revision or "") of a model of the Hub; of another one the folder's name.
+    named = manifest.model.base_name if isinstance(manifest.model, HfSection) else ""
+    name, _, revision = named.partition("@") if "/" in named else (named, "", "")
+    return name, revision
+
+
+def _base_model_line(manifest: Manifest) -> str:
+    name, _ = _base_model_of(manifest)
+    return f"base_model: {name}\n" if "/" in name else ""
 
 
 def _summary(manifest: Manifest, model: ModelDescription, exported: ExportDescription) -> str:
@@ -199,13 +214,15 @@ def _data_words(manifest: Manifest) -> str:
 
 
 def _loading_code(manifest: Manifest, kind: Kind) -> str:
+    name, revision = _base_model_of(manifest)
+    base = json.dumps(name or "BASE-MODEL", ensure_ascii=False) + (f', revision="{revision}"' if revision else "")
     # Training adds no special tokens either.
     no_special_tokens = "" if manifest.data.tokenizer == BYTES else ", add_special_tokens=False"
     is_text = manifest.objective.kind == "lm"
     code = "\n".join(
         [
             "```python",
-            ADAPTER_CODE if kind == "adapter" else FOLDER_CODE,
+            ADAPTER_CODE.format(base=base) if kind == "adapter" else FOLDER_CODE,
             "tokenizer = AutoTokenizer.from_pretrained(folder)",
             f'inputs = tokenizer("The", return_tensors="pt"{no_special_tokens})' if is_text else CHAT_CODE,
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))",

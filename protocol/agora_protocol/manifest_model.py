@@ -21,6 +21,10 @@ from agora_protocol.manifest_sections import Section
 DEFAULT_FAMILY: Final = "subspace"
 WRITE_ANEW: Final = "write the manifest with `swarm new run.toml --base-model DIR`"
 WEIGHTS_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
+# ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the name of a folder, which is never a path.
+BASE_NAME: Final = re.compile(
+    r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@\w[\w./-]{0,127})?|[^/\\]{0,255}", re.ASCII
+)
 SHA256: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
@@ -175,6 +179,9 @@ class HfSection(ModelSection):
     tensors_hash: str = Field(
         default="", description="SHA-256 of their tensor list; empty: peers without the files cannot fetch them"
     )
+    base_name: str = Field(
+        default="", description="the model's name for people: ORG/NAME@REVISION of the Hub, or its folder's"
+    )
     trained: Literal["all", "lora"] = Field(
         default="all",
         description="all parameters, or lora: small matrices added to frozen ones, which stay as they are",
@@ -218,6 +225,9 @@ class HfSection(ModelSection):
         return {**known, **values, "config": canonical_config(config)}
 
     def check_values(self) -> str | None:
+        name = self.base_name
+        if not BASE_NAME.fullmatch(name) or not name.isprintable() or name in (".", ".."):
+            return f"[model] base_name is {describe(name)}, which is neither ORG/NAME[@REVISION] nor a name; remove it."
         return self._check_config() or self._check_weights()
 
     def _check_config(self) -> str | None:

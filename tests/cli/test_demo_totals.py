@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,10 +149,11 @@ def test_flags_that_cannot_work_are_bad_arguments() -> None:
         assert caught.value.code == 2
 
 
-def test_the_manifest_follows_from_the_flags() -> None:
-    manifest = DemoOptions(
-        peers=6, stages=6, steps=10, seed=3, codec="float32", data=("stdlib", "poems.txt")
-    ).manifest()
+def test_the_manifest_follows_from_the_flags(tmp_path: Path) -> None:
+    poems = tmp_path / "poems.txt"
+    poems.touch()
+    plan = DemoOptions(peers=6, stages=6, steps=10, seed=3, codec="float32", data=("stdlib", str(poems)))
+    manifest = plan.manifest()
     assert (manifest.stages.count, manifest.model.layers, manifest.seed, manifest.boundary.codec) == (
         6,
         6,
@@ -159,12 +161,26 @@ def test_the_manifest_follows_from_the_flags() -> None:
         "float32",
     )
     assert manifest.optimizer.total_steps == 16 and manifest.optimizer.warmup_steps == 8
-    assert manifest.data.corpus[0] == "stdlib" and manifest.data.corpus[1].startswith("/")
+    assert manifest.data.corpus == ("stdlib", "poems.txt") and str(tmp_path) not in manifest.to_toml()
+    assert plan.flags() == ["--allow-files", "--data", str(poems)]
     with pytest.raises(Failure, match="gzip") as caught:
         DemoOptions(codec="gzip").manifest()
     assert caught.value.code == 2
     with pytest.raises(Failure, match="huge"):
         DemoOptions(preset="huge").manifest()
+
+
+def test_texts_of_a_demo_are_found_before_it_starts_and_have_names_of_their_own(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "poems and prose.txt").touch()
+    plan = DemoOptions(data=(str(tmp_path / "a" / "*.txt"),))
+    assert plan.manifest().data.corpus == ("poems and prose.txt",), "a pattern that no shell has expanded"
+    assert plan.flags()[1:] == ["--data", str(tmp_path / "a" / "poems and prose.txt")]
+    for data, says in ((tmp_path / "c.txt", "no such file"), (tmp_path / "*" / "*.txt", "one name")):
+        with pytest.raises(Failure, match=says) as raised:
+            DemoOptions(data=(str(data),)).manifest()
+        assert raised.value.code == 2
 
 
 @pytest.mark.parametrize("link", [None, "20Mbit,50ms"])

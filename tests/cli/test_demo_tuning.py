@@ -92,9 +92,10 @@ def test_the_manifest_of_a_tuning_demo_is_that_of_swarm_new_with_the_plans_stage
     plan = DemoOptions(peers=3, stages=3, steps=30, seed=5, data=(str(file),), base_model=base, codec="int8")
     manifest = plan.manifest()
     assert isinstance(manifest.model, HfSection) and manifest.model.trained == "lora"
-    assert (manifest.objective.kind, manifest.data.samples, manifest.seed) == ("sft", str(file), 5)
+    assert (manifest.objective.kind, manifest.data.samples, manifest.seed) == ("sft", "qa.jsonl", 5)
     assert (manifest.stage_count, manifest.optimizer.total_steps, manifest.boundary.codec) == (3, 30, "int8")
-    assert plan.flags() == ["--allow-files", "--base-model", str(base)]
+    assert plan.flags() == ["--allow-files", "--base-model", str(base), "--data", str(file)]
+    assert manifest.data.tokenizer == "tokenizer.json" and str(tmp_path.parent) not in manifest.to_toml()
     totals = tuning_totals(manifest)
     assert totals is not None and (totals.objective, totals.step_tokens) == ("sft", manifest.optimizer.target_tokens)
     plain = DemoOptions(stages=1, base_model=base).manifest()

@@ -423,6 +423,7 @@ def test_a_manifest_has_names_and_none_of_its_authors_paths_and_another_machine_
         assert str(tmp_path) not in text and "/ann" not in text
         manifest = Manifest.from_toml(text, "run.toml")
         assert (manifest.data.samples, manifest.data.tokenizer) == (file.name, "tokenizer.json")
+        assert manifest.model.model_dump()["base_name"] == "model"
         copied = ben / file.name
         shutil.copy(file, copied)
         shutil.copytree(base, ben / f"other{number}")

@@ -93,10 +93,11 @@ def test_ctrl_c_stops_the_demo_and_every_daemon(tmp_path: Path) -> None:
 
 
 def test_a_daemon_that_ends_by_itself_ends_the_demo_with_its_words(tmp_path: Path) -> None:
-    missing = str(tmp_path / "poems.txt")
-    command = [*DEMO, "--steps", "3", "--data", missing, "--dir", str(tmp_path / "demo"), "--json"]
+    damaged = tmp_path / "poems.txt"
+    damaged.write_bytes(b"\xff\xfe\xff" * 100)
+    command = [*DEMO, "--steps", "3", "--data", str(damaged), "--dir", str(tmp_path / "demo"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.search("peer-[01] ended by itself with exit code 1", done.stderr), "whichever was first"
-    assert missing in done.stderr
+    assert str(damaged) in done.stderr
     assert not daemons_of(tmp_path / "demo")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from agora_protocol.ids import RunId
+from agora_protocol.invite import Invite
+from transformers import AutoModelForCausalLM
 
+from agora.net.dht import status_client
 from agora.node import paths
 from agora.node.control.control_client import DaemonRefused, DaemonUnreachable
 from agora.state.checkpoint import end_checkpoint
+from agora.state.files import EXPORT_INDEX
 from tests.process.harness import WAIT_S, Swarm, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -20,7 +26,19 @@ MANIFEST = tiny(2, checkpoint={"every": 1, "keep": 1}, optimizer=OPTIMIZER)
 
 def started(made: Swarm, at_end: str) -> None:
     for stage in ("0", "1"):
-        made.start(f"peer-{stage}", stage, flags=["--at-end", at_end])
+        made.start(f"peer-{stage}", stage, flags=["--at-end", at_end, "--export-at-end", "auto"])
+
+
+def exported(made: Swarm) -> Path:
+    """Waits until the founder, alone, has the result; returns its folder."""
+    founder, other = made.daemons["peer-0"], made.daemons["peer-1"]
+    made.until(lambda: bool(founder.events("ResultExported")), "the export")
+    (folder,) = {Path(event["folder"]) for event in founder.events("ResultExported")}
+    assert folder.is_relative_to(founder.root) and (folder / "config.json").is_file()
+    steps = [stage["step"] for stage in json.loads((folder / EXPORT_INDEX).read_text())["stages"]]
+    assert min(steps) >= STEPS
+    assert not other.events("ResultExported") and not list(other.root.rglob("result"))
+    return folder
 
 
 def state_of(made: Swarm) -> str:
@@ -51,6 +69,11 @@ def test_daemons_that_serve_draw_no_more_and_keep_and_export_the_state_of_the_en
             made.until(kept, f"stage {stage} to be kept")
             found = end_checkpoint(folder, run, stage, STEPS)
             assert found is not None and STEPS <= found.step <= STEPS + 3
+        folder = exported(made)
+        assert origin.ask("status")["result"] == {"state": "exported", "folder": str(folder), "why": ""}
+        AutoModelForCausalLM.from_pretrained(folder)
+        shown = json.dumps(status_client.fetch_status(Invite.parse(made.invite).addresses, RunId(run)))
+        assert "COMPLETED" in shown and str(tmp_path) not in shown, "other machines are told no path of this one"
 
 
 def test_daemons_that_leave_do_so_in_order_and_say_why(tmp_path: Path) -> None:
@@ -62,6 +85,16 @@ def test_daemons_that_leave_do_so_in_order_and_say_why(tmp_path: Path) -> None:
             assert daemon.process.wait(2 * WAIT_S) == 0
             (left,) = daemon.events("StateChanged", state="left")
             assert f"has taken its {STEPS} steps" in left["reason"]
+        folder = exported(made)
+        written = (folder / EXPORT_INDEX).stat().st_mtime_ns
+        taken = [len(daemon.events("StepTaken")) for daemon in made.daemons.values()]
+        made.invite = ""
+        started(made, "leave")  # as a service manager would that starts again whatever ended
+        for daemon in made.daemons.values():
+            daemon.end_is_intended = True
+            assert daemon.process.wait(2 * WAIT_S) == 0
+        assert [len(daemon.events("StepTaken")) for daemon in made.daemons.values()] == taken, "it trains no more"
+        assert (exported(made) / EXPORT_INDEX).stat().st_mtime_ns == written, "and exports no more"
 
 
 def test_daemons_that_go_on_keep_the_state_of_the_end(tmp_path: Path) -> None:
@@ -74,3 +107,4 @@ def test_daemons_that_go_on_keep_the_state_of_the_end(tmp_path: Path) -> None:
         found = end_checkpoint(paths.Home(origin.root).checkpoints(run), run, 0, STEPS)
         assert found is not None and found.step < 2 * STEPS
         assert state_of(made) != "COMPLETED"
+        exported(made)

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from agora.model import family_of
-from agora.tuning.adapters.lora import adapter_config, adapter_tensor_name
+from agora.state.model_card import ExportDescription, model_card
+from agora.tuning.adapters.lora import ADAPTER_CONFIG, adapter_config, adapter_tensor_name
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of
 from tests.tuning.test_lora_layers import LORA, relative_error, set_matrices
 
@@ -66,6 +67,40 @@ def test_names_are_those_of_peft_and_the_config_has_what_the_manifest_says(tmp_p
     assert config["base_model_name_or_path"] is None and config["peft_type"] == "LORA"
     with pytest.raises(ManifestError, match="names c_fc"):
         adapter_config(manifest_of(folder, model={**LORA, "lora_targets": ["c_fc"]}).model)
+
+
+@pytest.mark.parametrize(
+    ("base_name", "named", "revision"),
+    [
+        ("Qwen/Qwen3-0.6B@c1899de", "Qwen/Qwen3-0.6B", "c1899de"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", None),
+        ("my base@2", "my base@2", None),
+        ("", None, None),
+    ],
+)
+def test_the_adapter_and_its_card_name_the_base_model(
+    base_name: str, named: str | None, revision: str | None, tmp_path: Path
+) -> None:
+    folder = save(make_model("llama"), tmp_path / "base")
+    manifest = manifest_of(folder, model={**LORA, "base_name": base_name})
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(manifest.model)))
+    config = PeftConfig.from_pretrained(tmp_path)
+    assert (config.base_model_name_or_path, config.revision) == (named, revision)
+    described = family_of(manifest.model).describe()
+    exported = ExportDescription(1, "float32", "a test", average=False, kind="adapter")
+    card = model_card(manifest, described, {0: 1}, exported)
+    loaded = f'"{named or "BASE-MODEL"}"' + (f', revision="{revision}"' if revision else "")
+    assert f"AutoModelForCausalLM.from_pretrained({loaded})" in card
+    assert ("\nbase_model: Qwen/Qwen3-0.6B\n" in card.split("---")[1]) == base_name.startswith("Qwen/")
+
+
+@pytest.mark.parametrize(
+    "base_name", ["/home/founder/base", "../base", "..", "a/b/c", "a\nb", "a\\b", "\u202ea", "a" * 256, "org/"]
+)
+def test_a_base_models_name_is_no_path_and_can_be_shown(base_name: str, tmp_path: Path) -> None:
+    folder = save(make_model("llama"), tmp_path / "base")
+    with pytest.raises(ManifestError, match="base_name"):
+        manifest_of(folder, model={"base_name": base_name})
 
 
 def test_a_run_that_trains_all_parameters_exports_a_model_and_no_adapter(tmp_path: Path) -> None:

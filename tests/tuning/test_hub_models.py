@@ -24,6 +24,7 @@ from agora.tuning.base.hub import (
     find_or_fetch,
     find_or_fetch_base_model,
     hub_id_of,
+    public_name,
 )
 from agora.tuning.base.store import BaseModelError
 from tests.model.tiny_models import hashes, make_model, save
@@ -180,7 +181,7 @@ def test_the_manifest_of_an_id_has_the_hashes_and_the_next_command_names_the_com
     manifest = Manifest.from_toml((tmp_path / "run.toml").read_text())
     assert isinstance(manifest.model, HfSection)
     assert [list(pair) for pair in manifest.model.weights] == shards(model)
-    assert manifest.model.tensors_hash
+    assert manifest.model.tensors_hash and manifest.model.base_name == f"{REPO}@{COMMIT}"
     told = capsys.readouterr().err
     assert f"hub          {REPO}@{COMMIT} is in {tmp_path / 'cache'}" in told
     assert f"agora-node join {tmp_path / 'run.toml'} --base-model {REPO}@{COMMIT}\n" in told.replace("`\n", "\n")
@@ -188,6 +189,34 @@ def test_the_manifest_of_an_id_has_the_hashes_and_the_next_command_names_the_com
         new_run.run(tmp_path / "other.toml", None, Path("other/model"), None)
     with pytest.raises(Failure, match="exclude each other"):
         new_run.run(tmp_path / "other.toml", "tiny", Path(REPO), None)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (f"cache/models--org--tiny-1.5B/snapshots/{COMMIT}", f"org/tiny-1.5B@{COMMIT}"),
+        (f"cache/models--org--tiny_x/snapshots/{COMMIT}/", f"org/tiny_x@{COMMIT}"),
+        (f"cache/datasets--org--tiny/snapshots/{COMMIT}", COMMIT),
+        ("home/ann/my base", "my base"),
+        ("home/ann/mod\u00e8le", "mod\u00e8le"),
+        ("home/ann/a\\b\x1b[1m", "ab[1m"),
+        ("home/ann/base/../base/.", "base"),
+    ],
+)
+def test_others_learn_an_id_or_the_name_of_a_folder_and_no_path(place: str, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / place
+    (tmp_path / "home/ann/base").mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    assert public_name(folder) == name
+
+
+def test_a_link_to_the_hubs_cache_has_the_models_id_and_another_link_its_targets_name(tmp_path: Path) -> None:
+    cached = tmp_path / f"models--org--tiny/snapshots/{COMMIT}"
+    cached.mkdir(parents=True)
+    (tmp_path / "tiny").symlink_to(cached)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "base").symlink_to(tmp_path / "plain")
+    assert public_name(tmp_path / "tiny") == f"org/tiny@{COMMIT}" and public_name(tmp_path / "base") == "plain"
 
 
 def test_a_daemon_finds_the_folder_that_the_manifest_was_written_from(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from agora_protocol.errors import InputError, LocalError
@@ -61,8 +62,12 @@ class ControlApi:
         }
 
     async def status(self) -> Answer:
-        """Returns the swarm as this daemon sees it: what `swarm status --json` prints."""
-        return status_json(self._daemon.take_node_report())
+        """Returns the swarm as this daemon sees it: what `swarm status --json` prints.
+
+        Its field `result`, which other machines are not told, has the folder of the result once the run has ended.
+        """
+        end = self._daemon.end
+        return status_json(self._daemon.take_node_report()) | {"result": asdict(end.result) if end else None}
 
     async def report(self) -> Answer:
         """Returns what this daemon has counted, and the state of its span; see report_json."""

@@ -21,6 +21,7 @@ from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.limits.pausing import OwnersPause
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
+from agora.node.process.end_of_run import EndOfRun
 from agora.node.process.watchdog import Watchdog
 from agora.node.span.loaded_span import LoadedSpan, load_span
 from agora.node.startup import Startup
@@ -39,8 +40,6 @@ ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon le
 CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
 MOVE_FINISH_S = 30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
 MOVE_CHECKPOINT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
-END_LOOK_S = 1.0  # seconds between two looks whether the run has ended
-LEAVE_AT_END_S = 15.0  # seconds from that until a daemon leaves: more than a read of the directory takes
 MEASURE_S = 4.0  # seconds between two measurements of how long microbatches take here
 WAIT_AFTER_FAILURE_S = 120.0  # seconds for which a peer whose move has failed does not try again
 
@@ -61,7 +60,8 @@ class Daemon:
     """One running daemon: opens the local peer, serves a span, moves to others when asked, until `leave`.
 
     `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
-    open, and in a pause; `signed`, the manifest, until it is known. leave_reason: that of `leave`.
+    open, and in a pause; `signed`, the manifest, until it is known. leave_reason: that of `leave`. end: what follows
+    when the run has taken its steps; None until the first span is served.
     """
 
     def __init__(self, startup: Startup) -> None:
@@ -80,6 +80,7 @@ class Daemon:
         self._rate = WindowedRate()
         self._move: _MoveRequest | None = None
         self._move_wanted = asyncio.Event()
+        self.end: EndOfRun | None = None
         self._tasks = BackgroundTasks()
         self._past_traffic = NO_TRAFFIC
         self._peer_closing = AsyncExitStack()
@@ -230,7 +231,8 @@ class Daemon:
         )
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("capacity", publish_capacity(local_peer, lambda: self.loaded))
-        local_peer.tasks.start("end", watch_for_the_end(local_peer, lambda: self.loaded, self.leave))
+        self.end = EndOfRun(local_peer, lambda: self.loaded, self.leave)
+        local_peer.tasks.start("end", self.end.run())
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
         while True:
@@ -394,33 +396,6 @@ class Daemon:
                 await self._peer_closing.aclose()
         except TimeoutError:
             self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
-
-
-async def watch_for_the_end(
-    local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], leave: Callable[[str], None]
-) -> None:
-    """Waits until every stage has taken the manifest's total_steps; reports that, and leaves where the owner says so.
-
-    Runs until cancelled. held_span: returns the span that is held, None while none is.
-    """
-    manifest, at_end = local_peer.manifest, local_peer.startup.settings.at_end
-    total_steps = manifest.optimizer.total_steps
-    while (loaded := held_span()) is None or not health.has_ended(  # noqa: ASYNC110
-        local_peer.view, manifest.stage_count, total_steps, loaded.own_steps
-    ):
-        await asyncio.sleep(END_LOOK_S)
-    follows = {
-        "serve": "it serves the result and trains no more; export it, then run `agora-node leave`",
-        "leave": f"it leaves in {LEAVE_AT_END_S:.0f} s",
-        "go-on": "it goes on at the lowest learning rate, as at_end says; an export takes the state of the end",
-    }[at_end]
-    reason = f"the run has taken its {total_steps:,} steps, and the state at the end is kept"
-    local_peer.startup.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
-    if at_end == "leave":
-        # Others read of the last steps within seconds, and must, before a stage has no peer any more.
-        await asyncio.sleep(LEAVE_AT_END_S)
-        leave(reason)
-    await asyncio.Event().wait()
 
 
 async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:

@@ -104,15 +104,17 @@ ADAPTER_ROOT: Final = "base_model.model."
 def adapter_config(model: HfSection) -> dict[str, Any]:
     """Returns the content of peft's adapter_config.json for a run that trains LoRA.
 
-    base_model_name_or_path is null: the manifest has the base model's hashes, but not its name. Raises ManifestError
-    for targets that the model does not have.
+    base_model_name_or_path is what the manifest calls the base model, null if it has no name for it. Raises
+    ManifestError for targets that the model does not have.
     """
     architecture = architecture_of(model)
+    base_name, _, revision = model.base_name.partition("@") if "/" in model.base_name else (model.base_name, "", "")
     alpha = model.lora_alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base_name or None,
+        "revision": revision or None,  # of the base model
         "r": model.lora_rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": model.lora_dropout,

@@ -32,6 +32,8 @@ DESCRIPTIONS: Final = (
 MAX_INDEX_BYTES: Final = 64 * 2**20
 MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
+# The folder of one revision in the Hub's cache; a name has no "--" in it.
+_CACHED = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>\w[\w.-]*)", re.ASCII)
 _WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 
 
@@ -168,6 +170,17 @@ def _import_hub(module: str) -> Any:
         raise BaseModelError(
             "A model of the Hub needs the package huggingface_hub; install it with: pip install 'agora-swarm[tuning]'"
         ) from error
+
+
+def public_name(folder: Path) -> str:
+    """Returns how others may call the base model in `folder`: ORG/NAME@COMMIT if it lies in the Hub's cache, else the
+    folder's name, without characters that cannot be printed; never a path.
+    """
+    place = folder.expanduser().absolute()
+    for there in (place, place.resolve()):
+        if match := _CACHED.fullmatch("/".join(there.parts[-3:])):
+            return f"{match['org']}/{match['name']}@{match['commit']}"
+    return "".join(c for c in place.resolve().name if c.isprintable() and c != "\\")[:255]
 
 
 def absolute_name(named: Path) -> str:

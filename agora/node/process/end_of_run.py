@@ -1,0 +1,180 @@
+"""What a daemon does once its run has taken all steps: says so, exports the result, then serves, leaves or goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from agora_protocol.ids import PeerId
+
+from agora.core.clock import loop_time
+from agora.node.peer.local_peer import LocalPeer
+from agora.node.settings import Settings
+from agora.node.span.loaded_span import LoadedSpan
+from agora.observe import events
+from agora.state.files import EXPORT_INDEX
+from agora.swarm import health
+from agora.swarm.view import View
+
+LOOK_S: Final = 1.0  # seconds between two looks whether the run has ended, and whether others still need its state
+# Seconds from the end until a daemon leaves at the earliest: meanwhile others read of the last steps, which they must
+# before a stage has no peer any more.
+LEAVE_S: Final = 15.0
+IDLE_S: Final = 15.0  # seconds since another peer has fetched a part of the state, after which it has all of it
+# Seconds from the end for which a leaving daemon keeps its stages for whoever exports, if nobody fetches them: an
+# export fetches one stage after the other.
+KEEP_S: Final = 600.0
+TRIES_S: Final = (0.0, 15.0, 60.0, 300.0)  # seconds before each attempt to export: a peer may be moving or restarting
+EXPORT_S: Final = 3600.0
+KILL_S: Final = 1.0  # seconds that a terminated export has for removing what it has half written
+
+ExportState = Literal["none", "exporting", "exported", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where the result of the run lies on this machine. why: what has failed, and what to do."""
+
+    state: ExportState = "none"
+    folder: str = ""
+    why: str = ""
+
+
+def choose_exporter(view: View, founder: PeerId) -> PeerId | None:
+    """Returns which peer exports the result, the same one for all who see this view; None if nobody can.
+
+    It is the founder, who wants it; if he does not serve, the first peer of stage 0, since that has the tokenizer.
+    """
+    seen = view.peers.get(founder)
+    if seen is not None and seen.state == "serving":
+        return founder
+    return min((replica.peer for replica in view.replicas(0)), default=None)
+
+
+def may_leave(since_end_s: float, since_given_s: float | None, *, is_needed: bool) -> bool:
+    """Returns whether a daemon that leaves at the end may do so now, some seconds after it.
+
+    since_given_s: since another peer has fetched a part of the state that is held here; None if none has since the end.
+    is_needed: whether another peer is to export, and this one's state may be a part of that.
+    """
+    if since_end_s < LEAVE_S:
+        return False
+    if since_given_s is not None:
+        return since_given_s >= IDLE_S
+    return not is_needed or since_end_s >= KEEP_S
+
+
+class EndOfRun:
+    """Watches for the run's end, and does what the owner has chosen for it. `result`: of the export."""
+
+    def __init__(
+        self, local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], leave: Callable[[str], None]
+    ) -> None:
+        """held_span: returns the held span, None while none is. leave: makes the daemon leave, with a reason."""
+        self.result = Result()
+        self._local_peer = local_peer
+        self._held_span = held_span
+        self._leave = leave
+
+    async def run(self) -> None:
+        """Waits until every stage has taken the manifest's total_steps; then never returns, until it is cancelled."""
+        local_peer, settings = self._local_peer, self._local_peer.startup.settings
+        manifest = local_peer.manifest
+        total_steps = manifest.optimizer.total_steps
+        while (loaded := self._held_span()) is None or not health.has_ended(  # noqa: ASYNC110
+            local_peer.view, manifest.stage_count, total_steps, loaded.own_steps
+        ):
+            await asyncio.sleep(LOOK_S)
+        ended_at = loop_time()
+        chosen = choose_exporter(local_peer.view, local_peer.signed.founder)
+        is_chosen = chosen in (None, local_peer.startup.me)
+        exports = is_chosen if settings.export_at_end == "auto" else settings.export_at_end == "always"
+        reason = f"the run has taken its {total_steps:,} steps, and the state at the end is kept"
+        follows = {
+            "serve": "it serves the result and trains no more",
+            "leave": "it leaves when nobody fetches the result from it any more",
+            "go-on": "it goes on at the lowest learning rate, as at_end says",
+        }[settings.at_end]
+        follows += "; it exports the result now" if exports else "; `swarm export` writes the result"
+        local_peer.startup.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
+        if exports:
+            await self._export()
+        if settings.at_end == "leave":
+            await self._wait_for_others(ended_at, None if is_chosen else chosen)
+            self._leave(reason)
+        await asyncio.Event().wait()
+
+    async def _wait_for_others(self, ended_at: float, exporter: PeerId | None) -> None:
+        while True:
+            loaded, now = self._held_span(), loop_time()
+            given_at = loaded.keeper.last_given_at if loaded is not None else None
+            since_given_s = now - given_at if given_at is not None and given_at >= ended_at else None
+            seen = self._local_peer.view.peers.get(exporter) if exporter is not None else None
+            is_needed = seen is not None and seen.state == "serving"
+            if may_leave(now - ended_at, since_given_s, is_needed=is_needed):
+                return
+            await asyncio.sleep(LOOK_S)
+
+    # --- the export
+
+    async def _export(self) -> None:
+        startup, run = self._local_peer.startup, self._local_peer.signed.run_id
+        folder = startup.home.result(run)
+        if not (folder / EXPORT_INDEX).is_file():
+            self.result = Result("exporting", str(folder))
+            for pause_s in TRIES_S:
+                await asyncio.sleep(pause_s)
+                why = await _try_export(run, startup.home.root, folder, _environment(startup.settings))
+                if not why:
+                    break
+            else:
+                why += f"; `swarm export {run[:12]} --dir {startup.home.root} --out FOLDER` tries again"
+                self.result = Result("failed", why=why)
+                startup.report_event(events.TaskFailed("export", why))
+                return
+        self.result = Result("exported", str(folder))
+        startup.report_event(events.ResultExported(str(folder)))
+
+
+def _environment(settings: Settings) -> Mapping[str, str]:
+    # What the flags of `join` have said is known to this process only.
+    told = {"AGORA_BASE_MODEL": settings.base_model, "AGORA_DATA": os.pathsep.join(settings.data)}
+    return {**os.environ, **{name: value for name, value in told.items() if value}}
+
+
+async def _try_export(run: str, root: Path, folder: Path, environment: Mapping[str, str]) -> str:
+    # Returns "", or why nothing was exported. In a process of its own: it loads and writes the whole model.
+    command = [sys.executable, "-m", "agora.cli.main_swarm", "export", run]
+    command += ["--dir", str(root), "--out", str(folder), "--json"]
+    quiet = asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=quiet, stdout=quiet, stderr=asyncio.subprocess.PIPE, env=environment
+        )
+    except OSError as error:
+        return f"no process could be started for it ({error.strerror})"
+    try:
+        async with asyncio.timeout(EXPORT_S):
+            _, said = await process.communicate()
+    except TimeoutError:
+        return f"it took more than {EXPORT_S / 60:.0f} minutes"
+    finally:
+        await _end(process)
+    if process.returncode == 0:
+        return ""
+    lines = [line.removeprefix("error: ") for line in said.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else f"its process ended with exit code {process.returncode}"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    for end in (process.terminate, process.kill):
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                end()
+                await asyncio.wait_for(process.wait(), KILL_S)
