@@ -110,12 +110,11 @@ class Daemon:
 
     def note_copied_key(self, root: str, pid: int) -> None:
         """Notes that a daemon of this machine was refused because its data directory `root` has this one's key."""
-        where = f"{root} of this machine (pid {pid})"
-        self._key_remark = (
-            f"a daemon was started with a copy of this one's data directory and key, in {where}, and refused; "
-            "remove identity.key there, so that it gets its own"
-        )
-        self._report_event(events.OwnerTold(self._key_remark))
+        told = "a daemon was started with a copy of this one's data directory and key{}, and refused; "
+        told += "remove identity.key there, so that it gets its own"
+        # Other machines read the remark in the status, and are told no path of this one.
+        self._key_remark = told.format(" on this machine")
+        self._report_event(events.OwnerTold(told.format(f", in {root} of this machine (pid {pid})")))
 
     @property
     def is_leaving(self) -> bool:
