@@ -229,6 +229,8 @@ class DeviceQueue:
         if isinstance(outcome[1], OutOfMemory) and free_memory is not None:
             self._attempt(free_memory)
             outcome = self._attempt(call)
+            if isinstance(outcome[1], OutOfMemory):
+                self._attempt(free_memory)
         return outcome
 
     def _attempt(

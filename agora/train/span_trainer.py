@@ -93,6 +93,8 @@ class SpanTrainer:
         many is refused. on_step: called with each step event, on the device thread. Raises ManifestError for a model
         config that cannot be built, LocalError when this machine lacks a package or cannot read the weights.
         """
+        leaf = torch.zeros((), requires_grad=True)
+        self._oldest_graph = (leaf, leaf.view(()), torch.zeros(()))
         self.span = span
         self.device = device
         self.objective = objective_of(manifest.objective)
@@ -220,6 +222,10 @@ class SpanTrainer:
     def free_memory(self) -> None:
         """Drops all kept graphs, whose backwards run the forward again, and gives freed memory back to the device."""
         self.stashed.drop_graphs()
+        # A backward that failed on the CPU leaves its next nodes, with what they saved, in autograd's queue of this
+        # thread, behind all newer ones. A backward of the oldest graph comes after them, and so clears the queue.
+        leaf, output, gradient = self._oldest_graph
+        torch.autograd.grad([output], [leaf], [gradient], retain_graph=True)
         for stage in self.stages.values():
             stage.free_memory()
         memory.give_back_freed_memory()
