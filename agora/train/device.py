@@ -239,7 +239,7 @@ class DeviceQueue:
         outcome = self._call_or_error(call, before)
         if outcome[1] is not None:
             # Its traceback keeps all that the job's frames hold, and the caller may keep the error for long.
-            clear_frames(outcome[1])
+            drop_frames(outcome[1])
         return outcome
 
     def _call_or_error(
@@ -299,16 +299,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
-def clear_frames(error: BaseException) -> None:
-    """Drops what the frames in the tracebacks of an error and of those behind it hold; the tracebacks stay readable."""
+def drop_frames(error: BaseException) -> None:
+    """Turns the tracebacks of an error and of those behind it into notes, and drops all that their frames hold."""
     waiting: list[BaseException | None] = [error]
     seen = set()
     while waiting:
         current = waiting.pop()
         if current is not None and id(current) not in seen:
             seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
             waiting += [current.__cause__, current.__context__]
+            if current.__traceback__ is not None:
+                current.add_note("".join(traceback.format_tb(current.__traceback__)))
+                traceback.clear_frames(current.__traceback__)
+                current.__traceback__ = None  # a frame that was cleared still holds its function's closure
 
 
 def work_clock_of(device: torch.device) -> Callable[[], float]:
