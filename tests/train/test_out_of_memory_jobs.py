@@ -220,8 +220,8 @@ def test_the_tensors_of_a_failed_job_are_dead_while_its_error_is_kept(name: str)
                 assert bench.middle.trainer.stashed.count_graphs() == 0
                 bench.middle.forget(microbatch_id(fails_at), 1)
                 assert await bench.states() == state
-            assert errors and all("failing_allocation.py" in str(error.__cause__.__notes__) for error in errors), (
-                "they say where"
-            )
+            assert errors
+            # They still say where.
+            assert all("failing_allocation.py" in str(getattr(e.__cause__, "__notes__", "")) for e in errors)
 
     asyncio.run(whole())
