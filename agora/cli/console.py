@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,8 @@ FAILED = 1
 USAGE = 2
 DEGRADED = 3
 STALLED = 4  # or unreachable
+# Where torch reads its allocator's settings: from version 2.9 on, the first; the others still work.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 LINE_S = 2.0  # seconds between two lines of a ProgressDisplay that has no terminal
 
 RUN = Annotated[
@@ -92,6 +94,17 @@ def _take_options(
     ] = False,
 ) -> None:
     del version  # its callback has printed it
+    prefer_expandable_segments(os.environ)
+
+
+def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Sets torch's CUDA allocator to segments that grow, unless the user has set it; must come before torch's import.
+
+    Graphs of many sizes leave gaps between fixed segments: a card then runs out of memory with gigabytes free. Without
+    a GPU the setting does nothing.
+    """
+    if not any(name in environment for name in ALLOCATOR_SETTINGS):
+        environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def print_to_stderr(text: str) -> None:

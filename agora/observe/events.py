@@ -238,6 +238,18 @@ class StepsSkipped(
     tokens: int
 
 
+class StepTorn(
+    Event,
+    level="error",
+    template="step {step} of stage {stage} has changed only a part of the weights, because the device failed; "
+    "this peer fetches the state of another replica, if there is one",
+):
+    """Event: a step was taken by half. Until it has fetched a state, this peer's history is unknown to the others."""
+
+    stage: int
+    step: int
+
+
 class GradientLate(Event, level="warning"):
     """Event, in synchronous runs: a gradient came after its step's share was closed; the next step uses it."""
 

@@ -197,7 +197,7 @@ class StageReplicas:
             tokens=progress.tokens_in_share,
             tokens_counted=progress.tokens_counted,
             agreed=progress.agreed,
-            history_hash=progress.history_hash,
+            history_hash=0 if progress.is_torn else progress.history_hash,
             start_step=self._start_step,
             carried=0 if math.isinf(carried) else 1 + min(int(1000 * carried), MAX_CARRIED),
         )
@@ -209,7 +209,7 @@ class StageReplicas:
         return self._shared.gossip.known_progress(self._stage), self._shared.gossip.others_in_view(self._stage)
 
     def _look(self, now: float) -> StageView:
-        own, plan = self.counts(), self._shared.worker.step_plan(self._stage)
+        own, plan, progress = self.counts(), self._shared.worker.step_plan(self._stage), self._progress()
         known, listed = self._others()
         live = live_replicas(known, round_members(known, listed, now), now)
         self.meter.measure(now, own.tokens_counted)
@@ -234,7 +234,10 @@ class StageReplicas:
             sync_due=self._syncs.next_due(own.step, own.agreed) if takes_inner_steps else None,
             behind_since=self._behind_at[1] if self._behind_at and is_behind else None,
             diverged_from=replicas_to_fetch_from(
-                self._progress().history, self._shared.me, {peer: last.direct.history for peer, last in live.items()}
+                progress.history,
+                self._shared.me,
+                {peer: last.direct.history for peer, last in live.items()},
+                is_torn=progress.is_torn,
             ),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )

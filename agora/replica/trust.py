@@ -300,24 +300,27 @@ class HistoryReport(NamedTuple):
 
 
 def replicas_to_fetch_from(
-    history: Mapping[int, int], me: PeerId, reports: Mapping[PeerId, HistoryReport]
+    history: Mapping[int, int], me: PeerId, reports: Mapping[PeerId, HistoryReport], *, is_torn: bool = False
 ) -> tuple[PeerId, ...]:
     """Returns the sorted ids of the replicas whose state is right, for this one to fetch, because its own is wrong.
 
     history: of this replica, digests of all means applied up to a step, by the number of that step. reports: of the
     live replicas. Replicas with the same digest at the same step form a group. The largest group is right; among groups
     of equal size, the one that has the least id. A replica at a later step than `history` reaches joins this replica's
-    group; one that reports no digest, or is at a step for which `history` has none, is ignored. Returns () when this
-    replica's own group is right.
+    group; one that reports no digest, or is at a step for which `history` has none, is ignored. is_torn: this
+    replica has taken a step by half, so any other group is right. Returns () when this replica's own group is right,
+    and when there is no other.
     """
-    equal = [me]
+    equal = [] if is_torn else [me]
     groups: defaultdict[HistoryReport, list[PeerId]] = defaultdict(list)
     for peer, report in reports.items():
         if not report.digest:
             continue
-        if report.step > max(history, default=0):
+        if is_torn:
+            groups[report].append(peer)
+        elif report.step > max(history, default=0):
             equal.append(peer)
         elif own_digest := history.get(report.step, 0):
             (equal if report.digest == own_digest else groups[report]).append(peer)
-    majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group)))
+    majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group, default=me)))
     return () if majority is equal else tuple(sorted(majority))

@@ -9,10 +9,11 @@ import enum
 import re
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 import torch
 from agora_protocol.errors import Busy, DeviceError, OutOfMemory
@@ -25,6 +26,8 @@ MAX_EVALUATION_WAIT_S = 2.0
 
 # After this many jobs in a row that raised DeviceError, the device counts as dead: most CUDA errors are permanent.
 MAX_FAILURES = 3
+# What the errors say of torch's CPU allocator and CUDA's runtime, cuBLAS, cuDNN and their like, and C++.
+NO_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|bad_alloc")
 WATCH_S = 0.5  # seconds between two checks of the thread and the device
 
 
@@ -44,6 +47,7 @@ class _DeviceJob:
     priority: Priority
     call: Callable[[], Any]
     afterwards: Callable[[], None]
+    free_memory: Callable[[], None] | None
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
     queued_at: float = field(default_factory=time.monotonic)
 
@@ -111,17 +115,20 @@ class DeviceQueue:
         function: Callable[[*Ts], T],
         *args: *Ts,
         afterwards: Callable[[], None] = lambda: None,
+        free_memory: Callable[[], None] | None = None,
         on_abandoned: Callable[[T], None] = lambda result: None,
     ) -> T:
         """Runs `function(*args)` on the device thread and returns its result.
 
         afterwards: called on the device thread after the result was handed back, before any other job, for work that
-        no caller waits for; not called if the function raised. When the caller is cancelled, a queued job never runs;
-        the result of a running one is passed to `on_abandoned` on the event loop. Raises the function's own exception,
-        but torch's as OutOfMemory or DeviceError; Busy without waiting when `limit` jobs of this priority wait;
-        DeviceError when the queue is closed or the thread has ended.
+        no caller waits for; not called if the function raised. free_memory: if given, function and afterwards must
+        change nothing when memory does not suffice; then it is called, and what failed is tried once more. When the
+        caller is cancelled, a queued job never runs; the result of a running one is passed to `on_abandoned` on the
+        event loop. Raises the function's own exception, but torch's as OutOfMemory or DeviceError; Busy without waiting
+        when `limit` jobs of this priority wait; DeviceError when the queue is closed or the thread has ended. No error
+        keeps a tensor of the job alive.
         """
-        job = _DeviceJob(priority, lambda: function(*args), afterwards)
+        job = _DeviceJob(priority, lambda: function(*args), afterwards, free_memory)
         queue = self._queues[priority]
         with self._condition:
             if self._closing or not self._thread.is_alive():
@@ -199,13 +206,12 @@ class DeviceQueue:
     def _perform(self, job: _DeviceJob) -> None:
         failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
         try:
-            self._fault("device.job")
-            with _device_errors():
-                job.future.set_result(self._call_throttled(job.call))
-            self._call_throttled(job.afterwards)  # the caller has its result already: nobody waits for this
-            failure = None
-        except Exception as error:  # a job ends here, and its caller's future fails
-            failure = error
+            result, failure = self._attempt_twice(job.call, job.free_memory, lambda: self._fault("device.job"))
+            if failure is None:
+                job.future.set_result(result)
+                del result
+                # The caller has its result already: nobody waits for this.
+                _, failure = self._attempt_twice(job.afterwards, job.free_memory)
         finally:
             with self._condition:
                 self._failures = self._failures + 1 if isinstance(failure, DeviceError) else 0
@@ -215,6 +221,36 @@ class DeviceQueue:
                 self._on_error(failure)
             elif failure is not None:
                 job.future.set_exception(failure)
+
+    def _attempt_twice(
+        self, call: Callable[[], T], free_memory: Callable[[], None] | None, before: Callable[[], None] = lambda: None
+    ) -> tuple[T, None] | tuple[None, Exception]:
+        outcome = self._attempt(call, before)
+        if isinstance(outcome[1], OutOfMemory) and free_memory is not None:
+            self._attempt(free_memory)
+            outcome = self._attempt(call)
+            if isinstance(outcome[1], OutOfMemory):
+                self._attempt(free_memory)
+        return outcome
+
+    def _attempt(
+        self, call: Callable[[], T], before: Callable[[], None] = lambda: None
+    ) -> tuple[T, None] | tuple[None, Exception]:
+        outcome = self._call_or_error(call, before)
+        if outcome[1] is not None:
+            # Its traceback keeps all that the job's frames hold, and the caller may keep the error for long.
+            drop_frames(outcome[1])
+        return outcome
+
+    def _call_or_error(
+        self, call: Callable[[], T], before: Callable[[], None]
+    ) -> tuple[T, None] | tuple[None, Exception]:
+        try:
+            before()
+            with _device_errors():
+                return self._call_throttled(call), None
+        except Exception as error:  # a job ends here, and its caller's future fails
+            return None, error
 
     def _call_throttled(self, call: Callable[[], T]) -> T:
         self._call_started = self._work_clock()
@@ -245,13 +281,37 @@ class DeviceQueue:
 def _device_errors() -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory("the device is out of memory; hold fewer stages or microbatches") from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):
-            raise OutOfMemory("this machine is out of memory; hold fewer stages or microbatches") from error
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory("the device is out of memory; hold fewer stages or microbatches") from error
         first_line = (str(error).splitlines() or [repr(error)])[0][:200]
         raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error of torch, numpy or Python says that memory did not suffice, the device's or the host's.
+
+    torch raises its own OutOfMemoryError only where its own allocator fails: the CPU's, pinned memory, and what cuBLAS,
+    cuDNN and others allocate for themselves give a RuntimeError.
+    """
+    if isinstance(error, (OutOfMemory, torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
+
+
+def drop_frames(error: BaseException) -> None:
+    """Turns the tracebacks of an error and of those behind it into notes, and drops all that their frames hold."""
+    waiting: list[BaseException | None] = [error]
+    seen = set()
+    while waiting:
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            waiting += [current.__cause__, current.__context__]
+            if current.__traceback__ is not None:
+                current.add_note("".join(traceback.format_tb(current.__traceback__)))
+                traceback.clear_frames(current.__traceback__)
+                current.__traceback__ = None  # a frame that was cleared still holds its function's closure
 
 
 def work_clock_of(device: torch.device) -> Callable[[], float]:

@@ -77,7 +77,8 @@ class DeviceWorker:
     | Busy                         | a full queue                                                           |
     | NotMyStage                   | a stage that is not held here                                          |
 
-    and have then added nothing to any gradient sum, unless the device failed while the result was encoded.
+    and have then added nothing to any gradient sum. OutOfMemory is raised only after all kept graphs were dropped and
+    the job was tried once more.
     """
 
     def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
@@ -160,18 +161,23 @@ class DeviceWorker:
                 here = f"stages {work.entry_stage} to {self.span.last} cannot run forward here"
                 raise NotMyStage(f"{here}, only {self.span}")
             output, forward = self.trainer.forward(self._decode(work))
-            encoded = self._codec.encode(output, "forward")
+            try:
+                encoded = self._codec.encode(output, "forward")
+            except Exception:
+                free_unused((None, forward))
+                raise
             if forward is not None:
                 forward.record_device_time(self._queue.job_s())
             return encoded, forward
 
-        def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
-            # The caller was cancelled: no backward will come. A newer forward of the microbatch stays.
+        def free_unused(unused: tuple[WireTensor | None, StashedForward | None]) -> None:
+            # The caller was cancelled, or has an error: no backward will come. A newer forward of the microbatch stays.
             if unused[1] is not None:
                 self.trainer.stashed.forget(work.microbatch, work.entry_stage, work.content_digest, only=unused[1])
 
         # Nothing was added to a sum, so no step can have become due.
-        output, _ = await self._queue.run(_priority_of(work), job, on_abandoned=free_unused)
+        free_memory = self.trainer.free_memory
+        output, _ = await self._queue.run(_priority_of(work), job, free_memory=free_memory, on_abandoned=free_unused)
         return output
 
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
@@ -187,9 +193,14 @@ class DeviceWorker:
             if work.entry_stage not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {work.entry_stage} to the last cannot run here; this peer holds {self.span}")
             decoded = self._decode(work)
-            done = self.trainer.run_last_stages(decoded)
+            encoded: list[WireTensor | None] = [None]
+
+            def encode(gradient: Tensor | None) -> None:
+                encoded[0] = self._encode_gradient(decoded, gradient)
+
+            done = self.trainer.run_last_stages(decoded, encode)
             return SpanResult(
-                gradient=self._encode_gradient(decoded, done.gradient),
+                gradient=encoded[0],
                 busy_s=self._queue.job_s(),
                 loss_sum=done.loss_sum,
                 tokens=done.tokens,
@@ -222,9 +233,14 @@ class DeviceWorker:
             if not self._gradient_norms.record_and_check(size):
                 why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
                 raise self._refusal(microbatch, self.span.last, why)
-            result, forward = self.trainer.backward(microbatch, entry_stage, decoded, content_digest)
-            encoded = self._encode_gradient(forward.work, result)
-            return SpanResult(encoded, forward.device_s + self._queue.job_s())
+            entered = self.trainer.stashed.find(microbatch, entry_stage, content_digest).work
+            encoded: list[WireTensor | None] = [None]
+
+            def encode(gradient: Tensor | None) -> None:
+                encoded[0] = self._encode_gradient(entered, gradient)
+
+            _, forward = self.trainer.backward(microbatch, entry_stage, decoded, content_digest, encode)
+            return SpanResult(encoded[0], forward.device_s + self._queue.job_s())
 
         return await self._run_and_step(job)
 
@@ -311,7 +327,10 @@ class DeviceWorker:
     async def _run_and_step(
         self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
     ) -> T:
-        return await self._queue.run(priority, function, *args, afterwards=self.trainer.take_due_steps)
+        trainer = self.trainer
+        return await self._queue.run(
+            priority, function, *args, afterwards=trainer.take_due_steps, free_memory=trainer.free_memory
+        )
 
     # --- on the device thread
 

@@ -16,7 +16,7 @@ its overlap's mixing factor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from agora_protocol.errors import ProtocolError
@@ -28,6 +28,15 @@ from torch import Tensor
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY, Layout
 
 MAX_MOMENTUM: Final = 0.9
+
+
+class OuterStep(NamedTuple):
+    """New values of the outer parameters and velocity in `blocks`, float32 [blocks, SLICE_BLOCK], not yet taken."""
+
+    blocks: Tensor
+    outer: Tensor
+    velocity: Tensor
+    change: Tensor  # what to add to the weights: new outer parameters - snapshot, float32 [blocks * SLICE_BLOCK]
 
 
 class OuterOptimizer:
@@ -52,15 +61,14 @@ class OuterOptimizer:
         """
         return self._blocks_of(OUTER_PARAMETERS)[blocks].flatten() - snapshot
 
-    def step(
+    def prepare(
         self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...], pass_steps: int
-    ) -> Tensor:
-        """Moves outer parameters and velocity in `blocks`; returns what to add to the weights: new - snapshot.
+    ) -> OuterStep:
+        """Returns the step of outer parameters and velocity in `blocks` along `mean`; changes nothing.
 
-        snapshot, mean, result: float32 [n]. has_mean: for each part of part_elements(n) elements, whether the round
-        gave a mean; where it did not, nothing changes and the result is 0. pass_steps: in which every fragment is
-        synced once. Raises ProtocolError, and changes nothing, for a mean of another shape or dtype, and when the
-        change of the weights is not finite.
+        snapshot, mean: float32 [n]. has_mean: for each part of part_elements(n) elements, whether the round gave a
+        mean; where it did not, nothing changes. pass_steps: in which every fragment is synced once. Raises
+        ProtocolError for a mean of another shape or dtype, and when the change of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError(
@@ -78,11 +86,16 @@ class OuterOptimizer:
         change = torch.where(moves, new_outer - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
             raise ProtocolError("bad-tensor", "the weights that a round gives would not be finite")
-        self._blocks_of(OUTER_PARAMETERS)[blocks] = torch.where(moves, new_outer, outer)
-        self._blocks_of(VELOCITY)[blocks] = torch.where(moves, new_velocity, velocity)
+        return OuterStep(
+            blocks, torch.where(moves, new_outer, outer), torch.where(moves, new_velocity, velocity), change
+        )
+
+    def take(self, step: OuterStep) -> None:
+        """Takes a step that `prepare` has returned; allocates nothing."""
+        self._blocks_of(OUTER_PARAMETERS)[step.blocks] = step.outer
+        self._blocks_of(VELOCITY)[step.blocks] = step.velocity
         for values in self.moments.values():  # a mean that was sent in few bits is not exactly 0 in the padding
             self._layout.clear_padding(values)
-        return change
 
     def restart(self, blocks: Tensor, snapshot: Tensor) -> None:
         """snapshot: the only replica's weights in these blocks, float32 [n]."""

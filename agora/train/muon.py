@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agora.state.layout import Layout, TensorSlot
 from agora.train.device import has_native_bf16
-from agora.train.optimizer_offload import OptimizerOffload
+from agora.train.optimizer_offload import OptimizerOffload, StateAccess, bytes_on_device
 from agora.train.weight_versions import tensor_in
 
 ITERATIONS: Final = 5
@@ -64,25 +64,37 @@ class MuonMatrices:
             size = max(BATCH_ELEMENTS // (rows * columns), 1)
             self._batches += [slots[first : first + size] for first in range(0, len(slots), size)]
 
-    def step(self, weights: Tensor, gradient: Tensor, rate: float, *, keeps_mean: bool = False) -> None:
-        """Changes the hidden matrices in `weights` [numel], and unless keeps_mean the mean, in place by one step.
+    def directions(self, gradient: Tensor, scale: float = 1.0) -> Iterator[tuple[TensorSlot, Tensor]]:
+        """Yields for each hidden matrix its direction along scale * gradient [numel], with the longer side as columns.
 
-        gradient: [numel]; overwritten in the elements of hidden matrices.
+        Changes nothing.
         """
-        for elements in self._ranges:
-            held = self._mean[elements].clone() if keeps_mean else self._mean[elements]
-            with self._offload.on_device(held) as (mean,):
-                mean.lerp_(gradient[elements], 1.0 - self._momentum)
-                gradient[elements].lerp_(mean, self._momentum)
-            weights[elements].mul_(1.0 - rate * self._weight_decay)
-        for slot, direction in self.directions(gradient):
-            wide_view(weights, slot).sub_(direction, alpha=rate * UPDATE_RMS * math.sqrt(direction.shape[1]))
-
-    def directions(self, flat: Tensor) -> Iterator[tuple[TensorSlot, Tensor]]:
-        """The matrices are orthogonalised, with the longer side as columns."""
         for slots in self._batches:
-            matrices = torch.stack([wide_view(flat, slot) for slot in slots])
+            matrices = torch.stack([wide_view(gradient, slot) for slot in slots]).mul_(scale)
+            mean = torch.stack([wide_view(self._mean, slot) for slot in slots]).to(self._offload.device)
+            matrices.lerp_(mean.lerp_(matrices, 1.0 - self._momentum), self._momentum)
+            del mean
             yield from zip(slots, orthogonalise(matrices, self._dtype), strict=True)
+
+    def move(self, weights: Tensor, directions: Iterable[tuple[TensorSlot, Tensor]], rate: float) -> None:
+        """Changes the hidden matrices in `weights` [numel] in place by one step along their directions.
+
+        With directions that exist already nothing is allocated.
+        """
+        for slot, direction in directions:
+            matrix = wide_view(weights, slot)
+            matrix.mul_(1.0 - rate * self._weight_decay)
+            matrix.sub_(direction, alpha=rate * UPDATE_RMS * math.sqrt(direction.shape[1]))
+
+    def update_mean(self, gradient: Tensor, access: StateAccess) -> None:
+        """Changes the mean in place by the gradient [numel]; allocates nothing."""
+        for elements in self._ranges:
+            with access.on_device(self._mean[elements]) as (mean,):
+                mean.lerp_(gradient[elements], 1.0 - self._momentum)
+
+    def bytes_on_device(self) -> int:
+        """Returns the most that update_mean needs for one piece of the mean."""
+        return max((bytes_on_device(self._mean[elements]) for elements in self._ranges), default=0)
 
 
 def wide_view(flat: Tensor, slot: TensorSlot) -> Tensor:

@@ -5,22 +5,22 @@ To add an elementwise optimizer, add a function to UPDATES, and its name to the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from agora_protocol.manifest_sections import OptimizerSection
 from torch import Tensor
 from torch.optim.adamw import adamw
-from torch.optim.nadam import nadam
 
 from agora.state.layout import AVERAGE, Layout, MomentSpec, TensorSlot
 from agora.train.adamw8bit import EightBitPart
 from agora.train.muon import MuonMatrices
-from agora.train.optimizer_offload import OptimizerOffload
+from agora.train.optimizer_offload import OptimizerOffload, StateAccess, bytes_on_device
 
 MOMENTUM_DECAY = 4e-3  # NAdam's momentum decay; torch's own default
 MEAN, SQUARE = "mean", "square"  # the names of the gradient's moments; AVERAGE names the moving average of the weights
@@ -105,7 +105,10 @@ class StageOptimizer:
         for whole, decay in elementwise_ranges(section, layout):
             for elements in offload.pieces([whole]):
                 mean, square = (self._held[m.name][m.array_range(elements)] for m in self._specs[:2])
-                self._parts.append(_WeightPart.create(section, elements, decay, offload, mean, square))
+                self._parts.append(_WeightPart(elements, decay, mean, square))
+        self._average_pieces = list(offload.pieces([slice(0, layout.numel)])) if AVERAGE in self._held else []
+        self._largest_part = max((len(part.mean) for part in self._parts), default=0)
+        self._part_bytes = max((bytes_on_device(part.mean, part.square) for part in self._parts), default=0)
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -134,80 +137,107 @@ class StageOptimizer:
 
         Changes `weights` [numel] and the moments in place, and overwrites `gradient`: a sum over `tokens`, or with the
         default of 1 a mean. The norm is that of gradient / tokens before clipping; when it is not finite, nothing
-        changes and None is returned. If memory does not suffice, either nothing changes, or `is_changing` stays True.
+        changes and None is returned. If memory does not suffice, nothing changes. After an error when something had
+        changed, which only a device that fails can cause, `is_changing` stays True.
         """
         self.is_changing = False
         norm = float(torch.linalg.vector_norm(gradient)) / tokens
         if not math.isfinite(norm):
             return None
-        self.is_changing = True
-        gradient.mul_(self._clip_factor(norm) / tokens)
-        return StepResult(self.update(weights, gradient, step), norm)
+        return StepResult(self.update(weights, gradient, step, self._clip_factor(norm) / tokens), norm)
 
     @torch.no_grad()
     def preview(self, weights: Tensor, gradient: Tensor, step: int) -> None:
         """Changes `weights` [numel] in place as step `step` along the mean `gradient` would; no moment changes.
 
-        Overwrites `gradient`. Does nothing if its norm is not finite. Not for adamw8bit.
+        Overwrites `gradient`. Does nothing if its norm is not finite. Not for adamw8bit. If memory does not suffice,
+        `weights` may have changed by half.
         """
         norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
             return
         gradient.mul_(self._clip_factor(norm))
         rate = learning_rate(step, self.section)
-        for part in self._parts:
-            UPDATES[self.section.name](part.copy(), weights[part.elements], gradient[part.elements], rate)
+        self._update_parts(weights, gradient, rate, self._offload.trial_access(self._part_bytes), self._scratch())
         if self._muon:
-            self._muon.step(weights, gradient, rate, keeps_mean=True)
+            self._muon.move(weights, self._muon.directions(gradient), rate)
         torch.autograd.graph.increment_version(weights)
 
     def _clip_factor(self, norm: float) -> float:
         return min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0 else 1.0
 
     @torch.no_grad()
-    def update(self, weights: Tensor, gradient: Tensor, step: int) -> float:
-        """Takes step `step` along `gradient`, a mean that is already clipped and finite. Returns its learning rate.
+    def update(self, weights: Tensor, gradient: Tensor, step: int, scale: float = 1.0) -> float:
+        """Takes step `step` along scale * gradient, which is clipped and finite. Returns its learning rate.
 
-        Changes `weights` and the moments in place, and may overwrite `gradient`.
+        Changes `weights` and the moments in place, and overwrites `gradient`. If memory does not suffice, nothing
+        changes.
         """
         # No control flow depends on a value, so that weights and gradient may be on the meta device.
         rate = learning_rate(step, self.section)
+        # All that needs new memory comes before the first change.
+        access = self._offload.access(self._bytes_on_device())
+        scratch = self._scratch()
+        directions = list(self._muon.directions(gradient, scale)) if self._muon else []
+        change_eight_bit = [
+            part.prepare(weights[part.elements], gradient[part.elements], scale, rate, self.updates + 1, access)
+            for part in self._eight_bit
+        ]
         self.is_changing = True
-        for part in self._parts:
-            UPDATES[self.section.name](part, weights[part.elements], gradient[part.elements], rate)
-        for eight_bit in self._eight_bit:
-            places = eight_bit.elements
-            eight_bit.step(weights[places], gradient[places], rate, self.updates + 1)
+        for change in change_eight_bit:
+            change()
+        gradient.mul_(scale)
+        self._update_parts(weights, gradient, rate, access, scratch)
         if self._muon:
-            self._muon.step(weights, gradient, rate)
-        if AVERAGE in self._held:
-            for elements in self._offload.pieces([slice(0, len(weights))]):
-                with self._offload.on_device(self._held[AVERAGE][elements]) as (average,):
-                    average.lerp_(weights[elements], 1.0 - average_decay(step, self.section))
+            self._muon.move(weights, directions, rate)
+            self._muon.update_mean(gradient, access)
+        for elements in self._average_pieces:
+            with access.on_device(self._held[AVERAGE][elements]) as (average,):
+                average.lerp_(weights[elements], 1.0 - average_decay(step, self.section))
         self.updates += 1
         # The fused kernels change memory without telling autograd; a graph that still needs these weights must raise.
         torch.autograd.graph.increment_version(weights)
         self.is_changing = False
         return rate
 
+    def _update_parts(
+        self, weights: Tensor, gradient: Tensor, rate: float, access: StateAccess, scratch: _Scratch
+    ) -> None:
+        for part in self._parts:
+            with access.on_device(part.mean, part.square) as (mean, square):
+                values = _PartValues(weights[part.elements], gradient[part.elements], mean, square)
+                UPDATES[self.section.name](values, rate, part.decay, self.updates, self.section, scratch)
+
+    def _scratch(self) -> _Scratch:
+        values = self._largest_part if self.section.name == "nadam" else 0
+        device = self._offload.device
+        return _Scratch(torch.empty((), device=device), torch.empty(values, device=device))
+
+    def _bytes_on_device(self) -> int:
+        eight_bit = max((part.bytes_on_device() for part in self._eight_bit), default=0)
+        average = max((bytes_on_device(self._held[AVERAGE][piece]) for piece in self._average_pieces), default=0)
+        return max(self._part_bytes, eight_bit, average, self._muon.bytes_on_device() if self._muon else 0)
+
     @torch.no_grad()
     def load(self, updates: int, moments: Mapping[str, Tensor]) -> None:
         """Replaces all moments by copies of `moments`, by name, float32 [their numel] each, and the count of updates.
 
-        Further steps are then as if the `updates` steps had been taken here. Moments in 8 bits are rounded.
+        Further steps are then as if the `updates` steps had been taken here. Moments in 8 bits are rounded. If memory
+        does not suffice, nothing changes.
         """
+        encoded = [
+            (moment, moment.encode(moments[name][part.elements]))
+            for part in self._eight_bit
+            for name, moment in ((MEAN, part.mean), (SQUARE, part.square))
+        ]
         self.updates = updates
         self.is_changing = False
         for spec in self._specs:
             for elements in spec.ranges:
                 values = moments[spec.name][self._array_range(spec.name, elements)]
                 self._held[spec.name][spec.array_range(elements)] = values
-        for eight_bit in self._eight_bit:
-            eight_bit.mean.encode(moments[MEAN][eight_bit.elements])
-            eight_bit.square.encode(moments[SQUARE][eight_bit.elements])
-        for part in self._parts:
-            part.step.fill_(updates)
-            part.momentum.fill_(momentum_product(self.section.beta1, updates))
+        for moment, (codes, scales) in encoded:
+            moment.replace(codes, scales)
 
     def _array_range(self, name: str, elements: slice) -> slice:
         return next(moment for moment in self.layout.moments if moment.name == name).array_range(elements)
@@ -252,64 +282,85 @@ def elementwise_ranges(section: OptimizerSection, layout: Layout) -> list[tuple[
     return [*((part, section.weight_decay) for part in matrices), *((part, 0.0) for part in vectors)]
 
 
-def momentum_product(beta1: float, updates: int) -> float:
-    """Returns the product of NAdam's momenta of the first `updates` steps, rounded to float32 after each, as in torch.
+def nadam_momentum(beta1: float, step: int) -> float:
+    """Returns NAdam's momentum at its step number `step`; 1 is the first."""
+    return beta1 * (1.0 - 0.5 * math.pow(0.96, step * MOMENTUM_DECAY))
 
-    The momentum of step t (1 is the first) is beta1 * (1 - 0.5 * 0.96^(t * MOMENTUM_DECAY)).
-    """
+
+@functools.lru_cache(maxsize=4)  # every part of the weights asks for the same one
+def momentum_product(beta1: float, updates: int) -> float:
+    """Returns the product of NAdam's momenta of the first `updates` steps, rounded to float32 each time as in torch."""
     product = np.float32(1.0)
-    for update in range(1, updates + 1):
-        product *= np.float32(beta1 * (1.0 - 0.5 * 0.96 ** (update * MOMENTUM_DECAY)))
+    for step in range(1, updates + 1):
+        product *= np.float32(nadam_momentum(beta1, step))
         if product == 0.0:
             break
     return float(product)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _WeightPart:
-    # The optimizer's state for one part of the flat weights, with the arguments that torch's functions take.
-    # torch's optimizers are used as functions: their classes import torch._dynamo, which nothing here needs and which
-    # doubles a daemon's start time.
+    # One part of the flat weights with the optimizer's state for it.
 
     elements: slice
-    offload: OptimizerOffload
+    decay: float
     mean: Tensor  # as `square`, a view of the moment
     square: Tensor
-    step: Tensor  # counts updates
-    momentum: Tensor  # NAdam's running product
-    options: dict[str, Any]
-
-    @classmethod
-    def create(
-        cls,
-        section: OptimizerSection,
-        part: slice,
-        decay: float,
-        offload: OptimizerOffload,
-        mean: Tensor,
-        square: Tensor,
-    ) -> _WeightPart:
-        options = {"beta1": section.beta1, "beta2": section.beta2, "eps": section.epsilon, "weight_decay": decay}
-        # The fused kernel needs its step count on the device; nadam's scalars stay on the CPU, as in torch's class.
-        step = torch.zeros((), device="cpu" if section.name == "nadam" else offload.device)
-        return cls(part, offload, mean, square, step, torch.ones(()), {**options, "maximize": False})
-
-    def copy(self) -> _WeightPart:
-        state = {name: getattr(self, name).clone() for name in ("mean", "square", "step", "momentum")}
-        return replace(self, **state)
 
 
-def _update_adamw(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
-    options: dict[str, Any] = {"fused": True, "amsgrad": False, "lr": rate, **part.options}
-    with part.offload.on_device(part.mean, part.square) as (mean, square):
-        adamw([weights], [gradient], [mean], [square], [], [part.step], **options)
+class _PartValues(NamedTuple):
+    # Of one part, on the device.
+    weights: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
 
 
-def _update_nadam(part: _WeightPart, weights: Tensor, gradient: Tensor, rate: float) -> None:
-    options: dict[str, Any] = {"foreach": True, "decoupled_weight_decay": True, "momentum_decay": MOMENTUM_DECAY}
-    options |= {"lr": rate, **part.options}
-    with part.offload.on_device(part.mean, part.square) as (mean, square):
-        nadam([weights], [gradient], [mean], [square], [part.momentum], [part.step], **options)
+class _Scratch(NamedTuple):
+    # What the updates need besides, so that they allocate nothing.
+    updates: Tensor  # their number, which torch's fused kernel reads on the device
+    values: Tensor  # for the largest part, if the update needs it
+
+
+# torch's optimizers are not used as classes: these import torch._dynamo, which nothing here needs and which doubles a
+# daemon's start time.
+
+
+def _update_adamw(
+    part: _PartValues, rate: float, decay: float, updates: int, section: OptimizerSection, scratch: _Scratch
+) -> None:
+    adamw(
+        [part.weights],
+        [part.gradient],
+        [part.mean],
+        [part.square],
+        [],
+        [scratch.updates.fill_(updates)],  # it counts this update itself
+        fused=True,
+        amsgrad=False,
+        beta1=section.beta1,
+        beta2=section.beta2,
+        lr=rate,
+        weight_decay=decay,
+        eps=section.epsilon,
+        maximize=False,
+    )
+
+
+def _update_nadam(
+    part: _PartValues, rate: float, decay: float, updates: int, section: OptimizerSection, scratch: _Scratch
+) -> None:
+    # As in torch.optim.NAdam with decoupled_weight_decay, which allocates between its changes.
+    step, beta2 = updates + 1, section.beta2
+    momentum, next_momentum = nadam_momentum(section.beta1, step), nadam_momentum(section.beta1, step + 1)
+    product = momentum_product(section.beta1, step)
+    part.weights.mul_(1.0 - rate * decay)
+    part.mean.lerp_(part.gradient, 1.0 - section.beta1)
+    part.square.mul_(beta2).addcmul_(part.gradient, part.gradient, value=1.0 - beta2)
+    root = torch.sqrt(part.square, out=scratch.values[: len(part.square)])
+    root.div_((1.0 - beta2**step) ** 0.5).add_(section.epsilon)
+    part.weights.addcdiv_(part.gradient, root, value=-rate * (1.0 - momentum) / (1.0 - product))
+    part.weights.addcdiv_(part.mean, root, value=-rate * next_momentum / (1.0 - product * next_momentum))
 
 
 # By the manifest's `optimizer.name`, the function that updates one part of the weights in float32. Muon's matrices and

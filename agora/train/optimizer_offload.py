@@ -18,6 +18,31 @@ from torch import Tensor
 
 # Maximum number of elements of a moment that are copied to the device at a time: 16 MiB in float32.
 PIECE: Final = 1 << 22
+ALIGNMENT_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StateAccess:
+    """How one step gets at the optimizer's state: in place, or by way of a buffer; neither allocates memory."""
+
+    buffer: Tensor | None  # bytes on the device; None: in place
+    writes_back: bool = True  # False: what is done to the copies in the buffer is only tried
+
+    @contextmanager
+    def on_device(self, *state: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Context manager: yields the flat tensors `state` on the device, to be changed in place."""
+        if self.buffer is None:
+            yield state
+            return
+        copies, start = [], 0
+        for tensor in state:
+            copies.append(self.buffer[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor))
+            start += _aligned_bytes(tensor)
+        yield tuple(copies)
+        # Not if the block raised: the state stays as it was.
+        if self.writes_back:
+            for tensor, changed in zip(state, copies, strict=True):
+                tensor.copy_(changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +64,22 @@ class OptimizerOffload:
             for start in range(whole.start, whole.stop, length):
                 yield slice(start, min(start + length, whole.stop))
 
-    @contextmanager
-    def on_device(self, *state: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Context manager: yields the tensors `state` on the device, to be changed in place; the changes remain."""
-        if not self.in_host:
-            yield state
-            return
-        copies = tuple(tensor.to(self.device, copy=True) for tensor in state)
-        yield copies
-        # Not if the block raised: the state stays as it was.
-        for tensor, changed in zip(state, copies, strict=True):
-            tensor.copy_(changed)
+    def access(self, nbytes: int) -> StateAccess:
+        """nbytes: the most that one call of on_device takes, see bytes_on_device. Allocates that now, if in_host."""
+        return StateAccess(self._buffer(nbytes) if self.in_host else None)
+
+    def trial_access(self, nbytes: int) -> StateAccess:
+        """As `access`, but changes of the state are only tried: they remain in the buffer."""
+        return StateAccess(self._buffer(nbytes), writes_back=False)
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+def bytes_on_device(*state: Tensor) -> int:
+    """Returns how many bytes of a buffer copies of the tensors take."""
+    return sum(map(_aligned_bytes, state))
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

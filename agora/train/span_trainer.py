@@ -22,7 +22,7 @@ from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
 from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
-from agora.train.device import has_native_bf16
+from agora.train.device import has_native_bf16, is_out_of_memory
 from agora.train.objectives import objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import Stage
@@ -72,7 +72,7 @@ class SpanTrainer:
 
     A backward that follows its forward immediately uses a graph of all layers with "keep", and with "auto" if one such
     graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the backward runs each layer once
-    more, see activation_checkpointing.
+    more, see activation_checkpointing. When memory has not sufficed, all kept graphs are dropped, see free_memory.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class SpanTrainer:
         many is refused. on_step: called with each step event, on the device thread. Raises ManifestError for a model
         config that cannot be built, LocalError when this machine lacks a package or cannot read the weights.
         """
+        leaf = torch.zeros((), requires_grad=True)
+        self._oldest_graph = (leaf, leaf.view(()), torch.zeros(()))
         self.span = span
         self.device = device
         self.objective = objective_of(manifest.objective)
@@ -154,13 +156,16 @@ class SpanTrainer:
         self.stashed.add(forward)
         return boundary, forward
 
-    def run_last_stages(self, work: DecodedWork) -> FinishedMicrobatch:
+    def run_last_stages(
+        self, work: DecodedWork, before_adding: Callable[[Tensor | None], None] = lambda gradient: None
+    ) -> FinishedMicrobatch:
         """Runs the stages from `work.entry_stage` to the model's last, the loss, and for training also the backward.
 
         The backward adds the microbatch's gradients to the sums, and counts the microbatch. For "reference" there is no
         loss, but the log-probability of each row. Raises NonFinite for a loss or gradient that is not finite, or a loss
         above MAX_LOSS_SUM, and counts the microbatch as refused; raises ProtocolError for references that the objective
-        does not take. After an error nothing was added.
+        does not take. before_adding: called with the gradient for the boundary that entered, before the gradients are
+        added. After an error, also of before_adding, nothing was added.
         """
         batch, trains = work.batch, work.is_training
         tokens = self.objective.loss_weight(batch)
@@ -178,24 +183,52 @@ class SpanTrainer:
             return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
         steps = tuple(stage.step for stage in self._stages_of(work))
         forward = StashedForward(work, tokens, steps, loss, versions)
-        return FinishedMicrobatch(loss_sum, tokens, self._add_gradients(forward, loss_sum=loss_sum), metrics)
+        return FinishedMicrobatch(
+            loss_sum, tokens, self._add_gradients(forward, before_adding, loss_sum=loss_sum), metrics
+        )
 
     def backward(
-        self, microbatch: MicrobatchId, entry_stage: int, gradient: Tensor, content_digest: bytes = b""
+        self,
+        microbatch: MicrobatchId,
+        entry_stage: int,
+        gradient: Tensor,
+        content_digest: bytes = b"",
+        before_adding: Callable[[Tensor | None], None] = lambda gradient: None,
     ) -> tuple[Tensor | None, StashedForward]:
         """Runs the backward of a stashed forward, adds its gradients to the sums, and counts the microbatch.
 
         If no graph was kept, runs the forward again first, on the current weights. gradient: of the loss sum with
         respect to the boundary that `forward` returned, float32 [b, s, k], finite. Returns the gradient with respect to
-        the entry (None at stage 0), and the forward. Raises LocalError when no forward is stashed, NonFinite when a
-        computed gradient is not finite; then nothing was added. The forward is not stashed any more, even after an
-        error.
+        the entry (None at stage 0), and the forward. before_adding: called with that gradient before any is added.
+        Raises LocalError when no forward is stashed, NonFinite when a computed gradient is not finite; after an error,
+        also of before_adding, nothing was added. The forward is not stashed any more, even after an error, except when
+        memory has not sufficed: it then waits without a graph for another call.
         """
-        forward = self.stashed.take(microbatch, entry_stage, content_digest)
-        if forward.output is None:
-            with torch.enable_grad():
-                forward.output, forward.versions = self._run_for_gradients(forward.work)
-        return self._add_gradients(forward, gradient), forward
+        forward = self.stashed.find(microbatch, entry_stage, content_digest)
+        try:
+            if forward.output is None:
+                with torch.enable_grad():
+                    forward.output, forward.versions = self._run_for_gradients(forward.work)
+            entry_gradient = self._add_gradients(forward, before_adding, gradient)
+        except Exception as error:
+            if is_out_of_memory(error):
+                forward.drop_graph()  # the failed backward may have freed a part of it
+            else:
+                self.stashed.forget(microbatch, entry_stage, content_digest, only=forward)
+            raise
+        self.stashed.forget(microbatch, entry_stage, content_digest, only=forward)
+        return entry_gradient, forward
+
+    def free_memory(self) -> None:
+        """Drops all kept graphs, whose backwards run the forward again, and gives freed memory back to the device."""
+        self.stashed.drop_graphs()
+        # A backward that failed on the CPU leaves its next nodes, with what they saved, in autograd's queue of this
+        # thread, behind all newer ones. A backward of the oldest graph comes after them, and so clears the queue.
+        leaf, output, gradient = self._oldest_graph
+        torch.autograd.grad([output], [leaf], [gradient], retain_graph=True)
+        for stage in self.stages.values():
+            stage.free_memory()
+        memory.give_back_freed_memory()
 
     def _stages_of(self, work: DecodedWork) -> list[Stage]:
         return [self.stages[number] for number in range(work.entry_stage, self.span.last + 1)]
@@ -244,7 +277,11 @@ class SpanTrainer:
         return output.detach()
 
     def _add_gradients(
-        self, forward: StashedForward, gradient: Tensor | None = None, loss_sum: float = 0.0
+        self,
+        forward: StashedForward,
+        before_adding: Callable[[Tensor | None], None],
+        gradient: Tensor | None = None,
+        loss_sum: float = 0.0,
     ) -> Tensor | None:
         # Without `gradient`, the forward's output is the loss itself.
         work, output = forward.work, forward.output
@@ -257,6 +294,7 @@ class SpanTrainer:
         # Checked before any is added: an error must not leave a part of them in the sums.
         self._require_finite(float(get_total_norm(computed, foreach=True)), work, "the gradient it computed")
         entry_gradient = computed.pop(0) if work.entry_stage > 0 else None
+        before_adding(entry_gradient)
         torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
         name = work.microbatch.hex()
         for stage, step, version in zip(stages, forward.steps, forward.versions, strict=True):

@@ -33,8 +33,8 @@ from agora.core.sync_mode import (
     first_step_plan,
 )
 from agora.model import StageModule, family_of
-from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken
-from agora.state.layout import Flat, Layout, StageState, lay_out
+from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken, StepTorn
+from agora.state.layout import OUTER_PARAMETERS, Flat, Layout, StageState, lay_out
 from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import ClosedShare, GradientShare, GradientSum, SumTotals
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
@@ -68,6 +68,8 @@ class StageProgress:
     account: StageAccount  # what became of the tokens counted here
     plan: StepPlan  # which of the stage's steps are inner steps, with how many fragments
     history: Mapping[int, int]  # history hashes of the last agreed steps, by step; see extend_history
+    # Whether a step changed only a part of the weights; until the state of another replica is loaded.
+    is_torn: bool = False
 
     @property
     def agreed(self) -> int:
@@ -111,6 +113,7 @@ class Stage:
         self.plan = first_step_plan(manifest)
         # During inner steps, the outer parameters and what moves them; None during all-reduces.
         self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_inner(0) else None
+        self._spare_outer: OuterOptimizer | None = None
         # An average in host memory is copied to the device when it is read: see `evaluated`.
         average = None if offload.in_host else self.optimizer.average
         self._average = None if average is None else WeightVersion(average, layout, module)
@@ -119,6 +122,7 @@ class Stage:
         self._policy = StepPolicy(manifest.optimizer.target_tokens)
         self.step = 0
         self._history = {0: INITIAL_HASH}
+        self._is_torn = False
         # This replica's supervised tokens in the steps taken so far; those of a loaded state are included.
         self.tokens_stepped = 0
         self._report = report
@@ -149,6 +153,7 @@ class Stage:
             account=self._accounts.account(waiting),
             plan=self.plan,
             history=self._history,
+            is_torn=self._is_torn,
         )
 
     def record_microbatch(
@@ -222,6 +227,12 @@ class Stage:
         ends_here = self._policy.must_close(step, self.plan) or not self._policy.uses_mean_gradient(step, self.plan)
         return ends_here and counted + tokens >= self._policy.tokens_needed(step)
 
+    def free_memory(self) -> None:
+        """Gives up the previous versions of the weights that no graph needs."""
+        self.weights.free_memory()
+        if self.prediction:
+            self.prediction.free_memory()
+
     # --- steps
 
     def step_if_due(self) -> None:
@@ -248,6 +259,7 @@ class Stage:
             self._step_with_sum()
         skipped = step - self.step
         if skipped > 0:
+            self._reserve_outer(step)
             dropped = self.sum.clear().tokens  # these gradients are too old
             had_outer = self.outer is not None
             self.step = step - 1
@@ -320,6 +332,11 @@ class Stage:
     def _new_outer(self) -> OuterOptimizer:
         return OuterOptimizer(self._averaging, self.layout, self.weights.current.flat)
 
+    def _reserve_outer(self, step: int) -> None:
+        # Called before the step that makes `step` the next one: a step that is taken must not lack memory for the rest.
+        if self.plan.is_inner(step) and self.outer is None and self._spare_outer is None:
+            self._spare_outer = self._new_outer()
+
     def _leave_history(self) -> None:
         # A history that no other replica has, so that all replicas but one will fetch that one's state.
         self._history = {self.step: hash_of_weights(self.weights.current.flat.cpu().numpy().data)}
@@ -332,6 +349,7 @@ class Stage:
         Reports StepsSkipped if tokens are lost.
         """
         self._history = {agreed: history_hash}
+        self._is_torn = False
         self.plan = plan
         if self.prediction:
             self.prediction.forget()
@@ -361,13 +379,16 @@ class Stage:
             self._count_step(totals, result, checksum=checksum)
 
     def _change_weights(self, gradient: Tensor, tokens: int = 1) -> StepResult | None:
+        self._reserve_outer(self.step + 1)
         try:
             return self.optimizer.step(self.weights.make_writable(), gradient, self.step, tokens)
         finally:
             if self.optimizer.is_changing:
-                # Half a step was taken, for which memory did not suffice: these weights are those of no other replica.
-                # During inner steps that is so anyway.
+                # Half a step was taken, because the device failed: these weights are those of no other replica. During
+                # inner steps that is so anyway.
+                self._report(StepTorn(self.number, self.step))
                 if not self.plan.is_inner(self.step):
+                    self._is_torn = True
                     self._leave_history()
                 if self.prediction:
                     self.prediction.forget()
@@ -381,7 +402,8 @@ class Stage:
             self._history = extend_history(self._history, self.step + 1, checksum)
         self.step += 1
         if self.plan.is_inner(self.step) and self.outer is None:
-            self.outer = self._new_outer()
+            self.outer, self._spare_outer = self._spare_outer or self._new_outer(), None
+            self.outer.moments[OUTER_PARAMETERS].copy_(self.weights.current.flat)
         elif self.outer is not None and not self.plan.is_inner(self.step):
             # Inner steps have made the replicas differ. With an own history each, all but one fetch that one's state.
             self.outer = None
@@ -437,18 +459,21 @@ class Stage:
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
-            self.outer.restart(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
+            self.outer.restart(rows, snapshot)
         else:
             mean, has_mean = averaged
             pass_steps = self._averaging.every * self.plan.fragments_at(step - 1)
-            change = self.outer.step(rows, snapshot, mean, has_mean, pass_steps).to(self.sum.flat.device)
+            outer_step = self.outer.prepare(rows, snapshot, mean, has_mean, pass_steps)
+            change = outer_step.change.to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
-            flat = self.weights.make_writable()
-            flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
-            self.layout.clear_padding(flat)
             decided = bytes(has_mean) + wanted_fragments.to_bytes(2, "big")
             checksum = zlib.crc32(decided, zlib.crc32(mean.contiguous().numpy().data))
+            flat = self.weights.make_writable()
+            # Nothing has changed so far, and what follows needs no new memory.
+            self.outer.take(outer_step)
+            flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
+            self.layout.clear_padding(flat)
             if self.prediction:
                 self.prediction.forget()
         self._record_fragment_sync(step, checksum, wanted_fragments)
@@ -474,7 +499,8 @@ class Stage:
         """Replaces weights, moments, step and history with those of `state`; drops the gradient sum and closed shares.
 
         Reports StepsSkipped if that loses tokens. Raises ProtocolError, and changes nothing, for an array that is
-        missing, does not fit or is not finite, and for a mean square with a negative value.
+        missing, does not fit or is not finite, and for a mean square with a negative value. If memory does not suffice,
+        nothing changes.
         """
         layout = self.layout.at_step(state.step, state.plan)
         weights = self._copy_checked("weights", state.weights, layout)
@@ -484,13 +510,14 @@ class Stage:
             if moment.is_square and bool((values < 0).any()):
                 raise ProtocolError("bad-tensor", f"a value of {moment.name} of stage {self.number} is negative")
             moments[moment.name] = values
-        self.weights.make_writable().copy_(weights)
+        # What needs new memory comes first.
+        outer = self._new_outer() if state.plan.is_inner(state.step) else None
+        flat = self.weights.make_writable()
         self.optimizer.load(state.updates, moments)
-        self.outer = None
-        if state.plan.is_inner(state.step):
-            self.outer = self._new_outer()
-            for name, values in self.outer.moments.items():
-                values.copy_(moments[name])
+        flat.copy_(weights)
+        self.outer = outer
+        for name, values in outer.moments.items() if outer else ():
+            values.copy_(moments[name])
         self.restart_at(state.step, state.tokens_total, state.agreed, state.history_hash, state.plan)
 
     def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:

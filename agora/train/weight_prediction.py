@@ -47,6 +47,9 @@ class WeightPrediction:
         """Makes the prediction void, because the weights were replaced."""
         self._steps = ()
 
+    def free_memory(self) -> None:
+        self._predicted.free_memory()
+
     def owns(self, version: WeightVersion) -> bool:
         """Returns whether `version` is one of predicted weights."""
         return version in (self._predicted.current, self._predicted.previous)
@@ -62,6 +65,7 @@ class WeightPrediction:
             return self._weights.current
         steps = tuple(share.step for share in shares)
         if steps != self._steps:
+            self._steps = ()  # if memory lacks in between, these are no predicted weights
             flat = self._predicted.make_writable()
             flat.copy_(self._weights.current.flat)
             for share in shares:

@@ -61,7 +61,7 @@ class VersionedWeights:
         if self._stashed.with_graph_on(self.current):
             # At most two versions are alive: these backwards will run the forward again.
             for forward in self._stashed.with_graph_on(self.previous):
-                forward.output, forward.versions = None, ()
+                forward.drop_graph()
             self.begin_version()
         return self.current.flat
 
@@ -70,6 +70,11 @@ class VersionedWeights:
         fresh = self.previous or WeightVersion(torch.empty_like(self.current.flat), self.layout, self.current.module)
         fresh.flat.copy_(self.current.flat)
         self.current, self.previous = fresh, self.current
+
+    def free_memory(self) -> None:
+        """Gives up the memory of the previous version, unless a graph needs it."""
+        if not self._stashed.with_graph_on(self.previous):
+            self.previous = None
 
     def twin(self) -> VersionedWeights:
         version = WeightVersion(self.current.flat.clone(), self.layout, self.current.module)
@@ -134,6 +139,9 @@ class StashedForward:
     versions: tuple[WeightVersion, ...] = ()  # the graph's weights
     device_s: float = 0.0  # that the forward took
 
+    def drop_graph(self) -> None:
+        self.output, self.versions = None, ()
+
     def record_device_time(self, seconds: float) -> None:
         # Known only when the forward is over, and stashed.
         self.device_s = seconds
@@ -166,10 +174,9 @@ class StashedForwards:
             work = forward.work
             self._forwards[work.microbatch, work.entry_stage, work.content_digest] = forward
 
-    def take(self, microbatch: MicrobatchId, entry_stage: int, content_digest: bytes = b"") -> StashedForward:
-        """Removes and returns a forward; raises LocalError without one."""
-        with self._lock:
-            forward = self._forwards.pop((microbatch, entry_stage, content_digest), None)
+    def find(self, microbatch: MicrobatchId, entry_stage: int, content_digest: bytes = b"") -> StashedForward:
+        """Raises LocalError if no such forward is kept."""
+        forward = self._forwards.get((microbatch, entry_stage, content_digest))
         if forward is None:
             raise LocalError(f"no forward of microbatch {microbatch.hex()} is kept here; it has to be sent again")
         return forward
@@ -194,6 +201,10 @@ class StashedForwards:
 
     def count_graphs(self) -> int:
         return sum(forward.output is not None for forward in list(self._forwards.values()))
+
+    def drop_graphs(self) -> None:
+        for forward in list(self._forwards.values()):
+            forward.drop_graph()
 
     def with_graph_on(self, version: WeightVersion | None) -> list[StashedForward]:
         return [forward for forward in list(self._forwards.values()) if version in forward.versions]

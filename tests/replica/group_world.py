@@ -153,11 +153,11 @@ class FakeStage:
             self.outer.restart(rows, snapshot)
             checksum = zlib.crc32(snapshot.numpy().data)
         else:
-            moved = self.outer.step(
-                rows, snapshot, *averaged, self.manifest.averaging.every * self.plan.fragments_at(step - 1)
-            )
+            pass_steps = self.manifest.averaging.every * self.plan.fragments_at(step - 1)
+            outer_step = self.outer.prepare(rows, snapshot, *averaged, pass_steps)
+            self.outer.take(outer_step)
             self.weights = self.weights.clone()
-            self.weights.view(-1, SLICE_BLOCK)[rows] += moved.view(-1, SLICE_BLOCK)
+            self.weights.view(-1, SLICE_BLOCK)[rows] += outer_step.change.view(-1, SLICE_BLOCK)
             checksum = zlib.crc32(bytes([*averaged[1], wanted_fragments]), zlib.crc32(averaged[0].numpy().data))
         self.history = extend_history(self.history, step, checksum, last=self.agreed)
         self.plan = self.change_rule.after_fragment_sync(self.plan, step, wanted_fragments)

@@ -103,3 +103,14 @@ def test_halves_of_a_split_stage_are_one_again_after_it(sizes: tuple[int, int]) 
             assert all(peer.stage.step > step for peer, step in zip(world.all, begun, strict=True))
 
     run(main())
+
+
+@pytest.mark.parametrize("id_of_the_other", [A, C])
+def test_a_replica_that_has_taken_half_a_step_follows_any_other_group_and_is_followed_by_none(
+    id_of_the_other: PeerId,
+) -> None:
+    others = {id_of_the_other: HistoryReport(10, OTHER[10])}
+    assert replicas_to_fetch_from(EQUAL, ME, others, is_torn=True) == (id_of_the_other,)
+    assert replicas_to_fetch_from(EQUAL, ME, {A: HistoryReport(11, 7), C: HistoryReport(11, 7)}, is_torn=True) == (A, C)
+    assert replicas_to_fetch_from(EQUAL, ME, {}, is_torn=True) == ()
+    assert replicas_to_fetch_from(EQUAL, ME, {A: HistoryReport(10, 0)}, is_torn=True) == ()

@@ -315,12 +315,11 @@ def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
     async def test(worker: DeviceWorker) -> None:
         stashed = worker.trainer.stashed
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        old = stashed.take(M, 0)
+        old = stashed.find(M, 0)
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         stashed.forget(M, 0, only=old)
         assert len(stashed) == 1
-        new = stashed.take(M, 0)
-        stashed.add(new)
+        new = stashed.find(M, 0)
         stashed.forget(M, 0, only=new)
         assert len(stashed) == 0
 
@@ -390,8 +389,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
     async def test(worker: DeviceWorker) -> None:
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        forward = worker.trainer.stashed.take(M, 0)
-        worker.trainer.stashed.add(forward)
+        forward = worker.trainer.stashed.find(M, 0)
         assert (await worker.backward(M, 0, a_boundary())).busy_s > forward.device_s > 0
 
     with_worker("0", test)

@@ -27,6 +27,20 @@ def rows(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return values.view(-1, SLICE_BLOCK)[blocks].flatten()
 
 
+def take(
+    outer: OuterOptimizer,
+    blocks: torch.Tensor,
+    snapshot: torch.Tensor,
+    mean: torch.Tensor,
+    has_mean: tuple[bool, ...],
+    pass_steps: int = PASS_STEPS,
+) -> torch.Tensor:
+    """Takes the outer step; returns the change of the weights."""
+    step = outer.prepare(blocks, snapshot, mean, has_mean, pass_steps)
+    outer.take(step)
+    return step.change
+
+
 def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     anchor, velocity = weights_of(0), torch.zeros(NUMEL)
@@ -34,7 +48,7 @@ def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
     for number in range(1, 4):
         snapshot, mean = rows(weights_of(number), blocks), rows(weights_of(100 + number), blocks)
         assert torch.equal(outer.outer_gradient(blocks, snapshot), rows(anchor, blocks) - snapshot)
-        moved = outer.step(blocks, snapshot, mean, (True,), PASS_STEPS)
+        moved = take(outer, blocks, snapshot, mean, (True,))
         faster = 0.6 * rows(velocity, blocks) + mean
         new = rows(anchor, blocks) - 0.7 * (mean + 0.6 * faster)
         torch.testing.assert_close(moved, new - snapshot)
@@ -47,7 +61,7 @@ def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
 def test_a_part_without_a_mean_stays_with_its_weights() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     blocks = torch.arange(BLOCKS)
-    moved = outer.step(blocks, weights_of(1), weights_of(2), (True, False), PASS_STEPS)
+    moved = take(outer, blocks, weights_of(1), weights_of(2), (True, False))
     assert bool(moved[:PART_ELEMENTS].any()) and not moved[PART_ELEMENTS:].any()
     assert torch.equal(outer.moments[OUTER_PARAMETERS][PART_ELEMENTS:], weights_of(0)[PART_ELEMENTS:])
     assert not outer.moments[VELOCITY][PART_ELEMENTS:].any()
@@ -58,9 +72,7 @@ def test_a_part_of_a_large_slice_is_larger() -> None:
     large = 65 * PART_ELEMENTS
     layout = lay_out([("weights", (large // SLICE_BLOCK, SLICE_BLOCK))])
     outer = OuterOptimizer(SECTION, layout, torch.zeros(large))
-    moved = outer.step(
-        torch.arange(large // SLICE_BLOCK), torch.ones(large), torch.ones(large), (False, *[True] * 32), 20
-    )
+    moved = take(outer, torch.arange(large // SLICE_BLOCK), torch.ones(large), torch.ones(large), (False, *[True] * 32))
     assert not moved[: 2 * PART_ELEMENTS].any() and bool(moved[2 * PART_ELEMENTS :].all())
 
 
@@ -70,7 +82,7 @@ def test_with_rate_one_and_no_momentum_the_anchor_becomes_the_mean_of_the_weight
     blocks = torch.arange(BLOCKS)
     outer = OuterOptimizer(section, LAYOUT, weights_of(0))
     mean = sum((outer.outer_gradient(blocks, own) for own in replicas), torch.zeros(NUMEL)) / 3
-    own = replicas[0] + outer.step(blocks, replicas[0], mean, (True, True), 1)
+    own = replicas[0] + take(outer, blocks, replicas[0], mean, (True, True), 1)
     torch.testing.assert_close(own, sum(replicas) / 3)
 
 
@@ -79,14 +91,14 @@ def test_the_longer_a_pass_over_all_slices_the_larger_the_momentum(pass_steps: i
     outer = OuterOptimizer(SECTION, LAYOUT, torch.zeros(NUMEL))
     blocks, ones = torch.tensor([2]), torch.ones(SLICE_BLOCK)
     for _ in range(2):
-        outer.step(blocks, 0 * ones, ones, (True,), pass_steps)
+        take(outer, blocks, 0 * ones, ones, (True,), pass_steps)
     torch.testing.assert_close(rows(outer.moments[VELOCITY], blocks), (1 + momentum) * ones)
 
 
 def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     blocks = torch.tensor([2])
-    outer.step(blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,), PASS_STEPS)
+    take(outer, blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,))
     outer.restart(blocks, rows(weights_of(3), blocks))
     assert torch.equal(rows(outer.moments[OUTER_PARAMETERS], blocks), rows(weights_of(3), blocks))
     assert not outer.moments[VELOCITY].any()
@@ -95,7 +107,7 @@ def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
 def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
     layout = lay_out([("bias", (SLICE_BLOCK - 5,))])
     outer = OuterOptimizer(SECTION, layout, torch.zeros(layout.numel))
-    outer.step(torch.tensor([0]), torch.zeros(SLICE_BLOCK), torch.ones(SLICE_BLOCK), (True,), PASS_STEPS)
+    take(outer, torch.tensor([0]), torch.zeros(SLICE_BLOCK), torch.ones(SLICE_BLOCK), (True,))
     assert (
         outer.moments[OUTER_PARAMETERS][: SLICE_BLOCK - 5].all()
         and not outer.moments[OUTER_PARAMETERS][SLICE_BLOCK - 5 :].any()

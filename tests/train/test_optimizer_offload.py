@@ -8,7 +8,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 
 from agora.train import optimizer_offload
-from agora.train.optimizer_offload import OptimizerOffload
+from agora.train.optimizer_offload import OptimizerOffload, bytes_on_device
 from agora.train.span_trainer import SpanTrainer
 
 CPU = torch.device("cpu")
@@ -86,8 +86,9 @@ def test_pieces_cover_ranges_without_a_gap() -> None:
 
 
 def test_a_block_that_raises_changes_no_state_in_host_memory() -> None:
-    place, state = OptimizerOffload(CPU, in_host=True), torch.zeros(4)
-    with pytest.raises(ValueError, match="in between"), place.on_device(state) as (copy,):
+    state = torch.zeros(4)
+    access = OptimizerOffload(CPU, in_host=True).access(bytes_on_device(state))
+    with pytest.raises(ValueError, match="in between"), access.on_device(state) as (copy,):
         copy.fill_(1.0)
         raise ValueError("in between")
     assert not state.any()
