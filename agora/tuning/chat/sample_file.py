@@ -331,10 +331,12 @@ def _unknown_format_error(
     nearest = max(serving, key=lambda kind: len(present.intersection(kind.required)) / len(kind.required))
     missing = [name for name in nearest.required if name not in present]
     columns = _quote_names(first.fields)
-    if nulls := [name for name in missing if name in first.fields]:
+    named = present.union(first.fields)
+    if whole := next((kind for kind in serving if named.issuperset(kind.required)), None):
+        nulls = " and ".join(repr(name) for name in whole.required if name not in present)
         return DataError(
-            f"{first.where} has columns of no known format: {' and '.join(map(repr, nulls))} is null, and a file's "
-            "format is recognised by its first record; fill it in, or remove the record."
+            f"{first.where} has columns of no known format: {nulls} is null, and a file's format is recognised by its "
+            "first record; fill it in, or remove the record."
         )
     if len(missing) == len(nearest.required):
         formats = "; ".join(f"{kind.name}: {', '.join(kind.required)}" for kind in FORMATS)
