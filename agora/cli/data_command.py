@@ -52,6 +52,10 @@ SIDES: Final = {1: ("",), 2: (", chosen", ", rejected")}
 Part = tuple[str, bool]  # A piece of a sample's text, and whether its tokens are supervised (are targets of the loss)
 ROWS_OF_A_PAIR: Final = 2
 SHOWN_PROBLEMS: Final = 20
+LEFT_OUT: Final = (
+    "without a supervised token within the context",
+    "without a supervised token, or without a difference, within the context",
+)
 STANDARD_INPUT: Final = "-"
 ROLE_ORDERS: Final = ("turns", "any")
 TOO_LONG: Final = ("cut", "drop")
@@ -133,7 +137,17 @@ def run(options: DataOptions, *, as_json: bool) -> int:
         console.print_json(survey_fields(file, tokenizer, found))
     else:
         _print_survey(file, tokenizer, found)
+    require_learnable(file, found)
     return console.DONE
+
+
+def require_learnable(file: SampleFiles, found: DataSurvey) -> None:
+    """Raises Failure if no sample has a supervised token within the context."""
+    if not found.supervised:
+        raise Failure(
+            f"{file.name} has nothing to learn: none of its {found.samples:,} samples has a supervised token among its "
+            f"first {found.context + 1:,}; look at it with `swarm data`"
+        )
 
 
 def write_bad_report(path: Path | None, found: DataSurvey) -> None:
@@ -232,6 +246,11 @@ def survey_fields(file: SampleFiles, tokenizer: ModelTokenizer, found: DataSurve
         "labelled_bad": found.counts.labelled_bad,
         "duplicates": found.duplicates,
         "empty_answers": found.counts.empty_answers,
+        "excluded": found.counts.excluded,
+        "unknown_tokens": found.unknown,
+        "changed_messages": {role: count for role, count in found.counts.changed.items() if count},
+        "unwritten_fields": dict(found.counts.unwritten),
+        "remarks": list(tokenizer.remarks),
         "skipped": found.counts.problems,
         "packing": None if found.rows is None else {"sequences": found.rows, "efficiency": found.efficiency},
         "shown": [
@@ -264,9 +283,7 @@ def summary_lines(found: DataSurvey) -> list[str]:
             f"losing {_count_with_noun(found.truncated_tokens, 'token')}"
         )
     if found.left_out:
-        lines.append(
-            f"left out   {_count_with_noun(found.left_out, 'sample')} without a supervised token within the context"
-        )
+        lines.append(f"left out   {_count_with_noun(found.left_out, 'sample')} {LEFT_OUT[found.objective == 'dpo']}")
     lines += remark_lines(found, 11)
     if found.rows is None:
         lines.append("packing    none: the two sides of a preference are computed together")
@@ -284,11 +301,21 @@ def remark_lines(found: DataSurvey, width: int) -> list[str]:
     counted = (
         ("too long", counts.too_long, "longer than the context, left out"),
         ("bad", counts.labelled_bad, "labelled bad, left out: only good answers are learnt"),
+        ("excluded", counts.excluded, "excluded by a column that says not to learn them"),
         ("malformed", len(counts.problems), "malformed, left out"),
         ("duplicates", found.duplicates, "equal to an earlier one, learnt each time"),
         ("empty", counts.empty_answers, "with an empty answer, learnt as they are"),
     )
-    return [f"{name:<{width}}{_count_with_noun(count, 'sample')} {what}" for name, count, what in counted if count]
+    lines = [f"{name:<{width}}{_count_with_noun(count, 'sample')} {what}" for name, count, what in counted if count]
+    if found.unknown:
+        tokens = _count_with_noun(found.unknown, "token")
+        lines.append(f"{'unknown':<{width}}{tokens} for text that the tokenizer has no token for")
+    if changed := [_count_with_noun(count, f"{role} message") for role, count in counts.changed.items() if count]:
+        lines.append(f"{'changed':<{width}}{', '.join(changed)} by the template: their text is not there as it is")
+    if counts.unwritten:
+        fields = [f"{_escape(repr(name)[:60])} of {count:,}" for name, count in counts.unwritten.most_common(8)]
+        lines.append(f"{'unwritten':<{width}}the template does not write the fields {', '.join(fields)} messages")
+    return lines
 
 
 def heading_lines(file: SampleFiles, tokenizer: ModelTokenizer) -> list[str]:
@@ -304,6 +331,7 @@ def heading_lines(file: SampleFiles, tokenizer: ModelTokenizer) -> list[str]:
         *(f"format     {words}" for words in formats),
         f"objective  {file.objective}",
         f"tokenizer  {_escape(tokenizer.name)}, conversations by {_escape(tokenizer.template_name)}",
+        *(f"remark     {_escape(remark)}" for remark in tokenizer.remarks),
         *adapter_lines(Path(tokenizer.name), "adapter    "),
     ]
 
@@ -453,12 +481,13 @@ class TrainingData:
         if self.objective != "lm" and found.truncated_samples:
             lines.append(f"truncated    {found.truncated_samples:,} samples, {found.truncated_tokens:,} tokens")
         if found.left_out:
-            lines.append(f"left out     {found.left_out:,} samples without a supervised token within the context")
+            lines.append(f"left out     {found.left_out:,} samples {LEFT_OUT[self.objective == 'dpo']}")
         lines += remark_lines(found, 13)
         if unused:
             lines.append(f"not used     the columns {', '.join(map(repr, unused))}")
         if self.objective != "lm":
             lines.append(f"template     {_escape(self.tokenizer.template_name)}")
+        lines += [f"remark       {_escape(remark)}" for remark in self.tokenizer.remarks]
         return lines
 
 
@@ -492,11 +521,7 @@ def read_training_data(
     with ProgressDisplay(f"reading {', '.join(str(path) for path in named)}") as display:
         found = survey(file, tokenizer, context, 0, lambda count: display.show(count, f"{count:,} samples read"))
     write_bad_report(reading.bad_report, found)
-    if not found.supervised:
-        raise Failure(
-            f"{file.name} has nothing to learn: none of its {found.samples:,} samples has a supervised token among its "
-            f"first {context + 1:,}; look at it with `swarm data`"
-        )
+    require_learnable(file, found)
     if file.objective == "lm" and found.tokens <= context:
         raise Failure(
             f"{file.name} has {found.tokens:,} tokens, and a row has {context + 1:,}; add text, or choose another model"

@@ -63,13 +63,22 @@ def read_records(
     the file cannot be read, DataError for an unknown suffix and for a malformed table or record (with the line in JSON
     and text), LocalError without the package that a format needs.
     """
-    if path.is_dir():
-        read: Reader = _read_datasets_folder
-    elif (suffix := format_suffix(path)) in READERS or not path.exists():
-        read = READERS.get(suffix, read_lines)
-    else:
-        raise DataError(f"The format of {path} is unknown; rename or convert it to {known_suffixes(READERS)}.")
     try:
+        if path.is_dir():
+            read: Reader = _read_datasets_folder
+        elif not path.exists():
+            read = read_lines
+        elif not path.is_file():
+            raise DataError(
+                f"{path} is a pipe or a device, and data is read more than once; name - and redirect standard input, "
+                "or write it to a file."
+            )
+        elif (suffix := format_suffix(path)) in READERS:
+            read = READERS[suffix]
+        else:
+            with path.open("rb") as file:
+                refuse_other_content(file.read(HEAD), path)
+            raise DataError(f"The format of {path} is unknown; rename or convert it to {known_suffixes(READERS)}.")
         yield from read(path, columns, on_bad)
     except READ_ERRORS as error:
         raise unreadable_data(path, error) from error
@@ -115,6 +124,7 @@ CONTENTS: Final[tuple[tuple[bytes, str], ...]] = (
     (b"PK\x03\x04", "a zip archive; unpack it"),
     (b"SQLite format 3\0", "a database of SQLite; export its table as .csv"),
 )
+TAR: Final = slice(257, 262), b"ustar"
 WEB_PAGES: Final = (b"<!doctype html", b"<html")
 BOMS: Final = (
     (b"\xff\xfe\0\0", "UTF-32"),
@@ -155,10 +165,12 @@ def open_text(path: Path) -> io.BufferedReader:
 
 
 def refuse_other_content(head: bytes, path: Path) -> None:
-    """Raises DataError if the first bytes of a file are those of CONTENTS or of a web page; the error says so."""
+    """Raises DataError if the first bytes of a file are those of CONTENTS, a tar archive or a web page, and says so."""
     for beginning, kind in CONTENTS:
         if head.startswith(beginning):
             raise DataError(f"{path} is {kind}.")
+    if head[TAR[0]] == TAR[1]:
+        raise DataError(f"{path} is a tar archive; unpack it.")
     if head.lstrip().lower().startswith(WEB_PAGES):
         raise DataError(
             f"{path} is a web page, perhaps an error of the site that it came from; download the file again."
@@ -207,8 +219,14 @@ def _wide_encoding(head: bytes) -> str | None:
 
 
 def _guess_encoding(text: bytes) -> str:
-    # Of two bytes each, GBK's frequent characters begin with 0xb0 to 0xd7, Cyrillic small letters are 0xe0 to 0xff.
-    runs = re.findall(rb"[\x80-\xff]{2,}", text[:CHUNK])
+    # Of two bytes each, GBK's frequent characters begin with 0xb0 to 0xd7, Cyrillic small letters are 0xe0 to 0xff, and
+    # those of Japanese kana begin with 0x82 or 0x83. Letters of Latin-1 stand alone, or two together.
+    text = text[:CHUNK]
+    if len(re.findall(rb"[\x82\x83][\x40-\xf1]", text)) * 2 > len(re.findall(rb"[\x81-\xfc][\x40-\xfc]", text)):
+        return "SHIFT_JIS"
+    if not re.search(rb"[\x80-\xff]{3}", text):
+        return "WINDOWS-1252"
+    runs = re.findall(rb"[\x80-\xff]{2,}", text)
     leads = [run[index] for run in runs for index in range(0, len(run) - 1, 2)]
     if leads and sum(0xB0 <= lead <= 0xD7 for lead in leads) * 2 > len(leads):
         return "GBK"
@@ -253,13 +271,24 @@ def _read_object_line(line: bytes, number: int, path: Path, where: str) -> RawRe
     if len(line) > LONGEST_RECORD:
         raise DataError(f"{where} is longer than {LONGEST_RECORD >> 20} MiB; split that record.")
     try:
-        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n"))
+        # Files that were joined have the mark of UTF-8 in the middle, too.
+        value = json.loads(line.decode().removeprefix("\ufeff").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise not_utf8(path, where, line, error) from error
     except (ValueError, RecursionError) as error:
-        problem = f"{where} is not JSON ({_describe_json_error(error)}); {ONE_A_LINE}, or remove the line."
-        raise DataError(problem) from error
+        raise DataError(
+            _bad_line(line, where)
+            or (f"{where} is not JSON ({_describe_json_error(error)}); {ONE_A_LINE}, or remove the line.")
+        ) from error
     return _check_record(value, where)
+
+
+def _bad_line(line: bytes, where: str) -> str:
+    if b"\0" in line:
+        return f"{where} holds bytes of 0, as where a disk was full or a copy was cut; fetch or write the file again."
+    if b"\r" in line.rstrip(b"\r\n"):
+        return f"{where} ends its lines with CR alone; convert the file, for example with `tr '\\r' '\\n'`."
+    return ""
 
 
 def _describe_json_error(error: Exception) -> str:
@@ -289,10 +318,12 @@ def _read_csv(path: Path, columns: Collection[str] | None, on_bad: OnBad | None)
                 return
             if names is None:
                 names = row
+                if twice := next((name for name in names if name and names.count(name) > 1), None):
+                    raise DataError(f"{where} names the column {twice!r:.60} twice; rename one of them.")
             elif row:
                 yield RawRecord(_csv_fields(names, row, where), where)
         except csv.Error as error:
-            problem = (
+            problem = _bad_line(lines.latest, where) or (
                 f"{where} is not csv ({str(error)[:200]}, up to line {lines.number}); close the quote or double it."
             )
             if on_bad is None:
@@ -320,6 +351,7 @@ class _CsvLines:
         self._path = path
         self._lines = _numbered_lines(path)
         self._bytes = 0
+        self.latest = b""
         with open_text(path) as file:
             heading = file.readline(HEAD * 128)
         # Spreadsheets of many countries write semicolons.
@@ -335,6 +367,7 @@ class _CsvLines:
 
     def __next__(self) -> str:
         self.number, line = next(self._lines)
+        self.latest = line
         self._bytes += len(line)
         if self._bytes > LONGEST_RECORD:
             raise csv.Error(f"longer than {LONGEST_RECORD >> 20} MiB")

@@ -74,6 +74,7 @@ class JsonTokenizer:
 
     content: the file's bytes.
     added_ids: ids of the tokens that are never split or merged, such as special tokens.
+    unknown_id: the id for text that no token stands for; None without one.
     end_of_text: the first of END_OF_TEXT in the vocabulary, or None.
     separator: the ids that end each document: the id of end_of_text, or those of a newline if end_of_text is None.
     See Tokenizer for the other attributes.
@@ -98,6 +99,7 @@ class JsonTokenizer:
         # ids may have gaps, so an id may be higher than the number of tokens
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.fingerprint = f"json:{hashlib.sha256(self.content).hexdigest()}"
+        self.unknown_id = self._find_unknown()
         self.added_ids = frozenset(int(number) for number in self._tokenizer.get_added_tokens_decoder())
         self._dtype = token_dtype(self.vocabulary)
         ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_TEXT}
@@ -114,6 +116,16 @@ class JsonTokenizer:
                     f"use vocabulary = {highest + 1} or more, or the model's own tokenizer."
                 )
             self.vocabulary = rows
+
+    def _find_unknown(self) -> int | None:
+        model: dict[str, Any] = json.loads(self.content)["model"]
+        if model.get("unk_token") is not None:
+            found: int | None = self._tokenizer.token_to_id(str(model["unk_token"]))
+            return found
+        return int(model["unk_id"]) if type(model.get("unk_id")) is int else None
+
+    def has_token(self, text: str) -> bool:
+        return self._tokenizer.token_to_id(text) is not None
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the ids of each text, without added special tokens or separator. The package uses several cores."""
@@ -195,6 +207,11 @@ def _parse(content: bytes, path: Path) -> Any:
             f"{path} is not a tokenizer file ({str(error)[:200]}); "
             "give one as the tokenizers package saves it in [data] tokenizer."
         ) from error
+    if rules["model"].get("dropout"):
+        raise ManifestError(
+            f"{path} draws other tokens for the same text each time (its model has a dropout), so that no two machines "
+            'would train on the same rows; write "dropout": null there.'
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -243,7 +244,12 @@ def test_text_of_another_encoding_is_named_with_the_command_that_converts_it(
 
 @pytest.mark.parametrize(
     ("text", "encoding"),
-    [("caf\u00e9 \u00fcber", "WINDOWS-1252"), ("\u043f\u0440\u0438\u0432\u0435\u0442", "WINDOWS-1251")],
+    [
+        ("caf\u00e9 \u00fcber", "WINDOWS-1252"),
+        ("Gr\u00fc\u00dfe", "WINDOWS-1252"),
+        ("\u043f\u0440\u0438\u0432\u0435\u0442", "WINDOWS-1251"),
+        ("\u3053\u3093\u306b\u3061\u306f", "SHIFT_JIS"),
+    ],
 )
 def test_other_encodings_are_guessed(tmp_path: Path, text: str, encoding: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"{}\n" + json.dumps({"text": text}, ensure_ascii=False).encode(encoding))
@@ -277,11 +283,32 @@ def test_pointers_in_a_datasets_folder_are_named(tmp_path: Path) -> None:
         (b"PAR1rest", "a parquet table; rename it"),
         (b"\n <!DOCTYPE html><html>", "a web page"),
         (b"SQLite format 3\0", "a database of SQLite"),
+        (b"name" + bytes(253) + b"ustar\x0000", "a tar archive; unpack it"),
+        (b'{"a": 1}\r{"a": 2}', ":1 ends its lines with CR alone"),
+        (b'{"a": 1}\n\0\0\0', ":2 holds bytes of 0"),
     ],
 )
 def test_content_of_another_kind_is_named(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
     refused(tmp_path / "x.jsonl", says)
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.tar.gz", "x"])
+def test_a_suffix_that_is_unknown_is_named_by_its_content(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PK\x03\x04rest")
+    refused(tmp_path / name, "a zip archive; unpack it")
+    (tmp_path / name).write_bytes(b"{}")
+    refused(tmp_path / name, f"The format of {tmp_path / name} is unknown")
+
+
+def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jsonl")
+    refused(tmp_path / "x.jsonl", "is a pipe or a device", "name -")
+
+
+def test_files_that_were_joined_have_a_mark_of_utf_8_in_the_middle(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('\ufeff{"a": 1}\n\ufeff{"a": 2}\n')
+    assert [record.fields["a"] for record in read_records(tmp_path / "x.jsonl")] == [1, 2]
 
 
 # --- csv, and compressed files
@@ -308,6 +335,10 @@ def test_malformed_csv_is_named_with_its_line(tmp_path: Path, monkeypatch: pytes
     problems: list[DataError] = []
     assert [record.fields["a"] for record in read_records(path, None, problems.append)] == ["1", "4"]
     assert len(problems) == 1 and ":3 has 3 fields" in str(problems[0])
+    path.write_text("a,b,a\n1,2,3\n")
+    refused(path, ":1 names the column 'a' twice")
+    path.write_bytes(b"a,b\r1,2\r")
+    refused(path, ":1 ends its lines with CR alone")
     path.write_text('a,b\n1,2\n"open,2\n4,5\n')
     refused(path, ":3 is not csv", "close the quote")
     monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)

@@ -383,3 +383,10 @@ def test_other_families_import_no_transformers() -> None:
     code = "import agora.model, agora.train.device_worker, sys; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_a_pointer_of_git_lfs_in_place_of_a_file_of_the_model_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(BaseModelError, match=rf"{name} is a git-lfs pointer.*git lfs pull"):
+        read_config(tmp_path) if name == "config.json" else weight_files(tmp_path)

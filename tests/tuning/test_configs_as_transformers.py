@@ -64,6 +64,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "types of layers without windows": {"layer_types": TYPES, "sliding_window": None, "use_sliding_window": False},
     "a window": {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
     "no window": {"sliding_window": None},
+    "a window of nothing": {"sliding_window": 0, "use_sliding_window": True, "max_window_layers": 0},
     "wide heads": {"head_dim": 24},
     "no size of heads": {"head_dim": None},
     "one key for each head": {"num_key_value_heads": None},

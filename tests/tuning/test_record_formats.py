@@ -201,7 +201,7 @@ def test_a_missing_column_is_named_with_line_and_remedy(tmp_path: Path) -> None:
     )
     refused(tmp_path, {"output": "a"}, says=["no column 'instruction'", "Alpaca"])
     refused(tmp_path, {"a": 1}, says=["no known format (present: 'a'; known are", "--columns prompt=NAME"])
-    refused(tmp_path, {"text": None}, says=["no known format"])
+    refused(tmp_path, {"text": None}, says=["no known format", "'text' is null"])
     refused(tmp_path, {"q": "a"}, columns="prompt=question", says=["no column 'question'", "correct --columns"])
     refused(
         tmp_path, {"q": "a"}, columns="prompt=q", says=["no column 'completion'", "--columns prompt=q,completion=NAME"]
@@ -357,6 +357,12 @@ def test_a_prompt_shared_in_full_leaves_an_answer_on_both_sides(tmp_path: Path) 
         ({"loss": False}, False),
         ({"training": False}, False),
         ({"weight": 1, "train": False}, False),
+        ({"Weight": 0}, False),
+        ({"loss_mask": 0}, False),
+        ({"trainable": "no"}, False),
+        ({"train_on_turn": False}, False),
+        ({"loss_weight": "0.0"}, False),
+        ({"loss_scale": 1.0}, True),
         ({"weight": "1"}, True),
         ({"weight": 1.0, "train": " True "}, True),
         ({"weight": None}, True),
@@ -377,6 +383,8 @@ def test_whether_an_answer_is_learnt_is_read_as_it_is_meant(tmp_path: Path, said
         ({"train": "maybe"}, "'train' 'maybe'"),
         ({"train": []}, "'train' []"),
         ({"loss": 0.1}, "'loss' 0.1"),
+        ({"loss_scale": 0.5}, "'loss_scale' 0.5"),
+        ({"loss_mask": [0, 1]}, "'loss_mask' [0, 1]"),
         ({"train_detail": [{"begin_offset": 0}]}, "'train_detail'"),
     ],
 )
@@ -406,6 +414,9 @@ KTO = {"prompt": "2 + 2 =", "completion": " 4", "label": True}
         KTO | {"label": False},
         KTO | {"label": "False"},
         KTO | {"label": 0},
+        KTO | {"label": "bad"},
+        KTO | {"label": -1},
+        {"prompt": "a", "completion": "b", "desirable": False},
         {"messages": CHAT, "kto_tag": False},
         {"conversations": GPT, "label": True},
         {"instruction": "2 + 2?", "output": "4", "kto_tag": "true"},
@@ -429,6 +440,47 @@ def test_labels_that_come_late_or_cannot_be_read_are_named(tmp_path: Path) -> No
     refused(tmp_path, unlabelled, KTO | {"label": False}, says=["x.jsonl:2 has label false", "the first record has no"])
     refused(tmp_path, KTO, KTO | {"label": "so so"}, objective="sft", says=["x.jsonl:2", "label is 'so so'"])
     refused(tmp_path, KTO, unlabelled, objective="sft", says=["x.jsonl:2", "label is None"])
+
+
+@pytest.mark.parametrize("late", [{"label": "false"}, {"label": 0}, {"kto_tag": "no"}, {"is_desirable": False}])
+def test_a_late_verdict_is_named_in_every_spelling(tmp_path: Path, late: dict[str, Any]) -> None:
+    refused(tmp_path, {"messages": CHAT}, {"messages": CHAT} | late, says=["x.jsonl:2 has ", "so its answer is bad"])
+
+
+def test_classes_that_are_numbers_are_no_verdicts(tmp_path: Path) -> None:
+    assert len(samples_of(tmp_path, KTO | {"label": 3}, KTO | {"label": 0})[1]) == 2
+
+
+@pytest.mark.parametrize("said", [{"weight": 0}, {"train": "false"}, {"sample_weight": 0.0}, {"trainable": "no"}])
+@pytest.mark.parametrize("row", [{"messages": CHAT}, {"prompt": "a", "chosen": "b", "rejected": "c"}])
+def test_a_record_that_its_columns_exclude_is_left_out_and_counted(
+    tmp_path: Path, row: dict[str, Any], said: dict[str, Any]
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(map(json.dumps, [row, row | said, row | dict.fromkeys(said)])))
+    file, counts = open_samples([path], ReadingRules()), ReadingCounts()
+    assert [placed.where for placed in file.samples(counts)] == [f"{path}:1", f"{path}:3"]
+    assert counts.excluded == 1
+
+
+@pytest.mark.parametrize("said", [{"weight": 0.5}, {"train": "maybe"}, {"loss_weight": [1]}])
+def test_a_record_that_counts_in_part_is_refused(tmp_path: Path, said: dict[str, Any]) -> None:
+    refused(tmp_path, {"messages": CHAT}, {"messages": CHAT} | said, says=["x.jsonl:2", "whole or not at all"])
+    assert samples_of(tmp_path, {"text": "a"} | said)[0] == "text", "columns of plain text say many things"
+
+
+@pytest.mark.parametrize("prompt", [CHAT[:1], json.dumps(CHAT[:1]), "2 + 2?"])
+@pytest.mark.parametrize("as_text", [json.dumps, lambda value: value])
+def test_sides_of_a_preference_may_be_messages_as_json_text(tmp_path: Path, prompt: object, as_text: Any) -> None:
+    row = {"prompt": prompt, "chosen": as_text(CHAT[1:]), "rejected": as_text(BAD[1:])}
+    assert samples_of(tmp_path, row)[1] == [PAIR]
+    whole = {"chosen": as_text(CHAT), "rejected": as_text(BAD)}
+    assert samples_of(tmp_path, whole)[1] == [PAIR]
+
+
+def test_json_that_is_no_messages_stays_text(tmp_path: Path) -> None:
+    row = {"prompt": '[{"a": 1}]', "completion": '{"role_of": 2}'}
+    assert samples_of(tmp_path, row)[1] == [Completion(row["prompt"], row["completion"])]
 
 
 def test_a_label_that_is_no_judgement_is_another_column(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agora_protocol.errors import DataError, DiskError
+from agora_protocol.errors import DataError, DiskError, ManifestError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -29,8 +29,8 @@ from agora.tuning.chat.chat_template import (
 )
 from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Role, Sample
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer, read_chat_template
-from agora.tuning.chat.sample_file import PlacedSample
-from agora.tuning.chat.supervision import TokenSample, encode_samples, mark_sample
+from agora.tuning.chat.sample_file import PlacedSample, ReadingCounts, ReadingRules
+from agora.tuning.chat.supervision import TokenSample, encode_samples, mark_sample, tokenise
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, DROPS_EARLIER_THOUGHTS, write_folder
 
 NOW = datetime(2026, 7, 1)
@@ -485,3 +485,122 @@ def test_named_templates_without_a_default_are_not_passed_over(tmp_path: Path) -
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
     shown = open_model_tokenizer(tmp_path, NOW).template.render(TWO_TURNS, "")
     assert shown.startswith("<|im_start|>system"), "the file of a model that also sees pictures is read"
+
+
+# --- what a template leaves out is said
+
+
+DROPS_SYSTEM = "{%- set messages = messages | selectattr('role', 'ne', 'system') | list %}" + CHATML
+SHOUTS = CHATML.replace("message.content", "message.content | upper")
+
+
+def counted(sample: Sample, tokenizer: ModelTokenizer) -> ReadingCounts:
+    counts = ReadingCounts()
+    list(tokenise(StubFiles([PlacedSample(sample, "x.jsonl:7")]), counts, tokenizer, 64))  # type: ignore[arg-type]
+    return counts
+
+
+class StubFiles:
+    objective, rules = "sft", ReadingRules()
+
+    def __init__(self, placed: list[PlacedSample]) -> None:
+        self._placed = placed
+
+    def samples(self, counts: ReadingCounts) -> list[PlacedSample]:
+        return self._placed
+
+
+@pytest.mark.parametrize(
+    ("template", "changed"),
+    [
+        (CHATML, {}),
+        (CHATML_WITH_BLOCKS, {}),
+        (DROPS_SYSTEM, {"system": 1}),
+        (SHOUTS, {"system": 1, "user": 1, "assistant": 2}),
+    ],
+)
+def test_messages_that_a_template_changes_or_drops_are_counted(
+    tmp_path: Path, template: str, changed: dict[str, int]
+) -> None:
+    counts = counted(TWO_TURNS, with_template(tmp_path, template))
+    assert {role: count for role, count in counts.changed.items() if count} == changed
+
+
+THOUGHT = {"reasoning_content": "easy", "mask": True}
+
+
+@pytest.mark.parametrize(
+    ("template", "unwritten"),
+    [
+        (CHATML, {"reasoning_content": 1, "mask": 1, "tools": 1}),
+        (CHATML + "{# reasoning_content, tools #}", {"mask": 1}),
+        (CHATML_WITH_BLOCKS + "{{ messages | tojson }}{{ tools }}", {}),
+    ],
+)
+def test_fields_that_a_template_does_not_write_are_counted(
+    tmp_path: Path, template: str, unwritten: dict[str, int]
+) -> None:
+    thought = Conversation((message("user", "a"), message("assistant", "b", **THOUGHT)), tools=({"name": "f"},))
+    tokenizer = with_template(tmp_path, template)
+    assert counted(thought, tokenizer).unwritten == unwritten
+
+
+def test_a_call_of_a_tool_that_the_template_drops_is_never_learnt_as_an_empty_answer(tmp_path: Path) -> None:
+    called = Conversation((message("user", "a"), message("assistant", "", tool_calls=[{"name": "f"}])))
+    with pytest.raises(DataError, match="x.jsonl:7, message 2, has only tool_calls, and .* does not write them"):
+        counted(called, with_template(tmp_path, CHATML))
+
+
+def test_sides_that_become_equal_are_left_out(tmp_path: Path) -> None:
+    sides = [Conversation((message("user", "a"), message("assistant", "b", thought=text))) for text in "xy"]
+    for pair, context in ((Preference(*sides), 64), (Preference(Completion("a", "bcd"), Completion("a", "bce")), 3)):
+        (sample,) = encode_samples(
+            [mark_sample(PlacedSample(pair, "x"), with_template(tmp_path, CHATML), supervise_all=False)],
+            with_template(tmp_path, CHATML),
+            context=context,
+        )
+        assert len(sample) == 2 and not any(side.supervised.any() for side in sample)
+
+
+@pytest.mark.parametrize(
+    ("settings", "template", "says"),
+    [
+        ({"chat_template": "other"}, CHATML, "the other one, in tokenizer_config.json, is not used"),
+        ({"chat_template": CHATML}, CHATML, ""),
+        ({"chat_template": [{"name": "default", "template": CHATML}, {"name": "rag", "template": "x"}]}, None, "'rag'"),
+        ({"eos_token": "<|nope|>"}, CHATML, "the eos_token '<|nope|>' of tokenizer_config.json is no token"),
+        ({"added_tokens_decoder": {"500": {"content": "<tool>"}}}, CHATML, "adds '<tool>', which tokenizer.json lacks"),
+        ({}, CHATML.replace("im_start", "start_header_id"), "writes '<|start_header_id|>', no token"),
+        ({}, CHATML, ""),
+    ],
+)
+def test_what_is_taken_or_ignored_of_a_folder_is_said(
+    tmp_path: Path, settings: dict[str, Any], template: str | None, says: str
+) -> None:
+    remarks = open_model_tokenizer(write_folder(tmp_path, template, **settings), NOW).remarks
+    assert says in "; ".join(remarks) and bool(says) == bool(remarks)
+
+
+@pytest.mark.parametrize("value", [5, ["<|im_end|>"], {"content": 3}])
+def test_an_end_of_turn_that_is_no_text_is_refused(tmp_path: Path, value: object) -> None:
+    with pytest.raises(DataError, match="eos_token in tokenizer_config.json or .* not the text of a token"):
+        open_model_tokenizer(write_folder(tmp_path, CHATML, eos_token=value), NOW)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "config.json"]
+)
+def test_a_pointer_of_git_lfs_in_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path, CHATML)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises((DataError, ManifestError), match=rf"{name} is a git-lfs pointer.*git lfs pull"):
+        open_model_tokenizer(folder, NOW)
+
+
+def test_a_tokenizer_that_draws_its_tokens_is_refused(tmp_path: Path) -> None:
+    path = write_folder(tmp_path, CHATML) / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    rules["model"]["dropout"] = 0.1
+    path.write_text(json.dumps(rules))
+    with pytest.raises(ManifestError, match="draws other tokens .*dropout"):
+        open_model_tokenizer(tmp_path, NOW)

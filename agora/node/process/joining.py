@@ -34,6 +34,7 @@ from agora.node import paths, runs
 from agora.node.control import control_client
 from agora.node.peer.run_admission import load_book
 from agora.node.process.main import next_incarnation
+from agora.node.span.training_data import check_draft
 from agora.node.startup import Startup
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
@@ -60,8 +61,8 @@ async def read_manifest(startup: Startup) -> SignedManifest:
     For an unsigned file, returns the manifest that a running daemon here has signed from it; without such a daemon,
     this peer signs the file as founder, unless another process does so at this moment.
 
-    Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file, and
-    DiskError if the data directory cannot be written.
+    Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file,
+    DiskError if the data directory cannot be written, and before it signs what check_draft raises.
     """
     reference = startup.reference
     adopt = partial(_adopt_manifest, startup)
@@ -71,6 +72,9 @@ async def read_manifest(startup: Startup) -> SignedManifest:
             if found is None and reference.is_of(entry):
                 file = paths.Home(Path(entry.root)).manifest(entry.run)
                 found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
+        if found is None and reference.draft is not None:
+            startup.phases.report_progress("reading what the run trains on, before it is signed")
+            await asyncio.to_thread(check_draft, startup, reference.draft)
         if found is None:
             signed, note.text = await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
         else:

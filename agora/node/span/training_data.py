@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId
+from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import DataSection
 
 from agora.core.tasks import run_in_thread
@@ -15,6 +16,7 @@ from agora.data.corpus import open_corpus
 from agora.data.local_files import LocalFiles
 from agora.data.sampling import OriginBatches, Sampler
 from agora.data.tokenizer import open_tokenizer
+from agora.model import family_of
 from agora.node import paths, runs
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.startup import Startup
@@ -69,18 +71,43 @@ def is_own_manifest(startup: Startup, founder: PeerId) -> bool:
     return any(entry.peer == founder == entry.founder for entry in paths.find_running_daemons())
 
 
+def check_draft(startup: Startup, draft: Manifest) -> None:
+    """Reads what a manifest trains on before its founder signs it: what a start would refuse later is refused now.
+
+    Blocks, and may take long; rows and tokens stay cached for the start. No data is read if the founder's own
+    `--stages` leave out stage 0. Raises what open_training_data raises, and BaseModelError without the base model.
+    """
+    settings = startup.settings
+    stored = startup.home.root / "base" / getattr(draft.model, "tensors_hash", "")  # fetched for an earlier run
+    if settings.named_base_model is not None or not stored.is_dir() or stored.name == "base":
+        family_of(draft.model).check_machine(settings.named_base_model)
+    if settings.span is not None and 0 not in settings.span:
+        return
+    data = _localise(startup, draft)
+    if draft.has_marks:
+        _load_samples(startup, draft, data)
+    else:
+        _load_corpus(startup, draft, data)
+
+
+def _load_corpus(startup: Startup, manifest: Manifest, data: DataSection) -> tuple[Sampler, int]:
+    base = startup.reference.base
+    tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
+    corpus = open_corpus(data.corpus, tokenizer, _cache_folder(startup), base=base)
+    return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed), len(corpus)
+
+
+def _load_samples(startup: Startup, manifest: Manifest, data: DataSection) -> SampleRows:
+    local = manifest.model_copy(update={"data": data})
+    return open_sample_rows(local, _cache_folder(startup), base=startup.reference.base)
+
+
 async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
-    startup, manifest, base = local_peer.startup, local_peer.manifest, local_peer.startup.reference.base
-
-    def load() -> tuple[Sampler, int]:
-        data = _localise(local_peer)
-        tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
-        corpus = open_corpus(data.corpus, tokenizer, _cache_folder(local_peer), base=base)
-        sampler = Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed)
-        return sampler, len(corpus)
-
+    startup, manifest = local_peer.startup, local_peer.manifest
     with startup.phases.enter("corpus") as note:
-        sampler, count = await run_in_thread(load)
+        sampler, count = await run_in_thread(
+            lambda: _load_corpus(startup, manifest, _localise_and_remember(startup, manifest))
+        )
         note.text = f"{count:,} tokens"
     drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
     return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
@@ -88,28 +115,25 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
 
 async def _open_samples(local_peer: LocalPeer) -> Samples:
     startup, manifest = local_peer.startup, local_peer.manifest
-
-    def load() -> SampleRows:
-        local = manifest.model_copy(update={"data": _localise(local_peer)})
-        return open_sample_rows(local, _cache_folder(local_peer), base=startup.reference.base)
-
     with startup.phases.enter("samples") as note:
-        rows = await run_in_thread(load)
+        rows = await run_in_thread(lambda: _load_samples(startup, manifest, _localise_and_remember(startup, manifest)))
         summary = rows.summary
         note.text = summary.sentence()
     path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
     return Samples(rows, EpochFile(path, startup.report_event))
 
 
-def _localise(local_peer: LocalPeer) -> DataSection:
-    startup, manifest = local_peer.startup, local_peer.manifest
+def _localise(startup: Startup, manifest: Manifest) -> DataSection:
     places = LocalFiles(startup.settings.data_places, startup.reference.base, startup.settings.named_base_model)
-    data = places.localise(manifest.data)
+    return places.localise(manifest.data)
+
+
+def _localise_and_remember(startup: Startup, manifest: Manifest) -> DataSection:
+    data = _localise(startup, manifest)
     with suppress(OSError):  # only `swarm export` and `swarm sample` on this machine need it
         runs.remember_files(startup.home, manifest.run_id, (*data.sample_paths, data.tokenizer))
     return data
 
 
-def _cache_folder(local_peer: LocalPeer) -> Path:
-    startup = local_peer.startup
+def _cache_folder(startup: Startup) -> Path:
     return Path(startup.settings.corpus_cache or startup.home.root / "corpus")

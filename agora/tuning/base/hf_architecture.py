@@ -173,7 +173,10 @@ class HfArchitecture:
         heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", 1)
         if heads % shared:
             raise ConfigRefused(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shared}")
-        has_window = getattr(config, "sliding_window", None) is not None
+        window = getattr(config, "sliding_window", None)
+        if window is not None and window < 1:
+            raise ConfigRefused(f"sliding_window is {_shorten(window)}, and a token attends at least to itself")
+        has_window = window is not None
         if self.windows == "by type":
             if not has_window and "sliding_attention" in config.layer_types:
                 raise ConfigRefused("layer_types has sliding_attention, and there is no sliding_window")

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from agora_protocol.tensor_list import ListedTensor
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agora.data.tokenizer import LFS_POINTER, LFS_WORDS
 from agora.tuning.base.store import DOWNLOAD_AGAIN, BaseModelError, TensorLocation, TensorStore, is_intact, list_tensors
 from agora.tuning.base.tensors import malformed_list_error
 
@@ -73,6 +75,7 @@ def read_config(folder: Path) -> str:
 def weight_files(folder: Path) -> list[str]:
     """model.safetensors, or those in the index, sorted. Raises BaseModelError."""
     if (folder / ONE_FILE).is_file():
+        _refuse_pointer(folder / ONE_FILE)
         return [ONE_FILE]
     if not (folder / INDEX).is_file():
         raise BaseModelError(
@@ -86,7 +89,15 @@ def weight_files(folder: Path) -> list[str]:
         raise BaseModelError(f"{folder / INDEX} is not an index of weights files; {DOWNLOAD_AGAIN}.") from error
     if missing:
         raise BaseModelError(f"{folder} has no {missing[0]}, which {INDEX} lists; {DOWNLOAD_AGAIN}.")
+    for name in names:
+        _refuse_pointer(folder / name)
     return names
+
+
+def _refuse_pointer(path: Path) -> None:
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise BaseModelError(f"{path} is {LFS_WORDS}.")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -108,6 +119,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path, max_bytes: int) -> str:
+    _refuse_pointer(path)
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -213,6 +225,7 @@ def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
 
 def read_header(path: Path) -> list[StoredTensor]:
     """Raises BaseModelError if it cannot be read."""
+    _refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping

@@ -32,6 +32,7 @@ from agora.tuning.chat.conversations import ChatMessage, Conversation
 TUNING_EXTRA: Final = "install it with: pip install 'agora-swarm[tuning]'"
 GENERATION: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
+TOKEN_LIKE: Final = re.compile(r"<\|[\w-]{1,40}\|>|<(?:start|end)_of_turn>")
 END_GENERATION: Final = re.compile(r"\{%[-+]?\s*endgeneration\s*[-+]?%\}")
 TRAINING_TEMPLATES: Final = Path(__file__).with_name("templates")
 PASSED_ON: Final = ("PATH", "HOME", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
@@ -103,6 +104,15 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._now = now
         self.has_generation_blocks = GENERATION.search(source) is not None
+
+    def mentions(self, name: str) -> bool:
+        """Returns whether the source has `name` as a word, or writes whole messages: then it may write that field."""
+        words = rf"\b{re.escape(name)}\b|\bmessages?\s*\|\s*tojson"
+        return self._missing is not None or re.search(words, self._source) is not None
+
+    def tokens(self) -> list[str]:
+        """Returns what the source spells like special tokens, such as <|im_start|>, each once."""
+        return list(dict.fromkeys(TOKEN_LIKE.findall(self._source)))
 
     @property
     def fingerprint(self) -> str:

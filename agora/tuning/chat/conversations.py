@@ -51,12 +51,20 @@ FOLLOWERS: Final[Mapping[Role | None, tuple[Role, ...]]] = {
 
 ROLE_KEYS: Final = ("role", "from")
 CONTENT_KEYS: Final = ("content", "value")
-# Fields of a message that say whether it is learnt: of axolotl, of OpenAI's and Mistral's files, of ms-swift.
-TRAIN_KEYS: Final = ("train", "weight", "training", "loss")
+# Fields of a message that say whether it is learnt, in lower case: of axolotl, of OpenAI's and Mistral's files, of
+# ms-swift, and what people call them elsewhere.
+TRAIN_KEYS: Final = (
+    *("train", "weight", "training", "loss"),
+    *("loss_weight", "loss_scale", "loss_mask", "trainable", "train_on_turn"),
+)
+# Those of them that only answers may have.
+ANSWER_TRAIN_KEYS: Final = ("train", "training", "trainable", "train_on_turn")
 # Fields that say it of parts of a message.
 PART_TRAIN_KEYS: Final = ("train_detail", "training_detail")
 YES: Final = ("true", "yes", "1")
 NO: Final = ("false", "no", "0")
+GOOD: Final = ("good", "desirable", "chosen", "accepted")
+BAD: Final = ("bad", "undesirable", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,17 @@ def parse_json_text(value: object) -> object:
     return value
 
 
+def parse_message_text(value: object, rules: MessageRules = USUAL_RULES) -> object:
+    """Returns the messages, or the one message, that a text spells in JSON; everything else, also other JSON, as it
+    is.
+    """
+    parsed = parse_json_text(value)
+    items = parsed if isinstance(parsed, list) else [parsed]
+    roles = (rules.role_key,) if rules.role_key else ROLE_KEYS
+    is_chat = all(isinstance(item, Mapping) and any(key in item for key in roles) for item in items)
+    return parsed if items and is_chat else value
+
+
 def read_messages(value: object, where: str, rules: MessageRules = USUAL_RULES) -> tuple[ChatMessage, ...]:
     """Returns the messages of a list of {role, content} or {from, value}, or of one such object; () for an empty list.
 
@@ -235,7 +254,7 @@ def _read_message(item: object, where: str, rules: MessageRules) -> ChatMessage:
             "content=NAME."
         )
     is_trainable = _read_is_trainable(fields, role, where)
-    read = {role_key, content_key, *TRAIN_KEYS}
+    read = {role_key, content_key, *(key for key in fields if key.lower() in TRAIN_KEYS)}
     return ChatMessage(role, content, is_trainable, {key: value for key, value in fields.items() if key not in read})
 
 
@@ -265,13 +284,21 @@ def read_yes_or_no(value: object) -> bool | None:
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
+def read_verdict(value: object) -> bool | None:
+    """Returns whether a label calls an answer good: as read_yes_or_no, by words of GOOD and BAD, and -1 for bad."""
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word in GOOD or word in BAD:
+        return word in GOOD
+    return False if value in (-1, "-1") else read_yes_or_no(value)
+
+
 def _read_is_trainable(fields: Mapping[str, Any], role: Role, where: str) -> bool:
     for key in PART_TRAIN_KEYS:
         if key in fields:
             raise DataError(f"{where} has {key!r}, but a message is learnt whole or not at all; remove that field.")
     is_trainable = True
-    for key in TRAIN_KEYS:
-        if key not in fields:
+    for key in fields:
+        if key.lower() not in TRAIN_KEYS:
             continue
         said = read_yes_or_no(fields[key])
         if said is None:
@@ -279,7 +306,7 @@ def _read_is_trainable(fields: Mapping[str, Any], role: Role, where: str) -> boo
                 f"{where} has {key!r} {fields[key]!r:.40}, but a message is learnt whole or not at all; write 1 or "
                 "true, or 0 or false."
             )
-        if said and key in ("train", "training") and role != "assistant":
+        if said and key.lower() in ANSWER_TRAIN_KEYS and role != "assistant":
             raise DataError(
                 f"{where} has {key!r} {fields[key]!r:.40}, but only answers of the assistant are learnt; remove that "
                 "field."

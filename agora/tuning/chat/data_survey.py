@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agora.data.tokenizer import JsonTokenizer
 from agora.tuning.chat.model_tokenizer import ModelTokenizer
 from agora.tuning.chat.sample_file import Objective, ReadingCounts, SampleFiles
 from agora.tuning.chat.sample_rows import assign_rows
@@ -39,8 +40,9 @@ class DataSurvey:
     | supervised        | how many of these are supervised                                                          |
     | truncated_samples | samples that were truncated                                                               |
     | truncated_tokens  | tokens that truncation removed                                                            |
-    | left_out          | samples without a supervised token, after truncation, on some side                        |
+    | left_out          | samples without a supervised token, after truncation, on some side, or with equal sides   |
     | duplicates        | samples with the tokens of an earlier one                                                 |
+    | unknown           | tokens, of all samples, that stand for text for which the tokenizer has none              |
     | counts            | what was left out while reading, and empty answers                                        |
     | rows              | rows of context + 1 tokens that the other samples fill; None for dpo: pairs are not packed |
     | efficiency        | the fraction of the rows' places that hold a token; None without rows                     |
@@ -60,6 +62,7 @@ class DataSurvey:
     rows: int | None
     efficiency: float | None
     shown: tuple[TokenSample, ...]
+    unknown: int = 0
 
     @property
     def samples(self) -> int:
@@ -86,7 +89,8 @@ def survey(
     """
     counts = ReadingCounts()
     seen: set[bytes] = set()
-    duplicates = 0
+    unknown_id = tokenizer.tokenizer.unknown_id if isinstance(tokenizer.tokenizer, JsonTokenizer) else None
+    duplicates = unknown = 0
     lengths = array("q")
     kept = array("q")
     tokens = supervised = truncated_samples = truncated_tokens = left_out = 0
@@ -97,6 +101,8 @@ def survey(
         digest = hashlib.blake2b(b"".join(part.ids.tobytes() + b"|" for part in sample), digest_size=8).digest()
         duplicates += digest in seen
         seen.add(digest)
+        if unknown_id is not None:
+            unknown += sum(int(np.count_nonzero(part.ids == unknown_id)) for part in sample)
         lengths.append(max(len(part.ids) + part.truncated for part in sample))
         cut = sum(part.truncated for part in sample)
         truncated_tokens += cut
@@ -121,6 +127,7 @@ def survey(
         truncated_tokens=truncated_tokens,
         left_out=left_out,
         duplicates=duplicates,
+        unknown=unknown,
         counts=counts,
         rows=rows,
         efficiency=tokens / (rows * (context + 1)) if rows else None,

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
+from agora.data.record_files import HEAD, json_type, refuse_other_content
 from agora.data.tokenizer import (
     BYTES,
     TOKENIZER_FILE,
@@ -55,7 +56,7 @@ class ModelTokenizer:
 
     end_of_turn: the text of the token that ends a completion or a document. name, template_name: what to call the
     tokenizer and the template in messages to a person. longest_context: the model's maximum context in tokens; None
-    if the folder does not state it.
+    if the folder does not state it. remarks: what a person should know of the folder's files before they train.
     """
 
     tokenizer: Tokenizer
@@ -64,6 +65,7 @@ class ModelTokenizer:
     template_name: str
     end_of_turn: str
     longest_context: int | None
+    remarks: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -131,10 +133,48 @@ def open_model_tokenizer(
     rows = model.get("vocab_size") if vocabulary is None else vocabulary
     tokenizer = JsonTokenizer(folder / TOKENIZER_FILE, rows if type(rows) is int else None)
     special = _special_tokens({**_read_object(folder / SPECIAL_TOKENS_FILE), **_read_object(folder / SETTINGS_FILE)})
+    remarks = _token_remarks(folder, tokenizer, special)
     special.setdefault("eos_token", tokenizer.end_of_text or NO_END)
     longest = next((value for key in CONTEXT_KEYS if isinstance(value := model.get(key), int)), None)
     chosen = _choose_template(template, folder, str(folder), special, now)
-    return ModelTokenizer(tokenizer, chosen, str(folder), chosen.name, special["eos_token"], longest)
+    unknown = [repr(token) for token in chosen.tokens() if not tokenizer.has_token(token)]
+    if unknown:
+        remarks.append(
+            f"{chosen.name} writes {', '.join(unknown)}, no token of tokenizer.json: it is learnt as ordinary text"
+        )
+    if not template:
+        remarks += _template_remarks(folder)
+    return ModelTokenizer(tokenizer, chosen, str(folder), chosen.name, special["eos_token"], longest, tuple(remarks))
+
+
+def _token_remarks(folder: Path, tokenizer: JsonTokenizer, special: Mapping[str, str]) -> list[str]:
+    remarks = []
+    end = special.get("eos_token")
+    if end is not None and not tokenizer.has_token(end):
+        remarks.append(
+            f"the eos_token {end!r} of {SETTINGS_FILE} is no token of {TOKENIZER_FILE}: it is learnt as ordinary text"
+        )
+    added = _read_object(folder / SETTINGS_FILE).get("added_tokens_decoder")
+    entries = added.values() if isinstance(added, Mapping) else ()
+    names = [entry.get("content") for entry in entries if isinstance(entry, Mapping)]
+    if missing := [name for name in names if isinstance(name, str) and not tokenizer.has_token(name)]:
+        remarks.append(
+            f"{SETTINGS_FILE} adds {', '.join(map(repr, missing[:5]))}, which {TOKENIZER_FILE} lacks and no run has; "
+            "to have them, write the tokenizer again with save_pretrained of transformers"
+        )
+    return remarks
+
+
+def _template_remarks(folder: Path) -> list[str]:
+    templates = _folder_templates(folder)
+    others = [repr(name) for name in templates if name != DEFAULT]
+    remarks = []
+    if DEFAULT in templates and others:
+        remarks.append(f"its other templates are not used: {', '.join(others)}; choose one with --chat-template")
+    settings = _read_object(folder / SETTINGS_FILE).get("chat_template")
+    if (folder / TEMPLATE_FILE).is_file() and settings not in (None, templates[DEFAULT]):
+        remarks.append(f"the template is that of {TEMPLATE_FILE}; the other one, in {SETTINGS_FILE}, is not used")
+    return remarks
 
 
 def _choose_template(
@@ -197,6 +237,12 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         for name, value in settings.items()
         if name.endswith("_token")
     }
+    for name in ("bos_token", "eos_token"):
+        if not isinstance(texts.get(name), str | bool | None):
+            raise DataError(
+                f"{name} in {SETTINGS_FILE} or {SPECIAL_TOKENS_FILE} is {json_type(texts[name])}, not the text of a "
+                "token; correct it."
+            )
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
@@ -214,7 +260,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_text_file(path: Path) -> str:
     try:
-        return path.read_bytes().decode()
+        content = path.read_bytes()
+        refuse_other_content(content[:HEAD], path)
+        return content.decode()
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error
     except UnicodeDecodeError as error:
@@ -286,6 +334,7 @@ def _has_template(files: dict[str, bytes]) -> bool:
 def _read_content(path: Path) -> bytes:
     try:
         content = path.read_bytes()
+        refuse_other_content(content[:HEAD], path)
         is_right = bool(content.decode()) if path.name == TEMPLATE_FILE else isinstance(json.loads(content), dict)
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +43,10 @@ from agora.tuning.chat.conversations import (
     check_order,
     has_empty_answer,
     parse_json_text,
+    parse_message_text,
     read_messages,
     read_tools,
+    read_verdict,
     read_yes_or_no,
 )
 
@@ -51,8 +54,10 @@ Objective = Literal["lm", "sft", "dpo"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 SHOWN_COLUMNS: Final = 20  # maximum number of columns that an error names
 MESSAGE_FIELDS: Final = ("role", "content")  # of a message, not of a record; --columns may name them too
-# Columns that say whether the one answer of a record is good or bad: of TRL, of LLaMA-Factory.
-VERDICTS: Final = ("label", "kto_tag")
+# Columns that say whether the one answer of a record is good or bad: of TRL, of LLaMA-Factory, and other spellings.
+VERDICTS: Final = ("label", "kto_tag", "desirable", "is_desirable")
+# Columns that say whether a record is learnt.
+TRAIN_COLUMNS: Final = ("weight", "sample_weight", "loss_weight", "train", "trainable")
 
 
 # --- what a run says of its samples, and what was not made a sample of
@@ -96,8 +101,11 @@ class ReadingCounts:
 
     problems: list[str] = field(default_factory=list)
     labelled_bad: int = 0  # records left out because their answer is labelled bad
+    excluded: int = 0  # records left out because one of TRAIN_COLUMNS says so
     too_long: int = 0  # samples left out because they are longer than the context
     empty_answers: int = 0  # samples with a blank answer, which are learnt all the same
+    unwritten: Counter[str] = field(default_factory=Counter)  # fields of conversations that the template does not write
+    changed: Counter[Role] = field(default_factory=Counter)  # messages that the template changes or leaves out
 
     def skip(self, error: DataError) -> None:
         """Counts a malformed record that is left out."""
@@ -154,16 +162,39 @@ class RecordReader:
 
     columns: the format's name of a column -> the file's name of it. Other columns of the file are ignored.
     verdict: the file's column that says whether an answer is good; None if the first record has none.
+    no_verdicts: those of VERDICTS that say something else in this file, by the first record.
     """
 
     format: RecordFormat
     columns: Mapping[str, str]
     rules: MessageRules = USUAL_RULES
     verdict: str | None = None
+    no_verdicts: tuple[str, ...] = ()
 
     @property
     def read_columns(self) -> frozenset[str]:
-        return frozenset(self.columns.values()) | frozenset(VERDICTS)
+        return frozenset(self.columns.values()) | frozenset(VERDICTS) | frozenset(self.train_columns)
+
+    @property
+    def train_columns(self) -> tuple[str, ...]:
+        """Those of TRAIN_COLUMNS that are heeded: none for plain text, whose columns say many things."""
+        if self.format.required == ("text",):
+            return ()
+        return tuple(name for name in TRAIN_COLUMNS if name not in self.columns.values())
+
+    def is_excluded(self, record: RawRecord) -> bool:
+        """Returns whether one of TRAIN_COLUMNS says not to learn the record. Raises DataError if it says how much."""
+        is_excluded = False
+        for name in self.train_columns:
+            value = record.fields.get(name)
+            said = read_yes_or_no(value)
+            if said is None and value not in (None, ""):
+                raise DataError(
+                    f"{record.where}: {name} is {value!r:.40}, but a sample is learnt whole or not at all; write 1 or "
+                    "true, or 0 or false, or rename the column if it says something else."
+                )
+            is_excluded |= said is False
+        return is_excluded
 
     def is_bad_answer(self, record: RawRecord) -> bool:
         """Returns whether the record's answer is labelled bad. Raises DataError if the label cannot be read.
@@ -171,7 +202,7 @@ class RecordReader:
         Raises DataError also for a bad answer in a file whose first record has no label: nobody chose what to do then.
         """
         if self.verdict is not None:
-            said = read_yes_or_no(record.fields.get(self.verdict))
+            said = read_verdict(record.fields.get(self.verdict))
             if said is None:
                 raise DataError(
                     f"{record.where}: {self.verdict} is {record.fields.get(self.verdict)!r:.40}, which is neither true "
@@ -179,10 +210,11 @@ class RecordReader:
                 )
             return not said
         for name in VERDICTS:
-            if record.fields.get(name) is False and name not in self.columns.values():
+            value = record.fields.get(name)
+            if name not in (*self.no_verdicts, *self.columns.values()) and read_verdict(value) is False:
                 raise DataError(
-                    f"{record.where} has {name} false, so its answer is bad, but the first record has no {name}; give "
-                    "each record one, or remove this one."
+                    f"{record.where} has {name} {str(value).lower():.40}, so its answer is bad, but the first record "
+                    f"has no {name}; give each record one, or remove this one."
                 )
         return False
 
@@ -267,21 +299,18 @@ def recognise_format(first: RawRecord, rules: ReadingRules, objective: Objective
     # a file's column that --columns maps is not read under its own name as well
     read = [name for name in chosen.columns if name in mapped or name not in mapped.values()]
     columns = {name: mapped.get(name, name) for name in read}
-    verdict = _verdict_column(first, chosen, columns)
+    own = [name for name in VERDICTS if name not in columns.values()]
+    said = {name: read_verdict(first.fields.get(name)) for name in own}
+    has_verdicts = "dpo" not in chosen.objectives and chosen.required != ("text",)
+    verdict = next((name for name in own if said[name] is not None), None) if has_verdicts else None
+    others = (name for name in own if said[name] is None and first.fields.get(name) not in (None, ""))
     if verdict is not None and objective is None:
         raise DataError(
             f"{first.where} is of the format KTO: {verdict!r} says whether its answer is good or bad, which cannot be "
             "learnt yet. With --objective sft those labelled true are learnt and the others left out; or give pairs "
             f"(columns prompt, chosen, rejected), or rename {verdict!r} if it says something else."
         )
-    return RecordReader(chosen, columns, rules.messages, verdict)
-
-
-def _verdict_column(first: RawRecord, chosen: RecordFormat, columns: Mapping[str, str]) -> str | None:
-    if "dpo" in chosen.objectives or chosen.required == ("text",):
-        return None
-    own = (name for name in VERDICTS if name not in columns.values())
-    return next((name for name in own if read_yes_or_no(first.fields.get(name)) is not None), None)
+    return RecordReader(chosen, columns, rules.messages, verdict, tuple(others) if has_verdicts else VERDICTS)
 
 
 def _present_columns(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
@@ -302,6 +331,13 @@ def _unknown_format_error(
     nearest = max(serving, key=lambda kind: len(present.intersection(kind.required)) / len(kind.required))
     missing = [name for name in nearest.required if name not in present]
     columns = _quote_names(first.fields)
+    named = present.union(first.fields)
+    if whole := next((kind for kind in serving if named.issuperset(kind.required)), None):
+        nulls = " and ".join(repr(name) for name in whole.required if name not in present)
+        return DataError(
+            f"{first.where} has columns of no known format: {nulls} is null, and a file's format is recognised by its "
+            "first record; fill it in, or remove the record."
+        )
     if len(missing) == len(nearest.required):
         formats = "; ".join(f"{kind.name}: {', '.join(kind.required)}" for kind in FORMATS)
         return DataError(
@@ -371,7 +407,7 @@ def _read_sharegpt_preference(row: FormatRow) -> Sample:
 def _make_chat_preference(prompt: Sequence[ChatMessage], row: FormatRow) -> Sample:
     sides = []
     for name in ("chosen", "rejected"):
-        value = row.values[name]
+        value = parse_message_text(row.values[name], row.rules)
         answer = (ChatMessage("assistant", row.text(name)),) if isinstance(value, str) else row.messages(name)
         sides.append(_make_conversation([*prompt, *answer], row, len(prompt)))
     return _make_preference(row, *sides)
@@ -405,8 +441,9 @@ def _read_preference(row: FormatRow) -> Sample:
 def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
     # In a conversation the prompt is not supervised. Many files repeat the prompt at an answer's beginning.
     prompt, answer = (
-        value if isinstance(value := row.values[name], list | Mapping) else row.text(name)
+        value if isinstance(value, list | Mapping) else row.text(name)
         for name in ("prompt", column)
+        for value in (parse_message_text(row.values[name], row.rules),)
     )
     if isinstance(prompt, str):
         prompt = _with_input(prompt, row)
@@ -425,7 +462,7 @@ def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
 
 
 def _read_implicit_preference(row: FormatRow) -> Sample:
-    chosen, rejected = row.values["chosen"], row.values["rejected"]
+    chosen, rejected = (parse_message_text(row.values[name], row.rules) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) and isinstance(rejected, str):
         prompt = _common_words(row.text("chosen"), row.text("rejected"))
         if not prompt:
@@ -531,7 +568,8 @@ class SampleFile:
     @property
     def used_columns(self) -> dict[str, str]:
         used = {name: column for name, column in self.reader.columns.items() if column in self.present}
-        return used if self.reader.verdict is None else used | {self.reader.verdict: self.reader.verdict}
+        told = [name for name in (self.reader.verdict, *self.reader.train_columns) if name in self.present]
+        return used | {name: name for name in told if name is not None}
 
     @property
     def unused_columns(self) -> list[str]:
@@ -571,6 +609,9 @@ class SampleFiles:
                 try:
                     if file.reader.is_bad_answer(record):
                         counts.labelled_bad += 1
+                        continue
+                    if file.reader.is_excluded(record):
+                        counts.excluded += 1
                         continue
                     sample = file.reader.read(record)
                 except DataError as error:

@@ -7,6 +7,8 @@ A row has s + 1 positions, for s inputs and the s targets after them. Each is st
 | sft | as many sequences as fit, best-fit decreasing within a chunk | none of its tokens is supervised |
 | dpo | one sequence; the rows of a pair follow each other, the chosen one first | one side has no supervised token |
 
+Two sides of a pair that have become equal count as if they had none.
+
 Sequences were cut to s + 1 tokens beforehand. Samples that were cut, and samples that are left out, are counted. The
 unused rest of a row is filled with one more sequence, of id 0, without a supervised token. A chunk ends when it has
 CHUNK_TOKENS tokens, or enough for CHUNK_ROWS rows if that is more: only one chunk is in memory.
@@ -141,10 +143,12 @@ class RowSummary:
     truncated: int  # samples that were cut
     tokens: int  # tokens in the training rows, without the filling at the rows' ends
     supervised: int  # how many of `tokens` are supervised
-    # Left out while reading: malformed records, answers labelled bad, samples longer than the context.
+    # Left out while reading: malformed records, answers labelled bad, samples longer than the context, those that a
+    # column excludes.
     malformed: int = 0
     labelled_bad: int = 0
     too_long: int = 0
+    excluded: int = 0
 
     @property
     def rows(self) -> int:
@@ -165,6 +169,7 @@ class RowSummary:
             "left out": self.left_out,
             "malformed": self.malformed,
             "labelled bad": self.labelled_bad,
+            "excluded": self.excluded,
             "too long": self.too_long,
         }
         always = ("cut", "left out")
@@ -254,6 +259,7 @@ class RowBuilder:
             malformed=len(counts.problems),
             labelled_bad=counts.labelled_bad,
             too_long=counts.too_long,
+            excluded=counts.excluded,
         )
 
     def _cut_chunks(self, samples: Iterable[TokenSample]) -> Iterator[_SampleChunk]:

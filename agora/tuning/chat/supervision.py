@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from agora_protocol.errors import DataError
 from numpy.typing import NDArray
 
 from agora.data.tokenizer import EncodedText
-from agora.tuning.chat.chat_template import CharRange, MarkedText, TemplateProblem
-from agora.tuning.chat.conversations import Completion, Conversation, PlainText, Preference
+from agora.tuning.chat.chat_template import CharRange, ChatTemplate, MarkedText, TemplateProblem
+from agora.tuning.chat.conversations import Completion, Conversation, PlainText, Preference, Sample
 from agora.tuning.chat.model_tokenizer import ModelTokenizer
 from agora.tuning.chat.sample_file import PlacedSample, ReadingCounts, SampleFiles
 
@@ -67,13 +67,37 @@ def tokenise(
 def _marked(file: SampleFiles, counts: ReadingCounts, tokenizer: ModelTokenizer) -> Iterator[list[MarkedText]]:
     for placed in file.samples(counts):
         try:
-            yield mark_sample(placed, tokenizer, supervise_all=file.objective == "lm")
+            marked = mark_sample(placed, tokenizer, supervise_all=file.objective == "lm")
+            for side, text in zip(_sides(placed.sample), marked, strict=True):
+                if isinstance(side, Conversation):
+                    _count_unwritten(side, text.text, tokenizer.template, placed.where, counts)
         except TemplateProblem:
             raise
         except DataError as error:
             if not file.rules.skip_bad:
                 raise
             counts.skip(error)
+        else:
+            yield marked
+
+
+def _count_unwritten(
+    conversation: Conversation, text: str, template: ChatTemplate, where: str, counts: ReadingCounts
+) -> None:
+    if conversation.tools and not template.mentions("tools"):
+        counts.unwritten["tools"] += 1
+    for number, message in enumerate(conversation.messages, 1):
+        counts.changed[message.role] += message.content.strip() not in text
+        for name, value in message.extra.items():
+            if template.mentions(name) or (isinstance(value, str) and value in text):
+                continue
+            if name == "tool_calls" and not message.content.strip() and conversation.is_supervised(number - 1):
+                raise DataError(
+                    f"{where}, message {number}, has only tool_calls, and {template.name} does not write them, so an "
+                    "empty answer would be learnt; give a template that does with --chat-template, or remove the "
+                    "record."
+                )
+            counts.unwritten[name] += 1
 
 
 def encode_samples(
@@ -94,12 +118,12 @@ def encode_samples(
 
 def mark_sample(placed: PlacedSample, tokenizer: ModelTokenizer, *, supervise_all: bool) -> list[MarkedText]:
     """Returns the text of a sample with its supervised ranges; of a preference two, the chosen and the rejected one."""
-    match placed.sample:
-        case Preference(chosen, rejected):
-            sides: Sequence[PlainText | Completion | Conversation] = (chosen, rejected)
-        case sample:
-            sides = (sample,)
+    sides = _sides(placed.sample)
     return [_mark_text(side, placed.where, tokenizer, supervise_all=supervise_all) for side in sides]
+
+
+def _sides(sample: Sample) -> Sequence[PlainText | Completion | Conversation]:
+    return (sample.chosen, sample.rejected) if isinstance(sample, Preference) else (sample,)
 
 
 def _mark_text(
@@ -137,7 +161,11 @@ def _encode(
             tokenizer.tokenizer.encode_with_offsets(texts, add_special=not has_them) if texts else ()
         )
     for sample in batch:
-        yield tuple(_supervise(marked, next(encoded[marked.has_special_tokens]), context) for marked in sample)
+        sides = [_supervise(marked, next(encoded[marked.has_special_tokens]), context) for marked in sample]
+        if len(sides) > 1 and np.array_equal(sides[0].ids, sides[1].ids):
+            # What made the better answer better was cut off, or the template left it out: nothing is supervised.
+            sides = [replace(side, supervised=np.zeros_like(side.supervised)) for side in sides]
+        yield tuple(sides)
 
 
 def _supervise(marked: MarkedText, encoded: EncodedText, context: int | None) -> TokenSequence:
