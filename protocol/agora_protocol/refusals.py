@@ -37,14 +37,18 @@ def refusal_to_wire(error: AgoraError) -> Refusal:
 
 
 def refusal_from_wire(message: Refusal) -> AgoraError:
-    """Returns the error that a peer's Refusal stands for; a code that this version does not know becomes PeerFailed."""
+    """Returns the error that a peer's Refusal stands for; a code that this version does not know becomes PeerFailed.
+
+    Its text is one line of printable characters, "?" in place of others: a peer forges no second line of what is shown.
+    """
+    text = "".join(sign if sign.isprintable() else "?" for sign in message.text)
     if message.code == errors.Busy.code:
-        return errors.Busy(message.text, message.retry_after_ms)
+        return errors.Busy(text, message.retry_after_ms)
     if message.code == errors.Unavailable.code:
-        return errors.Unavailable(message.stage, [message.text] if message.text else [])
+        return errors.Unavailable(message.stage, [text] if text else [])
     if message.code in _REFUSALS:
-        return _REFUSALS[message.code](message.text)
+        return _REFUSALS[message.code](text)
     if message.code in PROTOCOL_CODES:
-        return ProtocolError(message.code, message.text)
+        return ProtocolError(message.code, text)
     unknown = "" if message.code == errors.PeerFailed.code else f"{message.code}: "
-    return errors.PeerFailed(unknown + message.text)
+    return errors.PeerFailed(unknown + text)

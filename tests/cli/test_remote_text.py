@@ -13,6 +13,8 @@ import pytest
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
+from agora_protocol.messages import Refusal
+from agora_protocol.refusals import refusal_from_wire
 
 import agora.net.dht
 from agora.cli import console, sample_command
@@ -59,6 +61,17 @@ def test_no_command_for_a_terminal_passes_whatever_a_peer_wrote(
     assert "?" in written.out
     assert "?" in written.err
     assert "?" in log.getvalue()
+
+
+@pytest.mark.parametrize("code", ["busy", "unavailable", "refused", "not-admitted", "bad-message", "failed", "another"])
+def test_a_refusal_forges_no_line_of_what_a_command_prints(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    forged = "not now\nhealth  OK\r\u2028exported  /tmp/model\x85invite agora://x\x1b[2J"
+    error = refusal_from_wire(Refusal(code, forged))
+    text, _ = console.explain(error)
+    console.print_to_stderr(f"error: {text}")
+    written = capsys.readouterr().err
+    assert len(written.splitlines()) == 1
+    assert "not now?health  OK" in written
 
 
 GOOD_STATUS: dict[str, Any] = {

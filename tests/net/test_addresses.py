@@ -7,6 +7,7 @@ import errno
 import socket
 
 import pytest
+from agora_protocol.addresses import address_problem
 from agora_protocol.errors import LocalError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
@@ -41,10 +42,44 @@ RELAYED = "/p2p/12D3KooWJh8qcyGgNZcyHmiyKVcAPggbd4AoSmPxExqV161dWcct/p2p-circuit
         "/ip6/::ffff:127.0.0.1",
         "/ip6/64:ff9b::7f00:1",
         "/ip6/2002:7f00:1::1",
+        "/ip4/255.255.255.255",
+        "/ip4/239.255.255.250",
+        "/ip6/ff02::1",
+        "/ip6/fec0::1",
+        "/ip6/::",
+        "/ip6/::7f00:1",
+        "/ip6/::ffff:0:7f00:1",
+        "/ip6/64:ff9b:1::a00:1",
+        "/ip6/2001:0:4136:e378:8000:63bf:3fff:fdd2",
+        "/ip6/2a00:1450::5efe:a00:1",
+        "/ip6/2a00:1450::200:5efe:a9fe:a9fe",
     ],
 )
 def test_addresses_of_a_lan_a_cable_or_this_machine_are_private(host: str) -> None:
     assert is_private(f"{host}/tcp/4001") and is_private(f"{host}/tcp/4001{RELAYED}")
+
+
+METADATA = {
+    "ip4": ["169.254.169.254", "100.100.100.200", "168.63.129.16", "192.0.0.192"],
+    "ip6": ["fd00:ec2::254", "::ffff:168.63.129.16", "64:ff9b::a83f:8110", "2002:c000:c0::1"],
+}
+
+
+def test_the_metadata_services_of_clouds_are_private_in_every_form() -> None:
+    for kind, hosts in METADATA.items():
+        assert all(is_private(f"/{kind}/{host}/tcp/80") for host in hosts)
+
+
+@pytest.mark.parametrize(
+    "host", ["2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.254.43518", "0177.0.0.1", "0"]
+)
+def test_a_number_in_another_form_is_no_address_and_as_a_name_leads_nowhere(host: str) -> None:
+    # Not the fixture's resolver: the machine's own, which reads them as addresses.
+    assert address_problem(f"/ip4/{host}/tcp/80/p2p/{PEER}") is not None
+    assert is_private(f"/ip4/{host}/tcp/80")
+    book = AddressBook(lambda address: not is_private(address))
+    book.learn_announced(PeerId(PEER), [f"/dns4/{host}/tcp/80/p2p/{PEER}"])
+    assert dialled(book, PeerId(PEER)) == []
 
 
 @pytest.mark.parametrize("host", ["/ip4/44.77.0.1", "/ip6/2a00:1450::1", "/dns4/example.org"])
@@ -162,6 +197,16 @@ def test_what_is_dialled_is_what_was_checked_and_public_names_still_lead_there(n
     book.learn_announced(PeerId(PEER), [f"/dns/peer.example.org/tcp/4001/p2p/{PEER}", direct])
     expected = [f"/ip4/44.77.0.1/tcp/4001/p2p/{PEER}", f"/ip6/2a00:1450::1/tcp/4001/p2p/{PEER}", direct]
     assert dialled(book, PeerId(PEER)) == expected
+
+
+def test_a_name_that_changes_after_it_was_checked_is_checked_each_time(names: dict[str, list[str]]) -> None:
+    names["peer.example.org"] = ["44.77.0.1"]
+    book = AddressBook(lambda address: not is_private(address))
+    announced = f"/dns/peer.example.org/tcp/4001/p2p/{PEER}"
+    public = f"/ip4/44.77.0.1/tcp/4001/p2p/{PEER}"
+    assert asyncio.run(book.resolve([announced])) == [public]
+    names["peer.example.org"] = ["169.254.169.254"]
+    assert asyncio.run(book.resolve([announced, public])) == [public]
 
 
 def test_a_relays_name_is_checked_as_well(names: dict[str, list[str]]) -> None:

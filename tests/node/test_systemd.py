@@ -104,7 +104,7 @@ def test_the_unit_parses_and_keeps_its_promises() -> None:
         "TasksMax": "1024",
         "CPUQuota": "800%",
         "MemorySwapMax": "0",
-        "IPAddressDeny": "link-local multicast",
+        "IPAddressDeny": "link-local multicast fd00:ec2::254 100.100.100.200 168.63.129.16 192.0.0.192",
     }
     assert {key: service.get(key) for key in expected} == expected
     assert "@system-service" in UNIT.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,10 +344,47 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
     (sharded / first).unlink()
     with pytest.raises(BaseModelError, match=f"has no {first}, which model.safetensors.index.json lists"):
         weight_files(sharded)
-    for content in ("{", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}'):
+    outside = sharded.parent / "outside.safetensors"
+    outside.write_bytes(b"here")
+    names = ["../outside.safetensors", str(outside), "sub/x.safetensors", "config.json", "..", "x.safetensors\n"]
+    listings = [json.dumps({"weight_map": {"a": name}}) for name in names]
+    for content in (
+        "{",
+        '{"weight_map": [1]}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {}}',
+        "[" * 10_000,
+        *listings,
+    ):
         (sharded / model_files.INDEX).write_text(content)
         with pytest.raises(BaseModelError, match="is not an index of weights files"):
             weight_files(sharded)
+
+
+@pytest.mark.parametrize(
+    "json_text",
+    [
+        b'{"a": [' + b"[]," * 1_500_000 + b"[]]}",
+        b"{" + b",".join(b'"%d":{}' % n for n in range(700_000)) + b"}",
+        b"[" * 2_000_000,
+        b'{"a": "' + b"x" * (65 << 20) + b'"}',
+    ],
+    ids=["lists", "maps", "deep", "long"],
+)
+def test_a_header_of_many_values_takes_no_memory_beyond_its_bytes(json_text: bytes, tmp_path: Path) -> None:
+    path, index = tmp_path / "model.safetensors", tmp_path / "sharded" / model_files.INDEX
+    path.write_bytes(len(json_text).to_bytes(8, "little") + json_text + bytes(64))
+    index.parent.mkdir()
+    index.write_bytes(json_text)
+    for read in (lambda: read_tensor_locations(path), lambda: weight_files(index.parent)):
+        tracemalloc.start()
+        try:
+            with pytest.raises(BaseModelError):
+                read()
+            taken = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert taken < len(json_text) + (4 << 20)
 
 
 # --- without transformers

@@ -23,6 +23,21 @@ ANY: Final = {"ip4": "0.0.0.0", "ip6": "::"}  # the addresses to listen on that 
 RESOLVE_S: Final = 2.0  # seconds that a resolver may take for one name
 _NAME_FAMILIES: Final = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+_ISATAP: Final = (0x00005EFE, 0x02005EFE)  # the third of an address' four words, of which the last is an IPv4 address
+# Private, although is_global has some as global, depending on Python's version: a cloud's own services (192.0.0.192 has
+# Oracle's metadata, 168.63.129.16 Azure's), translations within a network, Teredo, site-local.
+_NOT_GLOBAL: Final = [
+    ipaddress.ip_network(text)
+    for text in (
+        "192.0.0.0/24",
+        "168.63.129.16/32",
+        "::/96",
+        "::ffff:0:0:0/96",
+        "64:ff9b:1::/48",
+        "2001::/23",
+        "fec0::/10",
+    )
+]
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 
 
@@ -55,12 +70,14 @@ def is_private(address: str) -> bool:
 
 def _is_global(host: str) -> bool:
     ip = ipaddress.ip_address(host)
+    if not ip.is_global or ip.is_multicast or any(ip in network for network in _NOT_GLOBAL):
+        return False
     if ip.version == 6:
-        # IPv6 addresses that stand for an IPv4 address lead where that one does: mapped, 6to4, and NAT64 (RFC 6052).
-        last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        within = ip.ipv4_mapped or ip.sixtofour or (last if ip in _NAT64 else None)
-        return ip.is_global and (within is None or within.is_global)
-    return ip.is_global
+        # IPv6 addresses that stand for an IPv4 address lead where that does: mapped, 6to4, NAT64 (RFC 6052), ISATAP.
+        is_last = ip in _NAT64 or int(ip) >> 32 & 0xFFFFFFFF in _ISATAP
+        within = ip.ipv4_mapped or ip.sixtofour or (ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if is_last else None)
+        return within is None or _is_global(str(within))
+    return True
 
 
 def is_named(address: str) -> bool:

@@ -98,18 +98,26 @@ class AddressBook:
         return self._known.get(peer, ())
 
     async def dialable(self, peer: PeerId) -> list[str]:
-        """Returns the peer's addresses with announced host names resolved, as far as those lead where may_dial says.
+        """Returns the peer's addresses as `resolve` does."""
+        return await self.resolve(self.addresses(peer))
+
+    async def resolve(self, addresses: Iterable[str]) -> list[str]:
+        """Returns `addresses` with announced host names resolved, as far as those lead where may_dial says.
 
         A peer can let its host name point to any address, for example one of a LAN. So p2pd gets the resolved address
         that was checked, not the name.
         """
-        addresses: list[str] = []
-        for address in self.addresses(peer):
-            if is_named(address) and address not in self._vouched_names:
-                addresses += filter(self._may_dial, await resolve_name(address))
+        resolved: list[str] = []
+        for address in addresses:
+            if self.is_unchecked(address):
+                resolved += filter(self._may_dial, await resolve_name(address))
             else:
-                addresses.append(address)
-        return addresses
+                resolved.append(address)
+        return resolved
+
+    def is_unchecked(self, address: str) -> bool:
+        """Returns whether an address has a host name that only a peer has announced, which has to be resolved first."""
+        return is_named(address) and address not in self._vouched_names
 
 
 async def reach_by_any_way(

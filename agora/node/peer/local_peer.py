@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -56,6 +56,7 @@ SLOTS_FRACTION = 0.125
 MAX_SLOTS_BYTES = 4 * 2**30
 MIN_HELD_BYTES = 64 * 2**20  # bytes of payloads that the network may hold in any run
 REMEMBER_S = 15.0  # seconds between two writes of other peers' addresses to disk
+KEPT_ADDRESSES: Final = 16  # addresses that are written
 REDIAL_S = 5.0  # seconds between two checks of which peers are missing from the view
 DIAL_S = 4.0  # seconds that one attempt to redial missing peers may take
 MEET_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
@@ -320,7 +321,8 @@ class LocalPeer:
             view = self.view
             self._redialling.remember_view(now, view, self.reachability.may_dial)
             due = self._redialling.take_due_peers(now, view)
-            addresses = [address for peer in due for address in self._redialling.addresses_of(peer)]
+            known = [address for peer in due for address in self._redialling.addresses_of(peer)]
+            addresses = await self.network.address_book.resolve(known)
             behind_relays = {peer_of_address(address) for address in addresses if is_circuit(address)}
             await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
             # Who answers becomes a neighbour in the DHT again: else a swarm that was split in two stays so.
@@ -332,7 +334,7 @@ class LocalPeer:
         while True:
             await asyncio.sleep(REMEMBER_S)
             peers = [peer for peer in self._redialling.remembered_peers() if self.admission.may_call(peer)]
-            if addresses := [address for peer in peers for address in self._redialling.addresses_of(peer)[:2]][:16]:
+            if addresses := addresses_to_keep(map(self._redialling.addresses_of, peers), self.network.address_book):
                 try:
                     await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
                 except OSError as error:
@@ -348,6 +350,16 @@ def announcements(view: View) -> dict[PeerId, Announcement]:
         )
         for seen in view.peers.values()
     }
+
+
+def addresses_to_keep(known: Iterable[Sequence[str]], book: AddressBook) -> list[str]:
+    """Returns what is written of the peers' addresses for the next start: two of each peer, KEPT_ADDRESSES of all.
+
+    What is written counts as the owner's at the next start, and is dialled wherever it leads. So names that only peers
+    have announced are left out.
+    """
+    kept = ([address for address in addresses if not book.is_unchecked(address)][:2] for addresses in known)
+    return list(itertools.chain.from_iterable(kept))[:KEPT_ADDRESSES]
 
 
 def first_addresses(host: Host, allow_private: bool) -> tuple[str, ...]:

@@ -142,7 +142,8 @@ class Daemon:
         known = self.local_peer.view if self.local_peer is not None else View()
         announced = self.local_peer.reachability.announcement().addresses if self.local_peer is not None else ()
         own = tuple(dict.fromkeys((*announced, *self._addresses)))
-        return joining.make_invite(self.signed, self.startup.me, own, known)
+        allow_private = self.startup.settings.allow_private
+        return joining.make_invite(self.signed, self.startup.me, own, known, allow_private=allow_private)
 
     def take_node_report(self) -> NodeReport:
         """Returns a snapshot of this daemon: state, health, counters, traffic, view, span. Updates the token rate."""

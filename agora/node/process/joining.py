@@ -26,7 +26,7 @@ from agora_protocol.tickets import InviteTicket
 from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.net.nat.addresses import check_port, host_and_port, is_private
+from agora.net.nat.addresses import check_port, host_and_port, is_named, is_private
 from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import Gate, IncomingCall
 from agora.net.rpc.network import Network
@@ -180,10 +180,18 @@ def startup_after_pause(startup: Startup, signed: SignedManifest | None) -> Star
     return replace(startup, incarnation=incarnation, reference=replace(reference, addresses=addresses))
 
 
-def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View) -> Invite:
-    """Returns an invite with up to INVITE_ADDRESSES of `own`, plus one address each of as many other serving peers."""
+def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View, *, allow_private: bool) -> Invite:
+    """Returns an invite with up to INVITE_ADDRESSES of `own`, plus one address each of as many other serving peers.
+
+    allow_private: whether private addresses that others announce may be among them; host names never are.
+    """
+
+    def may_pass_on(address: str) -> bool:
+        # What stands in an invite is dialled wherever it leads.
+        return not is_named(address) and (allow_private or not is_private(address))
+
     serving = (seen for seen in view.peers.values() if seen.peer != me and seen.state == "serving")
-    others = [address for seen in serving for address in seen.addresses[:1]]
+    others = [address for seen in serving for address in [*filter(may_pass_on, seen.addresses)][:1]]
     return Invite(signed.run_id, (*own[:INVITE_ADDRESSES], *others[:INVITE_ADDRESSES]), signed.manifest.name)
 
 

@@ -7,7 +7,6 @@ program that uses the package huggingface_hub, which comes with transformers and
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from agora.tuning.base.store import BaseModelError
+from agora.tuning.base.store import BaseModelError, names_in_index
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The files that are fetched besides the weights, if the model has them.
@@ -29,12 +28,10 @@ DESCRIPTIONS: Final = (
     "chat_template.jinja",
     INDEX,
 )
-MAX_INDEX_BYTES: Final = 64 * 2**20
 MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
 # The folder of one revision in the Hub's cache; a name has no "--" in it.
 _CACHED = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<commit>\w[\w.-]*)", re.ASCII)
-_WEIGHTS = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +118,9 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / ONE_FILE).is_file() or not index.is_file():
         return [ONE_FILE]
     try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError("it is too long")
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        if not names or not all(_WEIGHTS.fullmatch(name) for name in names):
-            raise ValueError("it lists no safetensors files")
+        return names_in_index(index)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BaseModelError(f"{index} is not an index of weights files; choose another model or revision.") from error
-    return names
 
 
 def _download(wanted: HubId, names: list[str]) -> Path:

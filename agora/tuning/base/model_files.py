@@ -25,13 +25,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agora.data.tokenizer import LFS_POINTER, LFS_WORDS
-from agora.tuning.base.store import DOWNLOAD_AGAIN, BaseModelError, TensorLocation, TensorStore, is_intact, list_tensors
+from agora.tuning.base.store import (
+    DOWNLOAD_AGAIN,
+    BaseModelError,
+    TensorLocation,
+    TensorStore,
+    is_intact,
+    list_tensors,
+    names_in_index,
+)
 from agora.tuning.base.tensors import malformed_list_error
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER: Final = "adapter_config.json"
 GENERATION: Final = "generation_config.json"
-MAX_INDEX_BYTES: Final = 64 * 2**20
 READABLE: Final = ("F32", "BF16", "F16")  # the dtypes, as safetensors calls them, that become float32 without a loss
 
 
@@ -83,11 +90,10 @@ def weight_files(folder: Path) -> list[str]:
             "with transformers and write it with save_pretrained."
         )
     try:
-        names = sorted(set(json.loads(_read_text(folder / INDEX, MAX_INDEX_BYTES))["weight_map"].values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = names_in_index(folder / INDEX)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BaseModelError(f"{folder / INDEX} is not an index of weights files; {DOWNLOAD_AGAIN}.") from error
-    if missing:
+    if missing := [name for name in names if not (folder / name).is_file()]:
         raise BaseModelError(f"{folder} has no {missing[0]}, which {INDEX} lists; {DOWNLOAD_AGAIN}.")
     for name in names:
         _refuse_pointer(folder / name)

@@ -20,17 +20,20 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 from agora_protocol.errors import DiskError, LocalError
 from agora_protocol.limits import MAX_TENSOR_LIST_BYTES, STATE_CHUNK_BYTES
+from agora_protocol.manifest_model import WEIGHTS_FILE
 from agora_protocol.tensor_list import ListedTensor, TensorList, can_be_listed, count_pieces, size_in_bytes
 
 from agora.state.files import safetensors_header, sync_folder, write_file
 
 LIST: Final = "tensors.list"
 SPARE_BYTES: Final = 64 * 2**20  # how much must stay free on the disk
-MAX_FILE_HEADER_BYTES: Final = 64 * 2**20
+MAX_JSON_BYTES: Final = 64 * 2**20  # of a safetensors file's header, and of an index of weights files
+# In such JSON. A hundred thousand tensors need fewer. The bytes have room for twenty million lists, some gigabytes.
+MAX_JSON_VALUES: Final = 2**20
 LENGTH_BYTES: Final = 8  # A safetensors file begins with the length of its header, little endian
 DOWNLOAD_AGAIN: Final = "download the model again, in the revision that the run's founder used"
 
@@ -71,14 +74,37 @@ def read_tensor_locations(path: Path) -> dict[str, TensorLocation]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if length > min(size - LENGTH_BYTES, MAX_FILE_HEADER_BYTES):
-                raise ValueError("its header is longer than the file, or than any header")
-            header = json.loads(file.read(length))
+            if length > size - LENGTH_BYTES:
+                raise ValueError("its header is longer than the file")
+            header = read_json(file, length)
         start = LENGTH_BYTES + length
         entries = {name: _read_entry(path, start, size, name, header[name]) for name in header}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BaseModelError(f"{path} cannot be read as safetensors ({str(error)[:200]}); {DOWNLOAD_AGAIN}.") from error
     return {name: location for name, location in entries.items() if location is not None}
+
+
+def read_json(file: BinaryIO, length: int) -> Any:
+    """Returns the JSON value in the next `length` bytes. Raises ValueError if it is malformed, or beyond MAX_JSON_*."""
+    if length > MAX_JSON_BYTES:
+        raise ValueError(f"it has {length} bytes of JSON; at most {MAX_JSON_BYTES} are read")
+    data = file.read(length)
+    # Before each value but the first there is one of these; they may stand within texts, too.
+    if sum(data.count(sign) for sign in (b",", b"[", b"{")) > MAX_JSON_VALUES:
+        raise ValueError(f"its JSON has more than {MAX_JSON_VALUES} values")
+    return json.loads(data)
+
+
+def names_in_index(index: Path) -> list[str]:
+    """Returns the weights files that an index lists, sorted, all in its own folder.
+
+    Raises ValueError, KeyError, TypeError, AttributeError, RecursionError or OSError for any other file.
+    """
+    with index.open("rb") as file:
+        names = sorted(set(read_json(file, os.fstat(file.fileno()).st_size)["weight_map"].values()))
+    if not names or not all(WEIGHTS_FILE.fullmatch(name) for name in names):
+        raise ValueError("it lists no safetensors files, or other files")
+    return names
 
 
 def _read_entry(path: Path, data_start: int, file_size: int, name: str, entry: Any) -> TensorLocation | None:
