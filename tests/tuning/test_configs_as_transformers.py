@@ -94,6 +94,7 @@ REFUSED = {
     ("no causal mask", "*"): "is_causal",
     ("layers that differ", "*"): "per_layer_config",
     ("a part of a larger model", "*"): "text_config",
+    ("a window of nothing", "qwen3"): "sliding_window",  # transformers computes something of masks without a token
     **{
         (quirk, "mistral"): "layer_types"
         for quirk in QUIRKS
