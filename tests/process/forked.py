@@ -71,7 +71,7 @@ def _main(arguments: list[str], environment: dict[str, str], log: str, file_byte
     os.dup2(written, 2)
     os.environ.clear()
     os.environ.update(environment)
-    # A shell without a terminal starts what it puts into the background with SIGINT ignored, and a daemon keeps to that.
+    # Shells without a terminal start what they put into the background with SIGINT ignored; a daemon keeps to that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
