@@ -10,7 +10,6 @@ from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 from transformers import AutoModelForCausalLM
 
-from agora.net.dht import status_client
 from agora.node import paths
 from agora.node.control.control_client import DaemonRefused, DaemonUnreachable
 from agora.state.checkpoint import end_checkpoint
@@ -49,6 +48,8 @@ def state_of(made: Swarm) -> str:
 
 
 def test_daemons_that_serve_draw_no_more_and_keep_and_export_the_state_of_the_end(tmp_path: Path) -> None:
+    from agora.net.dht import status_client  # libp2p and hivemind cannot be imported into one process
+
     with swarm(tmp_path, MANIFEST) as made:
         started(made, "serve")
         made.until(lambda: state_of(made) == "COMPLETED", "the run to be completed")

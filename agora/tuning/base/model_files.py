@@ -89,6 +89,7 @@ def weight_files(folder: Path) -> list[str]:
             f"{folder} has neither {ONE_FILE} nor {INDEX}, and other kinds of weights are not read; load the model "
             "with transformers and write it with save_pretrained."
         )
+    _refuse_pointer(folder / INDEX)
     try:
         names = names_in_index(folder / INDEX)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
