@@ -379,7 +379,6 @@ class StageReplicas:
         return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._shared.me}}
 
     def round_s(self) -> float:
-        """Returns the seconds that a round may take."""
         step_s = self.meter.step_s.value
         if self._rule.synchronous or step_s is None:
             return self._averaging.round_s

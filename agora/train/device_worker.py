@@ -193,14 +193,12 @@ class DeviceWorker:
             if work.entry_stage not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {work.entry_stage} to the last cannot run here; this peer holds {self.span}")
             decoded = self._decode(work)
-            encoded: list[WireTensor | None] = [None]
-
-            def encode(gradient: Tensor | None) -> None:
-                encoded[0] = self._encode_gradient(decoded, gradient)
-
-            done = self.trainer.run_last_stages(decoded, encode)
+            encoded: list[WireTensor | None] = []
+            done = self.trainer.run_last_stages(
+                decoded, lambda found: encoded.append(self._encode_gradient(decoded, found))
+            )
             return SpanResult(
-                gradient=encoded[0],
+                gradient=encoded[0] if encoded else None,
                 busy_s=self._queue.job_s(),
                 loss_sum=done.loss_sum,
                 tokens=done.tokens,
@@ -234,12 +232,14 @@ class DeviceWorker:
                 why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
                 raise self._refusal(microbatch, self.span.last, why)
             entered = self.trainer.stashed.find(microbatch, entry_stage, content_digest).work
-            encoded: list[WireTensor | None] = [None]
-
-            def encode(gradient: Tensor | None) -> None:
-                encoded[0] = self._encode_gradient(entered, gradient)
-
-            _, forward = self.trainer.backward(microbatch, entry_stage, decoded, content_digest, encode)
+            encoded: list[WireTensor | None] = []
+            _, forward = self.trainer.backward(
+                microbatch,
+                entry_stage,
+                decoded,
+                content_digest,
+                lambda computed: encoded.append(self._encode_gradient(entered, computed)),
+            )
             return SpanResult(encoded[0], forward.device_s + self._queue.job_s())
 
         return await self._run_and_step(job)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -176,6 +180,15 @@ def nothing_lost(made: Swarm, *origins: Daemon) -> None:
     for origin in origins:
         dropped = origin.events("MicrobatchDropped")
         assert not dropped, dropped
+
+
+def swarm_command(elsewhere: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of a `swarm` command as on a machine without daemons. elsewhere: a folder of its own."""
+    command = [sys.executable, "-m", "agora.cli.main_swarm", *arguments, "--json"]
+    environment = os.environ | {"AGORA_RUNTIME_DIR": str(elsewhere)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
 
 
 def fired(daemon: Daemon) -> list[list[str]]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from agora.cli import signing_command
 from agora.cli.signing_command import InviteRequest
 from agora.node import runs
 from agora.node.paths import Home
-from tests.process.harness import ENOUGH, WAIT_S, Daemon, Swarm, swarm, tiny
+from tests.process.harness import ENOUGH, Daemon, Swarm, swarm, swarm_command, tiny
 
 pytestmark = pytest.mark.process
 
@@ -45,15 +42,6 @@ def peers_on_disk(daemon: Daemon) -> set[str]:
     """The peers whose addresses the daemon has written for its next start, which a `swarm` command finds, too."""
     run = daemon.events("PeerStarted")[0]["run"]
     return {peer_of_address(address) for address in runs.remembered_addresses(Home(daemon.root), run)}
-
-
-def swarm_command(elsewhere: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON of a `swarm` command as on a machine without daemons. elsewhere: a folder of its own."""
-    command = [sys.executable, "-m", "agora.cli.main_swarm", *arguments, "--json"]
-    environment = os.environ | {"AGORA_RUNTIME_DIR": str(elsewhere)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
 
 
 def test_only_who_has_a_ticket_trains_until_it_is_banned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from agora_protocol.ids import RunId
-from agora_protocol.invite import Invite
 from transformers import AutoModelForCausalLM
 
 from agora.node import paths
 from agora.node.control.control_client import DaemonRefused, DaemonUnreachable
 from agora.state.checkpoint import end_checkpoint
 from agora.state.files import EXPORT_INDEX
-from tests.process.harness import WAIT_S, Swarm, swarm, tiny
+from tests.process.harness import WAIT_S, Swarm, swarm, swarm_command, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -48,8 +46,6 @@ def state_of(made: Swarm) -> str:
 
 
 def test_daemons_that_serve_draw_no_more_and_keep_and_export_the_state_of_the_end(tmp_path: Path) -> None:
-    from agora.net.dht import status_client  # libp2p and hivemind cannot be imported into one process
-
     with swarm(tmp_path, MANIFEST) as made:
         started(made, "serve")
         made.until(lambda: state_of(made) == "COMPLETED", "the run to be completed")
@@ -73,8 +69,9 @@ def test_daemons_that_serve_draw_no_more_and_keep_and_export_the_state_of_the_en
         folder = exported(made)
         assert origin.ask("status")["result"] == {"state": "exported", "folder": str(folder), "why": ""}
         AutoModelForCausalLM.from_pretrained(folder)
-        shown = json.dumps(status_client.fetch_status(Invite.parse(made.invite).addresses, RunId(run)))
-        assert "COMPLETED" in shown and str(tmp_path) not in shown, "other machines are told no path of this one"
+        code, remote = swarm_command(tmp_path / "elsewhere", "status", made.invite)
+        assert code == 0 and remote["health"]["state"] == "COMPLETED"
+        assert str(tmp_path) not in json.dumps(remote), "other machines are told no path of this one"
 
 
 def test_daemons_that_leave_do_so_in_order_and_say_why(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A peer's rooms that take what others send: hop, reducer, gossip, state, admission, addresses, views.
+"""The parts of a peer that take what others send: hop, reducer, gossip, state, admission, addresses, views.
 
-What these rooms ask others in turn is answered with damage, too. They live as long as the receiver does, in virtual
+What they ask others in turn is answered with damage, too. They live as long as the receiver does, in virtual
 time, so that whatever should be forgotten is forgotten, and whatever is not shows as memory.
 """
 

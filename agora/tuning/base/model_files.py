@@ -37,6 +37,7 @@ from agora.tuning.base.store import (
 from agora.tuning.base.tensors import malformed_list_error
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+MAX_POINTER_BYTES: Final = 1024  # of a git-lfs pointer, as its specification says
 ADAPTER: Final = "adapter_config.json"
 GENERATION: Final = "generation_config.json"
 READABLE: Final = ("F32", "BF16", "F16")  # the dtypes, as safetensors calls them, that become float32 without a loss
@@ -102,8 +103,9 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _refuse_pointer(path: Path) -> None:
-    with suppress(OSError), path.open("rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+    with suppress(OSError):
+        # The size first: a file of weights is opened once, by whoever reads it.
+        if path.stat().st_size <= MAX_POINTER_BYTES and path.read_bytes().startswith(LFS_POINTER):
             raise BaseModelError(f"{path} is {LFS_WORDS}.")
 
 
