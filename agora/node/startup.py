@@ -46,8 +46,9 @@ class Startup:
     def me(self) -> PeerId:
         return self.identity.peer
 
-    def report_event(self, event: events.Event) -> None:
-        self.reporter.report(event)
+    @property
+    def report_event(self) -> events.Report:
+        return self.reporter.report
 
 
 @dataclass
