@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from packaging.version import Version
 
 import agora
 from agora.core.terminal_text import printable
@@ -25,7 +27,8 @@ FAILED = 1
 USAGE = 2
 DEGRADED = 3
 STALLED = 4  # or unreachable
-# Where torch reads its allocator's settings: from version 2.9 on, the first; the others still work.
+# Where torch reads its allocator's settings: before version 2.9 not yet in the first, since then still in the others.
+NAMED_SINCE = Version("2.9")
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 LINE_S = 2.0  # seconds between two lines of a ProgressDisplay that has no terminal
 
@@ -94,17 +97,18 @@ def _take_options(
     ] = False,
 ) -> None:
     del version  # its callback has printed it
-    prefer_expandable_segments(os.environ)
+    prefer_expandable_segments(os.environ, importlib.metadata.version("torch"))
 
 
-def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
+def prefer_expandable_segments(environment: MutableMapping[str, str], torch_version: str) -> None:
     """Sets torch's CUDA allocator to segments that grow, unless the user has set it; must come before torch's import.
 
     Graphs of many sizes leave gaps between fixed segments: a card then runs out of memory with gigabytes free. Without
     a GPU the setting does nothing.
     """
     if not any(name in environment for name in ALLOCATOR_SETTINGS):
-        environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+        name = ALLOCATOR_SETTINGS[Version(torch_version) < NAMED_SINCE]
+        environment[name] = "expandable_segments:True"
 
 
 def print_to_stderr(text: str) -> None:
