@@ -21,8 +21,8 @@ from agora.replica.view import (
     KnownReplicas,
     StageView,
     believe,
-    closing_times,
     count_tokens,
+    first_closed_at,
     live_replicas,
     round_members,
     step_to_catch_up_to,
@@ -39,7 +39,6 @@ CLOSE_AFTER_FRACTION: Final = 0.25
 # Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds while
 # the duration of a step is unknown.
 MAX_CLOSE_AFTER_S: Final = 2.0
-MIN_TO_CLOSE: Final = 3  # other replicas of which one alone makes no other close its share of an inner step
 # Maximum number of steps that a replica with inner steps may be behind the others; beyond it, it catches up.
 MAX_LOCAL_LAG: Final = 8
 
@@ -240,8 +239,7 @@ def wait_for_tokens(situation: _Situation) -> Decision | None:
     |---|---|
     | the step | this replica and the live others have together counted its tokens |
     | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
-    | the share, asynchronous | another one closed its own CLOSE_AFTER_FRACTION of a step ago, and this one's is due |
-    | the share, asynchronous | two others did |
+    | the share, asynchronous | another replica closed its own CLOSE_AFTER_FRACTION of a step ago |
     """
     view, tokens = situation.view, situation.view.counts.tokens
     must_follow = situation.reached > situation.step and not situation.is_inner_step
@@ -250,13 +248,9 @@ def wait_for_tokens(situation: _Situation) -> Decision | None:
         return None
     if situation.rule.synchronous:
         return WAIT, f"{missing} tokens are missing"
-    closed_at = closing_times(situation.live, situation.step)
+    closed_at = first_closed_at(situation.live, situation.step)
     timeout_s = min(CLOSE_AFTER_FRACTION * view.step_s, MAX_CLOSE_AFTER_S) if view.step_s else MAX_CLOSE_AFTER_S
-    # One alone, which may say so at once, closes no share of an all-reduce before it is due by this replica's own pace.
-    # Inner steps keep no common pace but this: there one of three others closes none.
-    is_due = view.share_due_at is None or situation.now >= view.share_due_at
-    may_be_first = len(situation.live) < MIN_TO_CLOSE if situation.is_inner_step else is_due
-    is_late = any(situation.now - at >= timeout_s for at in closed_at[0 if may_be_first else 1 :])
+    is_late = closed_at is not None and situation.now - closed_at >= timeout_s
     if is_late or (0 < view.quota <= tokens and not view.in_progress):
         return None
     return WAIT, f"{tokens} of the {view.quota} tokens of its share are counted"

@@ -227,7 +227,6 @@ class StageReplicas:
             quota,
             # Other tokens of a synchronous step than those that all stages count would be waited for for ever.
             shares=None if self._rule.synchronous else self.meter.shares,
-            share_due_at=self.meter.share_due_at(own.open_step, now),
             step_s=self.meter.expected_s,
             is_leaving=self._is_leaving,
             is_busy=self._task is not None and not self._task.done(),

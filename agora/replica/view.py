@@ -152,7 +152,6 @@ class StepMeter:
     expected_s: float = 0.0
     shares: Shares | None = None  # None before the first update_quota
     believed: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
-    _opened: tuple[int, float | None] = (-1, None)
     _closed_at: float | None = None
     _steps: int = 0
     _waits_from: int = 0  # the step from which origins wait for means
@@ -195,16 +194,6 @@ class StepMeter:
     def _quota(self, rates: Mapping[PeerId, float], me: PeerId, target: int, times: float) -> int:
         quota = own_quota(rates, me, target, self.microbatch_tokens)
         return round(times * quota / self.microbatch_tokens) * self.microbatch_tokens
-
-    def share_due_at(self, open_step: int, now: float) -> float | None:
-        """Returns when the share of `open_step` should have its tokens, by what was known when it was first asked for.
-
-        None if this replica's rate or quota was unknown then. Asked for at every event, so that this is when it opened.
-        """
-        if open_step != self._opened[0]:
-            rate, quota = self.rate.per_second, min(self.quota_now, self._uncorrected_quota)
-            self._opened = open_step, now + quota / rate if rate and quota else None
-        return self._opened[1]
 
     def record_step(self, tokens: float) -> None:
         """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
@@ -415,8 +404,6 @@ class StageView:
     plan: StepPlan = ONLY_ALL_REDUCE  # which of the stage's steps are inner steps; all others are all-reduces
     quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
     shares: Shares | None = None  # bound what others say to have counted; None: nothing does
-    # When its share should have its tokens, by its own pace when the share was opened; None if that is unknown.
-    share_due_at: float | None = None
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     is_leaving: bool = False  # whether this peer is leaving the run
     is_busy: bool = False  # whether a step, a fetch or a catch-up is running
@@ -570,15 +557,16 @@ def count_tokens(others: KnownReplicas, step: int) -> int:
     return sum(progress.tokens_of(step) for progress in others.values())
 
 
-def closing_times(others: KnownReplicas, step: int) -> list[float]:
-    """Returns when those of `others` that have closed their share of `step` began their open step, the earliest first.
+def first_closed_at(others: KnownReplicas, step: int) -> float | None:
+    """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
 
     For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
-    it is later. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one can while this one's share
-    is open.
+    it is later. None if no other replica has closed its share. Ignores a replica that leads by more than
+    MAX_PLAUSIBLE_LEAD: no honest one can while this one's share is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
-    return sorted(progress.direct.open_since for progress in others.values() if progress.direct.open_step in ahead)
+    reports = [progress.direct for progress in others.values()]
+    return min((report.open_since for report in reports if report.open_step in ahead), default=None)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:

@@ -257,26 +257,3 @@ def test_one_that_says_it_has_counted_the_whole_step_does_not_complete_it() -> N
     lie = others((A, 5, 2**50), (B, 5, 100), (C, 5, 100))
     assert next_action(NOW, own, lie, EXACT)[0] == Action("wait")
     assert next_action(NOW, replace(own, counts=at(5, 250)), lie, EXACT)[0] == Action("step together", 5)
-
-
-def test_one_that_says_its_share_is_closed_closes_no_other_before_that_is_due() -> None:
-    closed = others((A, 5, 100), (B, 5, 100), (C, 5, 100))
-
-    def closed_by(*peers: PeerId) -> Others:
-        known = {
-            peer: replace(
-                progress,
-                counts=progress.counts._replace(open_step=6, tokens=0),
-                direct=replace(progress.direct, open_step=6, open_since=NOW - 10),
-            )
-            if peer in peers
-            else progress
-            for peer, progress in closed.known.items()
-        }
-        return replace(closed, known=known)
-
-    own = StageView(at(5, 100), quota=250, step_s=1.0, share_due_at=NOW + 1)
-    assert next_action(NOW, own, closed_by(A), EXACT)[0] == Action("wait")
-    assert next_action(NOW + 1, own, closed_by(A), EXACT)[0] == Action("step together", 5)
-    assert next_action(NOW, own, closed_by(A, B), EXACT)[0] == Action("step together", 5)
-    assert next_action(NOW, replace(own, share_due_at=None), closed_by(A), EXACT)[0] == Action("step together", 5)
