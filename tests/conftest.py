@@ -46,7 +46,7 @@ NOT_QUICK = (
     "protocol/test_fuzz.py",
     "replica/test_divergence.py",
     "replica/test_gossip.py",
-    "replica/test_replica_group.py",
+    "replica/test_stage_replicas.py",
     "replica/test_shard_codec.py",
     "state",
     "swarm/test_directory_shards.py",

@@ -1,6 +1,6 @@
 """A network in memory: calls between peers of one process, with delay, loss, broken connections, killed and hung peers.
 
-Every peer joins with a handler and gets back its Caller. Works in virtual time and in real time. Each fault
+Every peer joins with a handler and gets back its PeerCaller. Works in virtual time and in real time. Each fault
 is counted in `faults.fired`, and each call that ended without an answer or a refusal is kept in `unanswered`.
 
 The tests run the daemon's own objects on it.
@@ -22,7 +22,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
-from agora.core.rates import TokenBucket
+from agora.core.fair_shares import TokenBucket
 from agora.net.shaping.link import DelayLine, LinkSpec
 
 
@@ -70,7 +70,7 @@ class Uplink:
 
 
 class MemoryPeer:
-    """One peer of the network, and the agora.core.calls.Caller with which it calls others.
+    """One peer of the network, and the agora.core.calls.PeerCaller with which it calls others.
 
     frozen: whether the peer has been killed or hangs. died: done once the peer was killed. calls_in: number of requests
     that have reached its handler.
@@ -100,7 +100,7 @@ class MemoryPeer:
         deadline: float,
         on_progress: OnProgress | None = None,
     ) -> Reply:
-        """Calls a peer and returns its reply, as a Caller does; does not end while this peer is frozen."""
+        """Calls a peer and returns its reply, as a PeerCaller does; does not end while this peer is frozen."""
         await self.block_if_frozen()
         try:
             reply = await self.network.carry(self, peer, request, tensors, deadline, on_progress)

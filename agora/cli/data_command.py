@@ -176,14 +176,28 @@ def local_files(named: Sequence[Path], kept_input: Path | None = None) -> Iterat
     """
     if sum(str(path) == STANDARD_INPUT for path in named) > 1:
         raise Failure("standard input (-) is named twice; leave one out", USAGE)
-    with tempfile.TemporaryDirectory(prefix="agora-data-") as folder:
+    with contextlib.ExitStack() as closing:
         found: list[Path] = []
         for path in named:
-            if str(path) == STANDARD_INPUT:
-                found.append(_copy_input(kept_input or Path(folder, "standard-input.json")))
-            else:
+            if str(path) != STANDARD_INPUT:
                 found += fetch_data_set(path) or (path,)
+            elif kept_input is not None:
+                found.append(_copy_input(kept_input))
+            else:
+                folder = closing.enter_context(_temporary_folder())
+                found.append(_copy_input(Path(folder, "standard-input.json")))
         yield tuple(found)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="agora-data-")
+    except OSError as error:
+        reason = error.strerror or error
+        raise Failure(
+            f"cannot make a temporary folder for standard input ({reason}); set TMPDIR to one that can be written, or "
+            "write the data to a file and name that"
+        ) from None
 
 
 def _copy_input(target: Path) -> Path:
@@ -344,7 +358,7 @@ def adapter_lines(folder: Path, heading: str) -> list[str]:
         return []
     return [
         f"{heading}{_escape(str(folder))} has a PEFT adapter beside the base model; it is not loaded, the base model "
-        "alone is trained. To go on from the adapter, merge it with peft (merge_and_unload) and name that folder"
+        f"alone is trained. To go on from the adapter: swarm new --adapter {_escape(str(folder))}"
     ]
 
 

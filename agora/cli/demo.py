@@ -53,6 +53,7 @@ class DemoOptions:
     seed: int = 0
     directory: Path | None = None  # None for a temporary one
     base_model: Path | None = None
+    adapter: Path | None = None  # folder of the LoRA adapter that the run goes on from
     objective: str | None = None
 
     def manifest(self) -> Manifest:
@@ -80,8 +81,9 @@ class DemoOptions:
     def _manifest_of_preset(self) -> Manifest:
         from agora_protocol.manifest import preset
 
-        if self.objective is not None:
-            raise Failure("--objective is for a base model; give one with --base-model DIR", console.USAGE)
+        for flag, value in (("objective", self.objective), ("adapter", self.adapter)):
+            if value is not None:
+                raise Failure(f"--{flag} is for a base model; give one with --base-model DIR", console.USAGE)
         base = preset(self.preset or USUAL_PRESET)
         corpus = tuple(text if text == STDLIB else Path(text).name for text in self._texts())
         if len(set(corpus)) < len(corpus):
@@ -108,8 +110,10 @@ class DemoOptions:
         if len(self.data) > 1:
             raise Failure("--base-model learns from one file; give one with --data FILE", console.USAGE)
         file = None if self.data == (STDLIB,) else Path(self.data[0])
-        made = manifest_of_base_model(folder, "demo", TuningChoice((file,) if file is not None else (), self.objective))
-        for line in made.data.summary_lines(made.manifest.model.context) if made.data is not None else []:
+        choice = TuningChoice((file,) if file is not None else (), self.objective, adapter=self.adapter)
+        made = manifest_of_base_model(folder, "demo", choice)
+        # The demo has its own number of steps, so that the manifest's, the last line, would be wrong.
+        for line in made.summary_lines()[:-1] if made.data is not None else made.summary_lines():
             print_to_stderr(line)
         return name_files(made.manifest, folder, folder)[0]
 
@@ -127,13 +131,14 @@ class DemoOptions:
         )
 
     def flags(self) -> list[str]:
-        """Returns the flags for every daemon of the demo: --allow-files, link, data and base model, if any.
+        """Returns the flags for every daemon of the demo: --allow-files, link, data, base model and adapter, if any.
 
         They say where the files are, so that the manifest, which others may see, does not.
         """
         data = [flag for text in self._texts() if text != STDLIB for flag in ("--data", text)]
-        base = ["--base-model", str(self.base_model.expanduser().absolute())] if self.base_model is not None else []
-        return ["--allow-files", *(["--link", self.link] if self.link else []), *base, *data]
+        named = (("--base-model", self.base_model), ("--adapter", self.adapter))
+        folders = [part for flag, at in named if at is not None for part in (flag, str(at.expanduser().absolute()))]
+        return ["--allow-files", *(["--link", self.link] if self.link else []), *folders, *data]
 
 
 def tuning_totals(manifest: Manifest) -> TuningTotals | None:
@@ -194,7 +199,14 @@ def run(options: DemoOptions, *, as_json: bool) -> int:
 @contextlib.contextmanager
 def _workspace(chosen: Path | None) -> Iterator[Path]:
     if chosen is None:
-        with tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True) as temporary:
+        try:
+            made = tempfile.TemporaryDirectory(prefix="agora-demo-", ignore_cleanup_errors=True)
+        except OSError as error:
+            reason = error.strerror or error
+            raise Failure(
+                f"cannot make a temporary folder ({reason}); set TMPDIR, or name a folder with --dir"
+            ) from None
+        with made as temporary:
             yield Path(temporary)
         return
     directory = chosen.expanduser().absolute()

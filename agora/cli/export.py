@@ -29,6 +29,7 @@ from agora.cli.stage_sources import StageSources, base_model_folder, collect_sta
 from agora.data.tokenizer import tokenizer_files
 from agora.node import paths
 from agora.node.control import control_client
+from agora.node.runs import KnownFiles
 from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
 from agora.state.merged_model import (
     ITEM_BYTES,
@@ -106,7 +107,7 @@ def run(
     with _sigterm_as_interrupt():
         found = find_run(named_run, directories)
         kind = choose_kind(found.signed.manifest, merge)
-        base_folder = _require_base_model(base_model, directories) if kind == "merged" else None
+        base_folder = _require_base_model(base_model, directories, found.known_files()) if kind == "merged" else None
         if kind == "adapter" and shard_size is not None:
             print_to_stderr("an adapter is one file; --shard-size has no effect")
         target = ExportTarget(out_folder, kind, known_dtype, shard_bytes, base_folder)
@@ -132,8 +133,8 @@ def choose_kind(manifest: Manifest, merge: bool) -> Kind:
     return "model"
 
 
-def _require_base_model(flag: Path | None, directories: Sequence[Path]) -> Path:
-    folder = base_model_folder(flag, directories)
+def _require_base_model(flag: Path | None, directories: Sequence[Path], known: KnownFiles) -> Path:
+    folder = base_model_folder(flag, directories, known)
     if folder is None:
         raise Failure("--merge adds the adapter to its base model; name that model's folder with --base-model DIR")
     if not folder.is_dir():

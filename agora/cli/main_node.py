@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,7 +28,12 @@ RUN_OR_NONE = Annotated[
 ]
 
 
-DEVICE = Annotated[str | None, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1. Default auto.")]
+DEVICE = Annotated[
+    str | None,
+    typer.Option(
+        help="Where to compute: auto, cpu, cuda, cuda:1; all, or cuda:0,cuda:1: a peer for each card. Default auto."
+    ),
+]
 STAGES = Annotated[str | None, typer.Option(metavar="auto|A-B", help="The stages to hold. Default auto.")]
 LISTEN = Annotated[
     list[str] | None,
@@ -53,6 +61,10 @@ BASE_MODEL = Annotated[
         help="The model's folder or Hub id, for runs that begin with a base model.",
     ),
 ]
+ADAPTER = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR|ORG/NAME", help="The adapter's folder or Hub id, for runs that go on from an adapter."),
+]
 
 
 UPLOAD_LIMIT = Annotated[
@@ -70,6 +82,16 @@ DISK = Annotated[
 HOURS = Annotated[
     str | None,
     typer.Option(metavar="FROM-TO", help="The hours at which it works, such as 22-07; otherwise it is paused."),
+]
+
+
+COMPILE = Annotated[
+    str | None,
+    typer.Option(
+        "--compile",
+        metavar="auto|never",
+        help="Whether layers are compiled; auto (default): on GPUs, while it trains.",
+    ),
 ]
 
 
@@ -93,6 +115,12 @@ EXPORT_AT_END = Annotated[
 ]
 
 
+METRICS = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Serve Prometheus metrics at http://HOST:PORT/metrics, as 127.0.0.1:9464."),
+]
+
+
 @app.command()
 def join(
     run: console.RUN,
@@ -105,14 +133,17 @@ def join(
     corpus_cache: CORPUS_CACHE = None,
     allow_files: ALLOW_FILES = False,
     base_model: BASE_MODEL = None,
+    adapter: ADAPTER = None,
     data: DATA = None,
     upload_limit: UPLOAD_LIMIT = None,
     download_limit: DOWNLOAD_LIMIT = None,
     memory_gib: MEMORY = None,
     disk_gib: DISK = None,
     hours: HOURS = None,
+    compile_layers: COMPILE = None,
     at_end: AT_END = None,
     export_at_end: EXPORT_AT_END = None,
+    metrics: METRICS = None,
     log_level: LOG_LEVEL = None,
 ) -> None:
     """Join a run and train until stopped.
@@ -126,6 +157,7 @@ def join(
     Examples:
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
+      agora-node join agora://... --device all
       agora-node join - < invite.txt      (a ticket stays out of `ps` and of the shell's history)
     """
     from agora.node.process.main import run_daemon
@@ -137,13 +169,16 @@ def join(
         "allow_files": allow_files or None,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
         "base_model": absolute_name(base_model) if base_model else None,
+        "adapter": absolute_name(adapter) if adapter else None,
         "data": tuple(str(place.expanduser().absolute()) for place in data) if data else None,
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
     flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
+    flags |= {"compile": compile_layers}
     flags |= {"at_end": at_end, "export_at_end": export_at_end}
-    run_daemon(run, paths.home_at(directory), flags)
+    flags |= {"metrics": metrics}
+    raise typer.Exit(run_daemon(run, paths.home_at(directory), flags))
 
 
 @app.command()
@@ -186,13 +221,20 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json:
     Example:
       agora-node leave
     """
-    entry, answer = _ask("leave", run, directory)
+    entries = _find_daemons(run, directory)
+    if supervisor := entries[0].supervisor:
+        with suppress(ProcessLookupError):
+            os.kill(supervisor, signal.SIGTERM)
+        answer: Mapping[str, Any] = {"text": f"leaving: all {len(entries)} daemons of this machine end within 10 s."}
+    else:
+        answer = _ask(entries[0], "leave")
     if not as_json:
         _print_answer(answer, as_json)
+    pid = supervisor or entries[0].pid
     deadline = time.monotonic() + ANSWER_S
-    while entry.is_alive:
+    while paths.is_alive(pid):
         if time.monotonic() > deadline:
-            raise console.Failure(f"the daemon (pid {entry.pid}) is still there; stop it with `kill -9 {entry.pid}`")
+            raise console.Failure(f"the daemon (pid {pid}) is still there; stop it with `kill -9 {pid}`")
         time.sleep(0.1)
     _print_answer({**answer, "text": "it has left."}, as_json)
 
@@ -208,7 +250,7 @@ def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json:
     Example:
       agora-node pause
     """
-    _print_answer(_ask("pause", run, directory)[1], as_json)
+    _print_answer(_ask_all("pause", run, directory), as_json)
 
 
 @app.command()
@@ -221,7 +263,7 @@ def resume(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json
     Example:
       agora-node resume
     """
-    _print_answer(_ask("resume", run, directory)[1], as_json)
+    _print_answer(_ask_all("resume", run, directory), as_json)
 
 
 @app.command()
@@ -241,7 +283,14 @@ def move(
       agora-node move --stages 2-3
       agora-node move --stages 0 --dir /data/agora
     """
-    _print_answer(_ask("move", run, directory, MOVE_S, stages=stages)[1], as_json)
+    entries = _find_daemons(run, directory)
+    if directory is not None:  # of one device of several
+        root = str(paths.home_at(directory).root.resolve())
+        entries = [entry for entry in entries if str(Path(entry.root).resolve()) == root] or entries
+    if len(entries) > 1:
+        listed = "; ".join(f"--dir {entry.root}" for entry in entries)
+        raise console.Failure(f"a daemon runs for each device of this machine; choose one: {listed}")
+    _print_answer(_ask(entries[0], "move", MOVE_S, stages=stages), as_json)
 
 
 @app.command()
@@ -272,7 +321,9 @@ def ban(
         text = f"{peer} is banned here; no daemon runs, so it holds from the next start on."
         _print_answer({"text": text, "peer": peer}, as_json)
         return
-    _print_answer(_ask("ban", run, directory, peer=peer)[1], as_json)
+    for other in (entries := _find_daemons(run, directory))[1:]:
+        _ask(other, "ban", peer=peer)
+    _print_answer(_ask(entries[0], "ban", peer=peer), as_json)
 
 
 def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
@@ -283,18 +334,27 @@ def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
     return [entry for entry in entries if str(Path(entry.root).resolve()) == root]
 
 
-def _ask(
-    question: str, run: str | None, directory: Path | None, timeout_s: float = ANSWER_S, **arguments: Any
-) -> tuple[paths.DaemonEntry, Mapping[str, Any]]:
-    entry = _find_daemon(run, directory)
+def _ask(entry: paths.DaemonEntry, question: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Mapping[str, Any]:
     try:
-        answer = control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
+        return control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
     except control_client.DaemonRefused as error:
         raise console.Failure(str(error)) from None
     except control_client.DaemonUnreachable as error:
         text = f"the daemon with pid {entry.pid} does not answer ({error}); stop it with `kill {entry.pid}`"
         raise console.Failure(text) from None
-    return entry, answer
+
+
+def _ask_all(question: Literal["pause", "resume"], run: str | None, directory: Path | None) -> Mapping[str, Any]:
+    entries = _find_daemons(run, directory)
+    if entries[0].supervisor:
+        # One that is being started again obeys as well, and answers nothing yet.
+        for home in paths.homes_beside(entries[0]):
+            if question == "pause":
+                home.paused.touch(mode=0o600)
+            else:
+                home.paused.unlink(missing_ok=True)
+    answers = [_ask(entry, question) for entry in entries]
+    return answers[0]
 
 
 def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
@@ -304,7 +364,8 @@ def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
         console.print_to_stderr(str(answer.get("text", "done")))
 
 
-def _find_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:
+def _find_daemons(run: str | None, directory: Path | None) -> list[paths.DaemonEntry]:
+    # One daemon, or those of all devices of a machine.
     entries = _entries_in(directory)
     if run is not None:
         from agora.node import runs
@@ -312,10 +373,13 @@ def _find_daemon(run: str | None, directory: Path | None) -> paths.DaemonEntry:
         entries = runs.entries_of_run(run, paths.home_at(directory), entries)
     if not entries:
         raise console.Failure("no such daemon runs on this machine for this user; start one with `agora-node join RUN`")
+    supervisors = {entry.supervisor for entry in entries}
+    if supervisor := entries[0].supervisor if len(supervisors) == 1 else 0:
+        return [entry for entry in paths.find_running_daemons() if entry.supervisor == supervisor]
     if len(entries) > 1:
         listed = "; ".join(f"{entry.name} in {entry.root} (pid {entry.pid})" for entry in entries)
         raise console.Failure(f"several daemons run here; choose one with RUN or --dir: {listed}")
-    return entries[0]
+    return entries
 
 
 def main() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agora.cli import console
+
+if TYPE_CHECKING:
+    from agora.tuning.base.hub import Kind
 
 app = console.new_app("Start, watch and use training runs.\n\nExample: swarm demo", "swarm")
 
@@ -72,6 +75,13 @@ BEGINNING = Annotated[
         help="Train this Hugging Face model further: a folder, or an id of the Hub, ORG/NAME[@REVISION].",
     ),
 ]
+ADAPTER = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR|ORG/NAME",
+        help="Go on from this LoRA adapter of the base model: a folder of peft or `swarm export`, or an id of the Hub.",
+    ),
+]
 TUNED_MODEL = Annotated[
     Path | None,
     typer.Option("--base-model", metavar="DIR|ORG/NAME", help="Tune this Hugging Face model instead."),
@@ -95,6 +105,7 @@ def new(
     path: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
     preset: START = None,
     base_model: BEGINNING = None,
+    adapter: ADAPTER = None,
     data: DATA = None,
     objective: OBJECTIVE = None,
     columns: COLUMNS = None,
@@ -113,7 +124,7 @@ def new(
     """Write a commented manifest to edit.
 
     The manifest is the whole description of a run: model, stages, optimizer, data, who may join. Its hash is the run's
-    name, so edit it before the first `agora-node join`, which signs it.
+    id, so edit it before the first `agora-node join`, which signs it.
 
     Presets, by their parameters: tiny (0.7 M, trains on a laptop in a minute), small (20 M), 150m, 1b and 8b (for GPUs
     of 8 to 80 GB, see docs/reference/presets.md).
@@ -129,11 +140,12 @@ def new(
       swarm new poems.toml --preset small --name poems
       swarm new further.toml --base-model ./Qwen3-0.6B
       swarm new chats.toml --base-model Qwen/Qwen3-0.6B --data chats.jsonl --frozen-as nf4
+      swarm new more.toml --base-model ./Qwen3-0.6B --adapter ./adapter --data more.jsonl
     """
     from agora.cli import data_command, new_run
 
     reading = data_command.ReadingChoice(columns, roles, role_order, skip_bad, too_long, chat_template, bad_report)
-    choice = new_run.TuningChoice(tuple(data or ()), objective, train, frozen_as, epochs, reading)
+    choice = new_run.TuningChoice(tuple(data or ()), objective, train, frozen_as, epochs, reading, adapter)
     new_run.run(path, preset, base_model, name, choice, as_json=as_json)
 
 
@@ -160,6 +172,33 @@ def status(
 
 
 @app.command()
+def track(
+    run: console.RUN,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND:PLACE", help="tensorboard:DIR, wandb[:PROJECT] or mlflow[:URI]; may be repeated."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Send what is there and end, as for cron.")] = False,
+    directory: console.DIRECTORY = None,
+) -> None:
+    """Send a run's metrics to TensorBoard, Weights & Biases or MLflow.
+
+    Anyone who can read the run's status can do so, from one machine: the run does not know of it. A daemon of the run
+    on this machine writes its metrics down meanwhile, so what was missed is sent at the next start, each row once;
+    otherwise a peer of the invite is asked. The packages are extras: pip install 'agora-swarm[tensorboard]', [wandb],
+    [mlflow]. Names: docs/use/metrics.md.
+
+    \b
+    Examples:
+      swarm track run.toml --to tensorboard:./tb
+      swarm track agora://... --to wandb:my-project --to mlflow:http://127.0.0.1:5000
+    """
+    from agora.cli import track_command
+
+    raise typer.Exit(track_command.track(run, to or (), directory, once=once))
+
+
+@app.command()
 def demo(
     peers: Annotated[int, typer.Option(min=1, max=256, help="How many daemons.")] = 4,
     stages: Annotated[int, typer.Option(min=1, max=64, help="How many stages the model is cut into.")] = 2,
@@ -168,6 +207,7 @@ def demo(
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
     preset: PRESET = None,
     base_model: TUNED_MODEL = None,
+    adapter: ADAPTER = None,
     objective: OBJECTIVE = None,
     codec: Annotated[
         str | None,
@@ -186,13 +226,16 @@ def demo(
     """Train a whole swarm on this machine, one process per daemon.
 
     Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
-    --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch is lost.
-    With --base-model the run is the one that `swarm new --base-model DIR --data FILE` describes.
+    --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch of a living
+    origin is lost.
+    With --base-model the run is the one that `swarm new --base-model DIR --data FILE` describes, with --adapter the one
+    that goes on from that adapter.
 
     \b
     Examples:
       swarm demo
       swarm demo --base-model base --data base/data/sft.jsonl --peers 2
+      swarm demo --base-model base --adapter adapter --data more.jsonl
       swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
     """
     from agora.cli import demo as command
@@ -200,7 +243,6 @@ def demo(
     if more_data and not data:
         raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
     texts = (*(data or ("stdlib",)), *(more_data or ()))
-    folder = _find_base_model(base_model)
     options = command.DemoOptions(
         peers=peers,
         stages=stages,
@@ -212,7 +254,8 @@ def demo(
         kill_every=kill_every,
         seed=seed,
         directory=directory,
-        base_model=folder,
+        base_model=_find_folder(base_model),
+        adapter=_find_folder(adapter, "adapter"),
         objective=objective,
     )
     raise typer.Exit(command.run(options, as_json=as_json))
@@ -318,6 +361,90 @@ def ban(
 
 
 @app.command()
+def evaluate(
+    run: console.RUN,
+    tasks: Annotated[
+        list[str], typer.Argument(metavar="TASK...", help="Files of tasks, or the built-in sums, agreement, repeats.")
+    ],
+    items: Annotated[int, typer.Option(metavar="N", min=0, help="The most items of each task; 0: all.")] = 0,
+    share: Annotated[
+        float,
+        typer.Option(metavar="PART", help="The most that it may take of the tokens that are trained on meanwhile."),
+    ] = 0.02,
+    directory: console.DIRECTORY = None,
+    as_json: console.JSON = False,
+) -> None:
+    """Measure the swarm's present model, while it trains.
+
+    Texts give the loss per token and the perplexity; questions with choices give the accuracy, by the log-probability
+    of each choice. Everything goes through the live pipeline, at a small part of its tokens. Asks a daemon of this
+    machine that holds stage 0, which has the tokenizer.
+
+    \b
+    Examples:
+      swarm evaluate poems sums agreement
+      swarm evaluate poems held-out.txt quiz.jsonl --items 200
+      swarm evaluate poems quiz.jsonl --share 1
+    """
+    from agora.cli import evaluate_command
+
+    raise typer.Exit(evaluate_command.evaluate(run, tasks, items, share, directory, as_json=as_json))
+
+
+@app.command()
+def launch(
+    run: console.RUN,
+    on: Annotated[
+        str, typer.Option("--on", metavar="ssh|slurm|kubernetes|skypilot", help="The tool that starts them.")
+    ],
+    count: Annotated[int, typer.Option(metavar="N", help="How many machines; of ssh as many as hosts.")] = 1,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="KIND", help="GPUs of each machine, as the tool names them: H100, or H100:4.")
+    ] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="USER@HOST", help="A machine for ssh; may be given several times.")
+    ] = None,
+    program: Annotated[
+        str | None, typer.Option(metavar="PATH", help="agora-node on those machines, if it is installed there already.")
+    ] = None,
+    package: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="What pip installs there; default this version of agora-swarm.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="The container image for Kubernetes.")] = None,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long to wait for the joins.")] = 600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job and the commands, and do nothing.")] = False,
+    down: Annotated[bool, typer.Option("--down", help="Make what was launched leave, and end the job.")] = False,
+    directory: console.DIRECTORY = None,
+    as_json: console.JSON = False,
+) -> None:
+    """Start daemons elsewhere, through the tool that you have.
+
+    Writes the job for ssh, Slurm, Kubernetes or SkyPilot, submits it through that tool, and waits for the machines to
+    join. RUN is an invite, or the name or manifest of a run of which a daemon runs here. No machine holds a role: what
+    was launched is a peer like any other.
+
+    \b
+    Examples:
+      swarm launch agora://... --on ssh --host ada@lab1 --host ada@lab2
+      swarm launch poems --on slurm --count 8 --gpus a100 --dry-run
+      swarm launch poems --on skypilot --count 4 --gpus RTX4090
+      swarm launch poems --on slurm --down
+    """
+    from agora.cli import launch_command as command
+
+    chosen = {"gpus": gpus, "program": program, "package": package, "image": image}
+    request = command.LaunchRequest(
+        command.tool_of(on),
+        count,
+        hosts=tuple(host or ()),
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+    raise typer.Exit(
+        command.launch(run, request, directory, is_dry=dry_run, is_down=down, wait_s=wait, as_json=as_json)
+    )
+
+
+@app.command()
 def sample(
     run: console.RUN,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to go on from; may be empty.")],
@@ -404,7 +531,7 @@ def data(
 
     reading = data_command.ReadingChoice(columns, roles, role_order, skip_bad, too_long, chat_template, bad_report)
     with data_command.local_files(files) as found:
-        options = data_command.DataOptions(found, _find_base_model(base_model), objective, context, reading)
+        options = data_command.DataOptions(found, _find_folder(base_model), objective, context, reading)
         raise typer.Exit(data_command.run(options, as_json=as_json))
 
 
@@ -476,7 +603,7 @@ def plan(
     """Show which machine should hold which stages, and the speed.
 
     It also says what holds the swarm back, and what one more machine would add.
-    Each table of peers.toml has a kind (h100, a100, a6000, t4 ...) or flops_tflops and memory_gb, and upload_mbps; also
+    Each table of peers.toml has a kind (a100, rtx4090, t4 ...) or flops_tflops and memory_gb, and upload_mbps; also
     name, count, download_mbps, host_memory_gb and latency_ms. Nothing is started or measured.
 
     \b
@@ -489,12 +616,12 @@ def plan(
     raise typer.Exit(plan_command.run(plan_command.PlanOptions(run, peers, picture, add), as_json=as_json))
 
 
-def _find_base_model(named: Path | None) -> Path | None:
+def _find_folder(named: Path | None, kind: Kind = "model") -> Path | None:
     if named is None:
         return None
-    from agora.tuning.base.hub import find_or_fetch_base_model
+    from agora.tuning.base.hub import find_or_fetch_folder
 
-    return find_or_fetch_base_model(named, lambda where: console.print_to_stderr(f"hub          {where}"))
+    return find_or_fetch_folder(named, lambda where: console.print_to_stderr(f"hub          {where}"), kind)
 
 
 def main() -> None:

@@ -17,13 +17,13 @@ import re
 import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from agora_protocol.base_config import BaseSizes, parse_config, sizes_in
 from agora_protocol.errors import LocalError, ManifestError
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest import preset as manifest_of_preset
-from agora_protocol.manifest_model import HfSection
+from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from agora_protocol.manifest_sections import ALL_STEPS, DataSection
 
 from agora.cli.console import USAGE, Failure, print_json, print_to_stderr
@@ -39,8 +39,11 @@ from agora.cli.data_command import (
 from agora.data.local_files import LocalFiles
 from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES, open_tokenizer
-from agora.tuning.base.hub import fetch_model, hub_id_of, public_name
+from agora.tuning.base.hub import Kind, fetch_adapter, fetch_model, hub_id_of, public_name
 from agora.tuning.chat.sample_file import Objective
+
+if TYPE_CHECKING:
+    from agora.tuning.adapters.peft_folder import PeftAdapter
 
 BYTE_VALUES = 256
 TRAINED: Final = ("all", "lora")
@@ -72,6 +75,7 @@ class TuningChoice:
     trained: which parameters, one of TRAINED.
     frozen_as: how LoRA keeps the base model's weights, one of FROZEN_AS.
     epochs: how often the data is seen.
+    adapter: the LoRA adapter to go on from: its folder, or for `run` its Hub id.
     """
 
     data: tuple[Path, ...] = ()
@@ -80,6 +84,7 @@ class TuningChoice:
     frozen_as: str | None = None
     epochs: float | None = None
     reading: ReadingChoice = USUAL_READING
+    adapter: Path | None = None
 
 
 NOTHING_CHOSEN: Final = TuningChoice()
@@ -101,24 +106,31 @@ def run(
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model exclude each other; give one of them", USAGE)
     if base_model is None and choice != NOTHING_CHOSEN:
-        raise Failure("--data and what is learnt of it are for a base model; give one with --base-model DIR", USAGE)
+        raise Failure(
+            "--data, --adapter and what is learnt of it are for a base model; give one with --base-model DIR", USAGE
+        )
     if path.exists():
         raise Failure(f"{path} exists; choose another name, or remove it first")
     name = name or re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.stem)[:64] or "run"
     try:
         if base_model is not None:
-            folder, base_model = _find_base_model(base_model)
+            folder, base_model = _find_folder(base_model)
+            adapter = named_adapter = None
+            if choice.adapter is not None:
+                adapter, named_adapter = _find_folder(choice.adapter, "adapter")
             with local_files(choice.data, path.with_suffix(".data.json").absolute()) as files:
-                tuning = manifest_of_base_model(folder, name, replace(choice, data=files))
+                tuning = manifest_of_base_model(folder, name, replace(choice, data=files, adapter=adapter))
             made, elsewhere = name_files(tuning.manifest, path.absolute().parent, folder)
-            summary = [*adapter_lines(folder, "adapter      "), *tuning.summary_lines()]
+            beside = [] if adapter is not None else adapter_lines(folder, "adapter      ")
+            summary = [*beside, *tuning.summary_lines()]
         else:
             made = manifest_of_preset(preset or "tiny").with_values(name=name)
-            summary, elsewhere = _tokenizer_lines(made), []
+            summary, elsewhere, named_adapter = _tokenizer_lines(made), [], None
     except ManifestError as error:
         raise Failure(str(error), USAGE) from None
     _write_manifest(path, made)
     flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
+    flag += f" --adapter {shlex.quote(str(named_adapter))}" if named_adapter is not None else ""
     flag += "".join(f" --data {shlex.quote(file)}" for file in elsewhere)
     next_command = f"agora-node join {shlex.quote(str(path))}{flag}"
     if as_json:
@@ -171,14 +183,14 @@ def _tokenizer_lines(made: Manifest) -> list[str]:
     ]
 
 
-def _find_base_model(named: Path) -> tuple[Path, Path]:
+def _find_folder(named: Path, kind: Kind = "model") -> tuple[Path, Path]:
+    # Of a model or adapter that is named by its folder or its Hub id; and how `join` shall be told of it.
     hub_id = hub_id_of(named)
     if hub_id is None:
         return named, named
-    print_to_stderr(
-        f"fetching {hub_id} from the Hugging Face Hub, unless it is here: config, tokenizer, safetensors files"
-    )
-    found = fetch_model(hub_id)
+    files = "config, safetensors file" if kind == "adapter" else "config, tokenizer, safetensors files"
+    print_to_stderr(f"fetching {hub_id} from the Hugging Face Hub, unless it is here: {files}")
+    found = fetch_adapter(hub_id) if kind == "adapter" else fetch_model(hub_id)
     print_to_stderr(f"hub          {found.hub_id} is in {found.folder}")
     return found.folder, Path(str(found.hub_id))
 
@@ -190,15 +202,20 @@ class TuningManifest:
     manifest: Manifest
     data: TrainingData | None
     epochs: float
+    adapter: str = ""  # what is said of the adapter that it goes on from
 
     def summary_lines(self) -> list[str]:
+        begins = [f"adapter      {self.adapter}"] if self.adapter else []
+        if begins and self.manifest.objective.kind == "dpo":
+            begins.append("reference    the base model with this adapter, as it is now")
         if self.data is None:
-            return []
+            return begins
         optimizer = self.manifest.optimizer
         times = "once" if self.epochs == 1 else f"{self.epochs:g} times"
         held = f"{optimizer.target_tokens:,} {'supervised tokens' if self.data.objective == 'sft' else 'tokens'}"
         heldout = [] if self.manifest.data.heldout else ["held out     nothing: the data is too little for it"]
         return [
+            *begins,
             *self.data.summary_lines(self.manifest.model.context),
             *heldout,
             f"steps        {optimizer.total_steps:,} of {held}, which see the data {times}; "
@@ -223,6 +240,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     config, sizes = _read_model_config(folder)
     open_tokenizer(str(folder / TOKENIZER), sizes.vocabulary)  # what `join` would refuse after signing
     context = min(CONTEXT, sizes.positions)
+    adapter = _read_adapter(choice.adapter, config, public_name(folder))
     data = None
     if choice.data:
         data = read_training_data(choice.data, folder, choice.reading, chosen_objective, context)
@@ -236,7 +254,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
             "family": "hf",
             "config": config,
             "context": context,
-            **_hash_weights(folder),
+            **_hash_weights(folder, adapter),
             "base_name": public_name(folder),
         },
         "stages": {"count": min(2, sizes.layers)},
@@ -249,13 +267,15 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     if trained == "lora":
         values["model"] |= {"trained": trained, "frozen_as": choice.frozen_as or USUAL_FROZEN_AS}
         values["averaging"] = {"exact_steps": ALL_STEPS, "gradient_wire": "float32"}
+    if adapter is not None:
+        values["model"] |= adapter.manifest_values()
     if data is not None:
         values["data"] |= _data_values(data, folder)
         values["optimizer"] |= step_values(data, context, epochs)
     made = Manifest.from_values(values, str(folder))
-    if isinstance(made.model, HfSection):
-        HfFamily(made.model).check_folder(folder)
-    return TuningManifest(made, data, epochs)
+    assert isinstance(made.model, HfSection)
+    HfFamily(made.model).check_folder(folder)
+    return TuningManifest(made, data, epochs, adapter.sentence() if adapter is not None else "")
 
 
 def check_choice(choice: TuningChoice) -> Objective | None:
@@ -279,8 +299,10 @@ def check_choice(choice: TuningChoice) -> Objective | None:
 
 
 def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
-    """Raises Failure for "all" with dpo or with --frozen-as."""
-    trained = choice.trained or ("all" if objective == "lm" else "lora")
+    """Raises Failure for "all" with dpo, with --frozen-as, and with an adapter."""
+    trained = choice.trained or ("all" if objective == "lm" and choice.adapter is None else "lora")
+    if trained == "all" and choice.adapter is not None:
+        raise Failure("--adapter is what lora goes on from; leave --train all out, or merge the adapter before", USAGE)
     if trained == "all" and objective == "dpo":
         raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", USAGE)
     if trained == "all" and choice.frozen_as is not None:
@@ -359,14 +381,25 @@ def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
     return text, sizes
 
 
-def _hash_weights(folder: Path) -> dict[str, Any]:
+def _read_adapter(named: Path | None, config: str, base_name: str) -> PeftAdapter | None:
+    from agora.tuning.adapters.peft_folder import read_adapter
+
+    if named is None:
+        return None
+    model = HfSection.with_defaults({"family": "hf", "config": config, "base_name": base_name})
+    return read_adapter(named.expanduser().absolute(), HfSection.model_validate(model))
+
+
+def _hash_weights(folder: Path, adapter: PeftAdapter | None) -> dict[str, Any]:
+    # An adapter's tensors are in the list too, so that peers give them like those of the base model.
     from agora.tuning.base.model_files import file_hash, tensor_list_hash, weight_files
 
     names = weight_files(folder)
     size = sum((folder / file).stat().st_size for file in names)
     print_to_stderr(f"reading {len(names)} weights files of {size / 1e6:,.1f} MB, for their hashes")
     weights = tuple((file, file_hash(folder / file)) for file in names)
-    return {"weights": weights, "tensors_hash": tensor_list_hash(folder, names)}
+    adapted = [] if adapter is None else [adapter.folder / ADAPTER_FILE]
+    return {"weights": weights, "tensors_hash": tensor_list_hash([*(folder / file for file in names), *adapted])}
 
 
 def _data_values(data: TrainingData, folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 |---|---|---|
 | synchronous | - | gradients in float32, whatever the uploads carry |
 | gradients of all steps | no | each machine sends the largest format that its upload carries in a step |
-| gradients of all steps | yes, and they do much of a stage's work (ChangeRule) | the stage takes inner steps |
+| gradients of all steps | yes, and they do much of a stage's work (SyncChangeRule) | the stage takes inner steps |
 | gradients of all steps | yes, but they do little of it | their gradients come late, and are lost in part |
 | the same, and `averaging.local_steps` is never | yes | steps last longer; the advice is inner steps |
 | gradients of the first steps | as in the row above | as above; later ones are inner steps, with slices |
@@ -21,10 +21,10 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.core.sync_mode import ALL_REDUCE, ChangeRule
+from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule
 from agora.cost.run_cost import RunCost
 from agora.planning.plan import Plan
-from agora.replica.decide import (
+from agora.replica.sync_rules import (
     GradientCompression,
     MeasuredUplink,
     ReplicaUplink,
@@ -101,7 +101,7 @@ def _agreement_sentence(manifest: Manifest, plan: Plan, wires: dict[int, Gradien
 
 
 def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientCompression]) -> str:
-    rule = ChangeRule.from_manifest(manifest)
+    rule = SyncChangeRule.from_manifest(manifest)
     if not rule.may_change:
         return "so that steps last longer: inner steps (averaging.exact_steps = 0) need a twentieth"
     local = []

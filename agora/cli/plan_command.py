@@ -45,6 +45,7 @@ class PlannedRun:
     plan: Plan
     agreement: PlannedAgreement
     gains: tuple[MachineGain, ...]
+    remarks: tuple[str, ...]  # on speeds that nobody has measured
 
 
 def run(options: PlanOptions, *, as_json: bool) -> int:
@@ -83,7 +84,7 @@ def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> 
     plan = make_plan(cost, peers.machines, random.Random(SEED))
     kinds = peers.kinds[:MAX_KINDS] if added is None else (peers.find_kind(added),)
     gains = tuple(gain_of_one_more(cost, plan, kind, random.Random(SEED)) for kind in kinds)
-    return PlannedRun(manifest.name, cost, plan, plan_agreement(manifest, cost, plan), gains)
+    return PlannedRun(manifest.name, cost, plan, plan_agreement(manifest, cost, plan), gains, peers.remarks)
 
 
 def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
@@ -112,6 +113,7 @@ def plan_lines(planned: PlannedRun, bar_character: str) -> list[str]:
         "",
         f"bottleneck: {explain_bottleneck(cost, plan)}",
         f"agreement: {planned.agreement.sentence}",
+        *planned.remarks,
         *(f"one more {gain.machine.name}: {_describe_gain(cost, gain)}" for gain in planned.gains),
     ]
 
@@ -139,6 +141,7 @@ def plan_fields(planned: PlannedRun) -> dict[str, Any]:
             _machine_fields(cost, assignment) | {"gradient_wire": wires[place].name if place in wires else None}
             for place, assignment in enumerate(plan.assignments)
         ],
+        "remarks": list(planned.remarks),
         "one_more": [
             {"kind": gain.machine.name, "tokens_per_second": gain.rate_with * cost.tokens, "factor": gain.factor}
             for gain in planned.gains

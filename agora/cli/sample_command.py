@@ -62,7 +62,7 @@ def run(
     """
     sources = find_stages(named_run, directories, average=average)
     needs_base = sources.signed.manifest.model.has_reference
-    folder = base_model_folder(base_model, directories) if needs_base else None
+    folder = base_model_folder(base_model, directories, sources.known) if needs_base else None
     seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
     began = time.monotonic()
     show = _ignore if as_json else _show

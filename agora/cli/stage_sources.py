@@ -15,12 +15,13 @@ from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
 from agora.data.local_files import LocalFiles
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
-from agora.node.runs import RunReference
+from agora.node.runs import KnownFiles, RunReference
 from agora.state.checkpoint import MOMENTS, WEIGHTS, end_checkpoint, newest_checkpoint
 from agora.state.layout import AVERAGE
 from agora.state.merged_model import StageFile
 from agora.tuning.base.hub import absolute_name
 
+NOTHING_KNOWN = KnownFiles()
 COLLECT_S = 3600.0  # for a daemon to fetch the weights of all stages
 
 
@@ -37,12 +38,14 @@ class StageSources:
     base: Path
     daemon: paths.DaemonEntry | None = None
     places: tuple[Path, ...] = ()
+    known: KnownFiles = NOTHING_KNOWN
 
     def find_tokenizer(self, base_model: Path | None) -> str:
         """Returns a path of this machine for [data] tokenizer, or "bytes". Raises DiskError if it is nowhere."""
         source = self.signed.manifest.data.tokenizer
+        noted = filter(None, (self.known.tokenizer, self.known.base_model))
         try:
-            return LocalFiles(self.places, self.base, base_model).find_tokenizer(source)
+            return LocalFiles((*self.places, *noted), self.base, base_model).find_tokenizer(source)
         except LocalError:
             raise DiskError(
                 f"Cannot read the tokenizer file {source}: it is not on this machine; say where it is: "
@@ -60,6 +63,12 @@ class FoundRun:
     homes: tuple[paths.Home, ...]
     daemons: tuple[paths.DaemonEntry, ...]
     base: Path
+
+    def known_files(self) -> KnownFiles:
+        """What its daemons on this machine have noted, as far as it is still there."""
+        known = [runs.remembered_files(home, self.signed.run_id) for home in self.homes]
+        tokenizers, models = [one.tokenizer for one in known], [one.base_model for one in known]
+        return KnownFiles(next(filter(None, tokenizers), None), next(filter(None, models), None))
 
 
 def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> StageSources:
@@ -89,8 +98,7 @@ def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
     chosen = settings.load(found.homes[0].root / "agora.toml", {})
     model = chosen.named_base_model
     places = chosen.data_places if model is None or not model.is_dir() else (*chosen.data_places, model)
-    known = tuple(file for home in found.homes for file in runs.remembered_files(home, found.signed.run_id))
-    return replace(_collect(found, average=average), places=(*places, *known))
+    return replace(_collect(found, average=average), places=places, known=found.known_files())
 
 
 def _collect(found: FoundRun, *, average: bool) -> StageSources:
@@ -209,11 +217,12 @@ def steps_by_stage(sources: StageSources) -> list[dict[str, int]]:
     return [{"stage": file.stage, "step": file.step} for file in sources.files]
 
 
-def base_model_folder(flag: Path | None, directories: Sequence[Path]) -> Path | None:
-    """From the flag, the environment, or agora.toml; a model of the Hub is fetched. Raises SettingsError,
-    BaseModelError.
+def base_model_folder(flag: Path | None, directories: Sequence[Path], known: KnownFiles = NOTHING_KNOWN) -> Path | None:
+    """From the flag, the environment, agora.toml, or what a daemon of the run has noted; a model of the Hub is fetched.
+    Raises SettingsError, BaseModelError.
     """
     home = paths.home_at(next(iter(directories), None))
     flags = {"base_model": absolute_name(flag) if flag else None}
     chosen = settings.load(home.root / "agora.toml", flags)
-    return chosen.with_fetched_base_model(lambda where: print_to_stderr(f"hub          {where}")).named_base_model
+    chosen = chosen.with_fetched_base_model(lambda where: print_to_stderr(f"hub          {where}"))
+    return chosen.named_base_model or known.base_model

@@ -17,6 +17,7 @@ from agora.cli import console
 from agora.core.terminal_text import printable
 from agora.node import paths, runs
 from agora.node.control import control_client
+from agora.observe.events import DeviceUsed
 
 if TYPE_CHECKING:
     from agora_protocol.identity import Identity
@@ -147,6 +148,10 @@ def lines_of(status: Status) -> list[str]:
     if status["stages"]:
         lines += _table(STAGE_COLUMNS, "stages", [_stage_cells(row) for row in status["stages"]])
         lines += _table(PEER_COLUMNS, "peers", [_peer_cells(peer) for peer in status["peers"]])
+    devices = [
+        f"device  {peer['name']}: {_describe_device(used)}" for peer in status["peers"] if (used := peer.get("device"))
+    ]
+    lines += [*devices[:MAX_ROWS], *_left_out("devices", len(devices))]
     notes = [f"note    {peer['name']}: {note}" for peer in status["peers"] for note in [peer["note"]] if note]
     lines += [*notes[:MAX_ROWS], *_left_out("notes", len(notes))]
     if result := status.get("result"):
@@ -155,6 +160,11 @@ def lines_of(status: Status) -> list[str]:
     do = f"  do: {health['do']}" if health["do"] else ""
     lines.append(f"health  {health['state']}  why: {health['why']}{do}")
     return [_cut(printable(line, keep=""), MAX_LINE) for line in lines]  # peers wrote parts of it
+
+
+def _describe_device(used: Mapping[str, Any]) -> str:
+    fields = ("name", "memory_used", "memory_total", "mfu", "idle_in_jobs")
+    return DeviceUsed(*(used[field] for field in fields)).in_words()
 
 
 def _result_lines(result: Mapping[str, Any]) -> list[str]:

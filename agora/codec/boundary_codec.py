@@ -7,6 +7,9 @@ microbatch share the columns that are sent, so that the columns' numbers cost al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import numpy as np
 import torch
 from agora_protocol.codec_names import COLUMN_BYTES, Direction, DirectionCodec, Shape, parse_codec
@@ -16,9 +19,13 @@ from torch import Tensor
 
 from agora.codec.quantisation import check_scales, dequantise, quantise
 from agora.codec.seeded_random import draw_dither, rotate_blocks
-from agora.codec.uncompressed import CPU, encode_uncompressed, read_values
+from agora.codec.transfer import CPU, Upload, download
+from agora.codec.uncompressed import bytes_of, encode_uncompressed, read_values
 
+# Of the formats that are not quantised: the word of a value, and in it the bits that NaN and infinity have set.
+EXPONENT_BITS: Final = {"bf16": ("<u2", 0x7F80), "float32": ("<u4", 0x7F800000)}
 COLUMN_DTYPE: np.dtype[np.uint16] = np.dtype("<u2")
+COLUMN_TORCH_DTYPE: Final = torch.uint16
 
 
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
@@ -38,24 +45,43 @@ class BoundaryCodec:
         self._seed = seed
 
     def encode(
-        self, tensor: Tensor, direction: Direction, key: str | None = None, boundary: Tensor | None = None
+        self,
+        tensor: Tensor,
+        direction: Direction,
+        key: str | None = None,
+        boundary: Tensor | None = None,
+        dither: Tensor | None = None,
     ) -> WireTensor:
         """Encodes a boundary or gradient [b, s, k], of any float dtype, layout and device, as a wire tensor.
 
-        key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. boundary: for a
-        gradient, the decoded boundary that it belongs to, whose columns a codec of only some columns sends again. The
-        result may share the memory of `tensor`, which must not change before the result is sent. Values that are not
-        finite do not raise; see `decode`.
+        key: of the dither (see gradient_dither_key), the same as for `decode`; None rounds to nearest. dither: what
+        draw_dither gave for that key, on the device already. boundary: for a gradient, the decoded boundary that it
+        belongs to, whose columns a codec of only some columns sends again. The result may share the memory of `tensor`,
+        which must not change before the result is sent. Values that are not finite do not raise; see `decode`.
         """
         codec = self._spec.of_direction(direction)
+        if key is not None and dither is None:
+            b, s, k = tensor.shape
+            drawn = self.draw_dither((b, s, k), direction, key)
+            dither = None if drawn is None else drawn.to(tensor.device)
         if not self._spec.columns:
-            return self._quantise(tensor, codec, key) if codec.bits else encode_uncompressed(tensor, codec.name)
+            return self._quantise(tensor, codec, dither) if codec.bits else encode_uncompressed(tensor, codec.name)
         columns = strongest_columns(tensor if boundary is None else boundary, self._spec.columns)
         sent = tensor[..., columns]
-        values = self._quantise(sent, codec, key) if codec.bits else encode_uncompressed(sent, codec.name)
-        numbers = columns.to(CPU).numpy().astype(COLUMN_DTYPE).view(np.uint8)
-        packed = np.concatenate((numbers, np.frombuffer(values.data, np.uint8)))
-        return WireTensor("uint8", packed.shape, packed.data)
+        values = self._quantised_bytes(sent, codec, dither) if codec.bits else bytes_of(sent, codec.name)
+        numbers = columns.to(COLUMN_TORCH_DTYPE).view(torch.uint8)
+        packed = download(torch.cat((numbers, values)))
+        return WireTensor("uint8", tuple(packed.shape), packed.numpy().data)
+
+    def draw_dither(self, shape: Shape, direction: Direction, key: str) -> Tensor | None:
+        """Draws the dither of a boundary of this shape, int8 on the CPU; None if its format has none.
+
+        Takes a millisecond for 2 M values, and may be done before they are known.
+        """
+        if not self._spec.of_direction(direction).bits:
+            return None
+        b, s, k = self._spec.sent_shape(shape)
+        return draw_dither(key, self._seed, b * s, k)
 
     def decode(
         self,
@@ -63,14 +89,21 @@ class BoundaryCodec:
         shape: Shape,
         direction: Direction,
         key: str | None = None,
-        device: torch.device | str = CPU,
+        device: torch.device = CPU,
     ) -> Tensor:
         """Decodes a wire tensor to float32 [b, s, k] = `shape` on `device`; columns that were not sent are zeros.
 
-        The result may share the bytes of `wire`. Raises
-        ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape` (before anything is
-        allocated), for a scale out of range, and for wrong column numbers. Quantised values are always finite; values
-        of float32 and bf16 must be checked with is_all_finite.
+        The result may share the bytes of `wire`. Quantised values are always finite; for those of float32 and bf16 see
+        has_finite_values. Raises what `read` raises.
+        """
+        parts = self.read(wire, shape, direction, key)
+        return self.decode_parts(Upload(parts, device).to_device(), shape, direction)
+
+    def read(self, wire: WireTensor, shape: Shape, direction: Direction, key: str | None = None) -> list[Tensor]:
+        """Returns what decode_parts needs on its device, tensors on the CPU; they may share the bytes of `wire`.
+
+        Raises ProtocolError "bad-tensor" for another dtype or shape than the codec makes of `shape` (before anything is
+        allocated), for a scale out of range, and for wrong column numbers.
         """
         codec = self._spec.of_direction(direction)
         expected = self._spec.wire_format(shape, direction)
@@ -80,38 +113,61 @@ class BoundaryCodec:
                 "bad-tensor",
                 f"The tensor is {wire.dtype} {wire.shape}; {name} makes {expected[0]} {expected[1]} of {shape}.",
             )
-        data, columns, sent_shape = wire.data, None, self._spec.sent_shape(shape)
+        data, parts, sent_shape = wire.data, [], self._spec.sent_shape(shape)
         if self._spec.columns:
             columns, data = unpack_columns(data, self._spec.columns, shape[2])
+            parts.append(columns)
+        if not codec.bits:
+            return [*parts, read_values(data, codec.name, sent_shape)]
+        b, s, k = sent_shape
+        quantised = read_values(data, "uint8", [len(data)])
+        check_scales(quantised, b * s, k)
+        dither = [] if key is None else [draw_dither(key, self._seed, b * s, k)]
+        return [*parts, quantised, *dither]
+
+    def decode_parts(self, parts: Sequence[Tensor], shape: Shape, direction: Direction) -> Tensor:
+        """Returns what `decode` returns, on the device of `parts`, which `read` gave and nothing may change."""
+        codec = self._spec.of_direction(direction)
+        rest = list(parts)
+        columns = rest.pop(0) if self._spec.columns else None
+        values, dither = rest.pop(0), rest.pop(0) if rest else None
         if codec.bits:
-            sent = self._dequantise(read_values(data, "uint8", [len(data)]), sent_shape, codec, key, device)
+            sent = self._dequantise(values, self._spec.sent_shape(shape), codec, dither)
         else:
-            sent = read_values(data, codec.name, sent_shape).to(device, torch.float32)
+            sent = values.to(torch.float32)
         if columns is None:
             return sent
-        tensor = torch.zeros(shape, dtype=torch.float32, device=device)
-        tensor[..., columns.to(device)] = sent
+        tensor = torch.zeros(shape, dtype=torch.float32, device=sent.device)
+        tensor[..., columns] = sent
         return tensor
 
-    def _quantise(self, tensor: Tensor, codec: DirectionCodec, key: str | None) -> WireTensor:
+    def has_finite_values(self, wire: WireTensor, direction: Direction) -> bool:
+        """Returns whether all values of a wire tensor that `decode` has taken are finite.
+
+        It reads the wire's bytes, so that the host need not wait for a device to say it.
+        """
+        codec = self._spec.of_direction(direction)
+        if codec.bits:
+            return True
+        word, exponent = EXPONENT_BITS[codec.name]
+        values = np.frombuffer(wire.data[COLUMN_BYTES * self._spec.columns :], word)
+        return bool((values & exponent).max(initial=0) < exponent)
+
+    def _quantise(self, tensor: Tensor, codec: DirectionCodec, dither: Tensor | None) -> WireTensor:
+        wire = download(self._quantised_bytes(tensor, codec, dither))
+        return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
+
+    def _quantised_bytes(self, tensor: Tensor, codec: DirectionCodec, dither: Tensor | None) -> Tensor:
         b, s, k = tensor.shape
         rows = tensor.detach().to(torch.float32).reshape(b * s, k).contiguous()
         if codec.rotated:
             rows = rotate_blocks(rows, self._seed)
-        wire = quantise(rows, codec.bits, self._dither(b * s, k, key, rows.device)).to(CPU)
-        return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
+        return quantise(rows, codec.bits, dither)
 
-    def _dequantise(
-        self, wire: Tensor, shape: Shape, codec: DirectionCodec, key: str | None, device: torch.device | str
-    ) -> Tensor:
+    def _dequantise(self, wire: Tensor, shape: Shape, codec: DirectionCodec, dither: Tensor | None) -> Tensor:
         b, s, k = shape
-        check_scales(wire, b * s, k)
-        quantised = wire.to(device)
-        rows = dequantise(quantised, b * s, k, codec.bits, self._dither(b * s, k, key, quantised.device))
+        rows = dequantise(wire, b * s, k, codec.bits, dither)
         return (rotate_blocks(rows, self._seed, inverse=True) if codec.rotated else rows).view(shape)
-
-    def _dither(self, rows: int, k: int, key: str | None, device: torch.device) -> Tensor | None:
-        return None if key is None else draw_dither(key, self._seed, rows, k).to(device)
 
 
 def strongest_columns(tensor: Tensor, count: int) -> Tensor:

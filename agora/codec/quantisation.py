@@ -67,8 +67,9 @@ def dequantise(wire: Tensor, row_count: int, k: int, bits: int, dither: Tensor |
 
 
 def check_scales(wire: Tensor, row_count: int, k: int) -> None:
-    """Raises ProtocolError "bad-tensor" if a scale is NaN, negative or above 2^100."""
-    low, high = (bound.item() for bound in torch.aminmax(_read_scales(wire, row_count, k)))
+    """Raises ProtocolError "bad-tensor" if a scale is NaN, negative or above 2^100. wire: on the CPU."""
+    scales = _read_scales(wire, row_count, k).numpy()
+    low, high = float(scales.min()), float(scales.max())
     if not (low >= 0.0 and high <= MAX_SCALE):
         raise ProtocolError("bad-tensor", f"Scales range from {low:g} to {high:g}; they must be from 0 to 2^100.")
 

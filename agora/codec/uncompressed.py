@@ -15,6 +15,8 @@ from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agora.codec.transfer import CPU, download
+
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "float32": torch.float32,
@@ -23,7 +25,6 @@ DTYPES: dict[str, torch.dtype] = {
     "int32": torch.int32,
 }
 IGNORED = -1  # the token id of a target that is not supervised
-CPU = torch.device("cpu")
 
 
 def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
@@ -31,8 +32,12 @@ def encode_uncompressed(tensor: Tensor, dtype: str) -> WireTensor:
 
     May alias `tensor` (contiguous, of the same dtype, on the CPU): do not change it before the result is sent.
     """
-    converted = tensor.detach().to(CPU, DTYPES[dtype]).contiguous()
-    return WireTensor(dtype, tuple(converted.shape), converted.reshape(-1).view(torch.uint8).numpy().data)
+    return WireTensor(dtype, tuple(tensor.shape), download(bytes_of(tensor, dtype)).numpy().data)
+
+
+def bytes_of(tensor: Tensor, dtype: str) -> Tensor:
+    """Returns the bytes of a tensor of any dtype and layout as `dtype`, uint8 on its device; may alias it."""
+    return tensor.detach().to(DTYPES[dtype]).contiguous().reshape(-1).view(torch.uint8)
 
 
 def decode_uncompressed(
@@ -57,10 +62,8 @@ def encode_tokens(tokens: Tensor | NDArray[np.int32]) -> WireTensor:
     return encode_uncompressed(ids, next(fitting, "int32"))
 
 
-def decode_tokens(
-    wire: WireTensor, vocabulary: int, device: torch.device | str = CPU, *, shape: Sequence[int] | None = None
-) -> Tensor:
-    """Converts a wire tensor of token ids, IGNORED where not supervised, to int32 on `device`; may alias it.
+def decode_tokens(wire: WireTensor, vocabulary: int, *, shape: Sequence[int] | None = None) -> Tensor:
+    """Converts a wire tensor of token ids, IGNORED where not supervised, to int32 on the CPU; may alias it.
 
     Raises ProtocolError "bad-tensor" for another dtype than TOKEN_DTYPES, another shape (None: any), or an id that is
     not from -1 to vocabulary - 1.
@@ -69,13 +72,14 @@ def decode_tokens(
         raise ProtocolError("bad-tensor", f"Token ids are {wire.dtype}; they travel as {', '.join(TOKEN_DTYPES)}.")
     tokens = _from_wire(wire, wire.dtype, shape)
     if tokens.numel():
-        low, high = (int(bound) for bound in torch.aminmax(tokens))
+        ids = tokens.numpy()
+        low, high = int(ids.min()), int(ids.max())
         if low < IGNORED or high >= vocabulary:
             raise ProtocolError(
                 "bad-tensor",
                 f"Token ids {low} to {high} are outside {IGNORED} to {vocabulary - 1}, the ids of the run's model.",
             )
-    return tokens.to(device, torch.int32)
+    return tokens.to(torch.int32)
 
 
 def is_all_finite(tensor: Tensor) -> bool:

@@ -48,7 +48,7 @@ class Announcement:
     relays_for: int = 0
 
 
-class Caller(Protocol):
+class PeerCaller(Protocol):
     """Sends a request to a peer and waits for the reply."""
 
     async def call(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ import psutil
 PROC_SELF: Final = Path("/proc/self")
 # Version 1 says "no limit" by the greatest multiple of a page in 63 bits.
 NO_LIMIT_BYTES: Final = 1 << 60
+USUAL_PERIOD_US: Final = "100000"  # of a quota, where only the quota can be read: the kernel's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,14 @@ class Limit:
 
     amount: float
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersMemory:
+    """The bytes that a machine's owner lets this process take of its GPU, and of the machine's memory. 0: no limit."""
+
+    gpu: int = 0
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +102,13 @@ def cgroup_memory_limits(proc_self: Path = PROC_SELF) -> list[Limit]:
         else:
             used, reclaimable = group.read_number("memory.usage_in_bytes"), statistics.get("total_inactive_file", 0)
             files = ("memory.limit_in_bytes",)
+        if used is None:  # a sandbox may show the limit alone, and it holds all the same: this process takes a part
+            used, reclaimable = psutil.Process().memory_info().rss, 0
         allowed = {file: group.read_number(file) for file in files}
         # In a container the groups above cannot be seen, only what they leave.
         allowed["hierarchical_memory_limit"] = statistics.get("hierarchical_memory_limit")
         for file, limit in allowed.items():
-            if limit is not None and limit < NO_LIMIT_BYTES and used is not None:
+            if limit is not None and limit < NO_LIMIT_BYTES:
                 # Cached files, which the kernel drops when memory is asked for, are left, too.
                 limits.append(Limit(float(max(0, limit - used + min(used, reclaimable))), group.label(file)))
     return limits
@@ -111,7 +122,8 @@ def cgroup_processor_limits(proc_self: Path = PROC_SELF) -> list[Limit]:
             file, words = "cpu.max", group.read("cpu.max").split()
         else:
             file = "cpu.cfs_quota_us"
-            words = [group.read(file), group.read("cpu.cfs_period_us")]
+            words = [*group.read(file).split(), *group.read("cpu.cfs_period_us").split()]
+        words += [USUAL_PERIOD_US] * (len(words) == 1)
         if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
             limits.append(Limit(int(words[0]) / int(words[1]), group.label(file)))
     return limits
@@ -123,12 +135,15 @@ def control_groups(controller: str, proc_self: Path = PROC_SELF) -> Iterator[Con
     controller: "memory" or "cpu". Of version 1 the hierarchy of that controller, and of version 2 the one hierarchy.
     """
     paths = dict(_group_paths(controller, _read_lines(proc_self / "cgroup")))
-    for version, (root, mount_point) in _mounts(controller, _read_lines(proc_self / "mountinfo")).items():
-        if version not in paths:
+    mounts = list(_mounts(controller, _read_lines(proc_self / "mountinfo")))
+    for version, path in paths.items():
+        # A group may be mounted a second time, for example for containers: that shows another's limits, not these.
+        of_version = [(not _is_below(path, root), len(root), root, place) for v, root, place in mounts if v == version]
+        if not of_version:
             continue
-        path = paths[version]
+        is_elsewhere, _, root, mount_point = min(of_version)
         # In a container without its own cgroup namespace both are seen from the host: the mount is the group's own.
-        below = os.path.relpath(path, root) if path == root or path.startswith(root.rstrip("/") + "/") else "."
+        below = "." if is_elsewhere else os.path.relpath(path, root)
         folder = Path(os.path.normpath(mount_point / below))
         while folder.is_relative_to(mount_point):
             inner = "/" + str(folder.relative_to(mount_point)).lstrip(".")
@@ -146,8 +161,12 @@ def _group_paths(controller: str, lines: list[str]) -> Iterator[tuple[int, str]]
             yield 1, path
 
 
-def _mounts(controller: str, lines: list[str]) -> Mapping[int, tuple[str, Path]]:
-    # By version: which group is mounted, and where. A later mount at a place hides the earlier one.
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _mounts(controller: str, lines: list[str]) -> Iterator[tuple[int, str, Path]]:
+    # Version, which group is mounted, and where. A later mount at a place hides the earlier one.
     found: dict[Path, tuple[int, str]] = {}
     for line in lines:
         words, _, rest = line.partition(" - ")
@@ -160,7 +179,8 @@ def _mounts(controller: str, lines: list[str]) -> Mapping[int, tuple[str, Path]]
             found[place] = 2, root
         elif kind[0] == "cgroup" and controller in kind[-1].split(","):
             found[place] = 1, root
-    return {version: (root, place) for place, (version, root) in found.items()}
+    for place, (version, root) in found.items():
+        yield version, root, place
 
 
 def _unescape(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agora_protocol.ids import MicrobatchId
 from agora_protocol.tensors import WireTensor
@@ -16,9 +17,21 @@ class DrawnMicrobatch:
     number: int  # identifies it among those of its source
 
 
+class ForwardKey(NamedTuple):
+    """Identifies a forward that waits for its backward.
+
+    By entry stage too: a microbatch may enter a span at two stages, if its requester gave up and asked another peer. By
+    content too: whoever knows a microbatch's id may send other tensors under it.
+    """
+
+    microbatch: MicrobatchId
+    entry_stage: int
+    content_digest: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class SpanWork:
-    """A microbatch that enters a span at `entry_stage`. Equal for a microbatch's forward and its backward.
+    """A microbatch that enters a span at `entry_stage`.
 
     boundary: the hidden state that enters there, [b, s, k] as the run's codec encodes it; None at stage 0.
     tokens: as of DrawnMicrobatch.
@@ -34,6 +47,10 @@ class SpanWork:
     purpose: str
     references: tuple[float, ...] = ()
     content_digest: bytes = b""
+
+    @property
+    def key(self) -> ForwardKey:
+        return ForwardKey(self.microbatch, self.entry_stage, self.content_digest)
 
     @property
     def is_training(self) -> bool:

@@ -13,7 +13,7 @@ The counts are of the tensors that torch's backward formulas need, checked again
 | inner values, GPT-2's GELU    | 4                                                                                    |
 | eager attention               | also 2 for each pair of tokens and head                                              |
 
-In bf16, autocast also keeps a bf16 copy of each float32 matrix with the graph.
+In bf16, autocast also keeps a bf16 copy of each frozen float32 matrix with the graph. Trained ones are in bf16 already.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from agora.cost.decoder_sizes import DecoderSizes, LinearSize
 
 FLOAT: Final = 4  # bytes of a float32 value
 HALF: Final = 2  # bytes of a bf16 value
+# Head and loss take this many logits at a time: 512 MB in bf16 with their float32 copy, log-probabilities and gradient.
+LOGITS_AT_ONCE: Final = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +44,51 @@ class MicrobatchSize:
 
 
 def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """in_bf16: then autocast's bf16 copies of the layer's float32 matrices count too."""
+    """in_bf16: then autocast's bf16 copies of the layer's frozen float32 matrices count too."""
     value = HALF if in_bf16 else FLOAT
     per_token: float = FLOAT * _norm_values(sizes, layer) + value * (
         _linear_inputs(sizes, in_bf16) + _inner_values(sizes)
     )
-    has_mask = layer in sizes.masked_layers or batch.has_segments
+    # With bf16 a GPU has a kernel for rows of several sequences, with windows too; elsewhere lengths decide, which
+    # the manifest does not say.
+    is_packed = batch.has_segments and in_bf16 and not sizes.is_attention_eager
+    has_mask = (layer in sizes.masked_layers or batch.has_segments) and not is_packed
     per_token += value * _attention_values(sizes, has_mask, in_bf16) + _dropout_bytes(sizes, value)
     per_token += value * sizes.lora_rank * sum(sizes.has_lora(linear) for linear in sizes.linears)
-    pairs = _attention_pairs(sizes, has_mask, batch, value)
+    pairs = 0.0 if is_packed else _attention_pairs(sizes, has_mask, batch, value)
     return batch.tokens * per_token + pairs + _weight_copies(sizes, layer, in_bf16)
 
 
 def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Of the final norm and the head, without the loss. in_bf16: then autocast's bf16 copy of a float32 head counts
-    too.
+    """Of the final norm and the head, without the loss. in_bf16: then autocast's bf16 copy of a frozen float32 head
+    counts too.
     """
     value = HALF if in_bf16 else FLOAT
     capped = value * sizes.vocabulary if sizes.caps_logits else 0
     head_input = value * sizes.width if sizes.frozen_as is None else 0
-    copied = HALF * sizes.vocabulary * sizes.width if in_bf16 and sizes.frozen_as in (None, "float32") else 0
+    copied = HALF * sizes.vocabulary * sizes.width if in_bf16 and sizes.frozen_as == "float32" else 0
     return batch.tokens * (FLOAT * sizes.width * _norm_copies(sizes) + head_input + capped) + copied
 
 
+def head_chunk_tokens(vocabulary: int) -> int:
+    """Returns how many tokens go through head and loss at a time, the same on every machine."""
+    return max(1, LOGITS_AT_ONCE // vocabulary)
+
+
 def loss_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
-    """Logits, log-probabilities and the logits' gradient. in_bf16: then two bf16 copies of the logits count too."""
-    copies = 3 * FLOAT + (2 * HALF if in_bf16 else 0)
-    return batch.tokens * sizes.vocabulary * copies
+    """Logits, log-probabilities and the logits' gradient of one chunk of tokens. in_bf16: then two bf16 copies of the
+    logits count too. With several chunks also the gradients of head and hidden states, summed over the chunks so far.
+    """
+    chunk = min(batch.tokens, head_chunk_tokens(sizes.vocabulary))
+    logits = chunk * sizes.vocabulary
+    peak = logits * (3 * FLOAT + (2 * HALF if in_bf16 else 0))
+    if chunk == batch.tokens:
+        return peak
+    head = sizes.vocabulary * sizes.width if sizes.frozen_as is None else 0
+    value = HALF if in_bf16 else FLOAT
+    # A chunk's gradient of the head is added to the float32 sum when only the gradient of its logits is left.
+    at_sum = (FLOAT + value) * head + logits * value
+    return max(peak + FLOAT * head, at_sum) + batch.tokens * FLOAT * sizes.width
 
 
 def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
@@ -137,9 +157,6 @@ def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
 
 
 def _weight_copies(sizes: DecoderSizes, layer: int, in_bf16: bool) -> float:
-    if not in_bf16:
+    if not in_bf16 or sizes.frozen_as != "float32":
         return 0.0
-    matrices = sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)
-    # LoRA's matrices are always float32.
-    lora = sizes.lora_rank * sum(lin.inputs + lin.outputs for lin in sizes.linears if sizes.has_lora(lin))
-    return HALF * ((matrices if sizes.frozen_as in (None, "float32") else 0) + lora)
+    return HALF * sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)

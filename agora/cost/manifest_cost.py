@@ -24,6 +24,7 @@ from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import Span
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cost.activation_bytes import (
@@ -49,8 +50,9 @@ NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)  # bytes of the tables that each NF4
 MUON_BATCH: Final = 1 << 24  # elements that Muon orthogonalises in one batch, or one matrix if it has more
 MUON_COPIES: Final = 5  # copies of a batch's elements that orthogonalising takes temporarily
 TOKEN_BYTES: Final = 4
-# The device holds for each trained value: its weight, its gradient's sum, and its gradient of one microbatch.
-COPIES_OF_WEIGHTS: Final = 3
+# The device holds for each trained value its float32 weight, its float32 gradient sum, its gradient of one microbatch
+# and, where products are in bf16, a copy of the weight; gradient and copy are then in bf16, so that it takes as much.
+WEIGHT_BYTES: Final = 3 * FLOAT
 
 
 def run_cost(
@@ -86,9 +88,9 @@ def run_cost(
     )
 
 
-def min_memory(manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
-    """In float32, with one microbatch in flight. Raises TypeError for a model family without a formula."""
-    return run_cost(manifest, in_flight=1).memory(span, in_host=state_in_host)
+def min_memory(manifest: Manifest, span: Span, *, in_bf16: bool = False, state_in_host: bool = False) -> MemoryNeed:
+    """With one microbatch in flight. Raises TypeError for a model family without a formula."""
+    return run_cost(manifest, in_bf16=in_bf16, in_flight=1).memory(span, in_host=state_in_host)
 
 
 def usual_in_flight(manifest: Manifest) -> int:
@@ -106,27 +108,35 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     is_last = layers.stop == sizes.layers
     head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
     loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
-    at_loss = loss - FLOAT * elements  # without gradients of weights, which trained_bytes has and which come later
+    gradient = (HALF if in_bf16 else FLOAT) * elements  # of one microbatch
+    at_loss = loss - gradient  # without gradients of weights, which trained_bytes has and which come later
     kept = sum(graphs) + head
     inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT
-    at_step = _muon_bytes(manifest, sizes, layers) - FLOAT * elements  # when no microbatch is worked on
+    at_step = _muon_bytes(manifest, sizes, layers) - gradient  # when no microbatch is worked on
     moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
     in_memory = moments - 2 * (FLOAT - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
     return StageCost(
         forward_flops=forward,
         backward_flops=backward,
         frozen_bytes=frozen_bytes(sizes, layers, manifest.model.context),
-        trained_bytes=FLOAT * elements * COPIES_OF_WEIGHTS,
+        trained_bytes=(WEIGHT_BYTES + FLOAT * _keeps_reference(manifest)) * elements,
         optimizer_bytes=in_memory,
         kept_bytes=kept,
         peak_bytes=max(of_layer, at_loss, at_step - kept),
         state_bytes=FLOAT * elements + moments,
         head_flops=2.0 * batch.tokens * sizes.vocabulary * sizes.width if is_last else 0.0,
-        version_bytes=FLOAT * elements if manifest.schedule.kind == "asynchronous" else 0.0,
+        last_layer_flops=0.0 if is_last else microbatch_flops(sizes, layers[-1:], batch)[0],
+        version_bytes=gradient if manifest.schedule.kind == "asynchronous" else 0.0,
         layer_inputs_bytes=inputs,
         layer_peak_bytes=max(max(graphs) + of_layer, head + at_loss, at_step - inputs),
         trained_values=elements,
     )
+
+
+def _keeps_reference(manifest: Manifest) -> bool:
+    # Where lora begins with an adapter, the model that dpo compares with has that one, and not what it has become.
+    model = manifest.model
+    return manifest.objective.kind == "dpo" and isinstance(model, HfSection) and bool(model.adapter_hash)
 
 
 def trained_parameters(sizes: DecoderSizes, layers: range) -> int:
@@ -187,7 +197,8 @@ def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) 
     """
     inside, _ = _matrix_parameters(sizes, layers)
     head = sizes.vocabulary * sizes.width if layers.stop == sizes.layers else 0
-    halved = 0 if sizes.is_attention_eager or batch.has_segments else len(set(layers) - sizes.masked_layers)
+    # Rows of several sequences need less still, how much less the manifest does not say.
+    halved = 0 if sizes.is_attention_eager else len(set(layers) - sizes.masked_layers)
     attention = 4.0 * batch.context * sizes.query_width * (len(layers) - halved / 2)
     fixed = 2.0 * _basis_products(sizes, layers) * sizes.width * sizes.stream
     matrices = 2.0 * (inside + head)

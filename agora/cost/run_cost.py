@@ -13,7 +13,8 @@ from agora_protocol.ids import Span
 Activations = Literal["keep", "recompute", "layers"]
 # From the fewest operations and most memory to the reverse.
 ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
-# How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it.
+# How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it. With
+# "layers" a span without the last stage keeps the graph of its last layer in the second pass: that has no third one.
 FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
 # What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0.
 Limit = Literal["compute", "upload", "download", "memory"]
@@ -44,7 +45,7 @@ class StageCost:
     """What one stage costs the machine that holds it.
 
     forward_flops, backward_flops: for each microbatch; backward_flops does not contain recomputed forward passes.
-    head_flops: the part of forward_flops after the last layer.
+    head_flops: the part of forward_flops after the last layer. last_layer_flops: the part of the last layer.
     frozen_bytes: of weights that never change, in the format in which they are kept.
     trained_bytes: of trained weights, their gradient sums and every copy that must be kept with them.
     version_bytes: of a second version of the weights, needed where graphs are kept while steps are taken.
@@ -66,6 +67,7 @@ class StageCost:
     peak_bytes: float = 0.0
     state_bytes: float = 0.0
     head_flops: float = 0.0
+    last_layer_flops: float = 0.0
     version_bytes: float = 0.0
     layer_inputs_bytes: float = 0.0
     layer_peak_bytes: float = 0.0
@@ -152,8 +154,11 @@ class RunCost:
     def flops(self, span: Span, activations: Activations | None = None) -> float:
         """Forward, backward and recomputed forwards. activations: None means the cheapest that peers may choose."""
         # The head is never recomputed.
-        repeats = FORWARDS[activations or self.activation_choices[0]][self._has_last_stage(span)] - 1
-        return _sum_over(self._flops_once, span) + repeats * _sum_over(self._layer_flops, span)
+        chosen, has_last = activations or self.activation_choices[0], self._has_last_stage(span)
+        repeated = (FORWARDS[chosen][has_last] - 1) * _sum_over(self._layer_flops, span)
+        if chosen == "layers" and not has_last:
+            repeated -= self.stages[span.last].last_layer_flops
+        return _sum_over(self._flops_once, span) + repeated
 
     @property
     def work(self) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -35,7 +35,6 @@ ONE_A_LINE: Final = "write one JSON object a line, or a list of objects in a .js
 STATE_FILE: Final = "state.json"
 SPLITS_FILE: Final = "dataset_dict.json"
 
-DECODER: Final = json.JSONDecoder()
 SPACE: Final = re.compile(r"[ \t\r\n]*")
 DATA_LIST: Final = re.compile(r'[ \t\r\n]*\{[ \t\r\n]*"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 
@@ -105,6 +104,27 @@ def unreadable_data(path: Path, error: Exception) -> DataError | DiskError:
 
 # Yields the records of a file; its arguments are those of read_records.
 Reader = Callable[[Path, Collection[str] | None, OnBad | None], Iterator[RawRecord]]
+
+
+class KeyTwice(DataError):
+    """Raised for a JSON object with a key twice, of which json takes the last in silence. Says no place."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise KeyTwice(f"has the key {twice!r:.60} twice in one object; remove one of them, or rename it.")
+    return made
+
+
+DECODER: Final = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
+def parse_json(text: str) -> Any:
+    """json.loads, but raises KeyTwice where that would take one of two values in silence."""
+    return json.loads(text, object_pairs_hook=_object_of)
 
 
 # --- opening a file, and what is said of one that is not what its name says
@@ -272,7 +292,9 @@ def _read_object_line(line: bytes, number: int, path: Path, where: str) -> RawRe
         raise DataError(f"{where} is longer than {LONGEST_RECORD >> 20} MiB; split that record.")
     try:
         # Files that were joined have the mark of UTF-8 in the middle, too.
-        value = json.loads(line.decode().removeprefix("\ufeff").rstrip("\r\n"))
+        value = parse_json(line.decode().removeprefix("\ufeff").rstrip("\r\n"))
+    except KeyTwice as error:
+        raise DataError(f"{where} {error}") from None
     except UnicodeDecodeError as error:
         raise not_utf8(path, where, line, error) from error
     except (ValueError, RecursionError) as error:
@@ -381,33 +403,68 @@ class _CsvLines:
 
 
 def _read_json(path: Path, columns: Collection[str] | None, on_bad: OnBad | None) -> Iterator[RawRecord]:
-    with io.TextIOWrapper(open_text(path), encoding="utf-8-sig", newline="") as file:
+    # Bytes that are not UTF-8 stay in the text until the scanner comes to the record that has them.
+    with io.TextIOWrapper(open_text(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         scanner = JsonScanner(file, path)
-        try:
-            first = scanner.next_character()
-            has_data_key = first == "{" and scanner.accept(DATA_LIST)
-            if first == "[" or has_data_key:
-                yield from _list_items(scanner, "}" if has_data_key else "")
-                return
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, f"{path}:{scanner.line} or a line soon after it", error.object, error) from error
+        first = scanner.next_character()
+        has_data_key = first == "{" and scanner.accept(DATA_LIST)
+        if first == "[" or has_data_key:
+            yield from _list_items(scanner, "}" if has_data_key else "", on_bad)
+            return
     yield from read_lines(path, columns, on_bad)
 
 
-def _list_items(scanner: JsonScanner, closing: str) -> Iterator[RawRecord]:
+def _list_items(scanner: JsonScanner, closing: str, on_bad: OnBad | None) -> Iterator[RawRecord]:
     scanner.expect("[")
-    while scanner.next_character() != "]":
-        where = f"{scanner.path}:{scanner.line}"
-        if scanner.next_character() != "{":
-            raise DataError(f"{where} has something other than an object in the list; {ONE_A_LINE}.")
-        yield _check_record(scanner.take_value(), where)
-        if scanner.next_character() != "]":
-            scanner.expect(",")
+    keys: frozenset[str] = frozenset()  # of the items so far
+    needs_comma = False
+    while True:
+        try:
+            if scanner.next_character() == "]":
+                _end_list(scanner, closing)
+                return
+            if needs_comma:
+                scanner.expect(",")
+                needs_comma = False
+                continue
+            record = _take_item(scanner)
+        except DataError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
+            needs_comma = False
+            if not scanner.skip_item(error, keys):
+                return
+            if scanner.next_character() == ",":
+                scanner.expect(",")
+        else:
+            yield record
+            keys |= record.fields.keys()
+            needs_comma = True
+
+
+def _end_list(scanner: JsonScanner, closing: str) -> None:
     scanner.expect("]")
     if closing:
         scanner.expect(closing)
     if scanner.next_character():
         raise DataError(f"{scanner.path}:{scanner.line} has something after the list's end; {ONE_A_LINE}.")
+
+
+def _take_item(scanner: JsonScanner) -> RawRecord:
+    first, where = scanner.next_character(), f"{scanner.path}:{scanner.line}"
+    if not first:
+        scanner.expect("]")
+    if first != "{":
+        raise DataError(f"{where} has something other than an object in the list; {ONE_A_LINE}.")
+    return _check_record(scanner.take_value(), where)
+
+
+TEXT: Final = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+TOKEN: Final = re.compile(rf"{TEXT}|[\[\]{{}},]", re.DOTALL)
+NEXT_OBJECT: Final = re.compile(r",[ \t\r\n]*(?=\{)")
+FIRST_KEY: Final = re.compile(rf"\{{[ \t\r\n]*({TEXT})[ \t\r\n]*:", re.DOTALL)
+NOT_UTF8: Final = re.compile("[\udc80-\udcff]")  # how surrogateescape has such bytes
 
 
 class JsonScanner:
@@ -419,6 +476,8 @@ class JsonScanner:
         self._file = file
         self._text = ""
         self._at = 0
+        self._indent = ""  # the white space that the current line begins with
+        self._is_indenting = True  # whether there is only white space so far in the current line
 
     def next_character(self) -> str:
         """Skips white space and returns the next character without skipping it; "" at the end of the file."""
@@ -452,12 +511,16 @@ class JsonScanner:
                 value, end = DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 # the text read so far may end within the value
+                self._require_utf8(min(error.pos + 1, len(self._text)))
                 may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - 16
                 if not (may_go_on and len(self._text) - self._at <= LONGEST_RECORD and self._read_more()):
                     raise self._malformed_error(error.pos - self._at, error.msg) from error
+            except KeyTwice as error:
+                raise DataError(f"{self.path}:{self.line} {error}") from None
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, too many brackets
                 raise self._malformed_error(0, str(error)[:200]) from error
             else:
+                self._require_utf8(end)
                 if end - self._at > LONGEST_RECORD:
                     raise DataError(
                         f"{self.path}:{self.line} is longer than {LONGEST_RECORD >> 20} MiB; split that record."
@@ -465,13 +528,86 @@ class JsonScanner:
                 self._advance(end)
                 return value
 
+    def skip_item(self, error: DataError, keys: Collection[str]) -> bool:
+        """Skips the malformed item of a list that begins here, up to the comma behind it or to the next item.
+
+        False if no other item follows, at the end of the file. keys: those of items of this list, by which an object is
+        known to be an item and not a part of one. Raises `error` if no other item begins within LONGEST_RECORD.
+        """
+        while (end := self._find_next(keys, is_whole=False)) is None:
+            if len(self._text) - self._at > LONGEST_RECORD:
+                raise error
+            if not self._read_more():
+                end = self._find_next(keys, is_whole=True)
+                break
+        self._advance(len(self._text) if end is None else end)
+        return end is not None
+
+    def _find_next(self, keys: Collection[str], *, is_whole: bool) -> int | None:
+        # The nearest of: where the brackets are closed; an object at the beginning of a line as far to the left as this
+        # one; an object that can be read, with this item's first key and keys as other items have them.
+        # is_whole: the text ends with the file.
+        text, closed = self._text, self._closed_at(is_whole)
+        for match in NEXT_OBJECT.finditer(text, self._at, len(text) if closed is None else closed):
+            if self._begins_line(match):
+                return match.end()
+            with suppress(ValueError, RecursionError):
+                if self._has_first_key(match.end()):
+                    found = DECODER.raw_decode(text, match.end())[0].keys()
+                    if not keys or found <= set(keys) or found >= set(keys):
+                        return match.end()
+        return closed
+
+    def _begins_line(self, match: re.Match[str]) -> bool:
+        return match.group().endswith(f"\n{self._indent}")
+
+    def _has_first_key(self, at: int) -> bool:
+        # Whether the object at `at` begins with the key that the item which begins here begins with.
+        own, other = FIRST_KEY.match(self._text, self._at), FIRST_KEY.match(self._text, at)
+        return own is not None and other is not None and own.group(1) == other.group(1)
+
+    def _closed_at(self, is_whole: bool) -> int | None:
+        depth, is_object = 0, self._text.startswith("{", self._at)
+        for match in TOKEN.finditer(self._text, self._at):
+            sign = match.group()
+            if sign in ("[", "{"):
+                depth += 1
+            elif depth:
+                depth -= sign in ("]", "}")
+            elif sign == ",":
+                # Where a quotation mark is missing, what looks closed may be within a text.
+                item = NEXT_OBJECT.match(self._text, match.start())
+                if not is_object or (item and (self._begins_line(item) or self._has_first_key(item.end()))):
+                    return match.start()
+            elif sign == "]" and is_whole and self._text[match.end() :].strip() in ("", "}"):
+                return match.start()
+        return None
+
+    def _require_utf8(self, end: int) -> None:
+        bad = NOT_UTF8.search(self._text, self._at, end)
+        if bad is None:
+            return
+        line = self.line + self._text.count("\n", self._at, bad.start())
+        text = self._text[self._at : max(end, bad.start() + CHUNK)].encode("utf-8", "surrogateescape")
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise not_utf8(self.path, f"{self.path}:{line}", text, error) from error
+
     def _malformed_error(self, offset: int, reason: str) -> DataError:
         line = self.line + self._text.count("\n", self._at, self._at + offset)
         begins = f" in the record that begins at line {self.line}" if line != self.line else ""
         return DataError(f"{self.path}:{line} is not JSON ({reason}{begins}); correct or remove that record.")
 
     def _advance(self, end: int) -> None:
-        self.line += self._text.count("\n", self._at, end)
+        before, newline, tail = self._text[self._at : end].rpartition("\n")
+        self.line += before.count("\n") + len(newline)
+        if newline:
+            self._indent, self._is_indenting = "", True
+        if self._is_indenting:
+            rest = tail.lstrip(" \t")
+            self._indent += tail[: len(tail) - len(rest)]
+            self._is_indenting = not rest
         self._at = end
 
     def _read_more(self) -> bool:
@@ -688,6 +824,9 @@ def import_pyarrow(path: Path) -> Any:
 def _iter_rows(batches: Iterable[Any], path: Path) -> Iterator[RawRecord]:
     number = 0
     for batch in batches:
+        names = batch.schema.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{path} has the column {twice!r:.60} twice; rename one of them.")
         for fields in batch.to_pylist():
             number += 1
             yield RawRecord(fields, f"{path} row {number}")

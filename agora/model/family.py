@@ -51,7 +51,6 @@ class StageModule(nn.Module, abc.ABC):
         self.is_first = is_first
         self.is_last = is_last
 
-    @abc.abstractmethod
     def forward(
         self,
         hidden: Tensor,
@@ -59,20 +58,47 @@ class StageModule(nn.Module, abc.ABC):
         segments: Tensor | None = None,
         run_layer: RunLayer = keep_graph,
     ) -> Tensor:
-        """Returns the boundary [b, s, k] that leaves the stage, from the boundary `hidden` [b, s, k] that enters it.
+        """As run_layers, but the last stage returns the logits [b, s, vocabulary] of all tokens at once."""
+        hidden = self.run_layers(hidden, tokens, segments, run_layer)
+        return self.logits(hidden) if self.is_last else hidden
 
-        The last stage returns logits [b, s, vocabulary]. k: columns of a boundary.
+    @abc.abstractmethod
+    def run_layers(
+        self,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        segments: Tensor | None = None,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
+        """Returns the boundary [b, s, k] that leaves the layers, from the boundary `hidden` [b, s, k] that enters them.
+
+        After the model's last layer it is the hidden state [b, s, d] that `logits` takes. k: columns of a boundary.
 
         hidden: for the first stage, the token ids [b, s]. tokens, segments: as in TokenBatch; a token attends to its
         own sequence only, in which positions count from 0. Only families whose section has `can_learn_samples` true
         take segments. run_layer: called for each decoder layer, with a function of the hidden state alone, in which
-        only that state and the layer's parameters have gradients.
+        only that state and the layer's parameters have gradients. To be compiled, it must be a functools.partial with
+        the layer as its function or as one of its positional arguments.
         """
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Context manager: inside it, forwards compute the model as it was before any training.
+    @abc.abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns logits [..., vocabulary] from the last layer's hidden state [..., d]: final norm and head.
 
-        Only for models whose section has `has_reference` true; so for `merged_tensors`.
+        Only for the last stage; so for head_modules. Each token's logits depend on its own hidden state alone.
+        """
+
+    @abc.abstractmethod
+    def head_modules(self) -> nn.ModuleList:
+        """Returns the modules whose parameters `logits` uses."""
+
+    def keep_reference(self) -> None:
+        """Keeps what `as_reference` needs of the weights as they are now, before any training; call it once."""
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """Context manager: inside it, forwards without gradients compute the model as it was before any training.
+
+        Call keep_reference before. Only for models whose section has `has_reference` true; so for `merged_tensors`.
         """
         raise LookupError(f"{type(self).__name__} keeps no model as it began")
 
@@ -122,12 +148,15 @@ class Family(abc.ABC):
     def make_stage(self, layers: range) -> StageModule:
         """The caller must have set the meta device: no memory is allocated."""
 
-    def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
+    def min_memory(
+        self, manifest: Manifest, span: Span, *, in_bf16: bool = False, state_in_host: bool = False
+    ) -> MemoryNeed:
         """Returns an estimate of the least memory that training `span` takes.
 
-        state_in_host: the optimizer's state is in host memory; else all is on the device.
+        in_bf16: products are in bf16, else in float32. state_in_host: the optimizer's state is in host memory; else all
+        is on the device.
         """
-        return min_memory(manifest, span, state_in_host=state_in_host)
+        return min_memory(manifest, span, in_bf16=in_bf16, state_in_host=state_in_host)
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:

@@ -175,7 +175,7 @@ class SubspaceStage(StageModule):
             self.norm = nn.RMSNorm(model.width, model.norm_epsilon)
             self.head = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(
+    def run_layers(
         self,
         hidden: Tensor,
         tokens: Tensor | None = None,
@@ -195,9 +195,14 @@ class SubspaceStage(StageModule):
                 hidden = expand(hidden)
                 expand = EXPAND_NOTHING
             hidden = run_layer(layer, partial(layer, table=self.table, expand=expand), hidden)
-        if self.is_last:
-            hidden = self.head(self.norm(hidden))
         return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+    def head_modules(self) -> nn.ModuleList:
+        return nn.ModuleList([self.norm, self.head])
 
     def fill_buffers(self, seed: int) -> None:
         model = self._model

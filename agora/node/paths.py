@@ -10,6 +10,7 @@ Layout of a data directory (mode 0700):
     paused                      there while the owner has paused the daemon
     banned.txt                  the peers that the owner has banned from this machine, mode 0600
     events.jsonl                the journal; older parts of it in events.jsonl.1 and so on
+    metrics.jsonl               the values of all metrics over time; older ones in metrics.jsonl.1 and so on
     profile-<key>.json          how fast this machine computes the run's model, as an earlier start has measured
     corpus/                     tokenised texts and rows of samples, by content
     base/<list hash>/           fetched tensors of a base model, by its tensor list
@@ -19,10 +20,13 @@ Layout of a data directory (mode 0700):
     runs/<run id>/peers.txt     addresses that answered last time
     runs/<run id>/drawn.txt     how many microbatches the origin has drawn, in blocks
     runs/<run id>/epochs.json   which samples the origins have seen, by step of stage 0
+    runs/<run id>/tracked.json  up to when `swarm track` has sent the rows, by tracker
     runs/<run id>/checkpoints/  this machine's checkpoints, by stage and step
     runs/<run id>/weights/      the weights of the stages held, as last asked for
     runs/<run id>/result/       what the run has learnt, exported when it had ended
     runs/<run id>/collected/    the weights of every stage, as last asked for by an export
+    launched/<run>-<tool>/      jobs of `swarm launch`, mode 0600: one may hold an invite
+    devices/<device>/           the data directories of the daemons of further devices, see `--device all`
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from agora_protocol.errors import LocalError
 MAX_SOCKET_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 HOME_VARIABLE = "AGORA_HOME"
 RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
+SUPERVISOR_VARIABLE = "AGORA_SUPERVISOR_PID"  # of a daemon that another process runs for one device of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,13 @@ class Home:
     @property
     def paused(self) -> Path:
         return self.root / "paused"
+
+    @property
+    def devices(self) -> Path:
+        return self.root / "devices"
+
+    def of_device(self, name: str) -> Home:
+        return Home(self.devices / name)
 
     @property
     def runs(self) -> Path:
@@ -89,6 +101,9 @@ class Home:
 
     def checkpoints(self, run: str) -> Path:
         return self.runs / run / "checkpoints"
+
+    def tracked(self, run: str) -> Path:
+        return self.runs / run / "tracked.json"
 
     def result(self, run: str) -> Path:
         return self.runs / run / "result"
@@ -172,6 +187,7 @@ class DaemonEntry:
     peer: the daemon's peer id.
     root: the daemon's data directory.
     socket: the path of its control socket.
+    supervisor: the pid of the process that runs it for one device of several, 0 for none.
     """
 
     run: str
@@ -181,14 +197,30 @@ class DaemonEntry:
     pid: int
     root: str
     socket: str
+    supervisor: int = 0
 
     @property
     def is_alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except OSError:  # another user's process may have the number now
-            return False
-        return True
+        return is_alive(self.pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process of this user, or one that this user may signal, has the number and has not ended."""
+    import psutil  # here: most commands look for no daemon, and need not wait for this import
+
+    try:
+        os.kill(pid, 0)
+        # A parent may be slow to ask how it ended, and a container's first process may never do so.
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except (OSError, psutil.Error):  # another user's process may have the number now
+        return False
+
+
+def homes_beside(entry: DaemonEntry) -> list[Home]:
+    """Returns the data directories of all devices' daemons of the machine, that of `entry` included."""
+    root = Path(entry.root)
+    main = Home(root.parent.parent if root.parent.name == "devices" else root)
+    return [main, *(Home(place) for place in sorted(main.devices.iterdir()) if place.is_dir())]
 
 
 def socket_of(home: Home) -> Path:

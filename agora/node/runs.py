@@ -229,21 +229,38 @@ def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
     return tuple(text for text in texts if address_problem(text) is None)[:16]
 
 
-def remember_files(home: paths.Home, run: str, files: Sequence[str]) -> None:
-    """Writes where this machine has the files of the run's manifest, atomically. Raises OSError.
+@dataclass(frozen=True, slots=True)
+class KnownFiles:
+    """Where this machine has what the run's manifest names and its commands need; None if nobody has said it."""
+
+    tokenizer: Path | None = None
+    base_model: Path | None = None  # its folder
+
+
+def remember_files(home: paths.Home, run: str, known: KnownFiles) -> None:
+    """Writes it to the data directory, atomically; what is None there stays as it was. Raises OSError.
 
     The run's directory must exist.
     """
-    paths.replace_text(_files_of(home, run), json.dumps(list(files)))
+    earlier = remembered_files(home, run)
+    files = {"tokenizer": known.tokenizer or earlier.tokenizer, "base_model": known.base_model or earlier.base_model}
+    written = {name: str(place.absolute()) for name, place in files.items() if place is not None}
+    paths.replace_text(_files_of(home, run), json.dumps(written))
 
 
-def remembered_files(home: paths.Home, run: str) -> tuple[Path, ...]:
-    """Returns what remember_files wrote last; () if it cannot be read."""
+def remembered_files(home: paths.Home, run: str) -> KnownFiles:
+    """Returns what remember_files wrote, as far as it can be read and is still there."""
     try:
         files = json.loads(_files_of(home, run).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ()
-    return tuple(Path(file) for file in files if isinstance(file, str)) if isinstance(files, list) else ()
+        files = None
+    files = files if isinstance(files, dict) else {}
+    places = {name: Path(place) for name, place in files.items() if isinstance(place, str)}
+    tokenizer, base_model = places.get("tokenizer"), places.get("base_model")
+    return KnownFiles(
+        tokenizer if tokenizer is not None and tokenizer.exists() else None,
+        base_model if base_model is not None and base_model.is_dir() else None,
+    )
 
 
 def _files_of(home: paths.Home, run: str) -> Path:

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,15 +18,17 @@ from agora_protocol.ids import Span
 from agora_protocol.limits import MAX_RELAYED_PEERS
 from pydantic import AfterValidator
 
+from agora.core.machine_limits import OwnersMemory
 from agora.net.shaping.bandwidth import RateLimits, parse_rate
 from agora.net.shaping.link import LinkSpec
 from agora.node.limits.pausing import Hours
+from agora.node.paths import HOME_VARIABLE, RUNTIME_VARIABLE, SUPERVISOR_VARIABLE
 
 PREFIX = "AGORA_"
 FLAGS = "the command line"
 ENVIRONMENT = "the environment"
 MAX_PORT = 65_535
-OTHER_VARIABLES = frozenset({"AGORA_HOME", "AGORA_RUNTIME_DIR", "AGORA_FAULTS", "AGORA_FAULTS_LOG"})
+OTHER_VARIABLES = frozenset({HOME_VARIABLE, RUNTIME_VARIABLE, SUPERVISOR_VARIABLE, "AGORA_FAULTS", "AGORA_FAULTS_LOG"})
 _HOST_PORT = re.compile(r"(?:\[(?P<ip6>[^]]*)\]|(?P<ip4>[^:]*)):(?P<port>\d{1,5})", re.ASCII)
 
 
@@ -48,12 +50,30 @@ def _check_rate(text: str) -> str:
     return text
 
 
+def _check_endpoint(text: str) -> str:
+    if text and _split_endpoint(text) is None:
+        raise ValueError(f"{text!r} is not HOST:PORT; write 127.0.0.1:9464, or for IPv6 [::1]:9464")
+    return text
+
+
+def _split_endpoint(text: str) -> tuple[str, int] | None:
+    match = _HOST_PORT.fullmatch(text)
+    if match is None or int(match["port"]) > MAX_PORT:
+        return None
+    host = match["ip6"] or match["ip4"] or "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)), int(match["port"])
+    except ValueError:
+        return None
+
+
 class Settings(pydantic.BaseModel):
     """What the owner of a machine decides about its daemon: device, stages, addresses, limits, hours."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
+    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"; "all", or several with commas: a daemon for each
+    compile: Literal["auto", "never"] = "auto"  # whether layers are compiled where that pays: on GPUs
     stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"
     # Multiaddrs, HOST:PORT or [HOST]:PORT; port 0 lets the system choose.
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
@@ -66,7 +86,10 @@ class Settings(pydantic.BaseModel):
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
     slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes this many times slower, by sleeping
+    # For experiments: a stage's forward pass takes at least so long, by sleeping, and other jobs in proportion; 0: off.
+    emulated_ms: float = pydantic.Field(0.0, ge=0.0, le=60_000.0)
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
+    host_memory_gib: float = pydantic.Field(0.0, ge=0.0)  # of the machine's memory beside a GPU; 0: memory_gib
     most_stages: int = pydantic.Field(0, ge=0)  # the longest span that placement may choose; 0: what fits into memory
     rebalance: bool = True  # whether it moves by itself where the swarm is slowest; never with chosen `stages`
     allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
@@ -74,6 +97,8 @@ class Settings(pydantic.BaseModel):
     data: tuple[str, ...] = ()
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
+    # The adapter that the run begins with: its folder, or its Hugging Face Hub id; "" is none, or one that peers give.
+    adapter: str = ""
     disk_gib: float = pydantic.Field(0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
     upload_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # over all traffic, such as 1MB/s; "" is none
     download_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # likewise
@@ -84,6 +109,7 @@ class Settings(pydantic.BaseModel):
     # Whether it writes the result into the data directory then: if it is the one to do so, whoever it is, or never.
     export_at_end: Literal["auto", "always", "never"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    metrics: Annotated[str, AfterValidator(_check_endpoint)] = ""  # HOST:PORT where Prometheus gets them; "" is nowhere
 
     @pydantic.field_validator("listen", "announce", mode="before")
     @classmethod
@@ -102,8 +128,16 @@ class Settings(pydantic.BaseModel):
         return LinkSpec.parse(self.link) if self.link else None
 
     @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * 2**30)
+    def names_several_devices(self) -> bool:
+        return self.device == "all" or "," in self.device
+
+    @property
+    def owners_memory(self) -> OwnersMemory:
+        return OwnersMemory(int(self.memory_gib * 2**30), int((self.host_memory_gib or self.memory_gib) * 2**30))
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        return _split_endpoint(self.metrics) if self.metrics else None
 
     @property
     def disk_bytes(self) -> int:
@@ -122,25 +156,46 @@ class Settings(pydantic.BaseModel):
         return Path(self.base_model).expanduser() if self.base_model else None
 
     @property
+    def named_adapter(self) -> Path | None:
+        return Path(self.adapter).expanduser() if self.adapter else None
+
+    @property
     def data_places(self) -> tuple[Path, ...]:
         return tuple(Path(place).expanduser() for place in self.data)
 
     @property
-    def names_hub_model(self) -> bool:
+    def names_hub_files(self) -> bool:
         from agora.tuning.base.hub import hub_id_of
 
-        return self.named_base_model is not None and hub_id_of(self.named_base_model) is not None
+        return any(named is not None and hub_id_of(named) for named in (self.named_base_model, self.named_adapter))
 
     def with_fetched_base_model(self, show_line: Callable[[str], None]) -> Settings:
-        """Returns settings whose base_model is a folder, see find_or_fetch_base_model; unchanged if none is named.
+        """Returns settings whose base_model is a folder, see find_or_fetch_folder; unchanged if none is named.
 
         May fetch gigabytes, and blocks meanwhile. Raises BaseModelError if the model cannot be fetched.
         """
-        from agora.tuning.base.hub import find_or_fetch_base_model
+        from agora.tuning.base.hub import find_or_fetch_folder
 
         if self.named_base_model is None:
             return self
-        return self.model_copy(update={"base_model": str(find_or_fetch_base_model(self.named_base_model, show_line))})
+        return self.model_copy(update={"base_model": str(find_or_fetch_folder(self.named_base_model, show_line))})
+
+    def with_fetched_adapter(self, show_line: Callable[[str], None]) -> Settings:
+        """As with_fetched_base_model, for the adapter."""
+        from agora.tuning.base.hub import find_or_fetch_folder
+
+        if self.named_adapter is None:
+            return self
+        return self.model_copy(update={"adapter": str(find_or_fetch_folder(self.named_adapter, show_line, "adapter"))})
+
+    def to_environment(self) -> dict[str, str]:
+        """Returns the AGORA_* variables from which `load` makes these settings again, whatever a file says."""
+        values = self.model_dump()
+        texts = {
+            key: (os.pathsep if key == "data" else ",").join(value) if isinstance(value, tuple) else str(value)
+            for key, value in values.items()
+        }
+        return {PREFIX + key.upper(): text for key, text in texts.items()}
 
     @property
     def span(self) -> Span | None:
@@ -165,12 +220,34 @@ def _as_multiaddr(address: str) -> str:
     )
 
 
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment without the variables that are settings."""
+    return {key: value for key, value in environment.items() if key in OTHER_VARIABLES or not key.startswith(PREFIX)}
+
+
+def mapped_addresses(environment: Mapping[str, str], listen: Sequence[str]) -> tuple[str, ...]:
+    """Returns the multiaddrs at which a rented machine's provider maps the ports of `listen`; () without any.
+
+    Providers say it in variables: VAST_TCP_PORT_<port> with PUBLIC_IPADDR, and RUNPOD_TCP_PORT_<port> with
+    RUNPOD_PUBLIC_IP (docs.vast.ai, docs.runpod.io).
+    """
+    found = []
+    for prefix, host_variable in (("VAST_TCP_PORT_", "PUBLIC_IPADDR"), ("RUNPOD_TCP_PORT_", "RUNPOD_PUBLIC_IP")):
+        for address in listen:
+            inner = address.partition("/tcp/")[2].partition("/")[0]
+            outer, host = environment.get(f"{prefix}{inner}", ""), environment.get(host_variable, "").strip()
+            with suppress(ValueError):
+                if address.startswith("/ip4/") and outer.isdecimal() and 0 < int(outer) <= MAX_PORT:
+                    found.append(f"/ip4/{ipaddress.IPv4Address(host)}/tcp/{int(outer)}")
+    return tuple(dict.fromkeys(found))
+
+
 def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Returns the settings in force: `flags` win over AGORA_* variables, these over `file`, the file over defaults.
 
     flags: values from the command line by setting, None for a flag that was not given. A missing file has no settings.
     Raises SettingsError, which names the source, for an unknown setting, an invalid value, and a file that cannot be
-    read.
+    read. Without `announce`, takes what mapped_addresses finds.
     """
     # Not pydantic-settings: it cannot say which source a wrong value came from, ignores AGORA_ variables that it does
     # not know, and reads only this process's environment. It would save the lines that merge three dicts.
@@ -190,7 +267,8 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
         merged |= values
         origin |= dict.fromkeys(values, source)
     try:
-        return Settings.model_validate(merged)
+        chosen = Settings.model_validate(merged)
+        return chosen.model_copy(update={"announce": chosen.announce or mapped_addresses(environment, chosen.listen)})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""

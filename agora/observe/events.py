@@ -76,7 +76,7 @@ class FirstHopServed(Event, level="info", template="first microbatch through sta
 
 
 class OwnerTold(Event, level="warning", template="{text}"):
-    """Event: a note to the owner on this machine's clock, memory, disk or limits. text: one sentence, with advice."""
+    """Event: a note to the owner on this machine's clock, memory, disk, GPUs or limits. text: a sentence, advice."""
 
     text: str
 
@@ -200,6 +200,20 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
     metrics: tuple[float, ...] = ()
 
 
+class TaskEvaluated(Event, level="info", template="task {task}: {metric} {value:.4f} over {items} items"):
+    """Event: this origin evaluated a task of `swarm evaluate` through the swarm; one for each metric of the task.
+
+    metric: loss and perplexity of texts; accuracy and accuracy_by_length of questions. tokens: those that counted.
+    """
+
+    task: str
+    metric: str
+    value: float
+    items: int
+    tokens: int
+    seconds: float
+
+
 class SamplesCounted(Event):
     """Event: how many samples the swarm had trained on when stage 0 took `step`, as far as this origin knows."""
 
@@ -250,6 +264,18 @@ class StepTorn(
     step: int
 
 
+class LayersCompiled(Event, level="info", template="layers of one kind were compiled in {seconds:.0f} s"):
+    """Event: from now on, layers of this kind are computed by compiled code."""
+
+    seconds: float
+
+
+class CompileFailed(Event, level="warning", template="{problem}; training goes on with them as they are, slower"):
+    """Event: some layers could not be compiled, or failed when they ran. problem: a sentence, with the reason."""
+
+    problem: str
+
+
 class GradientLate(Event, level="warning"):
     """Event, in synchronous runs: a gradient came after its step's share was closed; the next step uses it."""
 
@@ -294,9 +320,9 @@ class GradientWireChosen(Event, level="info", template="stage {stage}: gradients
 class StepPlanChanged(
     Event, level="info", template="stage {stage}: {slices} slices, from step {change_at} on {later_slices}: {reason}"
 ):
-    """Event: a stage's replicas have decided to agree in another number of slices from step `change_at` on.
+    """Event: a stage's replicas have decided to agree in another number of fragments from step `change_at` on.
 
-    0 slices stand for all-reduce steps, any other number for inner steps.
+    slices: the number of fragments; 0 stands for all-reduce steps, any other number for inner steps.
     """
 
     stage: int
@@ -469,6 +495,40 @@ class Traffic(Event):
     received_bytes: int
     averaging_bytes: int = 0
     state_bytes: int = 0
+
+
+class DeviceUsed(Event):
+    """Event: how the device is used now.
+
+    memory_used, memory_total: bytes. mfu: the model's operations per second, recomputed ones left out, by those of the
+    device's data sheet. idle_in_jobs: share of its jobs' time in which the device is idle. Both None if unknown.
+    """
+
+    name: str
+    memory_used: int
+    memory_total: int
+    mfu: float | None = None
+    idle_in_jobs: float | None = None
+
+    def in_words(self) -> str:
+        mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
+        idle = f", idle for {self.idle_in_jobs:.0%} of its jobs" if self.idle_in_jobs is not None else ""
+        return f"{self.name}, {self.memory_used / 2**30:.1f} of {self.memory_total / 2**30:.1f} GiB{mfu}{idle}"
+
+
+class DeviceWaited(Event):
+    """Event: seconds since the span was loaded: of the device's jobs, and of what it waited for without one.
+
+    The fields from busy to wire add up to `seconds`; queued: of jobs that waited for the device, summed over all jobs.
+    """
+
+    seconds: float
+    busy: float
+    microbatches: float
+    mean: float
+    peer: float
+    wire: float
+    queued: float
 
 
 # Every event by name: the list is closed, the journal refuses an event defined elsewhere.

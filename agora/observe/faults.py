@@ -25,7 +25,7 @@ POINTS: Final = {
     "hop.accepted": "a slot is taken, nothing is computed",
     "hop.forwarded": "this span's forward pass is done, its backward pass is not",
     "hop.before-answer": "everything is counted, the answer is not sent",
-    "device.job": "a job of the compute thread begins",
+    "device.job": "a job of the device thread begins",
     "state.giving": "a joiner's request for state is understood, nothing is answered",
     "averaging.sending": "a member is about to send a shard",
     "averaging.received": "a reducer has a member's shard and has not averaged it",
@@ -118,7 +118,7 @@ class Faults:
         if fault.action in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
         if fault.action == "fail":
-            raise DeviceError("the device failed, as a test had planned; restart this daemon")
+            raise DeviceError("the device failed, as a test had planned; start the daemon again")
         if fault.action == "exit":
             raise SystemExit
         if fault.action == "shift":

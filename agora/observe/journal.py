@@ -25,18 +25,17 @@ MAX_FILE_BYTES = 64 * 2**20
 KEPT_FILES = 3  # the current one included
 
 
-class Journal:
-    """A reporter's sink that appends events to DIR/events.jsonl, and rotates it before it exceeds `max_file_bytes`."""
+class LineFile:
+    """Appends lines to a file, and rotates it before it exceeds `max_file_bytes`; KEPT_FILES are kept."""
 
-    def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """`directory` must exist. Raises OSError."""
-        self.path = directory / FILE_NAME
+    def __init__(self, path: Path, max_file_bytes: int) -> None:
+        """The folder of `path` must exist. Raises OSError."""
+        self.path = path
         self._max_file_bytes = max_file_bytes
         self._open()
 
-    def take(self, event: Event, at_unix: float) -> None:
-        """Appends the event as a line. Raises OSError, also if only a part of the line was written."""
-        line = encode(event, at_unix)
+    def append(self, line: bytes) -> None:
+        """`line` ends with a newline. Raises OSError, also if only a part of it was written."""
         if self._size and self._size + len(line) > self._max_file_bytes:
             self._rotate()
         written = os.write(self._handle, line)
@@ -55,6 +54,19 @@ class Journal:
     def _open(self) -> None:
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._handle).st_size
+
+
+class Journal:
+    """A reporter's sink that appends events to DIR/events.jsonl."""
+
+    def __init__(self, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        """`directory` must exist. Raises OSError."""
+        self.path = directory / FILE_NAME
+        self._lines = LineFile(self.path, max_file_bytes)
+
+    def take(self, event: Event, at_unix: float) -> None:
+        """Appends the event as a line. Raises OSError, also if only a part of the line was written."""
+        self._lines.append(encode(event, at_unix))
 
 
 def rotated_path(path: Path, number: int) -> Path:
@@ -79,9 +91,10 @@ def _finite_or_none(value: Any) -> Any:
 
 @dataclass
 class Follower:
-    """Reads the journal that any process writes: at first all files, later the new lines."""
+    """Reads the journal, or another LineFile of the directory, that any process writes: all of it, later new lines."""
 
     directory: Path
+    name: str = FILE_NAME
     _inode: int = 0
     _offset: int = 0
 
@@ -105,7 +118,7 @@ class Follower:
         # The file that was read last, under its present name, and every newer one; all if that one was removed.
         files: list[Path] = []
         for number in range(KEPT_FILES):
-            candidate = rotated_path(self.directory / FILE_NAME, number)
+            candidate = rotated_path(self.directory / self.name, number)
             if not candidate.exists():
                 break
             files.insert(0, candidate)

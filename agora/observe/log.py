@@ -34,10 +34,11 @@ class EventLog:
 
     People get `12:00:01 sentence`. A sentence that is repeated within REPEAT_S is left out, unless its level is info;
     when it is next written, the line ends with how often it was reported. journald gets each event, as
-    `<priority>{json}`.
+    `<priority>{json}`. prefix: written before each sentence for people.
     """
 
-    def __init__(self, stream: TextIO | None = None, level: str = "info") -> None:
+    def __init__(self, stream: TextIO | None = None, level: str = "info", prefix: str = "") -> None:
+        self._prefix = prefix
         self._stream = stream if stream is not None else sys.stderr
         self._floor = LEVELS.index(level)
         self._is_for_journald = is_journald_stream(self._stream)
@@ -60,7 +61,7 @@ class EventLog:
             self._last.clear()
         self._last[sentence] = (at_unix, 0)
         mark = f"{event.level} " if event.level in ("warning", "error") else ""
-        line = f"{time.strftime('%H:%M:%S', time.localtime(at_unix))} {mark}{sentence}"
+        line = f"{time.strftime('%H:%M:%S', time.localtime(at_unix))} {self._prefix}{mark}{sentence}"
         line += f" ({repeats + 1} times)" if repeats else ""
         if self._colour and event.level in _COLOURS:
             line = f"{_COLOURS[event.level]}{line}\x1b[0m"

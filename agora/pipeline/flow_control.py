@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from agora.core.rates import MovingAverage
+from agora.core.moving_average import MovingAverage
 
 SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight
 PER_STAGE = 2  # at least this many are in flight for each stage: one is computed while one travels
@@ -54,9 +54,9 @@ def measured_window(
     `staleness.at_most` if x is more; PER_STAGE for each stage at least. round_trip_s: seconds that a microbatch takes
     if it never waits. period_s: mean seconds between two completions. If one is not measured, the window is the lowest.
     """
-    is_stale_beyond = staleness.usual <= ceiling
+    is_bounded_by_staleness = staleness.usual <= ceiling
     slots, ceiling = ceiling, max(1, min(ceiling, staleness.usual))
-    setting = " by schedule.staleness" if is_stale_beyond else ""
+    setting = " by schedule.staleness" if is_bounded_by_staleness else ""
     least = min(PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
         bound = f", bounded by {ceiling}{setting}" if least < PER_STAGE * stages else ""
@@ -83,20 +83,20 @@ def measured_window(
         "or optimizer.target_tokens, in the manifest of a new run, allows more"
     )
     reason = f"{corrected}: {reason}, bounded by {corrected}{setting}"
-    return SendWindow(corrected, reason, shortage if is_stale_beyond else "", correction)
+    return SendWindow(corrected, reason, shortage if is_bounded_by_staleness else "", correction)
 
 
 def staleness_ceiling(
-    staleness: float, microbatches: int, rank: int, origins: int, *, predicts: bool
+    staleness: float, microbatches: int, position: int, origins: int, *, predicts: bool
 ) -> StalenessCeiling:
-    """Returns how many microbatches the origin of number `rank` among `origins` may have in flight, at least 1.
+    """Returns how many microbatches the origin of number `position` among `origins` may have in flight, at least 1.
 
     All origins together may have staleness * microbatches. microbatches: those of one step. staleness: the manifest's
     schedule.staleness. predicts: whether weights are predicted.
     """
     usual, at_most = (
-        max(1, equal_quota(max(1, round(share * microbatches)), rank, origins))
-        for share in (staleness, (PREDICTED_FACTOR if predicts else 1) * staleness)
+        max(1, equal_quota(max(1, round(fraction * microbatches)), position, origins))
+        for fraction in (staleness, (PREDICTED_FACTOR if predicts else 1) * staleness)
     )
     return StalenessCeiling(usual, at_most)
 
@@ -123,10 +123,10 @@ class Pace:
         return replace(self, last_at=None)
 
 
-def equal_quota(microbatches: int, rank: int, origins: int) -> int:
-    """Returns the equal part of `microbatches` that the origin `rank` (from 0) opens; the first ones open the rest."""
+def equal_quota(microbatches: int, position: int, origins: int) -> int:
+    """Returns the equal part of `microbatches` that origin `position`, from 0, opens; the first ones open the rest."""
     base, rest = divmod(microbatches, max(1, origins))
-    return base + (1 if rank < rest else 0)
+    return base + (1 if position < rest else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class StepState:
     step: int
     microbatches: int  # how many a step needs
     lacking: int  # how many of these are not counted yet
-    rank: int = 0  # of this origin, from 0
+    position: int = 0  # of this origin, from 0
     origins: int = 1
 
 
@@ -166,7 +166,7 @@ class StepQuota:
     def next_quota(self, now: float, state: StepState) -> StepQuota:
         """Returns the next quota; to be called when nothing is left of this one and no microbatch is open."""
         if state.step != self.step:
-            return StepQuota(state.step, equal_quota(state.microbatches, state.rank, state.origins))
+            return StepQuota(state.step, equal_quota(state.microbatches, state.position, state.origins))
         if self.idle_since is None:
             return replace(self, idle_since=now)
         if now - self.idle_since < GRACE_S:
@@ -182,6 +182,7 @@ class SendDecision:
     action: Literal["open", "wait", "stop"]
     reason: str
     quota: StepQuota
+    awaits_mean: bool = False  # whether it waits until the replicas' mean, or a synchronous run's step, is applied
 
 
 def next_send(
@@ -211,9 +212,10 @@ def next_send(
     if inputs.step is not None and not quota.left and not open_count:
         quota = quota.next_quota(now, inputs.step)
     if inputs.step is not None and not quota.left:
-        return SendDecision("wait", f"this origin's quota of step {quota.step} is opened", quota)
+        return SendDecision("wait", f"this origin's quota of step {quota.step} is opened", quota, awaits_mean=True)
     if inputs.before_mean is not None and open_count >= inputs.before_mean:
-        return SendDecision("wait", "its share of a step is opened, and the mean gradient awaited", quota)
+        reason = "its share of a step is opened, and the mean gradient awaited"
+        return SendDecision("wait", reason, quota, awaits_mean=True)
     if open_count >= window.limit:
         return SendDecision("wait", f"{open_count} microbatches are open; send window {window.reason}", quota)
     return SendDecision("open", window.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))

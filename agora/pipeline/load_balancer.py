@@ -1,4 +1,4 @@
-"""Load balancing: chooses the peer of the next stage that gets a microbatch, and by when it must answer. Pure.
+"""Load balancing: chooses the peer of the next stage that gets a microbatch, and by when it must answer. Deterministic.
 
 Three decisions, in this order. `choose_callees`: a subset of the stage's peers, by weighted rendezvous hashing.
 `list_candidates`: when each of these may be called (back-off) and how soon it would be done. `choose_next`: weighted
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from agora_protocol.ids import MicrobatchId, PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 
-from agora.core.rates import MovingAverage
+from agora.core.moving_average import MovingAverage
 from agora.swarm.view import PeerView
 
 # A caller calls at most this many peers of one stage, and in addition those whose last call failed. If it called
@@ -52,7 +52,7 @@ ELSEWHERE_FACTOR = 1.02
 MAX_ELSEWHERE = 2.5
 AVERAGE_WEIGHT = 0.1  # of the newest sample in the moving averages of PeerStats
 MAX_FAILURES = 64  # failures in a row beyond which none is counted
-MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0  # bounds of the pause after BUSY, whatever the answer asks for
+MIN_BUSY_S, MAX_BUSY_S = 0.01, 5.0  # bounds of the pause after Busy, whatever the answer asks for
 USUAL_CALLS = 4.0  # an attempt gets at least the time of this many usual calls: a full queue is not a failure
 MAX_OWN_FRACTION = 0.25  # a caller reserves at most this fraction of its remaining time for its own work
 
@@ -75,14 +75,14 @@ class PeerStats:
     answers: int = 0  # how often the peer has answered
     acceptances: int = 0  # how often the peer has accepted a microbatch, that is, given it a slot
     open_calls: int = 0  # this caller's open calls to the peer
-    call_limit: float = math.inf  # how many open calls the peer accepts of this caller, learnt from BUSY
+    call_limit: float = math.inf  # how many open calls the peer accepts of this caller, learnt from Busy
     queue: int = 0  # microbatches at the peer's device, as the peer reported at `queue_at`
     queue_at: float = 0.0  # when the peer last reported `queue`
     sent_since: int = 0  # microbatches that this caller has sent since `queue_at`
     failures: int = 0  # failed calls in a row
     failed_at: float = 0.0  # when the last counted failure happened
     wasted_s: float = 0.0  # the longest time that one of these failures took
-    busy_until: float = 0.0  # before this time the peer is not called, because it answered BUSY
+    busy_until: float = 0.0  # before this time the peer is not called, because it answered Busy
     is_relayed: bool = False  # whether the peer is reached through a relay
     incarnation: int = 0  # of the peer's claim; a higher one means that its daemon was restarted or has moved
     acceptance_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=ACCEPTANCE_WAITS))  # since sending
@@ -334,7 +334,7 @@ class LoadBalancer:
         stats.open_calls -= 1
         _forget_sent(stats, attempt)
         stats.failures, stats.wasted_s = 0, 0.0
-        # Additive increase, as TCP: BUSY sets the limit back to what the peer has just accepted.
+        # Additive increase, as TCP: Busy sets the limit back to what the peer has just accepted.
         stats.call_limit += 0.5 / max(1.0, stats.call_limit)
         _bound_service_times(self.callees(attempt.stage).values())
         return stats.crossing_s(attempt.payload_bytes, answer_bytes, period_s)
@@ -348,7 +348,7 @@ class LoadBalancer:
         stats.sent_since = max(0, stats.sent_since - 1)
 
     def record_busy(self, now: float, attempt: Attempt, retry_after_s: float) -> None:
-        """Ends an attempt that the peer refused as BUSY, which is no failure. retry_after_s: as the peer asked."""
+        """Ends an attempt that the peer refused as Busy, which is no failure. retry_after_s: as the peer asked."""
         self.record_abandoned(attempt)
         stats = attempt.stats
         stats.call_limit = float(max(1, stats.open_calls))
@@ -435,7 +435,8 @@ def choose_next(
     equals = [candidate for candidate in ready if candidate.lead_s + candidate.finish_s == least_s]
     # A hash of the microbatch chooses among equal peers, so that callers do not herd.
     best = min(equals, key=lambda candidate: (zlib.crc32(microbatch + candidate.peer.encode()), candidate.peer))
-    return Choice(best.peer, f"expected to finish in {best.finish_s:.3f} s, least of {len(ready)} ready peers")
+    times = f"finishes in {best.finish_s:.3f} s, with {best.lead_s:.3f} s charged ahead"
+    return Choice(best.peer, f"{times}: the least sum of {len(ready)} ready peers")
 
 
 def list_candidates(now: float, callees: Mapping[PeerId, PeerStats], payload_bytes: int) -> list[Candidate]:

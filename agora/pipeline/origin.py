@@ -1,7 +1,7 @@
 """Draws this peer's microbatches, sends them through the swarm, and keeps each until it is completed.
 
-After a failed attempt the origin makes another one, with the same id and data and twice the time. It drops a microbatch
-only when it leaves.
+After a failed attempt the origin makes another one, with the same id and data and twice the time. It gives a training
+microbatch up only when it leaves or is cancelled, and a held-out one when the evaluation's time is over.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.clock import loop_time
 from agora.core.metrics import add_sums, named_means
-from agora.core.rates import MovingAverage
+from agora.core.moving_average import MovingAverage
 from agora.core.span_work import DrawnMicrobatch
 from agora.core.tasks import ChangeNotifier
 from agora.observe import events
 from agora.pipeline import flow_control
 from agora.pipeline.flow_control import Pace, SendDecision, SendInputs, SendWindow, StepQuota
 from agora.pipeline.hop import Hop
-from agora.pipeline.router import HopAnswer, ProcessCall
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 
 MIN_TIMEOUT_S = 20.0  # lower bound of an attempt's timeout, once an attempt was measured
 TIMEOUT_FACTOR = 10.0  # an attempt may take this many times the usual, so that it survives a hung peer at every stage
@@ -112,13 +112,16 @@ class Origin:
         gather_inputs: Callable[[], SendInputs] = SendInputs,
         *,
         session: bytes | None = None,
+        on_awaits_mean: Callable[[bool], None] = lambda awaits_mean: None,
     ) -> None:
+        """on_awaits_mean: called after each decision with whether it waits for a mean or, synchronous, for a step."""
         self._config = config
         self._hop = hop
         self._source = source
         self._report = report
         self._gather_inputs = gather_inputs
         self._session = os.urandom(32) if session is None else session
+        self._on_awaits_mean = on_awaits_mean
         self._ids = itertools.count()
         self._references = ReferenceCache()
         self._open: set[asyncio.Task[None]] = set()
@@ -188,7 +191,7 @@ class Origin:
         self._changed.notify()
 
     def notify_step(self) -> None:
-        """Makes `run` decide again whether to open a microbatch; call it after each step of this peer's stage 0."""
+        """Makes `run` decide again whether to open a microbatch; call it after each step of a stage of this peer."""
         self._changed.notify()
 
     async def evaluate(self, count: int, within_s: float) -> events.EvaluationDone:
@@ -223,10 +226,19 @@ class Origin:
         self._report(result)
         return result
 
+    async def score(self, tokens: WireTensor) -> tuple[float, int]:
+        """Sends a microbatch of other tokens than its source's through the swarm, and changes no weight by it.
+
+        tokens: in the form of the run's microbatches. Returns the summed loss in nats, and how many tokens that is of.
+        """
+        message = (await self._deliver(self._new_microbatch(tokens, "evaluate"))).message
+        return message.loss_sum, message.tokens
+
     async def _draw_next(self) -> DrawnMicrobatch | None:
         while True:
             inputs = self._gather_inputs()
             decision, self.window = self._decide(inputs)
+            self._on_awaits_mean(decision.awaits_mean)
             if decision.action == "stop":
                 return None
             drawn = self._source.draw() if decision.action == "open" else None
@@ -305,7 +317,8 @@ class Origin:
                 attempt += 1
         finally:
             if answer is None:
-                self._report(events.MicrobatchDropped(name, "this peer is leaving", microbatch.purpose))
+                why = "this origin was told to end" if microbatch.purpose == "train" else "its time was over"
+                self._report(events.MicrobatchDropped(name, why, microbatch.purpose))
         message = answer.message
         seconds = loop_time() - microbatch.started
         self._report(

@@ -1,188 +1,36 @@
-"""A Process call, the run's rules for it and for its answer, and the router that sends it to a peer of the next stage.
-
-The router tries one peer after another, until one answers or the deadline passes.
-"""
+"""Sends a microbatch to a peer of the next stage: tries one after another, until one answers or the deadline passes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Final, NamedTuple
 
-from agora_protocol.codec_names import parse_codec
 from agora_protocol.errors import AgoraError, Busy, ProtocolError, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_HINTS
-from agora_protocol.manifest import Manifest
-from agora_protocol.messages import CallProgress, Process, Processed
-from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
+from agora_protocol.messages import CallProgress
 
-from agora.core.calls import Caller, OnProgress, Reply
+from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time
-from agora.core.metrics import are_plausible
-from agora.core.rates import Client
-from agora.core.span_work import SpanWork
 from agora.core.tasks import ChangeNotifier
 from agora.observe import events
 from agora.pipeline.flow_control import Pace
 from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHint
+from agora.pipeline.process_call import HopAnswer, ProcessCall, WireRules
 from agora.swarm.peer_score import PeerScore, Violation
 from agora.swarm.view import View
 
 MIN_ATTEMPT_S = 0.001  # the router asks no peer when fewer seconds than this are left
 MAX_REASONS = 8  # an Unavailable names the reasons of at most this many peers, the last ones
-# At most this many progress messages of one kind are passed on per stage in an attempt. One is usual, more come where
-# calls were repeated. The rest are dropped, because every caller upstream would have to pass them on.
+# An attempt passes on at most this many progress messages of one kind for each stage that is left, in all. One is
+# usual, more come where calls were repeated. The rest are dropped, because every requester upstream would have to pass
+# them on.
 MAX_PROGRESS_PER_STAGE = 8
 # A peer that answered Unavailable counts at most this many failures in a row: the fault may lie downstream of it. With
 # three failures it is not called for a second.
 UNAVAILABLE_FAILURES = 3
-# The lowest log-probability of a token under the reference that an answer may contain, in nats.
-MIN_LOG_PROBABILITY: Final = -1000.0
-
-
-@dataclass(frozen=True)
-class ProcessCall:
-    """A Process request with what belongs to it, as origin, hop and router pass it on."""
-
-    request: Process
-    tensors: Sequence[WireTensor]  # [boundary, tokens]; the boundary may be missing at stage 0
-    deadline: float  # loop time by which the answer is due
-    on_progress: OnProgress  # takes each new CallProgress of the called peer and of those after it
-    requester: Client | None = None  # the peer that sent it, with its address prefix; None for this peer's own origin
-
-    @cached_property
-    def content_digest(self) -> bytes:
-        """Identifies what is to be computed: 16 bytes of the SHA-256 over purpose, references and tensors."""
-        forms = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
-        head = (self.request.purpose, self.request.references, forms)
-        digest = hashlib.sha256(repr(head).encode())
-        for tensor in self.tensors:
-            digest.update(tensor.data)
-        return digest.digest()[:16]
-
-
-@dataclass(slots=True)
-class HopAnswer(Reply):
-    """The answer to a Process request. tensors: the gradient of the boundary that entered, or none."""
-
-    message: Processed
-    peer: PeerId | None = None  # the peer that answered; None for this peer itself
-
-    @property
-    def gradient(self) -> WireTensor | None:
-        return self.tensors[0] if self.tensors else None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-class TensorForm(NamedTuple):
-    """The dtype and the shape that a wire tensor must have."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WireRules:
-    """What the run allows in Process requests and in answers to them, and the functions that check it."""
-
-    boundary: TensorForm
-    gradient: TensorForm
-    tokens_shape: tuple[int, ...]  # [b, s + 1]; with marks [2, b, s + 1]: ids, then marks
-    # The run's kind of objective, "lm", "sft" or "dpo": it decides which references and metrics are allowed.
-    objective: str = "lm"
-
-    @classmethod
-    def of_run(cls, manifest: Manifest) -> WireRules:
-        """The rules of the manifest's run: forms of the tensors by its shapes and its codec."""
-        codec = parse_codec(manifest.boundary.codec)
-        shape = manifest.boundary_shape()
-        boundary_dtype, boundary_shape = codec.wire_format(shape, "forward")
-        gradient_dtype, gradient_shape = codec.wire_format(shape, "backward")
-        return cls(
-            boundary=TensorForm(boundary_dtype, boundary_shape),
-            gradient=TensorForm(gradient_dtype, gradient_shape),
-            tokens_shape=manifest.tokens_shape(),
-            objective=manifest.objective.kind,
-        )
-
-    @property
-    def row_count(self) -> int:
-        return self.tokens_shape[-2]
-
-    @property
-    def target_count(self) -> int:
-        return self.row_count * (self.tokens_shape[-1] - 1)
-
-    def are_valid_references(self, values: Sequence[float], *, expected: bool) -> bool:
-        """Returns whether `values` can be the rows' log-probabilities under the reference model, in nats.
-
-        There must be one value for each row, none NaN or below MIN_LOG_PROBABILITY * the number of tokens in a row. If
-        not `expected`, `values` must be empty.
-        """
-        least = MIN_LOG_PROBABILITY * self.tokens_shape[-1]
-        return len(values) == (self.row_count if expected else 0) and all(least <= value for value in values)
-
-    def check_request(self, call: ProcessCall) -> SpanWork:
-        """Returns the work that the request asks for; a boundary at stage 0 is ignored.
-
-        Raises ProtocolError if a tensor does not have the form that the manifest implies, if a run that is not dpo gets
-        purpose "reference", or if the references are not those that its purpose needs (dpo: one for each row).
-        """
-        message, tensors = call.request, call.tensors
-        if message.purpose == "reference" and self.objective != "dpo":
-            raise ProtocolError("bad-message", "this run has no reference model")
-        needs_references = self.objective == "dpo" and message.purpose != "reference"
-        if not self.are_valid_references(message.references, expected=needs_references):
-            raise ProtocolError("bad-message", f"{len(message.references)} references came, not those of this run")
-        if len(tensors) != 2 and not (message.stage == 0 and len(tensors) == 1):
-            raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
-        boundary = None if message.stage == 0 else tensors[0]
-        tokens = tensors[-1]
-        if boundary is not None and (boundary.dtype, boundary.shape) != self.boundary:
-            raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not of this run")
-        if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
-            raise ProtocolError("bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}, not of this run")
-        return SpanWork(
-            microbatch=message.microbatch,
-            entry_stage=message.stage,
-            boundary=boundary,
-            tokens=tokens,
-            purpose=message.purpose,
-            references=tuple(message.references),
-            content_digest=call.content_digest,
-        )
-
-    def check_answer(self, reply: Reply, purpose: str, peer: PeerId) -> HopAnswer:
-        """Returns the reply of `peer` to a request of `purpose` as its answer.
-
-        Raises ProtocolError for another message, a gradient that is missing or of another form, and numbers that
-        cannot be: loss, token count, metrics, log-probabilities (required for "reference", forbidden for others).
-        """
-        message, tensors = reply.message, list(reply.tensors)
-        if not isinstance(message, Processed):
-            raise ProtocolError("bad-message", f"answered process with {type(message).__name__}")
-        expected = 1 if purpose == "train" else 0
-        if len(tensors) != expected:
-            raise ProtocolError("bad-message", f"sent {len(tensors)} tensors where {expected} belong")
-        if tensors and (tensors[0].dtype, tensors[0].shape) != self.gradient:
-            raise ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
-        if not math.isfinite(message.loss_sum) or message.tokens > self.target_count:
-            raise ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
-        if not self.are_valid_references(message.log_probabilities, expected=purpose == "reference"):
-            count = len(message.log_probabilities)
-            raise ProtocolError("bad-message", f"sent {count} log-probabilities, of which some may be out of bounds")
-        kind = "lm" if purpose == "reference" else self.objective
-        if not are_plausible(kind, message.metrics, message.tokens, self.row_count):
-            raise ProtocolError("bad-message", f"sent the metrics {message.metrics}")
-        return HopAnswer(message, tensors, peer)
 
 
 @dataclass(slots=True)
@@ -237,8 +85,8 @@ class Router:
 
     def __init__(
         self,
-        caller: Caller,
-        view_of: Callable[[], View],
+        peer_caller: PeerCaller,
+        current_view: Callable[[], View],
         *,
         me: PeerId,
         stage_count: int,
@@ -249,8 +97,8 @@ class Router:
     ) -> None:
         self.balancer = LoadBalancer(me, stage_count)
         self._me = me
-        self._caller = caller
-        self._view_of = view_of
+        self._peer_caller = peer_caller
+        self._current_view = current_view
         self.stage_count = stage_count
         self.wire_rules = wire_rules
         self._report = report
@@ -303,7 +151,7 @@ class Router:
 
     def _choose(self, now: float, routed: RoutedCall) -> Choice:
         stage = routed.call.request.stage
-        view = self._view_of()
+        view = self._current_view()
         replicas = view.replicas(stage)
         me = view.peers.get(self._me)
         waits_s = {replica.peer: self._peer_score.suspended_s(replica.peer) for replica in replicas}
@@ -327,7 +175,7 @@ class Router:
             counts[call_progress.event] += 1
             if counts[call_progress.event] > limit:
                 return
-            is_new = routed.record_progress(call_progress, peer, self._view_of())
+            is_new = routed.record_progress(call_progress, peer, self._current_view())
             if call_progress.peer == peer and call_progress.stage == stage:
                 now, queue = loop_time(), min(call_progress.queue, 1 << 20)
                 if call_progress.event == "accepted":
@@ -340,7 +188,7 @@ class Router:
         holders_ahead = sorted((later, holder) for later, holder in routed.hint.peer_by_stage.items() if later > stage)
         request = replace(routed.call.request, deadline_ms=attempt.deadline_ms, hint=tuple(holders_ahead[:MAX_HINTS]))
         tensors = routed.call.tensors
-        reply = await self._caller.call(peer, request, tensors, deadline=attempt.until, on_progress=on_progress)
+        reply = await self._peer_caller.call(peer, request, tensors, deadline=attempt.until, on_progress=on_progress)
         try:
             return self.wire_rules.check_answer(reply, request.purpose, peer)
         except ProtocolError as problem:
@@ -355,7 +203,7 @@ class Router:
         crossing_s = self.balancer.record_answered(now, attempt, service_s, answer.nbytes, period_s)
         # The peer itself reports the path behind it. That counts up to the time that the whole call took.
         path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
-        return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s))
+        return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s), wire_s=crossing_s)
 
     def _record_failure(self, routed: RoutedCall, attempt: Attempt, error: AgoraError) -> None:
         now = loop_time()

@@ -2,7 +2,7 @@
 
 A file has one table [[machine]] for each machine or kind of machine, and may have `precision`: "bf16" (the default, as
 on GPUs) or "float32" (as on CPUs). Source of the accelerators' speeds: layer times that the planner Zorse (arXiv
-2507.10392) ships for Llama 7B to 33B, forward and backward in 16 bits.
+2507.10392) ships for Llama 7B to 33B, forward and backward; where an accelerator has a remark, data sheets.
 """
 
 from __future__ import annotations
@@ -31,20 +31,53 @@ PRECISIONS: Final = ("bf16", "float32")
 class Accelerator:
     """A kind of accelerator."""
 
-    tflops: float  # achieved TFLOP/s on decoder layers
+    tflops: float  # TFLOP/s on decoder layers, in the precision in which daemons compute there
     memory_gb: float  # in 10^9 bytes
+    remark: str = ""  # how the speed is known, if it was not measured in that precision
+
+
+COMPUTED: Final = "computed from its data sheet, not measured"
+# Daemons use bf16, which cards older than Ampere do not have.
+IN_FLOAT32: Final = "daemons compute in float32 there; that speed is " + COMPUTED
+# What part of the data sheet's peak, dense and summed in float32, such cards reach: in bf16 as the A6000 (84 of 155)
+# and, with faster memory, as the H100 (300 of 989); in float32 as the P40 (6.5 of 11.8).
+PART_OF_BF16: Final = 0.54
+PART_OF_BF16_HBM: Final = 0.30
+PART_OF_FLOAT32: Final = 0.55
+
+
+def _in_bf16(peak: float, memory_gb: float, part: float = PART_OF_BF16) -> Accelerator:
+    return Accelerator(round(part * peak, 1), memory_gb, COMPUTED)
+
+
+def _in_float32(peak: float, memory_gb: float) -> Accelerator:
+    return Accelerator(round(PART_OF_FLOAT32 * peak, 1), memory_gb, IN_FLOAT32)
 
 
 ACCELERATORS: Final[dict[str, Accelerator]] = {
+    "h200": Accelerator(300, 141, "taken from the H100, whose processors it has"),
     "h100": Accelerator(300, 80),
+    "mi300x": _in_bf16(1307, 192, PART_OF_BF16_HBM),
     "a100": Accelerator(205, 80),
     "a100-40": Accelerator(195, 40),
+    "l40s": _in_bf16(362, 48),
     "a6000": Accelerator(84, 48),
-    "v100": Accelerator(78, 16),
+    "a40": _in_bf16(149.7, 48),
     "a10g": Accelerator(57, 24),
     "l4": Accelerator(41, 24),
-    "t4": Accelerator(26, 16),
-    "p100": Accelerator(7.5, 16),
+    "rtx5090": _in_bf16(209.5, 32),
+    "rtx5080": _in_bf16(112.6, 16),
+    "rtx4090": _in_bf16(165.2, 24),
+    "rtx4080": _in_bf16(97.5, 16),
+    "rtx4070": _in_bf16(58.3, 12),
+    "rtx4060ti": _in_bf16(44.1, 16),
+    "rtx3090": _in_bf16(71.2, 24),
+    "rtx3080": _in_bf16(59.5, 10),
+    "rtx3060": _in_bf16(25.5, 12),
+    "v100": _in_float32(15.7, 16),
+    "t4": _in_float32(8.1, 16),
+    "rtx2080ti": _in_float32(13.4, 11),
+    "p100": _in_float32(9.5, 16),
     "p40": Accelerator(6.5, 24),
 }
 
@@ -77,6 +110,7 @@ class PeersFile:
     machines: tuple[Machine, ...]  # all; those of a table whose `count` is above 1 have numbered names
     kinds: tuple[Machine, ...]  # a machine for each table of the file, with the table's name
     in_bf16: bool  # whether the machines compute products in bf16
+    remarks: tuple[str, ...] = ()  # sentences about speeds that nobody has measured
 
     def find_kind(self, name: str) -> Machine:
         """A kind of the file, else the accelerator `name` with USABLE_MEMORY and the links of the file's machine of
@@ -118,7 +152,16 @@ def read_peers(text: str, source: str) -> PeersFile:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables) or not tables:
         raise InputError(f"{source}: there is no machine in it; add a [[machine]] table with kind and upload_mbps.")
     kinds = [_read_machine(table, f"{source}: machine {number}") for number, table in enumerate(tables, 1)]
-    return PeersFile(_expand_counts(kinds, tables, source), tuple(kinds), precision == "bf16")
+    remarks = dict.fromkeys(remark for table in tables if (remark := _remark_on(table)))
+    return PeersFile(_expand_counts(kinds, tables, source), tuple(kinds), precision == "bf16", tuple(remarks))
+
+
+def _remark_on(table: Mapping[str, Any]) -> str:
+    if "kind" not in table or "flops_tflops" in table:
+        return ""
+    accelerator = ACCELERATORS[table["kind"]]
+    speed = f"{accelerator.tflops:g} TFLOP/s of {table['kind']}: {accelerator.remark}"
+    return f"{speed}; give flops_tflops if you have measured it" if accelerator.remark else ""
 
 
 def _expand_counts(kinds: list[Machine], tables: list[dict[str, Any]], source: str) -> tuple[Machine, ...]:

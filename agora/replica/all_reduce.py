@@ -1,41 +1,38 @@
 """An all-reduce among the replicas of a stage: members send shards to their reducers, which answer with the means.
 
-In the order in which the bytes go: which weights, shards and reducers; a member sends; a reducer gathers, averages and
-answers; means that were missed are asked for again. docs/understand/averaging.md has the sequence as a picture.
+In the order in which the bytes go: a member sends; a reducer gathers, averages and
+answers; means that were missed are asked for again. docs/understand/journeys.md has the sequence as a picture.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import math
+import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Final, NamedTuple, cast
+from typing import Final, Literal, NamedTuple, cast
 
-import numpy as np
 import torch
 from agora_protocol.codec_names import WireName
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError, Refused
-from agora_protocol.ids import PeerId, RunId
-from agora_protocol.limits import SLICE_BLOCK
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
 from agora_protocol.tensors import WireTensor
-from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.calls import Caller, ConnectionBroken, Reply
+from agora.core.calls import ConnectionBroken, PeerCaller, Reply
 from agora.core.clock import loop_time
-from agora.core.sync_mode import ALL_REDUCE
+from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events, faults
+from agora.replica.reducers import Members, reducers_of
 from agora.replica.shard_codec import (
     WIRE_KINDS,
     Contribution,
     EncodedShard,
-    RoundConfig,
+    ImplausibleMean,
+    RoundKey,
     RoundKind,
     Shard,
     ShardCodec,
@@ -43,33 +40,30 @@ from agora.replica.shard_codec import (
     WeightedValues,
     cut_into_shards,
 )
-from agora.replica.trust import after_accepted_weights, believed_bandwidths, believed_weights
+from agora.replica.trust import MAX_PROGRESS_RATIO, after_accepted_weights, believed_weights
 from agora.swarm.peer_score import ReportViolation, Violation
 
-# Number of successive rounds, of gradients or of one fragment, in which a shard has the same reducer: a reducer keeps
-# the residual of its means for the next round.
-ROUNDS_PER_REDUCER: Final = 16
-# What a replica's bandwidth is multiplied by if others reach it only through a relay.
-RELAYED_BANDWIDTH_FACTOR: Final = 0.25
 MAX_RUNNING_SYNCS: Final = 4  # maximum number of fragment syncs that one replica may be running at the same time
 
 # Fraction of a round's remaining time for which a member waits for the first reducer before it asks the second.
 FIRST_REDUCER_FRACTION: Final = 0.6
 MAX_OPEN_SHARDS: Final = 8  # maximum number of shards that a peer sends, or asks for, at the same time
 MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no further reducer is asked
-NO_ANSWER: Final = (
-    ConnectionBroken.code,
-    "deadline",
-)  # codes of the errors with which a call ends when its peer is gone or hangs
+# Codes of the errors with which a call ends when its peer is gone or hangs.
+NO_ANSWER: Final = (ConnectionBroken.code, "deadline")
 
-# Fraction of round_s for which a shard's first reducer waits for further contributions after the first one.
+# Fraction of allowed_s for which a shard's first reducer waits for further contributions after the first one.
 FIRST_REDUCER_WINDOW: Final = 0.4
-# Fraction of round_s for which a shard's second reducer waits for further contributions after the first one.
+# Fraction of allowed_s for which a shard's second reducer waits for further contributions after the first one.
 SECOND_REDUCER_WINDOW: Final = 0.2
 # The window ends early so that every contributor gets its answer with a third of its time to its deadline left.
 MAX_TIMEOUT_FRACTION: Final = 2 / 3
-RECALL_FRACTION: Final = 0.1  # fraction of round_s in which the members asked by Recall must answer
+RECALL_FRACTION: Final = 0.1  # fraction of allowed_s in which the members asked by Recall must answer
 MAX_GATHERINGS: Final = 4096  # maximum number of shards whose contributions are collected at the same time
+
+# Which reducer of a shard has signed a mean, as far as this peer knows the reducers. "nobody": the mean is unsigned, as
+# that of a newcomer, or the zeros of a shard that no reducer could average.
+Signer = Literal["first", "second", "other", "nobody", "invalid"]
 
 # A round is remembered for this many times round_s after it began here, for late contributions and for Recall.
 RECORD_LIFETIME: Final = 10.0
@@ -78,110 +72,31 @@ MIN_KEPT_ROUNDS: Final = 4
 # Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
 # replica that has just joined asks for the means of the steps that were taken while it fetched the state.
 MAX_KEPT_BYTES: Final = 2**28
-RECALL_PAUSE: Final = 0.0625  # pause before failed shards are asked for again, as a fraction of round_s
+RECALL_PAUSE: Final = 0.0625  # pause before failed shards are asked for again, as a fraction of allowed_s
 MAX_RECALLS: Final = 8  # maximum number of times that failed shards are asked for: others may get the mean later
-
-
-# --- which weights, which reducers: all peers compute the same result, so none of it is sent (SPEC.md, section 12)
-
-
-class Fragments:
-    """The division of a vector into `count` fragments of whole blocks; sync number r averages fragment r mod `count`.
-
-    Block i, of SLICE_BLOCK elements, is in fragment ((a i + b) mod blocks) mod count. The last fragments may be empty.
-    """
-
-    def __init__(self, numel: int, count: int, seed: int) -> None:
-        """seed: the run's, of which a and b are hashes: every version of every library computes the same."""
-        if numel <= 0 or numel % SLICE_BLOCK:
-            raise ValueError(f"{numel} elements are not a multiple of {SLICE_BLOCK}")
-        self._blocks = numel // SLICE_BLOCK
-        self.count = count
-        digest = hashlib.sha256(f"agora slices 1\0{seed}\0{numel}".encode()).digest()
-        self._factor = int.from_bytes(digest[:8], "big") % self._blocks
-        while math.gcd(self._factor, self._blocks) != 1:
-            self._factor = (self._factor + 1) % self._blocks
-        self._offset = int.from_bytes(digest[8:16], "big") % self._blocks
-
-    def blocks(self, number: int) -> NDArray[np.int64]:
-        """Returns the indices of the blocks that sync `number` averages: int64 [n], ascending, maybe empty."""
-        inverse = pow(self._factor, -1, self._blocks) if self._blocks > 1 else 0
-        positions = range(number % self.count, self._blocks, self.count)
-        return np.array(sorted(inverse * (at - self._offset) % self._blocks for at in positions), np.int64)
-
-    def numel_of(self, number: int) -> int:
-        return SLICE_BLOCK * len(range(number % self.count, self._blocks, self.count))
-
-
-# The members of a round by id, with bandwidths in bytes per second: 0 if unknown, None if the member reduces no shard.
-Members = Mapping[PeerId, float | None]
-
-
-def reducing_bandwidths(
-    claimed: Mapping[PeerId, tuple[float, str]], networks: Mapping[PeerId, str] = MappingProxyType({})
-) -> dict[PeerId, float]:
-    """Returns the bandwidths by which reducers are to be chosen, in bytes per second, by id; see believed_bandwidths.
-
-    claimed: by id, bandwidth and reachability as the replica claims them; 0 is unknown and counts as the median.
-    """
-    believed = believed_bandwidths({peer: bandwidth for peer, (bandwidth, _) in claimed.items()}, networks)
-    known = [bandwidth for bandwidth in believed.values() if bandwidth > 0]
-    median = statistics.median(known) if known else 1.0
-    return {
-        peer: (believed[peer] or median)
-        * (RELAYED_BANDWIDTH_FACTOR if reachability in ("relayed", "unreachable") else 1.0)
-        for peer, (_, reachability) in claimed.items()
-    }
-
-
-def reducing_epoch(number: int, fragments: int) -> str:
-    """Returns the label of the ROUNDS_PER_REDUCER rounds, of gradients or one fragment, in which reducers stay."""
-    if not fragments:
-        return str(number // ROUNDS_PER_REDUCER)
-    return f"{number % fragments}.{number // fragments // ROUNDS_PER_REDUCER}"
-
-
-def reducers_of(run: RunId, shard: Shard, members: Members) -> tuple[PeerId, PeerId | None]:
-    """Returns the first and the second reducer of a shard, by a weighted rendezvous hash.
-
-    They have the least -ln(u) / bandwidth, so that a peer reduces shards in proportion to its bandwidth; u in (0, 1) is
-    a hash. If no member may reduce shards, all may; if only one may, there is no second one.
-    """
-    eligible = {peer: bandwidth for peer, bandwidth in members.items() if bandwidth is not None}
-    eligible = eligible or dict.fromkeys(members, 0.0)
-    known = [bandwidth for bandwidth in eligible.values() if bandwidth > 0]
-    median = statistics.median(known) if known else 1.0
-    epoch = reducing_epoch(shard.round, shard.fragments)
-    label = f"agora owner 1\0{run}\0{shard.stage}\0{shard.what}\0{epoch}\0{shard.position}\0"
-
-    def rendezvous_key(peer: PeerId) -> tuple[float, PeerId]:
-        hashed = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")
-        return -math.log((hashed + 0.5) / 2.0**64) / (eligible[peer] or median), peer
-
-    order = sorted(eligible, key=rendezvous_key)
-    return order[0], order[1] if len(order) > 1 else None
 
 
 # --- what a round is given, and gives
 
 
 @dataclass(frozen=True, slots=True)
-class RoundView:
+class RoundContext:
     """What this peer knows of a shard's round now."""
 
     members: Members  # this peer included
-    live_others: frozenset[PeerId]
+    live_others: frozenset[PeerId]  # those that may keep the round's means
     not_awaited: frozenset[PeerId]  # members whose contributions need not be waited for
-    round_s: float  # seconds that the round may take
+    allowed_s: float  # seconds that the round may take
     # By member, the most tokens that can be behind its contribution; a member that is not in it has no bound.
     token_bounds: Mapping[PeerId, float] = field(default_factory=dict)
+    may_sign: bool = True  # whether this peer cannot have signed a mean of the round before a restart
     numel: int = 0  # elements of the shard
     refusal: AgoraError | None = None  # why the shard is not averaged here now
 
 
 @dataclass(slots=True)
 class RoundResult:
-    """The result of a round for one member. AllReduce.recall_failed_shards changes it in place."""
+    """The result of a round for one member. Recalls, StepRunner and FragmentSyncs fill in failed shards, in place."""
 
     mean: Tensor  # float32 [n]; in a failed shard, this replica's own values
     averaged: list[bool]  # for each shard
@@ -190,6 +105,7 @@ class RoundResult:
     contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
     lost: float = 0.0  # this peer's tokens that were too late for this round and the one before: average over shards
     weight: float = 0.0  # tokens behind the means: lower median over the averaged shards
+    is_weight_confirmed: bool = False  # whether two reducers have told nearly that weight
     own_weight: float = 0.0  # tokens behind this replica's own values
 
     @property
@@ -255,8 +171,14 @@ class Round:
         if averaged := [answer for answer in answers if answer is not None]:
             messages = [answer.mean.message for answer in averaged]
             # The median: whoever reduces fewer than half of the shards cannot choose it.
-            told = statistics.median_low(message.weight for message in messages)
-            result.weight = self.all_reduce.config.believed_weight(Shard(self.stage, self.kind, self.number, 0), told)
+            reported = statistics.median_low(message.weight for message in messages)
+            result.weight = self.all_reduce.config.believed_weight(
+                Shard(self.stage, self.kind, self.number, 0), reported
+            )
+            near = [
+                message.reducer for message in messages if reported <= message.weight <= MAX_PROGRESS_RATIO * reported
+            ]
+            result.is_weight_confirmed = len({*near} - {""}) > 1
             result.contributors = sum(message.contributors for message in messages) / len(answers)
             result.lost = sum(answer.lost for answer in averaged) / len(answers)
         self.all_reduce.report(
@@ -283,23 +205,28 @@ class Round:
             scale = faults.falsify("averaging.scale", 1.0)
             contribution = codec.contribution(shard, values if scale == 1.0 else values * scale, self.weight)
             reasons: list[str] = []
-            rejected: PeerFailed | None = None  # why the first reducer's mean is not believed
+            rejected: ImplausibleMean | None = None  # why the first reducer's mean is not believed
             first, second = reducers_of(self.all_reduce.config.run, shard, self.members)
-            for rank, reducer in enumerate((first, second)):
+            own = WeightedValues(contribution.values, contribution.weight)
+            for is_second, reducer in ((False, first), (True, second)):
                 if reducer is None or reducer in self._unresponsive:
                     continue
                 try:
-                    mean = await self._send(shard, reducer, rank == 1, contribution)
+                    mean = await self._send(shard, reducer, is_second, contribution)
                     if mean.message.contributors < 2 and len(self.members) > 1:
                         # The shard failed, although there is an answer: the others may have the second reducer's mean.
                         reasons.append(f"{reducer}: nobody else contributed in time")
                         break
-                    try:
-                        own = WeightedValues(contribution.values, contribution.weight)
-                        codec.check_magnitude(shard, own, mean.values, len(self.members))
-                    except PeerFailed as error:
-                        rejected = error
-                        raise
+                    # Without one it is no violation: the reducer may be a newcomer that this replica took for a member.
+                    # A mean of one alone is never signed; that of the only member is kept, for who comes later.
+                    is_own = reducer == self.all_reduce.config.me
+                    if not is_own or (len(self.members) > 1 and not mean.message.signature):
+                        codec.check_signature(shard, mean, {reducer, first, second})
+                    codec.check_magnitude(shard, own, mean.values, len(self.members))
+                except ImplausibleMean as error:
+                    rejected = error
+                    reasons.append(f"{reducer}: {error}")
+                    continue
                 except (AgoraError, TimeoutError) as error:
                     if reducer != self.all_reduce.config.me and getattr(error, "code", "") in NO_ANSWER:
                         self._unresponsive.add(reducer)
@@ -339,7 +266,7 @@ class Round:
         if reducer == self.all_reduce.config.me:
             return await self.all_reduce.contribute(reducer, request, encoded.tensors, deadline)
         self._bytes_out += encoded.nbytes
-        reply = await self.all_reduce.caller.call(reducer, request, encoded.tensors, deadline=deadline)
+        reply = await self.all_reduce.peer_caller.call(reducer, request, encoded.tensors, deadline=deadline)
         if not isinstance(reply.message, Averaged):
             raise PeerFailed(f"the reducer answered by {type(reply.message).__name__}")
         return self.all_reduce.codec.decode_mean(shard, reply.tensors, len(contribution.values), reply.message)
@@ -383,11 +310,12 @@ class _RoundRecord:
     unresponsive: set[PeerId] = field(default_factory=set)  # members that no shard waits for
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
     means: dict[int, _KeptMean] = field(default_factory=dict)
+    signed: set[Shard] = field(default_factory=set)  # of which this peer has signed a mean, kept or not any more
     nbytes: int = 0
 
 
 class AllReduce:
-    """Both sides of the rounds of all stages of a span: takes part in them, and reduces the shards assigned to it.
+    """Both sides of the rounds of one stage: takes part in them, and reduces the shards assigned to this peer.
 
     A shard is averaged when every expected member has contributed, or when the window that its first contribution
     opened is over. Means, also those of other reducers, are kept for a while, for late contributions and recalls.
@@ -395,44 +323,40 @@ class AllReduce:
 
     def __init__(
         self,
-        config: RoundConfig,
-        caller: Caller,
-        view_of: Callable[[Shard], RoundView],
-        wanted_fragments: Callable[[Shard], int],
+        codec: ShardCodec,
+        peer_caller: PeerCaller,
+        context_of: Callable[[Shard], RoundContext],
+        wanted_fragments: Callable[[int], int],
+        sign: Callable[[bytes], bytes],
         report: events.Report,
         report_violation: ReportViolation,
         reach_fault: faults.ReachFault = faults.reach,
     ) -> None:
-        """wanted_fragments: in how many fragments the shard's stage should agree later, or ALL_REDUCE."""
-        self.config = config
-        self.caller = caller
+        """wanted_fragments: in how many fragments, or ALL_REDUCE, a stage should agree later that has so many now.
+
+        sign: returns this peer's signature of a message.
+        """
+        self.config = codec.config
+        self.peer_caller = peer_caller
         self.report = report
         self._report_violation = report_violation
         self.reach_fault = reach_fault
-        self.codec = ShardCodec(config)
-        self.view_of = view_of
+        self.codec = codec
+        self.context_of = context_of
         self._wanted_fragments = wanted_fragments
+        self._sign = sign
         self._gatherings: dict[Shard, _Gathering] = {}
-        self._rounds: dict[tuple[int, RoundKind, int], _RoundRecord] = {}
+        self._rounds: dict[RoundKey, _RoundRecord] = {}
         # By stage and kind, the fractions of all tokens that members contributed, see after_accepted_weights.
         self._accepted_weights: defaultdict[tuple[int, RoundKind], dict[PeerId, float]] = defaultdict(dict)
 
     async def run(
         self, stage: int, kind: RoundKind, number: int, values: Tensor, weight: float, fragments: int = ALL_REDUCE
     ) -> RoundResult:
-        """Averages `values`, float32 [n], with those of the present members, within round_s seconds; see Round."""
-        view = self.view_of(Shard(stage, kind, number, 0, fragments))
-        members_round = Round(
-            all_reduce=self,
-            stage=stage,
-            kind=kind,
-            number=number,
-            weight=weight,
-            members=view.members,
-            deadline=loop_time() + view.round_s,
-            fragments=fragments,
-        )
-        return await members_round.run(values)
+        """Averages `values`, float32 [n], with those of the present members, within allowed_s seconds; see Round."""
+        context = self.context_of(Shard(stage, kind, number, 0, fragments))
+        deadline = loop_time() + context.allowed_s
+        return await Round(self, stage, kind, number, weight, context.members, deadline, fragments).run(values)
 
     def report_reducer(self, reducer: PeerId, shard: Shard, text: str) -> None:
         """Reports that a reducer has answered what it cannot have averaged; once a round, however many shards."""
@@ -453,8 +377,19 @@ class AllReduce:
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
     ) -> Reply:
-        """Answers a member's Contribute with the shard's mean; raises what `contribute` raises."""
-        mean = await self.contribute(peer, message, tensors, deadline)
+        """Answers a member's Contribute with the shard's mean; raises what `contribute` raises.
+
+        Reports a ProtocolError as a violation, once for a round, however many of its shards are wrong.
+        """
+        try:
+            mean = await self.contribute(peer, message, tensors, deadline)
+        except RepeatedContribution:
+            # No violation: a restarted peer sends its shards again, and so does a second machine with its key.
+            raise
+        except ProtocolError as error:
+            dedup_key = f"stage {message.stage}, {message.what}, round {message.round}"
+            self._report_violation(peer, Violation.BAD_AVERAGE, f"{error.code}: {error}", dedup_key)
+            raise
         return Reply(mean.message, list(mean.encoded.tensors if mean.encoded else ()))
 
     async def contribute(
@@ -466,12 +401,12 @@ class AllReduce:
         are gathered here; ProtocolError for what no member may send; TimeoutError at the loop time `deadline`.
         """
         shard = Shard.of_message(message)
-        view = self.view_of(shard)
-        if view.refusal is not None:
-            raise view.refusal
+        context = self.context_of(shard)
+        if context.refusal is not None:
+            raise context.refusal
         if message.weight > self.config.max_weight:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
-        values = self.codec.decode(shard, EncodedShard(cast("WireName", message.wire), tensors), view.numel)
+        values = self.codec.decode(shard, EncodedShard(cast("WireName", message.wire), tensors), context.numel)
         self._record_contribution(peer, shard)
         await self.reach_fault("averaging.received")
         kept = self._find_kept_mean(shard)
@@ -485,7 +420,7 @@ class AllReduce:
         return replace(mean, message=replace(mean.message, counted=counted))
 
     def _record_contribution(self, peer: PeerId, shard: Shard) -> None:
-        record = self._record(shard)
+        record = self._record_of(shard)
         if peer in record.contributed[shard.position]:
             raise RepeatedContribution("bad-message", "this shard was contributed before")
         record.contributed[shard.position].add(peer)
@@ -518,16 +453,16 @@ class AllReduce:
     def _open_gathering(self, shard: Shard, peer: PeerId, numel: int, is_second: bool) -> _Gathering:
         if len(self._gatherings) >= MAX_GATHERINGS:
             raise Busy("too many shards are being averaged here; ask the second reducer", 1000)
-        loop, view, record = asyncio.get_running_loop(), self.view_of(shard), self._record(shard)
+        loop, context, record = asyncio.get_running_loop(), self.context_of(shard), self._record_of(shard)
         # Members that are not awaited may still be alive: they are waited for if there is nobody else.
-        members = frozenset(view.members)
-        awaited = members - view.not_awaited
+        members = frozenset(context.members)
+        awaited = members - context.not_awaited
         expected = awaited if len(awaited) > 1 else members
         expected -= record.unresponsive
         expected -= record.contributed[shard.position] - {peer}  # they got the mean of one alone
         if is_second:
             expected -= {self._first_reducer(shard)}
-        window_s = (SECOND_REDUCER_WINDOW if is_second else FIRST_REDUCER_WINDOW) * view.round_s
+        window_s = (SECOND_REDUCER_WINDOW if is_second else FIRST_REDUCER_WINDOW) * context.allowed_s
         result, timer = loop.create_future(), loop.call_later(window_s, self._end_window, shard)
         # A refusal that nobody awaits any more is no unhandled error.
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -545,12 +480,18 @@ class AllReduce:
     def _average_and_close(self, shard: Shard, gathering: _Gathering) -> None:
         me = self.config.me
         planned, accepted = self.config.planned_tokens(shard), self._accepted_weights[shard.stage, shard.kind]
-        weights = believed_weights(gathering.weights, planned, self.view_of(shard).token_bounds, accepted)
+        weights = believed_weights(gathering.weights, planned, self.context_of(shard).token_bounds, accepted)
         self._accepted_weights[shard.stage, shard.kind] = after_accepted_weights(accepted, gathering.weights, planned)
         center = gathering.values[me] if weights.get(me, 0.0) > 0 else None
         mean = self.codec.mean(shard, list(gathering.values.values()), list(weights.values()), center)
         if mean is not None:
-            mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard)))
+            mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard.fragments)))
+            # Not of one alone: later contributions may make another mean.
+            signed = self._record_of(shard).signed
+            if mean.message.contributors > 1 and shard not in signed and self.context_of(shard).may_sign:
+                signed.add(shard)
+                signature = self._sign(self.codec.statement(shard, mean))
+                mean = replace(mean, message=replace(mean.message, reducer=me, signature=signature))
         self._close_gathering(shard, gathering, mean)
 
     def _close_gathering(self, shard: Shard, gathering: _Gathering, mean: ShardMean | None) -> None:
@@ -558,7 +499,7 @@ class AllReduce:
             return
         del self._gatherings[shard]
         gathering.timer.cancel()
-        if gathering.recall is not None:  # it may be the task that runs this method; that returns right after
+        if gathering.recall is not None and gathering.recall is not asyncio.current_task():
             gathering.recall.cancel()
         if mean is None:
             gathering.result.set_exception(Refused("nobody has anything to average yet"))
@@ -571,7 +512,7 @@ class AllReduce:
 
     def mark_unresponsive(self, peer: PeerId, shard: Shard) -> None:
         """Records that a member does not answer: no shard of that round waits for it, until it contributes again."""
-        self._record(shard).unresponsive.add(peer)
+        self._record_of(shard).unresponsive.add(peer)
         for gathered, gathering in list(self._gatherings.items()):
             if gathered.round_key == shard.round_key:
                 self._stop_expecting(gathered, gathering, peer)
@@ -582,13 +523,13 @@ class AllReduce:
             if gathering.is_complete and not gathering.is_recalling:
                 self._average_and_close(shard, gathering)
 
-    def has_waiting_contributions(self, first: Shard) -> bool:
-        """Returns whether members wait here for the mean of any shard of the round that has the shard `first`."""
-        return any(shard.round_key == first.round_key for shard in self._gatherings)
+    def has_waiting_contributions(self, shard_0: Shard) -> bool:
+        """Returns whether members wait here for the mean of any shard of the round whose first shard is `shard_0`."""
+        return any(shard.round_key == shard_0.round_key for shard in self._gatherings)
 
     # --- what is remembered of a round
 
-    def _record(self, shard: Shard) -> _RoundRecord:
+    def _record_of(self, shard: Shard) -> _RoundRecord:
         if shard.round_key not in self._rounds:
             self._rounds[shard.round_key] = _RoundRecord()
             asyncio.get_running_loop().call_later(
@@ -597,18 +538,21 @@ class AllReduce:
         return self._rounds[shard.round_key]
 
     def _remember_members(self, shard: Shard) -> Members:
-        record = self._record(shard)
-        record.members = {**self.view_of(shard).members, **record.members}
+        record = self._record_of(shard)
+        record.members = {**self.context_of(shard).members, **record.members}
         return record.members
 
     def _first_reducer(self, shard: Shard) -> PeerId:
         return reducers_of(self.config.run, shard, self._remember_members(shard))[0]
 
     def keep_mean(self, shard: Shard, mean: ShardMean) -> None:
-        """Keeps a shard's encoded mean for late contributions and recalls, if none of the shard is kept yet."""
-        record = self._record(shard)
-        if shard.position in record.means or mean.encoded is None:
+        """Keeps a shard's encoded mean for late contributions and recalls, if none is yet that is signed as well."""
+        record = self._record_of(shard)
+        kept = record.means.get(shard.position)
+        if mean.encoded is None or (kept and (kept.message.signature or not mean.message.signature)):
             return
+        if kept:
+            record.nbytes -= sum(tensor.nbytes for tensor in kept.tensors)
         record.means[shard.position] = _KeptMean(mean.message, mean.encoded.tensors, len(mean.values), shard.fragments)
         record.nbytes += mean.encoded.nbytes
         rounds = {number: kept for (*of, number), kept in self._rounds.items() if tuple(of) == shard[:2]}
@@ -627,17 +571,28 @@ class AllReduce:
 
     # --- recalls: the means that other replicas keep
 
-    def answer_recall(self, message: Recall) -> Reply:
+    def answer_recall(self, request: Recall) -> Reply:
         """Returns the shard's kept mean, or a message without tensors if none is kept here."""
-        kept = self._find_kept_mean(Shard.of_message(message))
+        kept = self._find_kept_mean(Shard.of_message(request))
         if kept is None:
             return Reply(Recalled(0, 0, 0.0, "float32"))
-        said = kept.message
-        recalled = Recalled(said.in_mean, said.contributors, said.weight, said.wire, said.wanted_slices)
+        message = kept.message
+        recalled = Recalled(
+            in_mean=message.in_mean,
+            contributors=message.contributors,
+            weight=message.weight,
+            wire=message.wire,
+            wanted_slices=message.wanted_slices,
+            reducer=message.reducer,
+            signature=message.signature,
+        )
         return Reply(recalled, list(kept.tensors))
 
     async def recall_from(self, peer: PeerId, shard: Shard, numel: int, deadline: float) -> ShardMean | None:
-        """Returns the mean of `numel` elements that a member keeps of a shard; None if it gives none in time."""
+        """Returns the mean of `numel` elements that a member keeps of a shard, None if it keeps none.
+
+        Raises AgoraError if it does not answer in time, or not as it must.
+        """
         request = Recall(
             stage=shard.stage,
             what=shard.what,
@@ -646,76 +601,143 @@ class AllReduce:
             slices=shard.fragments,
             deadline_ms=max(1, int(1000 * (deadline - loop_time()))),
         )
-        try:
-            reply = await self.caller.call(peer, request, (), deadline=deadline)
-            said = reply.message
-            if not isinstance(said, Recalled) or not reply.tensors:
-                return None
-            message = Averaged(
-                in_mean=said.in_mean,
-                contributors=said.contributors,
-                weight=said.weight,
-                counted=True,
-                wire=said.wire,
-                wanted_slices=said.wanted_slices,
-            )
-            return self.codec.decode_mean(shard, reply.tensors, numel, message)
-        except AgoraError:
+        reply = await self.peer_caller.call(peer, request, (), deadline=deadline)
+        recalled = reply.message
+        if not isinstance(recalled, Recalled) or not reply.tensors:
             return None
+        message = Averaged(
+            in_mean=recalled.in_mean,
+            contributors=recalled.contributors,
+            weight=recalled.weight,
+            counted=True,
+            wire=recalled.wire,
+            wanted_slices=recalled.wanted_slices,
+            reducer=recalled.reducer,
+            signature=recalled.signature,
+        )
+        return self.codec.decode_mean(shard, reply.tensors, numel, message)
 
     async def _recall_mean(self, shard: Shard, gathering: _Gathering) -> None:
         # This peer is the second reducer: some members may have the first one's mean already, which must win.
-        deadline = loop_time() + RECALL_FRACTION * self.view_of(shard).round_s
+        deadline = loop_time() + RECALL_FRACTION * self.context_of(shard).allowed_s
         others = gathering.expected - {self.config.me}
         calls = [asyncio.create_task(self.recall_from(peer, shard, gathering.numel, deadline)) for peer in others]
         try:
             for answer in asyncio.as_completed(calls):
-                if (mean := await answer) is not None:
-                    self._close_gathering(shard, gathering, mean)
-                    return
+                with contextlib.suppress(AgoraError):
+                    mean = await answer
+                    # Only what the first reducer has signed: else any member could answer for it.
+                    if mean is not None and self._find_signer(shard, mean) == "first":
+                        self._close_gathering(shard, gathering, mean)
+                        return
         finally:
             for call in calls:
                 call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
         if gathering.is_complete:
             self._average_and_close(shard, gathering)
 
-    async def recall_repeatedly(self, first: Shard, result: RoundResult) -> None:
+    def _find_signer(self, shard: Shard, mean: ShardMean) -> Signer:
+        message = mean.message
+        if not message.contributors and mean.values.any():
+            return "invalid"
+        if not message.reducer and not message.signature:
+            return "nobody"
+        if not self.codec.is_signed(shard, mean):
+            return "invalid"
+        record = self._rounds.get(shard.round_key)
+        members = record.members if record and record.members else self.context_of(shard).members
+        first, second = reducers_of(self.config.run, shard, members)
+        return "first" if message.reducer == first else "second" if message.reducer == second else "other"
+
+    async def expose_equivocation(self, peer: PeerId, shard_0: Shard) -> bool:
+        """Compares the means that this peer keeps of a round with those of another member whose history differs.
+
+        Reports a reducer that has signed two different means of a shard, and returns whether there is one.
+        shard_0: the round's first.
+        """
+        record = self._rounds.get(shard_0.round_key)
+        deadline = loop_time() + self.context_of(shard_0).allowed_s
+        for position, kept in sorted(record.means.items()) if record else ():
+            shard = shard_0._replace(position=position)
+            reducer = PeerId(kept.message.reducer)
+            if kept.fragments != shard.fragments or not kept.message.signature or reducer == self.config.me:
+                continue
+            try:
+                other = await self.recall_from(peer, shard, kept.numel, deadline)
+            except AgoraError:
+                continue
+            if other is None or other.message.reducer != reducer or not self.codec.is_signed(shard, other):
+                continue
+            own = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
+            if self.codec.statement(shard, own) != self.codec.statement(shard, other):
+                text = f"signed two different means of shard {position} of {shard.what} {shard.round}"
+                dedup_key = f"stage {shard.stage}, two means of {shard.what} {shard.round}"
+                self._report_violation(reducer, Violation.EQUIVOCATION, text, dedup_key)
+                return True
+        return False
+
+    async def recall_repeatedly(self, shard_0: Shard, result: RoundResult) -> None:
         """Calls recall_failed_shards up to MAX_RECALLS times, with pauses."""
         for attempt in range(MAX_RECALLS):
             if attempt:
-                await asyncio.sleep(RECALL_PAUSE * self.view_of(first).round_s)
-            await self.recall_failed_shards(first, result)
-            if not result.failed_shards or len(self.view_of(first).members) == 1:
+                await asyncio.sleep(RECALL_PAUSE * self.context_of(shard_0).allowed_s)
+            await self.recall_failed_shards(shard_0, result)
+            if not result.failed_shards or len(self.context_of(shard_0).members) == 1:
                 return
 
-    async def recall_failed_shards(self, first: Shard, result: RoundResult) -> None:
+    async def _recall_believed(
+        self, shard: Shard, sources: Sequence[PeerId], own: WeightedValues, members: int, deadline: float
+    ) -> ShardMean | None:
+        # | the mean is | it is believed |
+        # |---|---|
+        # | signed by the shard's first reducer | at once |
+        # | signed by anybody, or by nobody | if two replicas keep the same: their views of the reducers may differ |
+        # | signed by the second reducer | if nobody keeps another one |
+        # | any other | if nobody else has answered: this replica would believe the other one's state as well |
+        found: dict[bytes, tuple[ShardMean, Signer]] = {}
+        answered = 0
+        for source in sources:
+            try:
+                mean = await self.recall_from(source, shard, len(own.values), deadline)
+            except AgoraError as error:
+                answered += getattr(error, "code", "") not in NO_ANSWER
+                continue
+            answered += 1
+            signer = "invalid" if mean is None else self._find_signer(shard, mean)
+            if mean is None or signer == "invalid" or self.codec.why_implausible(shard, own, mean.values, members):
+                continue
+            statement = self.codec.statement(shard, mean)
+            if signer == "first" or statement in found:
+                return mean
+            found[statement] = mean, signer
+        if len(found) != 1:
+            return None
+        ((mean, signer),) = found.values()
+        return mean if signer == "second" or answered == 1 else None
+
+    async def recall_failed_shards(self, shard_0: Shard, result: RoundResult) -> None:
         """Asks live replicas for the means of a round's failed shards, and puts plausible ones into `result`, in place.
 
-        Returns after at most one round_s, even if shards are still failed. first: shard 0 of the round.
+        Returns after at most allowed_s seconds, even if shards are still failed. shard_0: the round's first.
         """
-        view = self.view_of(first)
-        sources, members = sorted(view.live_others), len(view.members)
+        context = self.context_of(shard_0)
+        sources, members = sorted(context.live_others), len(context.members)
         cuts = cut_into_shards(len(result.mean))
-        deadline = loop_time() + view.round_s
+        deadline = loop_time() + context.allowed_s
         free_calls = asyncio.Semaphore(MAX_OPEN_SHARDS)
 
         async def recall(index: int) -> None:
-            shard = first._replace(position=index)
+            shard = shard_0._replace(position=index)
             own = result.mean[cuts[index]]
+            turn = index % max(1, len(sources))
             async with free_calls:
-                for attempt in range(len(sources)):
-                    source = sources[(index + attempt) % len(sources)]
-                    mean = await self.recall_from(source, shard, len(own), deadline)
-                    if mean is None:
-                        continue
-                    try:
-                        self.codec.check_magnitude(shard, WeightedValues(own, result.own_weight), mean.values, members)
-                    except PeerFailed:
-                        continue
+                weighted = WeightedValues(own, result.own_weight)
+                order = [*sources[turn:], *sources[:turn]]
+                if (mean := await self._recall_believed(shard, order, weighted, members, deadline)) is not None:
                     result.mean[cuts[index]], result.averaged[index] = mean.values, True
                     result.wanted[index] = mean.message.wanted_slices
                     if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
                         result.weight = self.config.believed_weight(shard, mean.message.weight)
-                    return
 
         await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))

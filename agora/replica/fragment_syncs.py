@@ -11,7 +11,8 @@ from agora_protocol.errors import AgoraError
 from torch import Tensor
 
 from agora.observe import events
-from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, Fragments, RoundResult
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, RoundResult
+from agora.replica.reducers import FragmentDivision
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_worker import StageWorker
 
@@ -47,15 +48,15 @@ class FragmentSyncs:
         most_fragments: int,
         worker: StageWorker,
         all_reduce: AllReduce,
-        fragments_of: Callable[[int], Fragments],
+        division_of: Callable[[int], FragmentDivision],
         report: events.Report,
     ) -> None:
-        """every: optimizer steps from one sync to the next. fragments_of: those of which a sync averages one."""
+        """every: optimizer steps from one sync to the next. division_of: those of which a sync averages one."""
         self._stage = stage
         self._every = every
         self._worker = worker
         self._all_reduce = all_reduce
-        self._fragments_of = fragments_of
+        self._division_of = division_of
         self._report = report
         self._step_tokens: deque[int] = deque(maxlen=most_fragments * every)
         self._last_begun = -1
@@ -70,17 +71,17 @@ class FragmentSyncs:
         """Forgets the recorded steps, because all-reduces came after them: what they learnt is in no difference."""
         self._step_tokens.clear()
 
-    def next_due(self, step: int, agreed: int) -> int | None:
+    def next_due(self, step: int, agreed_step: int) -> int | None:
         """Returns the number of the sync to begin now, after `step` steps; None if none is due or no more may run.
 
-        agreed: the step of the last sync whose mean was applied.
+        agreed_step: the step of the last sync whose mean was applied.
         """
-        number = max(self._last_begun, agreed // self._every) + 1
+        number = max(self._last_begun, agreed_step // self._every) + 1
         if number > step // self._every:
             return None
-        count = self._fragments_of(number).count
+        count = self._division_of(number).count
         # Never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
-        is_of_running = all(self._fragments_of(running).count == count for running in self._running)
+        is_of_running = all(self._division_of(running).count == count for running in self._running)
         return number if is_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
 
     def begin(self, number: int, step: int) -> None:
@@ -102,32 +103,32 @@ class FragmentSyncs:
         self._last_begun = -1
 
     async def _sync(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
-        fragments = self._fragments_of(number)
-        blocks = fragments.blocks(number)
+        division = self._division_of(number)
+        blocks = division.blocks(number)
         found = await self._worker.outer_gradient(self._stage, blocks)
         if found is None:
             return
         difference, snapshot = found
         result = None
-        first = Shard(self._stage, "fragment", number, 0, fragments.count)
-        if len(self._all_reduce.view_of(first).members) > 1:
-            result = await self._average(first, difference, rounds_late)
+        shard_0 = Shard(self._stage, "fragment", number, 0, division.count)
+        if len(self._all_reduce.context_of(shard_0).members) > 1:
+            result = await self._average(shard_0, difference, rounds_late)
         if previous is not None:  # means are applied in order
             await asyncio.wait([previous])
         averaged = None if result is None else (result.mean, tuple(result.averaged))
-        wanted = fragments.count if result is None else result.wanted_fragments
+        wanted = division.count if result is None else result.wanted_fragments
         await self._worker.outer_step(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
 
-    async def _average(self, first: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
-        number, fragments = first.round, first.fragments
+    async def _average(self, shard_0: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
+        number, fragments = shard_0.round, shard_0.fragments
         cuts = cut_into_shards(len(difference))
         result = RoundResult.of_failed_shards(difference.clone(), fragments)
         # A sync whose fragment is due again takes part only if contributions wait here: they show which rounds the
         # others are in. Without that, replicas that are all late might take part in different rounds forever.
-        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first)
+        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(shard_0)
         # The others may be done with a late round, and keep its means.
         if rounds_late >= min(RECALL_FIRST, fragments):
-            await self._all_reduce.recall_failed_shards(first, result)
+            await self._all_reduce.recall_failed_shards(shard_0, result)
         if result.failed_shards and number > self._last_contributed and not is_superseded:
             weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
             recalled = result
@@ -140,7 +141,7 @@ class FragmentSyncs:
         # ones.
         is_due_again = self._worker.step_of(self._stage) // self._every - number >= fragments
         if result.failed_shards and not is_due_again:
-            await self._all_reduce.recall_repeatedly(first, result)
+            await self._all_reduce.recall_repeatedly(shard_0, result)
         # A failed shard changes nothing.
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:

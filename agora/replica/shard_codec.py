@@ -11,7 +11,7 @@ import hashlib
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, cast
 
@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from agora_protocol.codec_names import WireName, packed_bytes
 from agora_protocol.errors import PeerFailed, ProtocolError
+from agora_protocol.identity import verify
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute, Recall
+from agora_protocol.packing import pack as pack_message
 from agora_protocol.parts import part_elements, slice_count
 from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
@@ -31,8 +33,8 @@ from torch.nn.functional import pad
 
 from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 from agora.codec.bit_packing import pack, unpack
-from agora.core.sync_mode import ALL_REDUCE
-from agora.replica.trust import MagnitudeBound, fair_size
+from agora.core.step_schedule import ALL_REDUCE
+from agora.replica.trust import MAX_RATIO, MAX_RATIO_EXACT, MagnitudeBound, fair_size
 
 # Bits of an element, by the name of each format that is sent with error feedback.
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
@@ -55,13 +57,12 @@ _SCALES: Final = torch.tensor(
 
 Aggregation = Literal["mean", "clip"]
 RoundKind = Literal["gradient", "fragment"]  # what a round averages: all gradients, or the differences of one fragment
+MEAN_TAG: Final = b"agora mean 1\0"  # what a reducer's signature begins with
 WIRE_KINDS: Final[Mapping[RoundKind, str]] = {"gradient": "gradient", "fragment": "slice"}
 CLIP_ROUNDS: Final = 3  # enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021
 MIN_NORM, MAX_NORM = 1e-15, 1e15  # outside of these a norm is computed again in float64
 # A contribution may be this many times as long as the lower median of all; a longer one is shortened to that.
 MAX_TIMES_LONGER: Final = 2.0
-# As much in synchronous runs, whose means are exact: only what no honest gradient is may change them.
-MAX_TIMES_LONGER_EXACT: Final = 8.0
 # A weight may be this many times its fair part, 1 / n of n contributions; of fewer than MIN_TO_CAP, FEW_WEIGHT_CAP.
 WEIGHT_CAP: Final = 1.5
 FEW_WEIGHT_CAP: Final = 2.0
@@ -76,6 +77,14 @@ INT8_ROUNDS: Final = 20
 
 
 # --- what a round averages
+
+
+class RoundKey(NamedTuple):
+    """What names one round of a stage: its kind, and its number among those of the kind."""
+
+    stage: int
+    kind: RoundKind
+    round: int
 
 
 class Shard(NamedTuple):
@@ -98,8 +107,8 @@ class Shard(NamedTuple):
         return WIRE_KINDS[self.kind]
 
     @property
-    def round_key(self) -> tuple[int, RoundKind, int]:
-        return self[:3]
+    def round_key(self) -> RoundKey:
+        return RoundKey(self.stage, self.kind, self.round)
 
     @property
     def region(self) -> Region:
@@ -161,9 +170,9 @@ class RoundConfig:
         """Returns how many tokens should be behind all contributions to a shard together."""
         return self.step_tokens if shard.kind == "gradient" else self.pass_tokens
 
-    def believed_weight(self, shard: Shard, told: float) -> float:
-        """Returns the tokens behind a mean, of which its reducer has told: at most MAX_TIMES_TARGET of the planned."""
-        return min(told, MAX_TIMES_TARGET * self.planned_tokens(shard), self.max_weight)
+    def believed_weight(self, shard: Shard, reported: float) -> float:
+        """Returns the tokens behind a mean, as `reported` by its reducer, at most MAX_TIMES_TARGET of the planned."""
+        return min(reported, MAX_TIMES_TARGET * self.planned_tokens(shard), self.max_weight)
 
     def dither_label(self, shard: Shard) -> str:
         """Returns the seed of the shard's dither (random rounding), the same at all members of the round."""
@@ -211,6 +220,10 @@ class ShardMean:
     encoded: EncodedShard | None = None
 
 
+class ImplausibleMean(PeerFailed):
+    """Raised for a mean that is too large for this replica's own values and earlier means."""
+
+
 class ShardCodec:
     """Encodes what one peer sends in rounds, as member and as reducer; decodes means, and checks their magnitudes.
 
@@ -226,12 +239,13 @@ class ShardCodec:
     """
 
     def __init__(self, config: RoundConfig) -> None:
-        self._config = config
+        self.config = config
         self._gradient_formats: dict[int, WireName] = {}
         self._residuals: dict[Region, Tensor] = {}
         self._late_gradients: dict[Region, WeightedValues] = {}
         self._mean_residuals: dict[Region, Tensor] = {}
-        self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(MagnitudeBound)
+        bound = MagnitudeBound(max_ratio=MAX_RATIO_EXACT if config.synchronous else MAX_RATIO)
+        self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(lambda: bound)
 
     # --- formats
 
@@ -242,16 +256,16 @@ class ShardCodec:
     def format_of(self, shard: Shard) -> WireName:
         """Returns the format in which this peer now sends the shard's values, as member and as reducer."""
         if shard.kind == "fragment":
-            return self._config.fragment_wire
-        wire = self._gradient_formats.get(shard.stage, self._config.gradient_wire)
+            return self.config.fragment_wire
+        wire = self._gradient_formats.get(shard.stage, self.config.gradient_wire)
         return "int8" if wire in NORMAL_BITS and shard.round < INT8_ROUNDS else wire
 
     def encode(self, shard: Shard, values: Tensor, wire: WireName) -> EncodedShard:
-        return EncodedShard(wire, NumberFormat(wire).encode(values, self._config.dither_label(shard)))
+        return EncodedShard(wire, NumberFormat(wire).encode(values, self.config.dither_label(shard)))
 
     def decode(self, shard: Shard, encoded: EncodedShard, numel: int) -> Tensor:
         """Returns float32 [numel], the same bits at every receiver; raises ProtocolError for another form."""
-        return NumberFormat(encoded.wire).decode(encoded.tensors, numel, self._config.dither_label(shard))
+        return NumberFormat(encoded.wire).decode(encoded.tensors, numel, self.config.dither_label(shard))
 
     # --- as a member
 
@@ -296,16 +310,50 @@ class ShardCodec:
         encoded = EncodedShard(cast("WireName", message.wire), tensors)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
 
+    def statement(self, shard: Shard, mean: ShardMean) -> bytes:
+        """Returns what the reducer of a mean signs: all that its members take from it, see SPEC.md, section 12."""
+        digest = hashlib.sha256()
+        for tensor in mean.encoded.tensors if mean.encoded else ():
+            digest.update(tensor.nbytes.to_bytes(8, "big"))
+            digest.update(tensor.data)
+        message = mean.message
+        named = (shard.stage, shard.what, shard.round, shard.position, shard.fragments)
+        values = (
+            *named,
+            message.in_mean,
+            message.contributors,
+            message.weight,
+            message.wire,
+            message.wanted_slices,
+            digest.digest(),
+        )
+        return MEAN_TAG + bytes.fromhex(self.config.run) + pack_message(values)
+
+    def is_signed(self, shard: Shard, mean: ShardMean) -> bool:
+        """Returns whether the reducer that the mean names has signed it for this shard."""
+        message = mean.message
+        return verify(PeerId(message.reducer), self.statement(shard, mean), message.signature)
+
+    def check_signature(self, shard: Shard, mean: ShardMean, reducers: Collection[PeerId | None]) -> None:
+        """Raises PeerFailed unless one of these reducers of the shard has signed the mean."""
+        if mean.message.reducer not in reducers or not self.is_signed(shard, mean):
+            raise PeerFailed("the mean is not signed by a reducer of the shard")
+
+    def why_implausible(self, shard: Shard, own: WeightedValues, mean: Tensor, members: int) -> str:
+        """Returns why `mean` cannot be the shard's, or "". own: this replica's values, 0 where it has none."""
+        own_size = fair_size(magnitude(own.values), own.tokens, self.config.planned_tokens(shard), members)
+        return self._bounds[shard.region].why_implausible(magnitude(mean), own_size)
+
     def check_magnitude(self, shard: Shard, own: WeightedValues, mean: Tensor, members: int) -> None:
-        """Raises PeerFailed if `mean` is implausibly large; otherwise updates the MagnitudeBound of the shard's region.
+        """Raises ImplausibleMean if `mean` is too large; otherwise updates the MagnitudeBound of the shard's region.
 
         own: this replica's values of the shard.
         """
         mean_size = magnitude(mean)
-        own_size = fair_size(magnitude(own.values), own.tokens, self._config.planned_tokens(shard), members)
+        own_size = fair_size(magnitude(own.values), own.tokens, self.config.planned_tokens(shard), members)
         bound = self._bounds[shard.region]
         if why := bound.why_implausible(mean_size, own_size):
-            raise PeerFailed(why)
+            raise ImplausibleMean(why)
         self._bounds[shard.region] = bound.after_accepted_mean(mean_size, own_size)
 
     # --- as a reducer
@@ -317,8 +365,10 @@ class ShardCodec:
 
         center: see `aggregate`. Returns None, and changes nothing, when every weight is 0 or the mean is not finite.
         """
-        aggregation = "mean" if self._config.synchronous else self._config.aggregation
-        mean = aggregate(values, weights, aggregation, center=center, exact=self._config.synchronous)
+        exact = self.config.synchronous
+        aggregation = "mean" if exact else self.config.aggregation
+        usual_length = self._bounds[shard.region].usual * math.sqrt(len(values[0])) if exact else 0.0
+        mean = aggregate(values, weights, aggregation, center=center, exact=exact, usual_length=usual_length)
         if mean is None:
             return None
         wire = self.format_of(shard)
@@ -355,12 +405,13 @@ def aggregate(
     *,
     center: Tensor | None,
     exact: bool = False,
+    usual_length: float = 0.0,
 ) -> ShardMean | None:
     """Returns the weighted mean, or the centered clip, of `contributions`, float32 [n] each and finite, not encoded.
 
     Weights and lengths are limited first, see cap_weights and shorten; the message has the weight before that. exact:
-    no weight is, and only absurd lengths. center: the start value of a clip; None: the median of each coordinate.
-    Returns None when every weight is 0 or the mean is not finite.
+    no weight is, and only absurd lengths. usual_length: of earlier means; 0 if none is known. center: the start value
+    of a clip; None: the median of each coordinate. Returns None when every weight is 0 or the mean is not finite.
     """
     # A contribution of weight 0 adds no values, but counts as a contributor.
     weighted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
@@ -368,7 +419,7 @@ def aggregate(
         return None
     values = [value for value, _ in weighted]
     tokens = [weight for _, weight in weighted]
-    values = shorten(values, tokens, MAX_TIMES_LONGER_EXACT if exact else MAX_TIMES_LONGER)
+    values = shorten(values, tokens, MAX_RATIO_EXACT if exact else MAX_TIMES_LONGER, usual_length)
     limited = tokens if exact else cap_weights(tokens)
     fractions = [weight / sum(limited) for weight in limited]
     mean = _mean(values, fractions) if aggregation == "mean" else _clip(values, fractions, center)
@@ -388,11 +439,17 @@ def cap_weights(weights: Sequence[float]) -> list[float]:
     return [min(weight, cap) for weight in weights]
 
 
-def shorten(values: Sequence[Tensor], weights: Sequence[float], times_longer: float = MAX_TIMES_LONGER) -> list[Tensor]:
+def shorten(
+    values: Sequence[Tensor],
+    weights: Sequence[float],
+    times_longer: float = MAX_TIMES_LONGER,
+    usual_length: float = 0.0,
+) -> list[Tensor]:
     """Returns the contributions `values`, float32 [n] each, with those that are too long scaled down to their limit.
 
     The limit of the Euclidean length x of a contribution over w tokens is times_longer * max(median(x),
-    median(x sqrt(w)) / sqrt(w)), with lower medians over all: one over fewer tokens holds more noise, and is longer.
+    median(x sqrt(w)) / sqrt(w), usual_length), with lower medians over all: one over fewer tokens holds more noise, and
+    is longer. usual_length: of earlier means, beside which a length is not absurd although the others' are short now.
     """
     # Without this one contribution of 1e30 makes the mean implausible for every replica, and all lose the step.
     if len(values) < MIN_TO_COMPARE:
@@ -400,7 +457,8 @@ def shorten(values: Sequence[Tensor], weights: Sequence[float], times_longer: fl
     lengths = [_norm(value) for value in values]
     median_length = statistics.median_low(lengths)
     median_of_one_token = statistics.median_low([x * math.sqrt(w) for x, w in zip(lengths, weights, strict=True)])
-    limits = [times_longer * max(median_length, median_of_one_token / math.sqrt(weight)) for weight in weights]
+    least = max(median_length, usual_length)
+    limits = [times_longer * max(least, median_of_one_token / math.sqrt(weight)) for weight in weights]
     return [
         value * (limit / length) if 0.0 < limit < length < math.inf else value
         for value, length, limit in zip(values, lengths, limits, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +9,7 @@ from agora_protocol.ids import Span
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.sync_mode import StepPlan, StepPolicy
+from agora.core.step_schedule import StepInstructions
 from agora.state.layout import Layout
 from agora.train.gradients import GradientShare
 from agora.train.stage import AveragedFragment, StageProgress
@@ -26,17 +25,14 @@ class StageWorker(Protocol):
     def layout(self, stage: int) -> Layout:
         """Returns which tensors the stage's flat weights hold."""
 
-    def progress(self) -> Sequence[StageProgress]:
-        """Returns how far each held stage is."""
-
     def step_of(self, stage: int) -> int:
         """Returns how many optimizer steps the stage has taken."""
 
-    def step_plan(self, stage: int) -> StepPlan:
-        """Returns which steps of the stage are inner steps; a change of it is part of what the stage has learnt."""
+    def progress_of(self, stage: int) -> StageProgress:
+        """Returns how far the stage is, as one snapshot."""
 
-    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
-        """Replaces the policy by which the device thread closes the stage's shares and takes its steps by itself."""
+    def set_step_instructions(self, stage: int, instructions: StepInstructions) -> None:
+        """Replaces the instructions by which the device thread closes the stage's shares and takes steps by itself."""
 
     async def outer_gradient(self, stage: int, blocks: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
         """Returns outer parameters - weights in the numbered `blocks`, and a copy of these weights, float32 [n] each.

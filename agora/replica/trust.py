@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
@@ -14,14 +14,18 @@ from agora_protocol.ids import PeerId
 NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving averages
 # A mean may be this many times as large as the average of earlier means, or as the peer's own values.
 MAX_RATIO: Final = 4.0
+# As much in synchronous runs, where a rejected mean costs a step and a mean of honest gradients cannot be shortened.
+# Honest gradients are 4 times as large as before in one step of a thousand, most often in the first ones; a gradient is
+# clipped before its step (`optimizer.clip`): one that is 32 times as large moves the weights no further.
+MAX_RATIO_EXACT: Final = 32.0
 FIRST_RATIO: Final = 8.0  # as much before the first mean is known: few values of one replica say little
 # The average of earlier means counts up to this many times the average of the peer's own values: what others sent is
 # not believed because they have sent as much before.
 MAX_OWN_RATIO: Final = 2.0
 # Steps by which others may lead at any time where all take each step together: two closed shares, and one step.
 LEAD: Final = 3
-# Steps by which others may lead where each takes inner steps; a replica further behind fetches their state.
-LOCAL_LEAD: Final = 20
+# Steps by which others may lead during inner steps. A replica that is further behind fetches a state.
+INNER_STEPS_LEAD: Final = 20
 MAX_SPEED_UP: Final = 4.0  # how many times as fast as before others may go on stepping without this replica
 # Seconds for which a busy machine may stand still without noticing it, while honest replicas go on.
 SLACK_S: Final = 10.0
@@ -33,7 +37,7 @@ MAX_QUOTAS: Final = 3.0
 # The weights of one shard are right if they are together at most this many times the tokens that should be behind them.
 MAX_SURPLUS: Final = 1.25
 JOIN_S: Final = 1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
-# Seconds after an implausible report for which nothing that its sender reports of the stage counts.
+# Seconds for which a replica counts as absent after an implausible report, unless a plausible one comes before.
 FORGIVE_S: Final = 10.0
 
 
@@ -47,7 +51,7 @@ MAX_TIMES_MEDIAN: Final = 4.0
 
 
 def believed_claim(claim: float, median: float, most_times: float = MAX_TIMES_MEDIAN) -> float:
-    """Returns as what a claim counts, if the claims of all peers of its kind have the `median`, above 0.
+    """Returns the value that a claim counts as, if the claims of all peers of its kind have the `median`, above 0.
 
     | claim / median | it counts as |
     |---|---|
@@ -59,7 +63,7 @@ def believed_claim(claim: float, median: float, most_times: float = MAX_TIMES_ME
 
 
 def believed_bandwidths(claims: Mapping[PeerId, float], networks: Mapping[PeerId, str]) -> dict[PeerId, float]:
-    """Returns as what claimed bandwidths count where shards are apportioned to reducers: see believed_claim.
+    """Returns the bandwidths by which shards are apportioned to reducers: `claims`, as far as they are believed.
 
     claims: 0 means unknown, and stays 0; others count as at least 1 / MAX_TIMES_MEDIAN of the median. networks: the
     network of a peer's address, "" or left out if unknown. The median is the lower one over the networks, each with the
@@ -98,7 +102,7 @@ def token_bounds(rates: Mapping[PeerId, float | None], target: int, microbatch_t
 def believed_weights(
     told: Mapping[PeerId, float], planned: float, bounds: Mapping[PeerId, float], accepted: Mapping[PeerId, float]
 ) -> dict[PeerId, float]:
-    """Returns as how many tokens the contributions to one shard count, whose senders have `told` of as many.
+    """Returns the tokens that contributions to one shard count as, of which their senders have `told`.
 
     planned: tokens that should be behind all of them together. bounds: see token_bounds; a replica without one has
     none. accepted: see `after_accepted_weights`.
@@ -138,10 +142,13 @@ def after_accepted_weights(
 # target where an honest one is that fast, and weights of more tokens than a step has are bounded too.
 
 MAX_TIMES_RATE: Final = 64.0
+# Replicas that know each other's rates differ at most by this factor in the fraction of their share that they have
+# counted. A reducer's reported weight is believed within it.
+MAX_PROGRESS_RATIO: Final = 1.1
 
 
 def believed_rates(rates: Mapping[PeerId, float | None]) -> dict[PeerId, float]:
-    """Returns as what the replicas' rates count, in tokens per second, where a step is divided among them.
+    """Returns the rates, in tokens per second, by which a step is divided among replicas that report `rates`.
 
     rates: as reported, this peer's own included; None, unknown, counts as the median of the believed ones.
 
@@ -170,7 +177,7 @@ def believed_tokens(
     own_share: float,
     microbatch_tokens: int,
 ) -> dict[PeerId, int]:
-    """Returns as what the tokens that others have counted for a step count.
+    """Returns the tokens of a step that others are believed to have counted.
 
     A replica that has counted t tokens of a share of s has come t / s of the way. Each counts at most as far on its way
     as the lower median of all, `own` included, or as its whole share; and a microbatch more, since shares are rounded.
@@ -184,6 +191,29 @@ def believed_tokens(
     return {
         peer: min(tokens, math.ceil(furthest * shares[peer]) + microbatch_tokens) for peer, tokens in reported.items()
     }
+
+
+def believed_step_tokens(
+    told: float, reported: Mapping[PeerId, int], shares: Mapping[PeerId, float], own: int, own_share: float, slack: int
+) -> float:
+    """Returns how many tokens a step had, to which the next ones are adapted, if its reducers have `told` of as many.
+
+    Each of the others should have come as far on its way as the lower median of all (see believed_tokens), within
+    MAX_PROGRESS_RATIO and `slack` tokens. What it has reported counts within that; where that is 0, or no longer known,
+    it counts as that far. The told tokens count if they are within MAX_PROGRESS_RATIO of all these together, or if
+    fewer than two others are known: between two it is word against word.
+
+    own: tokens of this replica in the step. slack: tokens of a microbatch.
+    """
+    if len(shares) < 2 or own_share <= 0:
+        return told
+    ways = [reported.get(peer, 0) / share for peer, share in shares.items() if share > 0]
+    way = statistics.median_low([own / own_share, *(each for each in ways if each > 0)])
+    counted = float(own)
+    for peer, share in shares.items():
+        least, most = way * share / MAX_PROGRESS_RATIO - slack, way * share * MAX_PROGRESS_RATIO + slack
+        counted += min(max(reported.get(peer) or way * share, least), most)
+    return told if counted / MAX_PROGRESS_RATIO <= told <= counted * MAX_PROGRESS_RATIO else counted
 
 
 # --- sizes of means
@@ -204,11 +234,19 @@ class MagnitudeBound:
     """Bounds the magnitude of a region's next mean by the region's earlier means and this peer's own values.
 
     average, own_average: moving averages of the accepted means' magnitudes (root mean squares) and of this peer's own
-    in the rounds in which it had any; None before the first.
+    in the rounds in which it had any; None before the first. max_ratio: MAX_RATIO, or MAX_RATIO_EXACT.
     """
 
     average: float | None = None
     own_average: float | None = None
+    max_ratio: float = MAX_RATIO
+
+    @property
+    def usual(self) -> float:
+        """The usual magnitude of means, as far as this peer's own values vouch for it; 0 before the first mean."""
+        if self.average is None or self.own_average is None:
+            return 0.0
+        return min(self.average, MAX_OWN_RATIO * self.own_average)
 
     def limit(self, own: float) -> float:
         """Returns the largest plausible magnitude; infinity while nothing is known to compare with.
@@ -216,9 +254,8 @@ class MagnitudeBound:
         own: magnitude of this peer's own values; 0 where it has none, as when it replays a step.
         """
         if self.average is None or self.own_average is None:
-            return FIRST_RATIO * own or math.inf
-        usual = min(self.average, MAX_OWN_RATIO * self.own_average)
-        return MAX_RATIO * max(usual, own)
+            return max(FIRST_RATIO, self.max_ratio) * own or math.inf
+        return self.max_ratio * max(self.usual, own)
 
     def why_implausible(self, mean: float, own: float) -> str:
         """Returns why a mean of magnitude `mean` must be rejected, or "" if it is finite and within `limit`."""
@@ -231,7 +268,8 @@ class MagnitudeBound:
         if not own:
             return self
         own_average = _moved(self.own_average, own)
-        return MagnitudeBound(_moved(self.average, min(mean, MAX_OWN_RATIO * own_average)), own_average)
+        average = _moved(self.average, min(mean, MAX_OWN_RATIO * own_average))
+        return replace(self, average=average, own_average=own_average)
 
 
 def _moved(average: float | None, value: float) -> float:
@@ -281,7 +319,7 @@ class OwnPace:
         """Returns the highest step that another replica can have taken by now.
 
         That is max(present_step + 1, own_step + lead + n), with n = MAX_SPEED_UP * (SLACK_S + now - own_step_at) /
-        step_s, rounded down. lead: LEAD or LOCAL_LEAD. target_tokens: tokens of a step; while step_s is unknown,
+        step_s, rounded down. lead: LEAD or INNER_STEPS_LEAD. target_tokens: tokens of a step; while step_s is unknown,
         target_tokens / FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
         """
         least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S

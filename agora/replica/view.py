@@ -1,4 +1,4 @@
-"""All that is known of one stage: its own counts, what the other replicas report, rates and quotas. Pure.
+"""All that is known of one stage: its own counts, what the other replicas report. Pure.
 
 | a replica is | when | what follows |
 |---|---|---|
@@ -8,7 +8,7 @@
 | unreachable | it is silent or suspected | no shard of a round waits for it |
 | live | it is not unreachable | its tokens count, and others catch up with it |
 
-A new report ends each of these states.
+A new report ends silent, suspected and unreachable.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
 from agora_protocol.messages import GossipEntry
 
-from agora.core.rates import MovingAverage
-from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
-from agora.replica.trust import HistoryReport, believed_rates, believed_tokens
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
+from agora.replica.pacing import Shares, TokenRate
+from agora.replica.trust import HistoryReport, believed_tokens
 
 SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
 # Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent:
@@ -40,210 +40,6 @@ MAX_PLAUSIBLE_LEAD: Final = 10
 # Number of steps in which a new replica reduces no shard: others learn of it one by one, but must agree on the
 # reducers.
 NEWCOMER_STEPS: Final = 3
-RATE_DECAY_S: Final = 10.0  # seconds after which a counted token weighs 1/e of one counted now
-# Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second.
-MIN_MEASURED_S: Final = 0.9
-MAX_MEAN_WAIT_FRACTION: Final = 0.5  # largest fraction of a step for which origins wait for a mean gradient
-# Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown.
-ASSUMED_STEP_S: Final = 2.0
-# Maximum number of steps without a wait after means that came too late; then origins wait again, to see whether means
-# come sooner now.
-MAX_SKIPPED_WAITS: Final = 32
-# Fraction of the target by which a step may be made smaller or larger to correct earlier ones.
-MAX_CORRECTION: Final = 0.5
-
-
-# --- rates and quotas
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRate:
-    """How fast a replica counts tokens: two sums, tokens and seconds, that decay by exp(-t / RATE_DECAY_S)."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def after(self, tokens: int, seconds: float) -> TokenRate:
-        """Returns the rate after a further `seconds`, in which the replica counted `tokens`, at a constant rate."""
-        if seconds <= 0:
-            return self
-        decay = math.exp(-seconds / RATE_DECAY_S)
-        added_s = RATE_DECAY_S * (1 - decay)
-        return TokenRate(self.tokens * decay + tokens * added_s / seconds, self.seconds * decay + added_s)
-
-    @property
-    def per_second(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds >= MIN_MEASURED_S else None
-
-
-def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, microbatch_tokens: int) -> int:
-    """Returns how many tokens of a step replica `me`, which is in `rates`, counts before it closes its share.
-
-    A step has m = target / microbatch_tokens microbatches. With the replicas in the order of their ids, and R_i the sum
-    of the first i rates over the sum of all, replica i counts microbatches round(m * R_(i-1)) to round(m * R_i). So the
-    quotas of replicas that know the same rates add up to the target.
-
-    rates: tokens per second of the replicas that take part; None, unknown, counts as the median of the known rates.
-    When all are 0, the quotas are equal. target: tokens of the step. microbatch_tokens: tokens of one microbatch. A
-    quota is a multiple of microbatch_tokens, possibly 0. The quotas of all replicas add up to the target, rounded to
-    whole microbatches, at least one.
-    """
-    known = [rate for rate in rates.values() if rate is not None]
-    median = statistics.median(known) if known else 1.0
-    filled = {peer: median if rate is None else rate for peer, rate in rates.items()}
-    if not any(filled.values()):
-        filled = dict.fromkeys(filled, 1.0)
-    microbatches = max(1, round(target / microbatch_tokens))
-    total = sum(filled.values())
-    start = sum(rate for peer, rate in filled.items() if peer < me)
-    first, end = (math.floor(microbatches * rate / total + 0.5) for rate in (start, start + filled[me]))
-    return (end - first) * microbatch_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSizeCorrection:
-    """Corrects the global batch size: how many tokens the next step has, so that steps have `target` on average.
-
-    surplus: tokens by which the steps so far exceeded `target` in all, limited to +-MAX_CORRECTION * target.
-    """
-
-    target: int
-    surplus: float = 0.0
-
-    @property
-    def next_target(self) -> int:
-        return round(self.target - self.surplus)
-
-    def after_step(self, tokens: float) -> BatchSizeCorrection:
-        """Returns the correction after a step of `tokens` tokens, with the surplus + tokens - target, limited."""
-        bound = MAX_CORRECTION * self.target
-        return BatchSizeCorrection(self.target, min(max(self.surplus + tokens - self.target, -bound), bound))
-
-
-class Shares(NamedTuple):
-    """How many tokens of a step of target size this replica (`own`) and the `others` count, by their believed rates."""
-
-    own: float
-    others: Mapping[PeerId, float]
-    microbatch_tokens: int
-
-
-@dataclass(slots=True)
-class StepMeter:
-    """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
-
-    microbatch_tokens: tokens of one microbatch, of which quotas are multiples.
-    batch_size: the tokens of the next step.
-    rate: how fast this replica counts tokens.
-    step_s: average duration of a step.
-    now (an argument of the methods): seconds, always on the same clock.
-    """
-
-    microbatch_tokens: int
-    batch_size: BatchSizeCorrection
-    rate: TokenRate = field(default_factory=TokenRate)
-    step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
-    # Tokens at which this replica closes its share of the present step; 0 without another replica, or where this one is
-    # far slower than the others.
-    quota_now: int = 0
-    # Seconds in which all replicas together count the target of a step, at their last known rates; 0 while a rate is
-    # unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured
-    # duration would fall further and further.
-    expected_s: float = 0.0
-    shares: Shares | None = None  # None before the first update_quota
-    believed: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
-    _closed_at: float | None = None
-    _steps: int = 0
-    _waits_from: int = 0  # the step from which origins wait for means
-    _skipped_waits: int = 0  # steps without a wait after the last mean that came too late, halved by each in time
-    _measured: tuple[float, int] | None = None
-    _stepped_at: float | None = None
-    _uncorrected_quota: int = 0
-
-    def measure(self, now: float, tokens_counted: int) -> None:
-        """Updates this replica's `rate` by the time and tokens since the last call; the first call only sets the start.
-
-        tokens_counted: all tokens that this replica has counted since it started; if the number fell, the rate is
-        updated with 0 tokens.
-        """
-        if self._measured is not None and now > self._measured[0]:
-            self.rate = self.rate.after(max(0, tokens_counted - self._measured[1]), now - self._measured[0])
-        self._measured = now, tokens_counted
-
-    def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
-        """Returns the tokens at which this replica closes its share of the next step; sets quota_now and expected_s.
-
-        others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
-        tokens of a whole step, and sets quota_now to 0. See own_quota; the step has batch_size.next_target tokens.
-        """
-        own, target = self.rate.per_second, self.batch_size.target
-        reported = {**others, me: own}
-        self.believed = rates = believed_rates(reported)
-        total = sum(rates.values()) or 1.0
-        is_known = None not in reported.values() and any(reported.values())
-        self.expected_s = target / total if is_known else 0.0
-        # Who is so fast that the others do not believe it counts all that it can in the time that they take.
-        times = own / rates[me] if own and rates[me] else 1.0
-        shares = {peer: target * rate / total for peer, rate in rates.items() if peer != me}
-        self.shares = Shares(times * target * rates[me] / total, shares, self.microbatch_tokens)
-        self._uncorrected_quota = self._quota(rates, me, target, times)
-        quota = self._quota(rates, me, self.batch_size.next_target, times)
-        self.quota_now = quota if others else 0
-        return quota
-
-    def _quota(self, rates: Mapping[PeerId, float], me: PeerId, target: int, times: float) -> int:
-        quota = own_quota(rates, me, target, self.microbatch_tokens)
-        return round(times * quota / self.microbatch_tokens) * self.microbatch_tokens
-
-    def record_step(self, tokens: float) -> None:
-        """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
-        self.batch_size = self.batch_size.after_step(tokens)
-
-    def record_inner_step(self, tokens: int) -> None:
-        """Corrects `batch_size` by the tokens that an inner step had beyond the target, or lacked.
-
-        tokens: counted by this replica in the step. The tokens of all replicas are estimated as target * tokens
-        / the quota that this replica has of an uncorrected step. Changes nothing before the first update_quota.
-        """
-        if self._uncorrected_quota > 0:
-            self.record_step(self.batch_size.target * tokens / self._uncorrected_quota)
-
-    def on_share_closed(self, now: float) -> None:
-        """Records that this replica closed a share now, unless an earlier one still awaits its mean."""
-        self._closed_at = now if self._closed_at is None else self._closed_at
-
-    def should_origins_wait(self, now: float) -> bool:
-        """Returns whether origins should wait for the mean of the share that was closed last, or that is closed next.
-
-        Waiting origins open no microbatch, so that the next ones are computed on weights that include the mean. They
-        wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. When a mean came later than that, they do not
-        wait for the next one; if that happens again and again, not for the next 2, 4, 8 ... MAX_SKIPPED_WAITS means.
-        """
-        may_wait = self._steps >= self._waits_from
-        return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)
-
-    @property
-    def _max_wait_s(self) -> float:
-        return MAX_MEAN_WAIT_FRACTION * (self.expected_s or ASSUMED_STEP_S)
-
-    def on_stepped(self, now: float) -> None:
-        """Records that a step was taken now, so that no closed share awaits its mean; updates the average step_s.
-
-        If origins waited for this step's mean and the mean came too late, sets for how many steps they do not wait; a
-        mean in time halves that number for the next time.
-        """
-        waited = self._steps >= self._waits_from
-        self._steps += 1
-        if self._closed_at is not None and waited:
-            if now - self._closed_at > self._max_wait_s:
-                self._skipped_waits = min(max(1, 2 * self._skipped_waits), MAX_SKIPPED_WAITS)
-                self._waits_from = self._steps + self._skipped_waits
-            else:
-                self._skipped_waits //= 2
-        self._closed_at = None
-        if self._stepped_at is not None:
-            self.step_s = self.step_s.with_sample(now - self._stepped_at)
-        self._stepped_at = now
 
 
 # --- what replicas report
@@ -257,20 +53,20 @@ class ReplicaCounts(NamedTuple):
     open_step: int = 0
     tokens: int = 0  # tokens counted for `open_step`
     tokens_counted: int = 0  # all tokens counted since the replica started
-    agreed: int = 0  # steps it had taken at the last mean, of gradients or of a fragment, that it has applied
-    history_hash: int = 0  # a digest of all means up to `agreed`, 0 when unknown
+    agreed_step: int = 0  # steps it had taken at the last mean, of gradients or of a fragment, that it has applied
+    history_hash: int = 0  # a digest of all means up to `agreed_step`, 0 when unknown
     start_step: int = 0  # steps of the state that it started with
     carried: int = 0  # 1 + thousandths of a byte that its uplink carries for each value and step; 0: it is never full
 
     @classmethod
     def from_entry(cls, entry: GossipEntry) -> ReplicaCounts:
-        _, step, open_step, tokens, tokens_counted, agreed, history_hash, start_step, carried, _ = entry
+        _, step, open_step, tokens, tokens_counted, agreed_step, history_hash, start_step, carried, _ = entry
         return cls(
             step=step,
             open_step=open_step,
             tokens=tokens,
             tokens_counted=tokens_counted,
-            agreed=agreed,
+            agreed_step=agreed_step,
             history_hash=history_hash,
             start_step=start_step,
             carried=carried,
@@ -295,13 +91,13 @@ class DirectReport:
     at: float = -math.inf  # when it reported, -inf before its first report
     open_since: float = -math.inf  # when it first reported `open_step`
     rate: TokenRate = field(default_factory=TokenRate)  # how fast it counts tokens
-    agreed: int = 0
+    agreed_step: int = 0
     history_hash: int = 0
     start_step: int = 0
 
     @property
     def history(self) -> HistoryReport:
-        return HistoryReport(self.agreed, self.history_hash)
+        return HistoryReport(self.agreed_step, self.history_hash)
 
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
         """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
@@ -319,7 +115,7 @@ class DirectReport:
             at=now,
             open_since=open_since,
             rate=rate,
-            agreed=counts.agreed,
+            agreed_step=counts.agreed_step,
             history_hash=counts.history_hash,
             start_step=counts.start_step,
         )
@@ -401,10 +197,12 @@ class StageView:
     known: KnownReplicas = field(default_factory=dict)  # the progress that the other replicas reported
     listed: Collection[PeerId] = ()  # the other replicas that this peer's view of the run names
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
-    plan: StepPlan = ONLY_ALL_REDUCE  # which of the stage's steps are inner steps; all others are all-reduces
+    # Which of the stage's steps are inner steps; all others are all-reduces.
+    sync_schedule: SyncSchedule = ONLY_ALL_REDUCE
     quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
     shares: Shares | None = None  # bound what others say to have counted; None: nothing does
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
+    open_fraction: float = 1.0  # the part of a step for which its share has been open, see StepPacing.open_fraction
     is_leaving: bool = False  # whether this peer is leaving the run
     is_busy: bool = False  # whether a step, a fetch or a catch-up is running
     sync_due: int | None = None  # the fragment sync to begin, None if none is due
@@ -491,8 +289,7 @@ def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int)
 
 
 def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
-    """Returns those of `peers` that must reduce no shard of step `step`, because other replicas may not know of them
-    yet.
+    """Returns those of `peers` that must reduce no shard of `step`, because other replicas may not know of them yet.
 
     Newcomers are peers whose start step is later than `step` - NEWCOMER_STEPS, or unknown. For a `step` below
     NEWCOMER_STEPS there are none.
@@ -502,6 +299,15 @@ def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set
         return set()
     reports = {peer: known[peer].direct for peer in peers if peer in known}
     return {p for p in peers if p not in reports or reports[p].step < 0 or reports[p].start_step > latest_start}
+
+
+def may_sign(step: int, start_step: int) -> bool:
+    """Returns whether a replica that began with a state of `start_step` steps may sign means of a round of `step`.
+
+    It may not where it can have signed another one before a restart.
+    """
+    # By the round's number, as its members choose reducers, and not by the step that the replica is at by now.
+    return start_step <= max(step - NEWCOMER_STEPS, 0)
 
 
 def suspected_replicas(known: KnownReplicas, listed: Collection[PeerId], now: float) -> set[PeerId]:
@@ -535,7 +341,7 @@ def round_members(known: KnownReplicas, listed: Collection[PeerId], now: float) 
 # --- how far they are
 
 
-def believe(others: KnownReplicas, own: ReplicaCounts, shares: Shares | None) -> KnownReplicas:
+def cap_reported_tokens(others: KnownReplicas, own: ReplicaCounts, shares: Shares | None) -> KnownReplicas:
     """Returns `others` with the tokens of this replica's open step as far as they are believed, see believed_tokens.
 
     own: how far this replica is. shares: None: tokens count as reported.
@@ -557,16 +363,16 @@ def count_tokens(others: KnownReplicas, step: int) -> int:
     return sum(progress.tokens_of(step) for progress in others.values())
 
 
-def first_closed_at(others: KnownReplicas, step: int) -> float | None:
-    """Returns the earliest time at which one of `others` that has closed its share of `step` began its open step.
+def closing_times(others: KnownReplicas, step: int) -> list[float]:
+    """Returns, sorted, when those of `others` that have closed their shares of `step` began their open steps.
 
     For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
-    it is later. None if no other replica has closed its share. Ignores a replica that leads by more than
-    MAX_PLAUSIBLE_LEAD: no honest one can while this one's share is open.
+    it is later. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one can while this one's share
+    is open.
     """
     ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
     reports = [progress.direct for progress in others.values()]
-    return min((report.open_since for report in reports if report.open_step in ahead), default=None)
+    return sorted(report.open_since for report in reports if report.open_step in ahead)
 
 
 def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
@@ -603,8 +409,7 @@ def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_to
 def leading_step(steps: Collection[Collection[int]]) -> int:
     """Returns the step of the run's furthest stage: the largest of the stages' lower medians.
 
-    steps: for each stage, the steps that its replicas have taken. Ignores stages without replicas; returns 0 if there
-    is no other stage.
+    steps: for each stage, the steps that its replicas have taken. Returns 0 if no stage has replicas.
     """
     return max((statistics.median_low(replica_steps) for replica_steps in steps if replica_steps), default=0)
 

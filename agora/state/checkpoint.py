@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from agora.core.sync_mode import ALL_REDUCE, ONLY_ALL_REDUCE, StepPlan
+from agora.core.step_schedule import ALL_REDUCE, ONLY_ALL_REDUCE, SyncSchedule
 from agora.state.files import FileDigest, fresh_path, put_in_place, write_file, write_tensors
 from agora.state.layout import Layout, StageState
 
@@ -47,7 +47,7 @@ class CheckpointError(LocalError):
 
 
 # The content of checkpoint.json. Unknown keys in the file are ignored: earlier versions wrote more keys. files: file
-# name -> size and SHA-256. slices to later_slices: as in StepPlan. The others are as in StageState.
+# name -> size and SHA-256. slices to later_slices: as in SyncSchedule. The others are as in StageState.
 class _CheckpointIndex(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
     format: int = Field(ge=1, le=1)
@@ -57,7 +57,7 @@ class _CheckpointIndex(BaseModel):
     updates: int = Field(ge=0)
     tokens_total: int = Field(ge=0)
     agreed: int = Field(ge=0)
-    lineage: int = Field(ge=0, lt=2**32)
+    lineage: int = Field(ge=0, lt=2**256)
     slices: int = Field(default=ALL_REDUCE, ge=0)
     change_at: int = Field(default=ALL_STEPS, ge=0)
     later_slices: int = Field(default=ALL_REDUCE, ge=0)
@@ -73,9 +73,9 @@ class Checkpoint:
     step: int
     updates: int
     tokens_total: int
-    agreed: int
+    agreed_step: int
     history_hash: int
-    plan: StepPlan = ONLY_ALL_REDUCE
+    sync_schedule: SyncSchedule = ONLY_ALL_REDUCE
 
 
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int, end_step: int = 0) -> Checkpoint:
@@ -110,9 +110,9 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int, en
         state.step,
         updates=state.updates,
         tokens_total=state.tokens_total,
-        agreed=state.agreed,
+        agreed_step=state.agreed_step,
         history_hash=state.history_hash,
-        plan=state.plan,
+        sync_schedule=state.sync_schedule,
     )
 
 
@@ -172,19 +172,19 @@ def verify_checkpoint(path: Path, run: str, stage: int) -> Checkpoint:
         index.step,
         updates=index.updates,
         tokens_total=index.tokens_total,
-        agreed=index.agreed,
+        agreed_step=index.agreed,
         history_hash=index.lineage,
-        plan=StepPlan(index.slices, index.change_at, index.later_slices),
+        sync_schedule=SyncSchedule(index.slices, index.change_at, index.later_slices),
     )
 
 
-def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
+def read_checkpoint(checkpoint: Checkpoint, all_reduce_layout: Layout) -> StageState:
     """Reads the checkpoint's weights and moments, and returns the stage's state; does not check hashes.
 
-    exact_layout: in all-reduce steps. Raises CheckpointError when the files cannot be read or do not fit
+    all_reduce_layout: in all-reduce steps. Raises CheckpointError when the files cannot be read or do not fit
     the stage.
     """
-    layout = exact_layout.at_step(checkpoint.step, checkpoint.plan)
+    layout = all_reduce_layout.at_step(checkpoint.step, checkpoint.sync_schedule)
     moments: dict[str, dict[str, NDArray[np.float32]]] = {moment.name: {} for moment in layout.moments}
     for name, tensor in _read_tensors(checkpoint.path / MOMENTS).items():
         moment_name, _, tensor_name = name.partition(".")
@@ -200,9 +200,9 @@ def read_checkpoint(checkpoint: Checkpoint, exact_layout: Layout) -> StageState:
             layout=layout,
             weights=layout.flatten(_read_tensors(checkpoint.path / WEIGHTS)),
             moments={moment.name: layout.of_moment(moment).flatten(moments[moment.name]) for moment in layout.moments},
-            agreed=checkpoint.agreed,
+            agreed_step=checkpoint.agreed_step,
             history_hash=checkpoint.history_hash,
-            plan=checkpoint.plan,
+            sync_schedule=checkpoint.sync_schedule,
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path} does not fit stage {checkpoint.stage}: {error}.") from error
@@ -231,11 +231,11 @@ def _write_files(parent: Path, run: str, state: StageState) -> Path:
         step=state.step,
         updates=state.updates,
         tokens_total=state.tokens_total,
-        agreed=state.agreed,
+        agreed=state.agreed_step,
         lineage=state.history_hash,
-        slices=state.plan.fragments,
-        change_at=state.plan.change_at,
-        later_slices=state.plan.later_fragments,
+        slices=state.sync_schedule.fragments,
+        change_at=state.sync_schedule.change_at,
+        later_slices=state.sync_schedule.later_fragments,
         files={
             WEIGHTS: write_tensors(fresh / WEIGHTS, state.layout.views(state.weights), metadata),
             MOMENTS: write_tensors(fresh / MOMENTS, moments, metadata),

@@ -18,7 +18,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_DEADLINE_MS
 from agora_protocol.messages import Request
 
-from agora.core.calls import Caller, Reply
+from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
 from agora.state.chunk_schedule import ChunkSchedule
 
@@ -208,9 +208,9 @@ class ChunkFetch(Generic[Index]):
                     task.result()
 
 
-async def call_until(caller: Caller, peer: PeerId, make: Callable[[int], Request], deadline: float) -> Reply:
+async def call_until(peer_caller: PeerCaller, peer: PeerId, make: Callable[[int], Request], deadline: float) -> Reply:
     """Makes a call that carries its own deadline. make: returns the request for the milliseconds that are left."""
-    return await caller.call(peer, make(milliseconds_until(deadline)), deadline=deadline)
+    return await peer_caller.call(peer, make(milliseconds_until(deadline)), deadline=deadline)
 
 
 def milliseconds_until(moment: float) -> int:

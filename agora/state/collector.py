@@ -1,7 +1,7 @@
 """Collects the weights of every stage of the run as files on this machine: those held here, the others from replicas.
 
-One stage at a time is in memory. The folder is there with all of its files or not at all; each collection
-replaces the one before.
+One stage at a time is in memory. Each collection has a numbered folder, which is there with all of its files or not at
+all. The folder before it stays too: an export may still read it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agora_protocol.errors import Busy, DiskError, LocalError, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
-from agora.core.calls import Caller
+from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time
-from agora.core.sync_mode import ChangeRule
+from agora.core.step_schedule import SyncChangeRule
 from agora.core.tasks import run_in_thread
 from agora.state.files import fresh_path, make_folder, put_in_place, replace_tensors
 from agora.state.keeper import ClaimedSteps, KeptStages
@@ -38,7 +38,7 @@ class StageCollector:
     """Writes the weights of all stages as files in `folder`: copies the held stages, fetches the others from replicas.
 
     Refuses a second collection while one runs. `close` cancels the running collection and refuses all later ones. The
-    files stay in `folder` until the next collection.
+    files stay in their folder of `folder` until the second collection after them begins.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StageCollector:
         layouts: Callable[[], Sequence[Layout]],
         stages: KeptStages,
         serving: ClaimedSteps,
-        caller: Caller,
+        peer_caller: PeerCaller,
         report_violation: ReportViolation,
     ) -> None:
         """layouts: returns the layout of each stage of the run, in stage order; it is called in a thread.
@@ -56,22 +56,22 @@ class StageCollector:
         serving: returns the peers that serve a stage, with their claimed steps.
         """
         self._run = manifest.run_id
-        self._change_rule = ChangeRule.from_manifest(manifest)
+        self._change_rule = SyncChangeRule.from_manifest(manifest)
         self._folder = folder
         self._layouts = layouts
         self._stages = stages
         self._serving = serving
-        self._caller = caller
+        self._peer_caller = peer_caller
         self._report_violation = report_violation
         self._task: asyncio.Task[list[StageFile]] | None = None
         self._closed = False
 
     async def collect(self, *, average: bool = False) -> list[StageFile]:
-        """Writes a weight file for every stage, in place of the last collection, and returns them in stage order.
+        """Writes a weight file for every stage, and returns them in stage order.
 
         average: the moving averages of the weights; in a run that keeps none the plain ones. Raises Busy while another
         collection runs, Unavailable for a stage that no peer gives within COLLECT_S, DiskError, and LocalError when
-        `close` was called. After a failure `folder` has the last collection or does not exist.
+        `close` was called. After a failure the last collection is still there.
         """
         if self._closed:
             raise LocalError("this daemon is leaving; ask another one of the run")
@@ -99,12 +99,16 @@ class StageCollector:
         for stage in range(len(layouts)):
             if stage not in self._stages.span and not self._serving(stage):
                 raise _unavailable(stage, [])
-        fresh = fresh_path(self._folder)
+        target, *outdated = self._next_folder()
+        fresh = fresh_path(target)
         need_bytes = sum(SOURCE_BYTES * layout.numel for layout in layouts) + SPARE_BYTES
 
         def prepare() -> None:
-            for old in [self._folder, *self._folder.parent.glob(f".{self._folder.name}.*")]:
-                shutil.rmtree(old, ignore_errors=True)
+            for old in outdated:
+                if old.is_dir():
+                    shutil.rmtree(old, ignore_errors=True)
+                else:  # of an earlier version
+                    old.unlink(missing_ok=True)
             make_folder(fresh, need_bytes)
 
         try:
@@ -112,12 +116,20 @@ class StageCollector:
             files = [
                 await self._write_stage(fresh, stage, layout, average, deadline) for stage, layout in enumerate(layouts)
             ]
-            await run_in_thread(lambda: put_in_place(fresh, self._folder))
+            await run_in_thread(lambda: put_in_place(fresh, target))
         except OSError as error:
             raise DiskError(f"Cannot write {self._folder} ({error.strerror or error}); free some space.") from error
         finally:
             await run_in_thread(lambda: shutil.rmtree(fresh, ignore_errors=True))
-        return [replace(file, path=self._folder / file.path.name) for file in files]
+        return [replace(file, path=target / file.path.name) for file in files]
+
+    def _next_folder(self) -> tuple[Path, ...]:
+        # Returns where the next collection goes, then what is in the way: all but the last collection.
+        found = list(self._folder.iterdir()) if self._folder.is_dir() else []
+        numbers = sorted(int(path.name) for path in found if path.name.isdecimal() and path.is_dir())
+        last = str(numbers[-1]) if numbers else ""
+        target = self._folder / str(numbers[-1] + 1 if numbers else 1)
+        return target, *(path for path in found if path.name != last)
 
     async def _write_stage(self, folder: Path, stage: int, layout: Layout, average: bool, deadline: float) -> StageFile:
         if stage in self._stages.span:
@@ -132,7 +144,7 @@ class StageCollector:
 
     async def _fetch(self, stage: int, layout: Layout, deadline: float) -> tuple[StageState, bool]:
         fetch = StateFetch(
-            self._caller,
+            self._peer_caller,
             stage,
             layout,
             self._report_violation,

@@ -178,17 +178,17 @@ def _ratio(own: Values, other: Values) -> float:
 class SketchedState:
     """Sketches [chunks, arrays, SKETCH_SUMS] of some chunks of a snapshot, and what is claimed of the snapshot.
 
-    is_local: whether its next step is an inner step.
+    is_inner_step: whether its next step is an inner step.
     """
 
     sums: NDArray[np.float64]
     step: int
-    agreed: int
-    is_local: bool
+    agreed_step: int
+    is_inner_step: bool
 
     def sample(self, moment: MomentSpec | None, sums: Values) -> ChunkSample:
-        is_own = self.is_local and (moment is None or moment.name == AVERAGE)
-        return ChunkSample(sums, self.step, max(self.step - self.agreed, 0) if is_own else 0)
+        is_own = self.is_inner_step and (moment is None or moment.name == AVERAGE)
+        return ChunkSample(sums, self.step, max(self.step - self.agreed_step, 0) if is_own else 0)
 
 
 def judge_source(own: SketchedState, others: Sequence[SketchedState], layout: Layout, chunks: Sequence[int]) -> Verdict:
@@ -216,8 +216,8 @@ def _is_same_moment(moment: MomentSpec | None, a: SketchedState, b: SketchedStat
     if moment is None or moment.name in (AVERAGE, OUTER_PARAMETERS):
         return True
     if moment.name == VELOCITY:
-        return a.agreed == b.agreed
-    return (a.agreed, a.step) == (b.agreed, b.step) and not (a.is_local or b.is_local)
+        return a.agreed_step == b.agreed_step
+    return (a.agreed_step, a.step) == (b.agreed_step, b.step) and not (a.is_inner_step or b.is_inner_step)
 
 
 def _judge_loosely(own: Values, others: Sequence[Values], measure: Callable[[Values, Values], float]) -> Verdict:

@@ -12,9 +12,9 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GetChunk, GetSketches, GetState
 
-from agora.core.calls import Caller, Reply
+from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
-from agora.core.sync_mode import ChangeRule
+from agora.core.step_schedule import SyncChangeRule
 from agora.core.tasks import run_in_thread
 from agora.observe import events
 from agora.observe.events import Report
@@ -91,7 +91,7 @@ class StateKeeper:
         folder: Path,
         stages: KeptStages,
         holders: StageHolders,
-        caller: Caller,
+        peer_caller: PeerCaller,
         report: Report,
         report_violation: ReportViolation,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
@@ -108,7 +108,7 @@ class StateKeeper:
         self._folder = folder
         self._stages = stages
         self._holders = holders
-        self._caller = caller
+        self._peer_caller = peer_caller
         self._report = report
         self._report_violation = report_violation
         self._found_checkpoints: dict[int, Checkpoint] = {}
@@ -213,11 +213,11 @@ class StateKeeper:
         """
         started_at = loop_time()
         fetch = StateFetch(
-            self._caller,
+            self._peer_caller,
             stage,
             self._stages.layout(stage),
             self._report_violation,
-            ChangeRule.from_manifest(self._manifest),
+            SyncChangeRule.from_manifest(self._manifest),
             highest_plausible_step=lambda: self._highest_plausible_step(stage),
         )
         at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())

@@ -18,7 +18,7 @@ import numpy as np
 from agora_protocol.limits import SLICE_BLOCK, STATE_CHUNK_BYTES
 from numpy.typing import NDArray
 
-from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 
 # float32 [n]: a value for every element of a stage's weights, padding included, or for those that a moment has.
 Flat = NDArray[np.float32]
@@ -45,9 +45,11 @@ class StageState:
     step: how many optimizer steps the stage has taken.
     updates: how many of these steps went into the moments.
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
-    agreed: the last step whose mean over all replicas is in the state.
-    history_hash: a digest of all means up to `agreed`, 0 when unknown, equal in replicas that agree: see train.stage.
-    plan: which steps are inner steps. If step `step` is one, `layout` has the moments OUTER_PARAMETERS and VELOCITY.
+    agreed_step: the last step whose mean over all replicas is in the state.
+    history_hash: a digest of all means up to `agreed_step`, 0 when unknown, equal in replicas that agree; see
+        train.stage.
+    sync_schedule: which steps are inner steps. If step `step` is one, `layout` has the moments OUTER_PARAMETERS and
+        VELOCITY.
     """
 
     stage: int
@@ -57,9 +59,9 @@ class StageState:
     layout: Layout
     weights: Flat
     moments: Mapping[str, Flat]
-    agreed: int = 0
+    agreed_step: int = 0
     history_hash: int = 0
-    plan: StepPlan = ONLY_ALL_REDUCE
+    sync_schedule: SyncSchedule = ONLY_ALL_REDUCE
 
     @property
     def averaged_weights(self) -> Flat:
@@ -150,12 +152,12 @@ class Layout:
         slots = [slot for slot in self.slots if any(part.start <= slot.offset < part.stop for part in moment.ranges)]
         return Layout(moment.numel, [replace(slot, offset=moment.array_range(slot.elements).start) for slot in slots])
 
-    def at_step(self, step: int, plan: StepPlan) -> Layout:
+    def at_step(self, step: int, sync_schedule: SyncSchedule) -> Layout:
         """The layout after `step` steps: with two moments more if step number `step` is an inner step.
 
         self: the stage's layout during all-reduce steps.
         """
-        if not plan.is_inner(step):
+        if not sync_schedule.is_inner(step):
             return self
         everything = [slice(0, self.numel)]
         outer = (MomentSpec(name, everything) for name in (OUTER_PARAMETERS, VELOCITY))

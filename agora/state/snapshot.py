@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.core.rates import RateLimiter
-from agora.core.sync_mode import ONLY_ALL_REDUCE
+from agora.core.fair_shares import RateLimiter
+from agora.core.step_schedule import ONLY_ALL_REDUCE
 from agora.state.comparison import sketch_chunk
 from agora.state.layout import HASH_BYTES, StageState, chunk_arrays, chunk_hashes, pack_chunk
 from agora.state.rules import LAG_LIMIT
@@ -109,11 +109,11 @@ class SnapshotServer:
             snapshot=snapshot.digest,
             step=state.step,
             updates=state.updates,
-            agreed=state.agreed,
+            agreed=state.agreed_step,
             lineage=state.history_hash,
-            slices=state.plan.fragments,
-            change_at=state.plan.change_at,
-            later_slices=state.plan.later_fragments,
+            slices=state.sync_schedule.fragments,
+            change_at=state.sync_schedule.change_at,
+            later_slices=state.sync_schedule.later_fragments,
             size=state.layout.nbytes,
         )
         return Reply(index, [hashes])

@@ -34,9 +34,9 @@ from agora_protocol.limits import MAX_SKETCHED_CHUNKS, SALT_BYTES, SKETCH_SUMS
 from agora_protocol.messages import Chunk, GetChunk, GetSketches, GetState, Sketches, StateIndex
 from numpy.typing import NDArray
 
-from agora.core.calls import Caller, Reply
+from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
-from agora.core.sync_mode import ALL_REDUCE, ChangeRule, StepPlan
+from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule, SyncSchedule
 from agora.state.chunk_fetch import (
     CHUNK_S,
     FAILURES,
@@ -68,10 +68,10 @@ STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before 
 class MixingKey(NamedTuple):
     """Chunks of snapshots with equal keys may be mixed in one state. step: 0 if the history hash is known."""
 
-    agreed: int
+    agreed_step: int
     history_hash: int
     step: int
-    plan: StepPlan
+    sync_schedule: SyncSchedule
 
 
 class CorruptStateError(ProtocolError):
@@ -97,22 +97,22 @@ class Offer:
         return mixing_key(self.index)
 
     @property
-    def is_local(self) -> bool:
-        return plan_of(self.index).is_inner(self.index.step)
+    def is_inner_step(self) -> bool:
+        return sync_schedule_of(self.index).is_inner(self.index.step)
 
 
 def mixing_key(index: StateIndex) -> MixingKey:
-    # Replicas of one history have applied the same means up to step `agreed`; each may have taken inner steps since.
+    # Replicas of one history have applied the same means up to `agreed_step`; each may have taken inner steps since.
     step = 0 if index.lineage else index.step
-    return MixingKey(index.agreed, index.lineage, step, plan_of(index))
+    return MixingKey(index.agreed, index.lineage, step, sync_schedule_of(index))
 
 
 def sketched(index: StateIndex, sums: NDArray[np.float64]) -> SketchedState:
-    return SketchedState(sums, index.step, index.agreed, plan_of(index).is_inner(index.step))
+    return SketchedState(sums, index.step, index.agreed, sync_schedule_of(index).is_inner(index.step))
 
 
-def plan_of(index: StateIndex) -> StepPlan:
-    return StepPlan(index.slices, index.change_at, index.later_slices)
+def sync_schedule_of(index: StateIndex) -> SyncSchedule:
+    return SyncSchedule(index.slices, index.change_at, index.later_slices)
 
 
 class StateFetch:
@@ -123,20 +123,20 @@ class StateFetch:
 
     def __init__(
         self,
-        caller: Caller,
+        peer_caller: PeerCaller,
         stage: int,
         layout: Layout,
         report_violation: ReportViolation,
-        change_rule: ChangeRule,
+        change_rule: SyncChangeRule,
         *,
         highest_plausible_step: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """layout: of the stage during all-reduce steps. report_violation: called for sources that send corrupt data.
 
-        change_rule: of the run; offers whose step plan it does not allow are corrupt.
+        change_rule: of the run; offers whose sync schedule it does not allow are corrupt.
         highest_plausible_step: offers above the step that it returns are not used.
         """
-        self._caller = caller
+        self._peer_caller = peer_caller
         self._stage = stage
         self._exact_layout = layout
         self._report_violation = report_violation
@@ -254,7 +254,7 @@ class StateFetch:
         at_least = self._chosen.step if self._chosen else self._lowest_step
         deadline = min(self._deadline, loop_time() + INDEX_S)
         try:
-            reply = await call_until(self._caller, source.peer, partial(GetState, self._stage, at_least), deadline)
+            reply = await call_until(self._peer_caller, source.peer, partial(GetState, self._stage, at_least), deadline)
             offer = check_offer(reply, self._exact_layout, self._change_rule)
         except AgoraError as error:
             self._handle_failure(source, error, None)
@@ -284,7 +284,7 @@ class StateFetch:
 
     async def _get_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> list[Flat]:
         deadline = min(self._deadline, loop_time() + CHUNK_S)
-        reply = await call_until(self._caller, peer, partial(GetChunk, offer.index.snapshot, chunk), deadline)
+        reply = await call_until(self._peer_caller, peer, partial(GetChunk, offer.index.snapshot, chunk), deadline)
         # This runs in a thread: hashing a chunk would hold up the event loop.
         return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), offer.layout, chunk)
 
@@ -373,7 +373,9 @@ class StateFetch:
                 wanted = [chunks[row] for row in rows]
                 first, count = min(wanted), max(wanted) - min(wanted) + 1
                 make = partial(GetSketches, offer.index.snapshot, seed, first, count)
-                reply = await call_until(self._caller, source.peer, make, min(self._deadline, loop_time() + CHUNK_S))
+                reply = await call_until(
+                    self._peer_caller, source.peer, make, min(self._deadline, loop_time() + CHUNK_S)
+                )
                 sums[rows] = check_sketches(reply, (count, arrays, SKETCH_SUMS))[[chunk - first for chunk in wanted]]
         except AgoraError as error:
             self._handle_failure(source, error, offer)
@@ -387,7 +389,7 @@ class StateFetch:
         believed = [chunk for chunk in arrived if arrived[chunk].digest == self._believed[chunk]]
         for source in list(self._chunks.usable_sources):
             offer = source.index
-            if offer is None or offer.layout.nbytes != self._partial.layout.nbytes or offer.is_local:
+            if offer is None or offer.layout.nbytes != self._partial.layout.nbytes or offer.is_inner_step:
                 continue
             is_chosen = self._has_chosen_key(offer)
             doubted = [chunk for chunk in believed if not (is_chosen and self._is_believed(offer, chunk))]
@@ -498,34 +500,40 @@ class PartialState:
             layout=self.layout,
             weights=self._weights,
             moments=self._moments,
-            agreed=key.agreed,
+            agreed_step=key.agreed_step,
             history_hash=key.history_hash,
-            plan=key.plan,
+            sync_schedule=key.sync_schedule,
         )
 
 
 # --- checks of answers
 
 
-def check_offer(reply: Reply, exact_layout: Layout, change_rule: ChangeRule) -> Offer:
-    """Returns the offer in an answer to GetState. exact_layout: that of the stage during all-reduce steps.
+def check_offer(reply: Reply, all_reduce_layout: Layout, change_rule: SyncChangeRule) -> Offer:
+    """Returns the offer in an answer to GetState. all_reduce_layout: that of the stage during all-reduce steps.
 
     Raises Refused if the source has no snapshot, or none that takes part in inner steps since they began.
     Raises CorruptStateError for another message and for an offer whose size or number of hashes does not fit the stage,
-    whose name is not the hash of the hashes, whose moments have more updates than steps were taken, or whose step plan
-    no stage of the run can have. Whether the steps themselves are plausible is not checked.
+    whose name is not the hash of the hashes, whose moments have more updates than steps were taken, or whose sync
+    schedule no stage of the run can have. It does not check whether the steps themselves are plausible.
     """
     index = reply.message
     if not isinstance(index, StateIndex):
         raise CorruptStateError("bad-message", f"GetState was answered by {type(index).__name__}.")
     if index.size == 0:
         raise Refused("has no snapshot of this stage to give")
-    plan = plan_of(index)
-    if not change_rule.is_possible(plan, index.step):
-        raise CorruptStateError("bad-message", f"No stage of this run has the plan {tuple(plan)} at step {index.step}.")
-    if plan.fragments == ALL_REDUCE and plan.is_inner(index.step) and index.agreed < plan.change_at:
+    sync_schedule = sync_schedule_of(index)
+    if not change_rule.is_possible(sync_schedule, index.step):
+        raise CorruptStateError(
+            "bad-message", f"No stage of this run has the sync schedule {tuple(sync_schedule)} at step {index.step}."
+        )
+    if (
+        sync_schedule.fragments == ALL_REDUCE
+        and sync_schedule.is_inner(index.step)
+        and index.agreed < sync_schedule.change_at
+    ):
         raise Refused("has a snapshot without the weights at which its inner steps began")
-    layout = exact_layout.at_step(index.step, plan)
+    layout = all_reduce_layout.at_step(index.step, sync_schedule)
     if index.size != layout.nbytes:
         raise CorruptStateError("bad-tensor", f"The snapshot has {index.size} bytes, not {layout.nbytes}.")
     if index.updates > index.step:

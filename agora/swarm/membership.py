@@ -25,7 +25,7 @@ from agora.swarm.placement import (
     Settling,
     choose_placement,
     judge_collision,
-    next_settling_step,
+    next_settling,
     place_as_pinned,
 )
 from agora.swarm.redialling import LostPeers
@@ -168,7 +168,7 @@ class Membership:
         while not settling.settled:
             await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
             claimed = settling.placement
-            settling = next_settling_step(settling, await self._judge_collision())
+            settling = next_settling(settling, await self._judge_collision())
             if settling.placement is not claimed:
                 await self._publish_new_claim(settling.placement)
             elif not settling.settled:

@@ -41,6 +41,8 @@ class Violation(Enum):
     # As the reducer of a shard it answered a mean that cannot be, where the second reducer's was plausible. The second
     # one's is used.
     FALSE_MEAN = "false-mean"
+    # As the reducer of a shard it signed two different means: that is proof. It is suspended at once.
+    EQUIVOCATION = "equivocation"
     # It reported a step that no peer can be at. Nothing that it reports of the stage counts.
     IMPLAUSIBLE_STEP = "implausible-step"
     # It sent state that is not what it had announced. The transfer goes on with others.
@@ -93,8 +95,9 @@ class PeerScore:
         points = [known for known in record.points if known.expires_at >= now]
         if dedup_key and any((known.violation, known.dedup_key) == (violation, dedup_key) for known in points):
             return
+        count = POINTS_TO_SUSPEND if violation is Violation.EQUIVOCATION else 1
         # Points older than the newest three could not change what follows.
-        record.points = [*points, _Point(violation, dedup_key, now + EXPIRES_AFTER_S)][-POINTS_TO_SUSPEND:]
+        record.points = [*points, *[_Point(violation, dedup_key, now + EXPIRES_AFTER_S)] * count][-POINTS_TO_SUSPEND:]
         if len(record.points) >= POINTS_TO_SUSPEND:  # also if it is suspended already: the time begins again
             record.suspended_until = now + self._suspension_s
         seconds = self.suspended_s(peer)

@@ -47,7 +47,7 @@ class Settling:
     settled: bool = False  # whether no further turn is needed
 
 
-def next_settling_step(settling: Settling, judged: Placement) -> Settling:
+def next_settling(settling: Settling, judged: Placement) -> Settling:
     """Returns the Settling after one more turn: with the placement to claim now, and whether it has settled.
 
     judged: what `judge_collision` returned in this turn, after the claims of others had time to be seen.

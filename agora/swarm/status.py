@@ -15,6 +15,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.records import StageAccount
 
 from agora.core.metrics import METRIC_NAMES
+from agora.observe.events import DeviceUsed
 from agora.swarm.health import Health
 from agora.swarm.view import PeerView, View
 
@@ -67,6 +68,7 @@ def build_status(
     now_unix: float,
     paths: Mapping[PeerId, str] | None = None,
     samples: SampleReport | None = None,
+    devices: Mapping[PeerId, DeviceUsed] | None = None,
 ) -> dict[str, Any]:
     """Returns the object that `swarm status --json` prints: the run, its health, an entry for each stage and each peer.
 
@@ -74,7 +76,8 @@ def build_status(
     peers that report them, weighted by tokens per second; "loss_spread" is what they report without the outermost
     quarter at each end. Of claimed tokens per second, MAX_TIMES_USUAL times the peers' median counts. paths: by peer,
     how the asked peer reaches it: "direct", "punched", "relayed" or "self". samples: None in runs on text, and if the
-    asked peer is no origin or has seen no step.
+    asked peer is no origin or has seen no step. devices: by peer, how its device is used; records do not have it, so
+    that the asked peer knows it of itself alone.
     """
     usual = _usual_rate(view)
     losses = [(peer.loss, _counted_rate(peer, usual)) for peer in view.peers.values() if peer.loss is not None]
@@ -89,7 +92,13 @@ def build_status(
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
         "health": {"state": health.state, "why": health.why, "do": health.advice},
         "stages": stages,
-        "peers": [_peer_status(peer, (paths or {}).get(peer.peer) or _expected_path(peer), now_unix) for peer in known],
+        "peers": [
+            {
+                **_peer_status(peer, (paths or {}).get(peer.peer) or _expected_path(peer), now_unix),
+                "device": _device_status((devices or {}).get(peer.peer)),
+            }
+            for peer in known
+        ],
         "objective": run.objective,
         "unix": round(now_unix, 3),
         "tuning": _mean_metrics(view, run.objective, usual),
@@ -118,6 +127,14 @@ def _peer_status(peer: PeerView, path: str, now_unix: float) -> dict[str, Any]:
         "capacity": round(peer.capacity, 3),
         "reachability": peer.reachability,
     }
+
+
+def _device_status(used: DeviceUsed | None) -> dict[str, Any] | None:
+    if used is None:
+        return None
+    shares = {"mfu": used.mfu, "idle_in_jobs": used.idle_in_jobs}
+    rounded = {name: round(value, 4) if value is not None else None for name, value in shares.items()}
+    return {"name": used.name, "memory_used": used.memory_used, "memory_total": used.memory_total, **rounded}
 
 
 def _stage_status(view: View, stage: int, target_tokens: int, usual: float) -> dict[str, Any]:

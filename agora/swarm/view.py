@@ -10,7 +10,7 @@ from functools import cached_property
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim, Progress, Record, StageAccount
 
-from agora.core.rates import MovingAverage
+from agora.core.moving_average import MovingAverage
 
 STEP_S_WEIGHT = 0.3  # the weight of the newest value in PeerView.mean_step_s
 _NO_STEPS = MovingAverage(STEP_S_WEIGHT)

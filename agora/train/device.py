@@ -13,10 +13,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, TypeVarTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple
 
 import torch
 from agora_protocol.errors import Busy, DeviceError, OutOfMemory
+
+from agora.train.gpu_support import unused_gpus_remark, why_cuda_device_unsupported
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -29,6 +33,9 @@ MAX_FAILURES = 3
 # What the errors say of torch's CPU allocator and CUDA's runtime, cuBLAS, cuDNN and their like, and C++.
 NO_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|bad_alloc")
 WATCH_S = 0.5  # seconds between two checks of the thread and the device
+SAMPLE_S: Final = 0.04  # seconds between two looks at whether the device is idle
+MAX_SAMPLES: Final = 1500  # of the last jobs: those of a minute
+MIN_SAMPLES: Final = 20  # fewer say nothing
 
 
 class Priority(enum.IntEnum):
@@ -59,13 +66,44 @@ class DeviceOptions:
     name: "auto", "cpu", "cuda" or "cuda:N", see choose_device.
     state_in_host: the optimizer's state is in host memory, see OptimizerOffload.
     slowdown: factor on the time of each job, at least 1.
+    emulated_s: what a stage's forward pass takes at least, see JobTimes; 0: as long as it takes.
     fault: test hook, called with "device.job" at the start of each job.
+    compile: "auto" or "never", see compiles_on. compiled_code: the folder that keeps what was compiled.
     """
 
     name: str = "auto"
     state_in_host: bool = False
     slowdown: float = 1.0
+    emulated_s: float = 0.0
     fault: Callable[[str], None] = lambda point: None
+    compile: str = "auto"
+    compiled_code: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobTimes:
+    """The least seconds of jobs, by which a small model that is soon computed stands for a large one on an accelerator.
+
+    forward_s: of one stage's forward pass. A backward pass takes twice as much, as it has twice the operations. A step
+    takes a quarter: the optimizer of a large model takes 1 to 3 % of a step's passes.
+    """
+
+    forward_s: float = 0.0
+
+    def passes_s(self, stages: int, *, forward: bool, backward: bool) -> float:
+        """Returns the least seconds of one microbatch's passes through so many stages."""
+        return stages * self.forward_s * (forward + 2 * backward)
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s / 4
+
+
+class DeviceLoad(NamedTuple):
+    """Seconds since the start of a device's queue: of its jobs, and of what they waited in the queue, all summed."""
+
+    busy_s: float
+    queued_s: float
 
 
 class DeviceQueue:
@@ -83,6 +121,7 @@ class DeviceQueue:
         work_clock: Callable[[], float] = time.monotonic,
         fault: Callable[[str], None] = lambda point: None,
         on_error: Callable[[Exception], None] = lambda error: None,
+        is_idle: Callable[[], bool] | None = None,
     ) -> None:
         """Starts the thread, which also calls `fault` and `on_error`.
 
@@ -91,7 +130,11 @@ class DeviceQueue:
         work_clock: returns seconds, by which a job's time is measured for `slowdown`.
         fault: called with "device.job" at the start of each job.
         on_error: called with the exception of an `afterwards`.
+        is_idle: whether the device has nothing to compute at this moment; called by `watch`, or by `sample_idleness`;
+        None for a device that is the thread itself.
         """
+        self._is_idle = is_idle
+        self._was_idle: deque[bool] = deque(maxlen=MAX_SAMPLES)
         self.slowdown = slowdown
         self._work_clock = work_clock
         self._limit = limit
@@ -101,10 +144,11 @@ class DeviceQueue:
         self._last_priority = Priority.EVALUATE
         self._condition = threading.Condition()
         self._closing = False
-        self._busy_s = 0.0
+        self._busy_s = self._queued_s = 0.0
         self._started_at = time.monotonic()
         self._job_started_at: float | None = None
         self._call_started = 0.0  # by the work clock
+        self._least_s = 0.0  # of the running call, by the monotonic clock
         self._failures = 0  # jobs in a row in which the device has failed
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
         self._thread.start()
@@ -117,6 +161,7 @@ class DeviceQueue:
         afterwards: Callable[[], None] = lambda: None,
         free_memory: Callable[[], None] | None = None,
         on_abandoned: Callable[[T], None] = lambda result: None,
+        keeps_result: bool = False,
     ) -> T:
         """Runs `function(*args)` on the device thread and returns its result.
 
@@ -124,15 +169,16 @@ class DeviceQueue:
         no caller waits for; not called if the function raised. free_memory: if given, function and afterwards must
         change nothing when memory does not suffice; then it is called, and what failed is tried once more. When the
         caller is cancelled, a queued job never runs; the result of a running one is passed to `on_abandoned` on the
-        event loop. Raises the function's own exception, but torch's as OutOfMemory or DeviceError; Busy without waiting
-        when `limit` jobs of this priority wait; DeviceError when the queue is closed or the thread has ended. No error
-        keeps a tensor of the job alive.
+        event loop. With keeps_result, for what cannot be undone, the first cancellation of a running job does nothing,
+        and its result is returned. Raises the function's own exception, but torch's as OutOfMemory or DeviceError; Busy
+        without waiting when `limit` jobs of this priority wait; DeviceError when the queue is closed or the thread has
+        ended. No error keeps a tensor of the job alive.
         """
         job = _DeviceJob(priority, lambda: function(*args), afterwards, free_memory)
         queue = self._queues[priority]
         with self._condition:
             if self._closing or not self._thread.is_alive():
-                raise DeviceError("the compute thread has ended; restart this daemon")
+                raise DeviceError("the device thread has ended; start the daemon again")
             if len(queue) >= self._limit:
                 raise Busy(f"{self._limit} {priority.name.lower()} jobs wait for the device; ask another peer")
             queue.append(job)
@@ -146,10 +192,16 @@ class DeviceQueue:
                 if ended.exception() is None:
                     on_abandoned(ended.result())
 
-            with self._condition, contextlib.suppress(ValueError):  # ValueError: the job is running or has ended
-                queue.remove(job)
-            future.add_done_callback(hand_over)
-            raise
+            with self._condition:
+                never_runs = job in queue
+                if never_runs:
+                    queue.remove(job)
+            if never_runs or not keeps_result:
+                future.add_done_callback(hand_over)
+                raise
+            if (caller := asyncio.current_task()) is not None:
+                caller.uncancel()
+            await asyncio.wait([future])
         return future.result()
 
     def waiting(self) -> int:
@@ -158,20 +210,47 @@ class DeviceQueue:
 
     def busy_fraction(self) -> float:
         """Returns the fraction of the time since the start that the thread spent on jobs and sleeps of `slowdown`."""
+        return self.load().busy_s / max(time.monotonic() - self._started_at, 1e-9)
+
+    def load(self) -> DeviceLoad:
+        """Returns the seconds so far; busy_s has those of the running job and the sleeps of `slowdown`, too."""
         with self._condition:
-            now = time.monotonic()
-            running = now - self._job_started_at if self._job_started_at is not None else 0.0
-            return (self._busy_s + running) / max(now - self._started_at, 1e-9)
+            running = time.monotonic() - self._job_started_at if self._job_started_at is not None else 0.0
+            return DeviceLoad(self._busy_s + running, self._queued_s)
+
+    def sample_idleness(self) -> None:
+        """Looks once whether the device is idle inside a job: then it waits for the host, which launches too slowly."""
+        job = self._job_started_at
+        if self._is_idle is None or job is None:
+            return
+        try:
+            is_idle = self._is_idle()
+        except RuntimeError:  # a device that fails says so to its next job
+            return
+        if self._job_started_at == job:  # otherwise the device may have been asked after the job
+            self._was_idle.append(is_idle)
+
+    def idle_fraction(self) -> float | None:
+        """Returns the fraction of the jobs' time, in the last minute or so, in which the device was idle.
+
+        None for a device that cannot be, and before MIN_SAMPLES looks.
+        """
+        was_idle = tuple(self._was_idle)
+        return sum(was_idle) / len(was_idle) if len(was_idle) >= MIN_SAMPLES else None
 
     async def watch(self) -> None:
-        """Checks the thread, and how its last jobs ended, every WATCH_S seconds, until cancelled.
+        """Checks the thread, and how its last jobs ended, every WATCH_S seconds, until cancelled; samples idleness.
 
         Raises DeviceError when the thread has ended, and after MAX_FAILURES jobs in a row that raised a DeviceError.
         """
         while True:
-            await asyncio.sleep(WATCH_S)
+            checked_at = time.monotonic()
+            while self._is_idle is not None and time.monotonic() < checked_at + WATCH_S:
+                await asyncio.sleep(SAMPLE_S)
+                self.sample_idleness()
+            await asyncio.sleep(0.0 if self._is_idle is not None else WATCH_S)
             if not self._thread.is_alive():
-                raise DeviceError("the compute thread has ended; start the daemon again")
+                raise DeviceError("the device thread has ended; start the daemon again")
             if self._failures >= MAX_FAILURES:
                 raise DeviceError(f"the device has failed {self._failures} times in a row; start the daemon again")
 
@@ -187,7 +266,7 @@ class DeviceQueue:
                 self._perform(job)
                 del job  # its arguments and result must not live until the next job comes
         finally:
-            self._stop("the compute thread has ended; restart this daemon")
+            self._stop("the device thread has ended; start the daemon again")
 
     def _next_job(self) -> _DeviceJob | None:
         with self._condition:
@@ -201,17 +280,19 @@ class DeviceQueue:
                 waited_s = self._job_started_at - evaluations[0].queued_at
                 queue = evaluations if waited_s >= MAX_EVALUATION_WAIT_S else queue
             self._last_priority = queue[0].priority
+            self._queued_s += self._job_started_at - queue[0].queued_at
             return queue.popleft()
 
     def _perform(self, job: _DeviceJob) -> None:
-        failure: Exception | None = DeviceError("the compute thread was ended by this job; restart this daemon")
+        failure: Exception | None = DeviceError("the device thread was ended by this job; start the daemon again")
         try:
-            result, failure = self._attempt_twice(job.call, job.free_memory, lambda: self._fault("device.job"))
+            _, fault = self._attempt(partial(self._fault, "device.job"))
+            result, failure = (None, fault) if fault else self._attempt(job.call, job.free_memory)
             if failure is None:
                 job.future.set_result(result)
                 del result
                 # The caller has its result already: nobody waits for this.
-                _, failure = self._attempt_twice(job.afterwards, job.free_memory)
+                _, failure = self._attempt(job.afterwards, job.free_memory)
         finally:
             with self._condition:
                 self._failures = self._failures + 1 if isinstance(failure, DeviceError) else 0
@@ -222,49 +303,39 @@ class DeviceQueue:
             elif failure is not None:
                 job.future.set_exception(failure)
 
-    def _attempt_twice(
-        self, call: Callable[[], T], free_memory: Callable[[], None] | None, before: Callable[[], None] = lambda: None
-    ) -> tuple[T, None] | tuple[None, Exception]:
-        outcome = self._attempt(call, before)
-        if isinstance(outcome[1], OutOfMemory) and free_memory is not None:
-            self._attempt(free_memory)
-            outcome = self._attempt(call)
-            if isinstance(outcome[1], OutOfMemory):
-                self._attempt(free_memory)
-        return outcome
-
     def _attempt(
-        self, call: Callable[[], T], before: Callable[[], None] = lambda: None
+        self, call: Callable[[], T], free_memory: Callable[[], None] | None = None
     ) -> tuple[T, None] | tuple[None, Exception]:
-        outcome = self._call_or_error(call, before)
-        if outcome[1] is not None:
+        for _ in range(1 if free_memory is None else 2):
+            try:
+                with _device_errors():
+                    self._call_started, self._least_s = self._work_clock(), 0.0
+                    began = time.monotonic()
+                    result = call()
+                    if (sleep_s := self._sleep_s(time.monotonic() - began)) > 0.0:
+                        time.sleep(sleep_s)
+                    return result, None
+            except Exception as error:  # a job ends here, and its caller's future fails
+                failure = error
             # Its traceback keeps all that the job's frames hold, and the caller may keep the error for long.
-            drop_frames(outcome[1])
-        return outcome
+            drop_frames(failure)
+            if free_memory is None or not isinstance(failure, OutOfMemory):
+                break
+            self._attempt(free_memory)
+        return None, failure
 
-    def _call_or_error(
-        self, call: Callable[[], T], before: Callable[[], None]
-    ) -> tuple[T, None] | tuple[None, Exception]:
-        try:
-            before()
-            with _device_errors():
-                return self._call_throttled(call), None
-        except Exception as error:  # a job ends here, and its caller's future fails
-            return None, error
+    def _sleep_s(self, taken_s: float) -> float:
+        slowed_s = (self.slowdown - 1.0) * (self._work_clock() - self._call_started)
+        return max(slowed_s, self._least_s - taken_s)
 
-    def _call_throttled(self, call: Callable[[], T]) -> T:
-        self._call_started = self._work_clock()
-        result = call()
-        if self.slowdown > 1.0:
-            time.sleep(self._sleep_s())
-        return result
-
-    def _sleep_s(self) -> float:
-        return (self.slowdown - 1.0) * (self._work_clock() - self._call_started)
+    def extend_job(self, seconds: float) -> None:
+        """Adds to the seconds that the running call takes at least: the thread sleeps for the rest. Call it in it."""
+        self._least_s += seconds
 
     def job_s(self) -> float:
         """Returns the seconds that the running job has taken, plus those that it will sleep for them. Call it in it."""
-        return time.monotonic() - (self._job_started_at or 0.0) + self._sleep_s()
+        taken_s = time.monotonic() - (self._job_started_at or 0.0)
+        return taken_s + max(0.0, self._sleep_s(taken_s))
 
     def _stop(self, reason: str) -> None:
         with self._condition:
@@ -285,7 +356,7 @@ def _device_errors() -> Iterator[None]:
         if is_out_of_memory(error):
             raise OutOfMemory("the device is out of memory; hold fewer stages or microbatches") from error
         first_line = (str(error).splitlines() or [repr(error)])[0][:200]
-        raise DeviceError(f"the device failed ({first_line}); restart this daemon") from error
+        raise DeviceError(f"the device failed ({first_line}); start the daemon again") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -322,22 +393,34 @@ def work_clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device for "auto" (cuda:0 if torch sees one, otherwise the CPU), "cpu", "cuda" (cuda:0) or "cuda:N".
+    """Returns the device for "auto", "cpu", "cuda" (cuda:0) or "cuda:N".
 
-    Raises DeviceError for another name, and for a device that torch does not see.
+    "auto": the first CUDA device that torch sees and has kernels for, otherwise the CPU. Raises DeviceError for another
+    name, and for a device that torch does not see or has no kernels for.
     """
     if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+        seen = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+        usable = next((number for number in seen if not why_cuda_device_unsupported(number)), None)
+        return torch.device("cpu") if usable is None else torch.device("cuda", usable)
     if name == "cpu":
         return torch.device("cpu")
     if not re.fullmatch("cuda(:[0-9]+)?", name):
         raise DeviceError(f"device {name!r} is not known; say auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
-        raise DeviceError(f"device {name!r} was asked for, but torch sees no CUDA device; say --device cpu")
+        unseen = unused_gpus_remark() or "torch sees no CUDA device"
+        raise DeviceError(f"device {name!r} was asked for, but {unseen}; else say --device cpu")
     number = int(name.removeprefix("cuda").lstrip(":") or 0)
     if number >= torch.cuda.device_count():
         raise DeviceError(f"there is no {name!r}; torch sees {torch.cuda.device_count()} CUDA device(s)")
+    if unsupported := why_cuda_device_unsupported(number):
+        raise DeviceError(f"device {name!r} cannot be used: {unsupported}")
     return torch.device("cuda", number)
+
+
+def all_devices() -> list[str]:
+    """Returns the names of the GPUs that torch sees and has kernels for, or ["cpu"]."""
+    seen = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    return [f"cuda:{number}" for number in seen if not why_cuda_device_unsupported(number)] or ["cpu"]
 
 
 def has_native_bf16(device: torch.device) -> bool:

@@ -6,40 +6,47 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import numpy as np
+import torch
 from agora_protocol.errors import NotMyStage, ProtocolError
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key, is_all_finite
-from agora.core.span_work import SpanResult, SpanWork
-from agora.core.sync_mode import ALL_REDUCE, StepEvent, StepPlan, StepPolicy
+from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key
+from agora.codec.transfer import Upload, is_apart
+from agora.core.span_work import ForwardKey, SpanResult, SpanWork
+from agora.core.step_schedule import StageStepped, StepEvent, StepInstructions
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
-from agora.train.device import DeviceOptions, DeviceQueue, Priority, choose_device, work_clock_of
-from agora.train.gradients import GradientNormBound, GradientShare
+from agora.train.compiled_layers import LayerCompiler, compiles_on
+from agora.train.device import DeviceLoad, DeviceOptions, DeviceQueue, JobTimes, Priority, choose_device, work_clock_of
+from agora.train.device_use import DeviceGauge, DeviceReading, gauge_of
+from agora.train.gradients import GradientNormBound
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage import AveragedFragment, Blocks, StageProgress
-from agora.train.weight_versions import LIMIT_FACTOR, DecodedWork, StashedForward
+from agora.train.stage import Stage, StageProgress
+from agora.train.weight_versions import MAX_TIMES_IN_FLIGHT, DecodedWork, StashedForward
 
+P = ParamSpec("P")
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
+MAX_AHEAD: Final = 8  # jobs whose work on the host is done before their turn; each has a boundary in pinned memory
 MAX_EVENTS: Final = 4096  # maximum number of step events that wait for their reader; the oldest are dropped
 
 
 class StepEvents:
-    """A queue of MAX_EVENTS step events, then the oldest go: any thread may `put`; one task iterates, on its loop."""
+    """The latest MAX_EVENTS step events. Any thread may `put`; one task iterates, on its loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -63,6 +70,16 @@ def _priority_of(work: SpanWork) -> Priority:
     return Priority.EVALUATE if work.purpose == "evaluate" else Priority.FORWARD
 
 
+def _job_on_stage(
+    method: Callable[Concatenate[Stage, P], T],
+) -> Callable[Concatenate[DeviceWorker, int, P], Coroutine[Any, Any, T]]:
+    # Makes a method of Stage a job of the worker, called with the stage's number before its other arguments.
+    async def run_as_job(worker: DeviceWorker, stage: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await worker._run_and_step(partial(method, worker.trainer.stages[stage], *args, **kwargs))
+
+    return run_as_job
+
+
 class DeviceWorker:
     """Runs forward and backward passes, steps and copies of this peer's stages, each as a job of the one device thread.
 
@@ -81,13 +98,23 @@ class DeviceWorker:
     the job was tried once more.
     """
 
-    def __init__(self, manifest: Manifest, trainer: SpanTrainer, queue: DeviceQueue, events: StepEvents) -> None:
-        """Use `create` instead. events: those of the trainer."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        trainer: SpanTrainer,
+        queue: DeviceQueue,
+        events: StepEvents,
+        gauge: DeviceGauge,
+        times: JobTimes,
+    ) -> None:
+        """Use `create` instead. events: those of the trainer. times: the least of each job."""
+        self._gauge = gauge
         self.span, self.device = trainer.span, trainer.device
         self.predicts_weights = trainer.predicts_weights
         self.trainer = trainer
         self._queue = queue
         self._events = events
+        self._times = times
         self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
         self._gradient_norms = GradientNormBound()
         self._boundary_shape = manifest.boundary_shape()
@@ -95,6 +122,7 @@ class DeviceWorker:
         self._has_marks = manifest.has_marks
         self._vocabulary = manifest.model.vocabulary
         self._has_last_stage = self.span.last == manifest.stage_count - 1
+        self._ahead = HostWork(is_apart(self.device))
 
     @classmethod
     async def create(
@@ -106,24 +134,35 @@ class DeviceWorker:
         device: DeviceOptions,
         in_flight: int = 32,
         base_model: Path | None = None,
+        gauge: DeviceGauge | None = None,
     ) -> DeviceWorker:
         """Starts the device thread, and builds the span's stages on it with their initial weights.
 
-        in_flight: microbatches that are usually between forward and backward; at most LIMIT_FACTOR times as many
-        forwards are stashed, or jobs of one priority queued. base_model: its folder, if the run has one. Raises
-        DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is missing or another one.
+        in_flight: microbatches that are usually between forward and backward; at most MAX_TIMES_IN_FLIGHT times as many
+        forwards are stashed, or jobs of one priority queued. base_model: its folder, if the run has one. gauge: None
+        makes that of the device. Raises DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is
+        missing or another one.
         """
         chosen = choose_device(device.name)
         events = StepEvents()
         if chosen.type == "cpu":
             keep_freed_memory()
+        gauge = gauge or gauge_of(chosen)
         queue = DeviceQueue(
-            limit=LIMIT_FACTOR * in_flight,
+            is_idle=gauge.is_idle if gauge.can_idle else None,
+            limit=MAX_TIMES_IN_FLIGHT * in_flight,
             slowdown=device.slowdown,
             work_clock=work_clock_of(chosen),
             fault=device.fault,
             on_error=lambda error: report(TaskFailed("device", repr(error))),
         )
+        times = JobTimes(device.emulated_s)
+
+        def on_step(event: StepEvent) -> None:
+            if isinstance(event, StageStepped):
+                queue.extend_job(times.step_s)
+            events.put(event)
+
         build_stages = partial(
             SpanTrainer,
             manifest,
@@ -131,18 +170,24 @@ class DeviceWorker:
             chosen,
             report=report,
             in_flight=in_flight,
-            on_step=events.put,
+            on_step=on_step,
             base_model=base_model,
             state_in_host=device.state_in_host,
+            compiler=(
+                LayerCompiler(report, cache=device.compiled_code) if compiles_on(chosen, device.compile) else None
+            ),
         )
         async with AsyncExitStack() as undo:
             undo.push_async_callback(queue.close)
-            worker = cls(manifest, await queue.run(Priority.FORWARD, build_stages), queue, events)
+            worker = cls(manifest, await queue.run(Priority.FORWARD, build_stages), queue, events, gauge, times)
             undo.pop_all()
         return worker
 
     async def close(self, timeout_s: float = 5.0) -> bool:
         """Fails all queued and later jobs with DeviceError; returns whether the running one has ended."""
+        if self.trainer.compiler is not None:
+            self.trainer.compiler.close()
+        self._ahead.close()
         return await self._queue.close(timeout_s)
 
     # --- for the pipeline
@@ -150,17 +195,20 @@ class DeviceWorker:
     async def forward(self, work: SpanWork) -> WireTensor:
         """Runs the stages from `work.entry_stage` to the span's last. Returns the boundary [b, s, k] for the one after.
 
-        For "train", what the backward pass needs is stashed until `backward`, `forget`, or another forward of the same
-        microbatch from the same stage. Raises NotMyStage when the entry stage is not held here or the span has the
+        For "train", what the backward pass needs is stashed until `backward`, `drop_forward`, or another forward of the
+        same microbatch from the same stage. Raises NotMyStage when the entry stage is not held here or the span has the
         model's last stage (use `run_last_stages`), ProtocolError for malformed tensors, and Busy also when too many
         forwards are stashed.
         """
+
+        read = self._ahead.start(partial(self._read, work))
 
         def job() -> tuple[WireTensor, StashedForward | None]:
             if work.entry_stage not in self.span or self._has_last_stage:
                 here = f"stages {work.entry_stage} to {self.span.last} cannot run forward here"
                 raise NotMyStage(f"{here}, only {self.span}")
-            output, forward = self.trainer.forward(self._decode(work))
+            self._extend_job(work.entry_stage, forward=True, backward=False)
+            output, forward = self.trainer.forward(self._decode(work, read())[0])
             try:
                 encoded = self._codec.encode(output, "forward")
             except Exception:
@@ -173,7 +221,7 @@ class DeviceWorker:
         def free_unused(unused: tuple[WireTensor | None, StashedForward | None]) -> None:
             # The caller was cancelled, or has an error: no backward will come. A newer forward of the microbatch stays.
             if unused[1] is not None:
-                self.trainer.stashed.forget(work.microbatch, work.entry_stage, work.content_digest, only=unused[1])
+                self.trainer.stashed.forget(work.key, only=unused[1])
 
         # Nothing was added to a sum, so no step can have become due.
         free_memory = self.trainer.free_memory
@@ -189,13 +237,16 @@ class DeviceWorker:
         ProtocolError for malformed tensors and references.
         """
 
+        read = self._ahead.start(partial(self._read, work, encodes_gradient=work.is_training))
+
         def job() -> SpanResult:
             if work.entry_stage not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {work.entry_stage} to the last cannot run here; this peer holds {self.span}")
-            decoded = self._decode(work)
+            self._extend_job(work.entry_stage, forward=True, backward=work.is_training)
+            decoded, dither = self._decode(work, read())
             encoded: list[WireTensor | None] = []
             done = self.trainer.run_last_stages(
-                decoded, lambda found: encoded.append(self._encode_gradient(decoded, found))
+                decoded, lambda found: encoded.append(self._encode_gradient(decoded, found, dither))
             )
             return SpanResult(
                 gradient=encoded[0] if encoded else None,
@@ -206,47 +257,52 @@ class DeviceWorker:
                 log_probabilities=done.log_probabilities,
             )
 
-        return await self._run_and_step(job, priority=_priority_of(work))
+        return await self._run_and_step(job, priority=_priority_of(work), keeps_result=work.is_training)
 
-    async def backward(
-        self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor, content_digest: bytes = b""
-    ) -> SpanResult:
+    async def backward(self, key: ForwardKey, gradient: WireTensor) -> SpanResult:
         """Runs a microbatch's backward pass: adds its gradients to the sums of the stages, and counts it in each.
 
-        entry_stage, content_digest: of its forward's SpanWork. gradient: of the loss sum by the boundary that
-        `forward` returned; one that is implausibly large also raises ProtocolError. The result has the encoded gradient
-        with respect to the boundary that entered, None at stage 0, and the device seconds of forward and backward.
-        After ProtocolError or Busy, `backward` may be called again; after other errors the stashed forward may be gone.
+        gradient: of the loss sum by the boundary that `forward` returned; one that is implausibly large also raises
+        ProtocolError. The result has the encoded gradient with respect to the boundary that entered, None at stage 0,
+        and the device seconds of forward and backward. After ProtocolError or Busy, `backward` may be called again;
+        after other errors the stashed forward may be gone.
         Raises LocalError when no forward is stashed.
         """
 
+        read = self._ahead.start(partial(self._read_gradient, key.microbatch, key.entry_stage, gradient))
+
         def job() -> SpanResult:
-            key = gradient_dither_key(microbatch, self.span.last + 1)
-            decoded = self._codec.decode(gradient, self._boundary_shape, "backward", key, self.device)
-            if not is_all_finite(decoded):
-                raise self._refusal(microbatch, self.span.last, "the gradient received is not finite; send it again")
-            # One gradient far larger than most would outweigh all others in the sum of a step.
-            size = float(decoded.norm()) / math.sqrt(max(1, decoded.numel()))
-            limit = self._gradient_norms.limit
-            if not self._gradient_norms.record_and_check(size):
-                why = f"the gradient received has a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
-                raise self._refusal(microbatch, self.span.last, why)
-            entered = self.trainer.stashed.find(microbatch, entry_stage, content_digest).work
+            received = read()
+            _, dither, parts = received.to_device()
+            decoded = self._codec.decode_parts(parts, self._boundary_shape, "backward")
+            if not received.is_finite:
+                raise self._refusal(
+                    key.microbatch, self.span.last, "the gradient received is not finite; send it again"
+                )
+
+            def check_received(norm: float) -> None:
+                # One gradient far larger than most would outweigh all others in the sum of a step.
+                size, limit = norm / math.sqrt(max(1, decoded.numel())), self._gradient_norms.limit
+                if not self._gradient_norms.record_and_check(size):
+                    found = f"a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
+                    raise self._refusal(key.microbatch, self.span.last, f"the gradient received has {found}")
+
+            self._extend_job(key.entry_stage, forward=False, backward=True)
+            entered = self.trainer.stashed.find(key).work
             encoded: list[WireTensor | None] = []
             _, forward = self.trainer.backward(
-                microbatch,
-                entry_stage,
+                key,
                 decoded,
-                content_digest,
-                lambda computed: encoded.append(self._encode_gradient(entered, computed)),
+                lambda computed: encoded.append(self._encode_gradient(entered, computed, dither)),
+                check_received,
             )
             return SpanResult(encoded[0], forward.device_s + self._queue.job_s())
 
-        return await self._run_and_step(job)
+        return await self._run_and_step(job, keeps_result=True)
 
-    def forget(self, microbatch: MicrobatchId, entry_stage: int, content_digest: bytes = b"") -> None:
+    def drop_forward(self, key: ForwardKey) -> None:
         """Drops a stashed forward, if there is one. From any thread."""
-        self.trainer.stashed.forget(microbatch, entry_stage, content_digest)
+        self.trainer.stashed.forget(key)
 
     # --- how far the stages are; from any thread
 
@@ -256,8 +312,8 @@ class DeviceWorker:
     def step_of(self, stage: int) -> int:
         return self.trainer.stages[stage].progress.step
 
-    def step_plan(self, stage: int) -> StepPlan:
-        return self.trainer.stages[stage].progress.plan
+    def progress_of(self, stage: int) -> StageProgress:
+        return self.trainer.stages[stage].progress
 
     def step_events(self) -> AsyncIterator[StepEvent]:
         """Yields an event for every step and closed share, in order; never ends. One task may read it."""
@@ -271,47 +327,40 @@ class DeviceWorker:
         """Of the time since `create`, what the device thread spent on jobs."""
         return self._queue.busy_fraction()
 
-    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
-        """The policy decides, after each job, whether `stage` steps or closes its share. From any thread."""
-        self.trainer.stages[stage].set_policy(policy)
+    def idle_fraction(self) -> float | None:
+        """Of the time of jobs, in which the device waited for the host; None where that cannot be, or is not known."""
+        return self._queue.idle_fraction()
+
+    def read_device(self) -> DeviceReading:
+        return self._gauge.read()
+
+    def load(self) -> DeviceLoad:
+        """Returns the seconds of the device thread's jobs, and of their waits in its queue, since `create`."""
+        return self._queue.load()
+
+    @property
+    def compile_problem(self) -> str:
+        """Why layers are not compiled, in a sentence, although they should be; "" if they are or will be."""
+        return self.trainer.compiler.problem if self.trainer.compiler is not None else ""
+
+    def set_step_instructions(self, stage: int, instructions: StepInstructions) -> None:
+        """The instructions decide, after each job, whether `stage` steps or closes its share. From any thread."""
+        self.trainer.stages[stage].set_instructions(instructions)
 
     def layout(self, stage: int) -> Layout:
         return self.trainer.stages[stage].layout
 
-    # --- the methods of Stage of the same name, each as a job between two microbatches
+    # --- the methods of Stage, each as a job between two microbatches
 
-    async def outer_gradient(self, stage: int, blocks: Blocks) -> tuple[Tensor, Tensor] | None:
-        return await self._run_and_step(self.trainer.stages[stage].outer_gradient, blocks)
-
-    async def outer_step(
-        self,
-        stage: int,
-        step: int,
-        blocks: Blocks,
-        snapshot: Tensor,
-        averaged: AveragedFragment | None,
-        wanted_fragments: int = ALL_REDUCE,
-    ) -> None:
-        function = self.trainer.stages[stage].outer_step
-        await self._run_and_step(function, step, blocks, snapshot, averaged, wanted_fragments)
-
-    async def catch_up(self, stage: int, step: int) -> None:
-        await self._run_and_step(self.trainer.stages[stage].catch_up, step)
-
-    async def take_gradient_share(self, stage: int) -> GradientShare:
-        return await self._run_and_step(self.trainer.stages[stage].take_gradient_share)
-
-    async def step_with_gradient(
-        self, stage: int, step: int, mean_gradient: Tensor, tokens: int, wanted_fragments: int = ALL_REDUCE
-    ) -> None:
-        function = self.trainer.stages[stage].step_with_gradient
-        await self._run_and_step(function, step, mean_gradient, tokens, wanted_fragments)
-
-    async def export_state(self, stage: int) -> StageState:
-        return await self._run_and_step(self.trainer.stages[stage].export_state)
+    outer_gradient = _job_on_stage(Stage.outer_gradient)
+    outer_step = _job_on_stage(Stage.outer_step)
+    catch_up = _job_on_stage(Stage.catch_up)
+    take_gradient_share = _job_on_stage(Stage.take_gradient_share)
+    step_with_gradient = _job_on_stage(Stage.step_with_gradient)
+    export_state = _job_on_stage(Stage.export_state)
 
     async def load_state(self, state: StageState) -> None:
-        await self._run_and_step(self.trainer.stages[state.stage].load_state, state)
+        await self._run_and_step(partial(self.trainer.stages[state.stage].load_state, state))
 
     async def copy_weights(self, stage: int, *, average: bool = False) -> dict[str, np.ndarray]:
         """Returns copies of the stage's trainable tensors by full name, on the CPU.
@@ -325,35 +374,125 @@ class DeviceWorker:
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     async def _run_and_step(
-        self, function: Callable[[*Ts], T], *args: *Ts, priority: Priority = Priority.BACKWARD
+        self, function: Callable[[], T], *, priority: Priority = Priority.BACKWARD, keeps_result: bool = False
     ) -> T:
-        trainer = self.trainer
         return await self._queue.run(
-            priority, function, *args, afterwards=trainer.take_due_steps, free_memory=trainer.free_memory
+            priority,
+            function,
+            afterwards=self.trainer.take_due_steps,
+            free_memory=self.trainer.free_memory,
+            keeps_result=keeps_result,
         )
+
+    # --- on the host, before the job's turn comes
+
+    def _read(self, work: SpanWork, *, encodes_gradient: bool = False) -> _Received:
+        if (work.boundary is None) != (work.entry_stage == 0):
+            takes = "token ids only" if work.entry_stage == 0 else "a boundary"
+            raise ProtocolError("bad-tensor", f"stage {work.entry_stage} takes {takes}")
+        ids = decode_tokens(work.tokens, self._vocabulary, shape=self._tokens_shape)
+        if work.boundary is None:
+            return _Received(self.device, ids=ids)
+        return _Received(
+            self.device,
+            ids=ids,
+            parts=self._codec.read(work.boundary, self._boundary_shape, "forward"),
+            dither=self._draw_dither(work.microbatch, work.entry_stage) if encodes_gradient else None,
+            is_finite=self._codec.has_finite_values(work.boundary, "forward"),
+        )
+
+    def _read_gradient(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> _Received:
+        key = gradient_dither_key(microbatch, self.span.last + 1)
+        return _Received(
+            self.device,
+            parts=self._codec.read(gradient, self._boundary_shape, "backward", key),
+            dither=self._draw_dither(microbatch, entry_stage) if entry_stage > 0 else None,
+            is_finite=self._codec.has_finite_values(gradient, "backward"),
+        )
+
+    def _draw_dither(self, microbatch: MicrobatchId, entry_stage: int) -> Tensor | None:
+        # Of the gradient that will leave the span.
+        key = gradient_dither_key(microbatch, entry_stage)
+        return self._codec.draw_dither(self._boundary_shape, "backward", key)
 
     # --- on the device thread
 
-    def _decode(self, work: SpanWork) -> DecodedWork:
-        microbatch, entry_stage = work.microbatch, work.entry_stage
-        if (work.boundary is None) != (entry_stage == 0):
-            takes = "token ids only" if entry_stage == 0 else "a boundary"
-            raise ProtocolError("bad-tensor", f"stage {entry_stage} takes {takes}")
-        ids = decode_tokens(work.tokens, self._vocabulary, self.device, shape=self._tokens_shape)
-        batch = TokenBatch.from_wire(ids, has_marks=self._has_marks)
+    def _extend_job(self, entry_stage: int, *, forward: bool, backward: bool) -> None:
+        stages = self.span.last + 1 - entry_stage
+        self._queue.extend_job(self._times.passes_s(stages, forward=forward, backward=backward))
+
+    def _decode(self, work: SpanWork, received: _Received) -> tuple[DecodedWork, Tensor | None]:
+        ids, dither, parts = received.to_device()
+        assert received.ids is not None
+        batch = TokenBatch.from_wire(received.ids, has_marks=self._has_marks, on_device=ids)
         entry = batch.inputs
         if work.boundary is not None:
-            entry = self._codec.decode(work.boundary, self._boundary_shape, "forward", device=self.device)
-            if not is_all_finite(entry):
-                raise self._refusal(microbatch, entry_stage, "the boundary received is not finite; send it again")
-        return DecodedWork(microbatch, entry_stage, entry, batch, work.purpose, work.references, work.content_digest)
+            entry = self._codec.decode_parts(parts, self._boundary_shape, "forward")
+            if not received.is_finite:
+                why = "the boundary received is not finite; send it again"
+                raise self._refusal(work.microbatch, work.entry_stage, why)
+        decoded = DecodedWork(
+            work.microbatch, work.entry_stage, entry, batch, work.purpose, work.references, work.content_digest
+        )
+        return decoded, dither
 
-    def _encode_gradient(self, work: DecodedWork, gradient: Tensor | None) -> WireTensor | None:
+    def _encode_gradient(self, work: DecodedWork, gradient: Tensor | None, dither: Tensor | None) -> WireTensor | None:
         if gradient is None:
             return None
         key = gradient_dither_key(work.microbatch, work.entry_stage)
-        return self._codec.encode(gradient, "backward", key, boundary=work.entry)
+        return self._codec.encode(gradient, "backward", key, boundary=work.entry, dither=dither)
 
     def _refusal(self, microbatch: MicrobatchId, stage: int, why: str) -> ProtocolError:
         self.trainer.stages[stage].record_refusal(microbatch.hex(), why)
         return ProtocolError("bad-tensor", why)
+
+
+class _OnDevice(NamedTuple):
+    ids: Tensor | None
+    dither: Tensor | None
+    parts: list[Tensor]
+
+
+class _Received:
+    # What came for a job, checked, with the dither of the gradient that the job encodes: on its way in one copy.
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        ids: Tensor | None = None,
+        parts: Sequence[Tensor] = (),
+        dither: Tensor | None = None,
+        is_finite: bool = True,
+    ) -> None:
+        """parts: of a boundary or its gradient, see BoundaryCodec.read."""
+        self.ids = ids
+        self.is_finite = is_finite
+        self._has_dither = dither is not None
+        self._upload = Upload([tensor for tensor in (ids, dither, *parts) if tensor is not None], device)
+
+    def to_device(self) -> _OnDevice:
+        parts = self._upload.to_device()
+        ids = parts.pop(0) if self.ids is not None else None
+        return _OnDevice(ids, parts.pop(0) if self._has_dither else None, parts)
+
+
+class HostWork:
+    """Work on the host that jobs need: on a thread of its own, beside the jobs before, or in the job itself."""
+
+    def __init__(self, is_ahead: bool) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="host work") if is_ahead else None
+        self._waiting: WeakSet[Future[Any]] = WeakSet()  # whose job has not ended
+
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Returns a function that gives what `work` returns or raises; it waits for it, or does it, each time."""
+        if self._thread is None or len(self._waiting) >= MAX_AHEAD:
+            return work
+        future = self._thread.submit(work)
+        self._waiting.add(future)
+        # Memory may have sufficed only now; and an error must not be that of another thread's frames.
+        return lambda: work() if future.exception() else future.result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)

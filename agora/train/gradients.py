@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple
@@ -69,6 +70,25 @@ class ClosedShare(NamedTuple):
     # Held until the mean over all replicas arrives.
     gradient: GradientShare
     totals: SumTotals
+
+
+def add_gradients(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Adds to each float32 sum its gradient, of any float dtype, in place. If memory lacks, no sum has changed."""
+    pairs = list(zip(sums, gradients, strict=True))
+    mixed = [(total, gradient) for total, gradient in pairs if gradient.dtype != total.dtype]
+    converts = bool(mixed) and converts_before_adding(sums[0].device)
+    scratch = sums[0].new_empty(max(len(total.flatten()) for total, _ in mixed) if converts else 0)
+    if same := [(total, gradient) for total, gradient in pairs if gradient.dtype == total.dtype]:
+        torch._foreach_add_(*map(list, zip(*same, strict=True)))
+    for total, gradient in mixed:
+        if converts:
+            gradient = scratch[: total.numel()].view(total.shape).copy_(gradient)
+        total.add_(gradient)
+
+
+def converts_before_adding(device: torch.device) -> bool:
+    """Returns whether torch adds tensors of two dtypes by way of a copy that it allocates; a GPU's kernels do not."""
+    return device.type == "cpu"
 
 
 class GradientSum:

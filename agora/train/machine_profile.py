@@ -28,6 +28,7 @@ from agora.cost.decoder_sizes import decoder_sizes
 from agora.cost.manifest_cost import microbatch_flops
 from agora.model import StageModule, family_of
 from agora.train.device import has_native_bf16
+from agora.train.weight_versions import StageWeights
 
 VERSION: Final = 1
 ROWS: Final = (1, 2, 4)  # numbers of rows that are timed, up to a microbatch's rows and as far as the time allows
@@ -125,7 +126,9 @@ def measure_profile(
     TypeError for a model family without formulas.
     """
     layer = manifest.model.layers // 2
-    stage = _make_filled_stage(manifest, range(layer, layer + 1)).to(device)
+    dtype = torch.bfloat16 if has_native_bf16(device) else torch.float32
+    weights = StageWeights(_make_filled_stage(manifest, range(layer, layer + 1)), device, dtype=dtype)
+    stage = weights.current.module
     max_rows = manifest.schedule.microbatch
     deadline = clock() + budget_s
     times: list[tuple[int, float]] = []

@@ -9,23 +9,20 @@ from typing import ClassVar
 import psutil
 import torch
 
-from agora.core.machine_limits import least_memory
+from agora.core.machine_limits import OwnersMemory, least_memory
 
 KEEP_BYTES = 1 << 30  # malloc keeps up to this much freed memory, and takes tensors up to this size from it
 UNLIMITED = 1 << 62
 LIBC = ctypes.CDLL(None)
 
 
-_limit_bytes = 0
+_owners = OwnersMemory()
 
 
-def limit_memory(limit_bytes: int) -> None:
-    """Sets the owner's memory limit for this process, which `available_bytes` applies to each device; 0: no limit.
-
-    The limit does not stop allocations.
-    """
-    global _limit_bytes
-    _limit_bytes = limit_bytes
+def limit_memory(owners: OwnersMemory) -> None:
+    """Sets what the owner of the machine allows this process, for `available_bytes`; does not stop allocations."""
+    global _owners
+    _owners = owners
 
 
 def available_bytes(device: torch.device, *, within_limit: bool = True) -> int:
@@ -35,7 +32,7 @@ def available_bytes(device: torch.device, *, within_limit: bool = True) -> int:
     malloc caches.
     within_limit: at most what the owner's limit leaves, see limit_memory; False ignores that limit.
     """
-    limit = (within_limit and _limit_bytes) or UNLIMITED
+    limit = (within_limit and (_owners.gpu if device.type == "cuda" else _owners.host)) or UNLIMITED
     if device.type == "cuda":
         used = torch.cuda.memory_allocated(device)
         cached = torch.cuda.memory_reserved(device) - used

@@ -1,4 +1,4 @@
-"""The stages of one span: forward, loss, backward, gradient sums. Everything here runs on the device thread."""
+"""The stages of one span: forward, loss, backward, gradient sums. Computes on the device thread."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
-from agora_protocol.errors import LocalError, NotMyStage
-from agora_protocol.ids import MicrobatchId, Span
+from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
+from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from agora.core.sync_mode import StepEvent
+from agora.core.span_work import ForwardKey
+from agora.core.step_schedule import StepEvent
 from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
 from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
+from agora.train.compiled_layers import LayerCompiler
 from agora.train.device import has_native_bf16, is_out_of_memory
-from agora.train.objectives import objective_of, row_log_probabilities
+from agora.train.gradients import add_gradients
+from agora.train.objectives import Head, objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import Stage
 from agora.train.weight_prediction import predicts_weights
-from agora.train.weight_versions import LIMIT_FACTOR, DecodedWork, StashedForward, StashedForwards, WeightVersion
+from agora.train.weight_versions import MAX_TIMES_IN_FLIGHT, DecodedWork, StashedForward, StashedForwards, WeightVersion
 
 MAX_LOSS_SUM = 1e30  # A larger sum of losses counts as not finite: the message Processed cannot carry it
 
@@ -47,6 +50,14 @@ class FinishedMicrobatch:
     gradient: Tensor | None = None  # of loss_sum, for the boundary that entered [b, s, k]; None at stage 0 or untrained
     metrics: tuple[float, ...] = ()  # sums, see agora.core.metrics
     log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for "reference" only
+
+
+class _Gradients(NamedTuple):
+    # Of one microbatch, not yet added to the sums.
+    forward: StashedForward
+    of_entry: Tensor | None  # [b, s, k]; None at stage 0
+    of_parameters: list[Tensor]
+    norm: Tensor  # of all of them, a scalar
 
 
 class HeldStages(dict[int, Stage]):
@@ -72,7 +83,8 @@ class SpanTrainer:
 
     A backward that follows its forward immediately uses a graph of all layers with "keep", and with "auto" if one such
     graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the backward runs each layer once
-    more, see activation_checkpointing. When memory has not sufficed, all kept graphs are dropped, see free_memory.
+    more, see activation_checkpointing; but not the last one of a second forward, whose graph is the first to be needed.
+    When memory has not sufficed, all kept graphs are dropped, see free_memory.
     """
 
     def __init__(
@@ -86,39 +98,46 @@ class SpanTrainer:
         on_step: Callable[[StepEvent], None] = lambda event: None,
         base_model: Path | None = None,
         state_in_host: bool = False,
+        compiler: LayerCompiler | None = None,
     ) -> None:
         """Builds the span's stages with their initial weights.
 
-        in_flight: microbatches that are usually between forward and backward; a forward beyond LIMIT_FACTOR times as
-        many is refused. on_step: called with each step event, on the device thread. Raises ManifestError for a model
-        config that cannot be built, LocalError when this machine lacks a package or cannot read the weights.
+        in_flight: microbatches that are usually between forward and backward; a forward beyond MAX_TIMES_IN_FLIGHT
+        times as many is refused. on_step: called with each step event, on the device thread. compiler: None: layers are
+        not compiled; nor are those with dropout. Raises ManifestError for a model config that cannot be built,
+        LocalError when this machine lacks a package or cannot read the weights.
         """
         leaf = torch.zeros((), requires_grad=True)
         self._oldest_graph = (leaf, leaf.view(()), torch.zeros(()))
         self.span = span
         self.device = device
         self.objective = objective_of(manifest.objective)
+        self._vocabulary = manifest.model.vocabulary
         self._dropout = manifest.model.dropout
+        self.compiler = None if manifest.model.dropout else compiler
         self._report = report
-        self._bf16 = has_native_bf16(device)
+        self._dtype = torch.bfloat16 if has_native_bf16(device) else torch.float32  # of products
         self.graphs = GraphBudget(manifest.schedule.activations, device, in_flight)
-        self.stashed = StashedForwards(LIMIT_FACTOR * in_flight)
+        self.stashed = StashedForwards(MAX_TIMES_IN_FLIGHT * in_flight)
         self.stages = HeldStages()
+        self._layer_counts = {number: len(manifest.layers_of(number)) for number in span.stages}
         family = family_of(manifest.model)
         for number in span.stages:
             module = family.build_stage(manifest.layers_of(number), manifest.seed, base_model)
+            if manifest.objective.kind == "dpo":
+                module.keep_reference()
             offload = OptimizerOffload(device, state_in_host)
-            self.stages[number] = Stage(number, module, offload, manifest, self.stashed, report, on_step)
+            self.stages[number] = Stage(number, module, offload, manifest, self.stashed, report, on_step, self._dtype)
         weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
         self.predicts_weights = predicts_weights(manifest, weights_bytes, memory.available_bytes(device))
         if self.predicts_weights:
             for stage in self.stages.values():
-                stage.predict_weights()
+                stage.enable_prediction()
 
     def take_due_steps(self) -> None:
-        """Calls Stage.step_if_due on every stage."""
+        """Calls Stage.step_or_close_share on every stage."""
         for stage in self.stages.values():
-            stage.step_if_due()
+            stage.step_or_close_share()
 
     # --- what a microbatch needs: forward, loss, backward
 
@@ -131,7 +150,7 @@ class SpanTrainer:
         if not work.is_training:
             with torch.no_grad():
                 return self._run(work), None
-        self.stashed.require_room(work.microbatch, work.entry_stage, work.content_digest)
+        self.stashed.require_room(work.key)
         stages = self._stages_of(work)
         # Its backward comes after those of the microbatches that are stashed already.
         versions = tuple(stage.training_version(self.stashed.tokens_in(stage.number)) for stage in stages)
@@ -140,7 +159,7 @@ class SpanTrainer:
         else:
             # Of the stages without a second version of their weights, which a step before the backward would make.
             single = [stage.weights.current for stage in self.stages.values() if stage.weights.previous is None]
-            version_bytes = sum(version.flat.nbytes for version in single)
+            version_bytes = sum(version.own_bytes for version in single)
             keeps_graph = self.graphs.keeps_another(work.entry_stage, self.stashed.count_graphs(), version_bytes)
             with torch.set_grad_enabled(keeps_graph):
                 output = self._run(work, keep_graph, versions)
@@ -170,54 +189,63 @@ class SpanTrainer:
         batch, trains = work.batch, work.is_training
         tokens = self.objective.loss_weight(batch)
         with torch.set_grad_enabled(trains):
-            logits, versions = self._run_for_gradients(work) if trains else (self._run(work), ())
-            if work.purpose == "reference":
-                rows = tuple(row_log_probabilities(logits, batch.targets).tolist())
-                self._require_finite(sum(rows), work, "the reference's log-probability")
-                return FinishedMicrobatch(0.0, tokens, log_probabilities=rows)
-            loss, metrics = self.objective.loss(logits, batch, work.references)
-            del logits  # the loss does not need them, and their gradient is as large as they are
-        loss_sum = float(loss.detach())
-        self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, work, "the loss")
+            hidden, versions = self._run_for_gradients(work) if trains else (self._run(work), ())
+            with self._head_for(work, versions) as head:
+                if work.purpose == "reference":
+                    rows = tuple(row_log_probabilities(head, hidden, batch).tolist())
+                    self._require_finite(sum(rows), work, "the reference's log-probability")
+                    return FinishedMicrobatch(0.0, tokens, log_probabilities=rows)
+                loss, metrics = self.objective.loss(head, hidden, batch, work.references)
+            del hidden
+        results = [loss.detach(), *metrics]
         if not trains:
-            return FinishedMicrobatch(loss_sum, tokens, metrics=metrics)
+            loss_sum, *sums = torch.stack(results).tolist()
+            self._require_plausible_loss(loss_sum, work)
+            return FinishedMicrobatch(loss_sum, tokens, metrics=tuple(sums))
         steps = tuple(stage.step for stage in self._stages_of(work))
-        forward = StashedForward(work, tokens, steps, loss, versions)
-        return FinishedMicrobatch(
-            loss_sum, tokens, self._add_gradients(forward, before_adding, loss_sum=loss_sum), metrics
-        )
+        gradients = self._compute_gradients(StashedForward(work, tokens, steps, loss, versions))
+        before_adding(gradients.of_entry)
+        # All that the host reads, together and as late as possible: it waits here for what the device still computes.
+        loss_sum, *sums, norm = torch.stack([*results, gradients.norm]).tolist()
+        self._require_plausible_loss(loss_sum, work)
+        self._add(gradients, norm, loss_sum)
+        return FinishedMicrobatch(loss_sum, tokens, gradients.of_entry, tuple(sums))
 
     def backward(
         self,
-        microbatch: MicrobatchId,
-        entry_stage: int,
+        key: ForwardKey,
         gradient: Tensor,
-        content_digest: bytes = b"",
         before_adding: Callable[[Tensor | None], None] = lambda gradient: None,
+        check_received: Callable[[float], None] = lambda norm: None,
     ) -> tuple[Tensor | None, StashedForward]:
         """Runs the backward of a stashed forward, adds its gradients to the sums, and counts the microbatch.
 
         If no graph was kept, runs the forward again first, on the current weights. gradient: of the loss sum with
         respect to the boundary that `forward` returned, float32 [b, s, k], finite. Returns the gradient with respect to
         the entry (None at stage 0), and the forward. before_adding: called with that gradient before any is added.
+        check_received: called with the norm of `gradient` before any is added; raises ProtocolError to refuse it.
         Raises LocalError when no forward is stashed, NonFinite when a computed gradient is not finite; after an error,
-        also of before_adding, nothing was added. The forward is not stashed any more, even after an error, except when
-        memory has not sufficed: it then waits without a graph for another call.
+        also of the callbacks, nothing was added. The forward is not stashed any more, even after an error, except when
+        memory has not sufficed or the gradient was refused: it then waits without a graph for another call.
         """
-        forward = self.stashed.find(microbatch, entry_stage, content_digest)
+        forward = self.stashed.find(key)
         try:
             if forward.output is None:
                 with torch.enable_grad():
-                    forward.output, forward.versions = self._run_for_gradients(forward.work)
-            entry_gradient = self._add_gradients(forward, before_adding, gradient)
+                    forward.output, forward.versions = self._run_for_gradients(forward.work, keeps_last_layer=True)
+            gradients = self._compute_gradients(forward, gradient)
+            before_adding(gradients.of_entry)
+            received, norm = torch.stack([torch.linalg.vector_norm(gradient), gradients.norm]).tolist()
+            check_received(received)
+            self._add(gradients, norm)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, ProtocolError):
                 forward.drop_graph()  # the failed backward may have freed a part of it
             else:
-                self.stashed.forget(microbatch, entry_stage, content_digest, only=forward)
+                self.stashed.forget(key, only=forward)
             raise
-        self.stashed.forget(microbatch, entry_stage, content_digest, only=forward)
-        return entry_gradient, forward
+        self.stashed.forget(key, only=forward)
+        return gradients.of_entry, forward
 
     def free_memory(self) -> None:
         """Drops all kept graphs, whose backwards run the forward again, and gives freed memory back to the device."""
@@ -240,18 +268,33 @@ class SpanTrainer:
             work.entry.requires_grad_()
         hidden = work.entry
         stages = self._stages_of(work)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
+        if self.compiler is not None:
+            run_layer = self.compiler.wrap(run_layer)
+        with self._autocast():
             # Without versions, the weights that evaluations use: the moving average, where the run keeps one.
             for stage, version in zip(stages, versions or (stage.evaluated for stage in stages), strict=True):
                 with self._mode_for(version.module, work, stage.number):
-                    hidden = version.module(hidden, work.batch.inputs, work.batch.segments, run_layer)
+                    hidden = version.module.run_layers(hidden, work.batch.inputs, work.batch.segments, run_layer)
         return hidden
+
+    def _autocast(self) -> torch.autocast:
+        # It converts what layers compute; the weights are of that dtype already.
+        is_on = self._dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self._dtype if is_on else None, enabled=is_on)
+
+    @contextmanager
+    def _head_for(self, work: DecodedWork, versions: Sequence[WeightVersion]) -> Iterator[Head]:
+        # Of the weights that the last stage's layers have run on.
+        stage = self.stages[self.span.last]
+        module = (versions[-1] if versions else stage.evaluated).module
+        with self._autocast(), self._mode_for(module, work, stage.number):
+            yield Head(module.logits, module.head_modules(), self._vocabulary)
 
     @contextmanager
     def _mode_for(self, module: StageModule, work: DecodedWork, stage: int) -> Iterator[None]:
         with ExitStack() as stack:
             if work.purpose == "reference":
-                stack.enter_context(module.without_adapters())
+                stack.enter_context(module.as_reference())
             if self._dropout:
                 module.train(work.is_training)
                 stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
@@ -260,12 +303,24 @@ class SpanTrainer:
                 torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             yield
 
-    def _run_for_gradients(self, work: DecodedWork) -> tuple[Tensor, tuple[WeightVersion, ...]]:
-        # A run whose backward follows at once: its output, and the weights that it used.
+    def _run_for_gradients(
+        self, work: DecodedWork, *, keeps_last_layer: bool = False
+    ) -> tuple[Tensor, tuple[WeightVersion, ...]]:
+        # A run whose backward follows at once: its output, and the weights that it used. keeps_last_layer: the last
+        # layer's graph is kept in any case; not where a loss follows, which takes memory beside it.
         versions = tuple(stage.training_version() for stage in self._stages_of(work))
         if self.graphs.must_measure(work.entry_stage):
             self._measure_graph(work, versions)
-        run_layer = keep_graph if self.graphs.keeps_one(work.entry_stage) else checkpoint
+        if self.graphs.keeps_one(work.entry_stage):
+            return self._run(work, keep_graph, versions), versions
+        layers_left = sum(self._layer_counts[stage.number] for stage in self._stages_of(work))
+
+        def run_layer(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+            nonlocal layers_left
+            layers_left -= 1
+            is_kept = keeps_last_layer and layers_left == 0
+            return (keep_graph if is_kept else checkpoint)(layer, compute, hidden)
+
         return self._run(work, run_layer, versions), versions
 
     def _measure_graph(self, work: DecodedWork, versions: Sequence[WeightVersion]) -> Tensor:
@@ -276,32 +331,31 @@ class SpanTrainer:
         self.graphs.record_measured(work.entry_stage, sum(measure.layer_bytes) + others)
         return output.detach()
 
-    def _add_gradients(
-        self,
-        forward: StashedForward,
-        before_adding: Callable[[Tensor | None], None],
-        gradient: Tensor | None = None,
-        loss_sum: float = 0.0,
-    ) -> Tensor | None:
+    def _compute_gradients(self, forward: StashedForward, gradient: Tensor | None = None) -> _Gradients:
         # Without `gradient`, the forward's output is the loss itself.
         work, output = forward.work, forward.output
         assert output is not None
-        stages = self._stages_of(work)
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
         inputs = [work.entry, *parameters] if work.entry_stage > 0 else parameters
         received = None if gradient is None else [gradient.to(output.dtype)]
         computed = list(torch.autograd.grad([output], inputs, received))
-        # Checked before any is added: an error must not leave a part of them in the sums.
-        self._require_finite(float(get_total_norm(computed, foreach=True)), work, "the gradient it computed")
-        entry_gradient = computed.pop(0) if work.entry_stage > 0 else None
-        before_adding(entry_gradient)
-        torch._foreach_add_([tensor for stage in stages for tensor in stage.sum.tensors], computed)
+        norm = get_total_norm(computed, foreach=True)
+        return _Gradients(forward, computed.pop(0) if work.entry_stage > 0 else None, computed, norm)
+
+    def _add(self, gradients: _Gradients, norm: float, loss_sum: float = 0.0) -> None:
+        forward, work = gradients.forward, gradients.forward.work
+        # Before any is added: an error must not leave a part of them in the sums.
+        self._require_finite(norm, work, "the gradient it computed")
+        stages = self._stages_of(work)
+        add_gradients([tensor for stage in stages for tensor in stage.sum.tensors], gradients.of_parameters)
         name = work.microbatch.hex()
         for stage, step, version in zip(stages, forward.steps, forward.versions, strict=True):
             predicted = stage.prediction is not None and stage.prediction.owns(version)
             stage.record_microbatch(name, forward.tokens, loss_sum, step, is_predicted=predicted)
         self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.tokens))
-        return entry_gradient
+
+    def _require_plausible_loss(self, loss_sum: float, work: DecodedWork) -> None:
+        self._require_finite(loss_sum if abs(loss_sum) <= MAX_LOSS_SUM else math.inf, work, "the loss")
 
     def _require_finite(self, value: float, work: DecodedWork, what: str) -> None:
         if not math.isfinite(value):

@@ -1,36 +1,36 @@
 """One stage of a span: its weights, the gradient sum of its next step, the step itself, and its exchange with replicas.
 
-Everything but StageProgress is used on the device thread only.
+Used on the device thread; any thread may read `progress` and `layout`, and call `set_instructions`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 from agora_protocol.errors import LocalError, ProtocolError
-from agora_protocol.limits import RECENT_STEPS, SLICE_BLOCK
+from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest
 from agora_protocol.records import StageAccount
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.sync_mode import (
+from agora.core.step_schedule import (
     ALL_REDUCE,
-    ChangeRule,
     ShareClosed,
     StageStepped,
     StepEvent,
-    StepPlan,
-    StepPolicy,
-    first_step_plan,
+    StepInstructions,
+    SyncChangeRule,
+    SyncSchedule,
+    first_sync_schedule,
 )
 from agora.model import StageModule, family_of
 from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken, StepTorn
@@ -39,12 +39,12 @@ from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import ClosedShare, GradientShare, GradientSum, SumTotals
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.optimizer_offload import OptimizerOffload
+from agora.train.token_accounts import STALENESS_BINS, TokenAccounts
 from agora.train.weight_prediction import WeightPrediction
 from agora.train.weight_versions import StageWeights, StashedForwards, WeightVersion
 
 # Maximum number of closed shares that wait for means, each a gradient in memory; beyond that the open share grows.
 MAX_CLOSED_SHARES = 2
-STALENESS_BINS = 33  # staleness 0, 1, ... 31, and one bin for everything older.
 Blocks = NDArray[np.int64]  # numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once
 # A fragment's mean outer gradient, float32 [n], and for each of its shards whether the round gave a mean.
 AveragedFragment = tuple[Tensor, tuple[bool, ...]]
@@ -66,13 +66,13 @@ class StageProgress:
     tokens_predicted: int  # of those counted here, tokens whose gradient was computed at predicted weights
     refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
     account: StageAccount  # what became of the tokens counted here
-    plan: StepPlan  # which of the stage's steps are inner steps, with how many fragments
+    sync_schedule: SyncSchedule  # which of the stage's steps are inner steps, with how many fragments
     history: Mapping[int, int]  # history hashes of the last agreed steps, by step; see extend_history
     # Whether a step changed only a part of the weights; until the state of another replica is loaded.
     is_torn: bool = False
 
     @property
-    def agreed(self) -> int:
+    def agreed_step(self) -> int:
         """The step after the last mean that this replica or its loaded state has applied; 0 for none yet.
 
         That is the mean of an all-reduced gradient, or of the fragment that was due after an inner step.
@@ -81,7 +81,7 @@ class StageProgress:
 
     @property
     def history_hash(self) -> int:
-        return self.history[self.agreed]
+        return self.history[self.agreed_step]
 
 
 class Stage:
@@ -89,7 +89,7 @@ class Stage:
 
     step: how many optimizer steps the stage has taken, here or at its replicas. sum: the gradients of the open share;
     closed shares wait for the mean over the replicas. Used on the device thread only, except that any thread may read
-    `progress` and call `set_policy`.
+    `progress` and call `set_instructions`.
     """
 
     def __init__(
@@ -101,25 +101,29 @@ class Stage:
         stashed: StashedForwards,  # their graphs may need the weights
         report: Report,
         on_step: Callable[[StepEvent], None],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """module: gives the initial weights. on_step: called on the device thread after each step and closed share."""
+        """module: gives the initial weights. on_step: called on the device thread after each step and closed share.
+
+        dtype: of products.
+        """
         self.number = number
-        self.weights = StageWeights(module, offload.device, module.hidden_matrices(), stashed)
+        self.weights = StageWeights(module, offload.device, module.hidden_matrices(), stashed, dtype)
         layout, flat = self.weights.layout, self.weights.current.flat
         self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, layout, flat, offload)
         self.layout = self.optimizer.layout
         self._averaging = manifest.averaging
-        self._change_rule = ChangeRule.from_manifest(manifest)
-        self.plan = first_step_plan(manifest)
+        self._change_rule = SyncChangeRule.from_manifest(manifest)
+        self.sync_schedule = first_sync_schedule(manifest)
         # During inner steps, the outer parameters and what moves them; None during all-reduces.
-        self.outer: OuterOptimizer | None = self._new_outer() if self.plan.is_inner(0) else None
+        self.outer: OuterOptimizer | None = self._new_outer() if self.sync_schedule.is_inner(0) else None
         self._spare_outer: OuterOptimizer | None = None
         # An average in host memory is copied to the device when it is read: see `evaluated`.
         average = None if offload.in_host else self.optimizer.average
         self._average = None if average is None else WeightVersion(average, layout, module)
         self.prediction: WeightPrediction | None = None
         self.sum = GradientSum(layout, offload.device)
-        self._policy = StepPolicy(manifest.optimizer.target_tokens)
+        self._instructions = StepInstructions(manifest.optimizer.target_tokens)
         self.step = 0
         self._history = {0: INITIAL_HASH}
         self._is_torn = False
@@ -151,7 +155,7 @@ class Stage:
             tokens_predicted=self._tokens_predicted,
             refused_nonfinite=self._refused,
             account=self._accounts.account(waiting),
-            plan=self.plan,
+            sync_schedule=self.sync_schedule,
             history=self._history,
             is_torn=self._is_torn,
         )
@@ -204,7 +208,7 @@ class Stage:
         on_device = average.to(self.sum.flat.device, copy=True)
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
-    def predict_weights(self) -> None:
+    def enable_prediction(self) -> None:
         """From now on `training_version` predicts weights, which takes as much memory as the weights."""
         self.prediction = WeightPrediction(self.weights, self.optimizer)
 
@@ -224,8 +228,10 @@ class Stage:
     def _ends_within(self, tokens: int) -> bool:
         # Whether the open share will be complete, and its step taken or awaited, once `tokens` more are counted.
         step, counted = self._open_step, self.sum.totals.tokens
-        ends_here = self._policy.must_close(step, self.plan) or not self._policy.uses_mean_gradient(step, self.plan)
-        return ends_here and counted + tokens >= self._policy.tokens_needed(step)
+        ends_here = self._instructions.must_close(
+            step, self.sync_schedule
+        ) or not self._instructions.uses_mean_gradient(step, self.sync_schedule)
+        return ends_here and counted + tokens >= self._instructions.tokens_needed(step)
 
     def free_memory(self) -> None:
         """Gives up the previous versions of the weights that no graph needs."""
@@ -235,14 +241,17 @@ class Stage:
 
     # --- steps
 
-    def step_if_due(self) -> None:
+    def step_or_close_share(self) -> None:
+        """Takes a step along the own gradients, or closes the share of a mean's step, if its tokens are counted."""
         tokens = self.sum.totals.tokens
         open_step = self._open_step
-        if tokens == 0 or tokens < self._policy.tokens_needed(open_step):
+        if tokens == 0 or tokens < self._instructions.tokens_needed(open_step):
             return
-        if not self._closed_shares and not self._policy.uses_mean_gradient(open_step, self.plan):
+        if not self._closed_shares and not self._instructions.uses_mean_gradient(open_step, self.sync_schedule):
             self._step_with_sum()
-        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self._policy.must_close(open_step, self.plan):
+        elif len(self._closed_shares) < MAX_CLOSED_SHARES and self._instructions.must_close(
+            open_step, self.sync_schedule
+        ):
             self._close_share()
 
     def catch_up(self, step: int) -> None:
@@ -254,7 +263,7 @@ class Stage:
         """
         if step <= self.step or self._closed_shares:
             return
-        uses_sum = step == self.step + 1 or self.plan.is_inner(self.step)
+        uses_sum = step == self.step + 1 or self.sync_schedule.is_inner(self.step)
         if uses_sum and self.sum.totals.tokens > 0:
             self._step_with_sum()
         skipped = step - self.step
@@ -269,8 +278,8 @@ class Stage:
             if self.outer is not None and not had_outer:
                 self._leave_history()  # its outer parameters are not those of the others
 
-    def set_policy(self, policy: StepPolicy) -> None:
-        self._policy = policy
+    def set_instructions(self, instructions: StepInstructions) -> None:
+        self._instructions = instructions
 
     def take_gradient_share(self) -> GradientShare:
         """Returns this replica's share of the next step; first closes the share if it is open, whatever tokens it has.
@@ -314,19 +323,19 @@ class Stage:
         result = None
         checksum = 0
         if tokens > 0:
-            checksum = zlib.crc32(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments)
+            checksum = hash_of(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments.to_bytes(2, "big"))
             gradient = mean_gradient.to(self.sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
             result = self._change_weights(gradient)
             if result is None:
                 raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
-        self.plan = self._change_rule.after_all_reduce(self.plan, step, wanted_fragments)
+        self.sync_schedule = self._change_rule.after_all_reduce(self.sync_schedule, step, wanted_fragments)
         self._count_step(totals, result, tokens or None, checksum)
 
     def _record_fragment_sync(self, step: int, checksum: int, wanted_fragments: int) -> None:
-        self._history = extend_history(self._history, step, checksum, last=self.progress.agreed)
-        self.plan = self._change_rule.after_fragment_sync(self.plan, step, wanted_fragments)
+        self._history = extend_history(self._history, step, checksum, last=self.progress.agreed_step)
+        self.sync_schedule = self._change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
         self._update_progress()
 
     def _new_outer(self) -> OuterOptimizer:
@@ -334,23 +343,25 @@ class Stage:
 
     def _reserve_outer(self, step: int) -> None:
         # Called before the step that makes `step` the next one: a step that is taken must not lack memory for the rest.
-        if self.plan.is_inner(step) and self.outer is None and self._spare_outer is None:
+        if self.sync_schedule.is_inner(step) and self.outer is None and self._spare_outer is None:
             self._spare_outer = self._new_outer()
 
     def _leave_history(self) -> None:
         # A history that no other replica has, so that all replicas but one will fetch that one's state.
-        self._history = {self.step: hash_of_weights(self.weights.current.flat.cpu().numpy().data)}
+        self._history = {self.step: hash_of(self.weights.current.flat.cpu().numpy().data)}
         self._update_progress()
 
-    def restart_at(self, step: int, tokens: int, agreed: int, history_hash: int, plan: StepPlan) -> None:
+    def restart_at(
+        self, step: int, tokens: int, agreed_step: int, history_hash: int, sync_schedule: SyncSchedule
+    ) -> None:
         """Sets step, tokens and history to those of a loaded state; drops gradient sum, closed shares, recent accounts.
 
-        tokens: in the state's steps. history_hash: of step `agreed`. Weights and moments are the state's already.
+        tokens: in the state's steps. history_hash: of step `agreed_step`. Weights and moments are the state's already.
         Reports StepsSkipped if tokens are lost.
         """
-        self._history = {agreed: history_hash}
+        self._history = {agreed_step: history_hash}
         self._is_torn = False
-        self.plan = plan
+        self.sync_schedule = sync_schedule
         if self.prediction:
             self.prediction.forget()
         lost = self.sum.clear().tokens + sum(share.totals.tokens for share in self._closed_shares)
@@ -375,19 +386,20 @@ class Stage:
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
             self._stepped_at = time.monotonic()
         else:
-            checksum = zlib.crc32(struct.pack("<qd", totals.tokens, result.gradient_norm))
+            checksum = hash_of(struct.pack("<qd", totals.tokens, result.gradient_norm))
             self._count_step(totals, result, checksum=checksum)
 
     def _change_weights(self, gradient: Tensor, tokens: int = 1) -> StepResult | None:
         self._reserve_outer(self.step + 1)
         try:
-            return self.optimizer.step(self.weights.make_writable(), gradient, self.step, tokens)
+            with self.weights.writable() as flat:
+                return self.optimizer.step(flat, gradient, self.step, tokens)
         finally:
             if self.optimizer.is_changing:
                 # Half a step was taken, because the device failed: these weights are those of no other replica. During
                 # inner steps that is so anyway.
                 self._report(StepTorn(self.number, self.step))
-                if not self.plan.is_inner(self.step):
+                if not self.sync_schedule.is_inner(self.step):
                     self._is_torn = True
                     self._leave_history()
                 if self.prediction:
@@ -398,13 +410,13 @@ class Stage:
     ) -> None:
         now = time.monotonic()
         staleness = totals.staleness(self.step)
-        if not self.plan.is_inner(self.step):
+        if not self.sync_schedule.is_inner(self.step):
             self._history = extend_history(self._history, self.step + 1, checksum)
         self.step += 1
-        if self.plan.is_inner(self.step) and self.outer is None:
+        if self.sync_schedule.is_inner(self.step) and self.outer is None:
             self.outer, self._spare_outer = self._spare_outer or self._new_outer(), None
             self.outer.moments[OUTER_PARAMETERS].copy_(self.weights.current.flat)
-        elif self.outer is not None and not self.plan.is_inner(self.step):
+        elif self.outer is not None and not self.sync_schedule.is_inner(self.step):
             # Inner steps have made the replicas differ. With an own history each, all but one fetch that one's state.
             self.outer = None
             self._leave_history()
@@ -455,25 +467,25 @@ class Stage:
         no other replica: then the snapshot becomes the outer parameters, and the weights stay. wanted_fragments: as in
         `step_with_gradient`. Raises ProtocolError for a mean that does not fit or gives weights that are not finite.
         """
-        if step <= self.progress.agreed or self.outer is None:
+        if step <= self.progress.agreed_step or self.outer is None:
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
-            checksum = zlib.crc32(snapshot.numpy().data)
+            checksum = hash_of(snapshot.numpy().data)
             self.outer.restart(rows, snapshot)
         else:
             mean, has_mean = averaged
-            pass_steps = self._averaging.every * self.plan.fragments_at(step - 1)
+            pass_steps = self._averaging.every * self.sync_schedule.fragments_at(step - 1)
             outer_step = self.outer.prepare(rows, snapshot, mean, has_mean, pass_steps)
             change = outer_step.change.to(self.sum.flat.device)
             numbers = self._block_numbers(blocks)
             decided = bytes(has_mean) + wanted_fragments.to_bytes(2, "big")
-            checksum = zlib.crc32(decided, zlib.crc32(mean.contiguous().numpy().data))
-            flat = self.weights.make_writable()
-            # Nothing has changed so far, and what follows needs no new memory.
-            self.outer.take(outer_step)
-            flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
-            self.layout.clear_padding(flat)
+            checksum = hash_of(mean.contiguous().numpy().data, decided)
+            with self.weights.writable() as flat:
+                # Nothing has changed so far, and what follows needs no new memory.
+                self.outer.take(outer_step)
+                flat.view(-1, SLICE_BLOCK).index_add_(0, numbers, change.view(-1, SLICE_BLOCK))
+                self.layout.clear_padding(flat)
             if self.prediction:
                 self.prediction.forget()
         self._record_fragment_sync(step, checksum, wanted_fragments)
@@ -487,12 +499,12 @@ class Stage:
             step=self.step,
             updates=self.optimizer.updates,
             tokens_total=self.tokens_stepped,
-            layout=self.layout.at_step(self.step, self.plan),
+            layout=self.layout.at_step(self.step, self.sync_schedule),
             weights=weights,
             moments=moments,
-            agreed=self.progress.agreed,
+            agreed_step=self.progress.agreed_step,
             history_hash=self.progress.history_hash,
-            plan=self.plan,
+            sync_schedule=self.sync_schedule,
         )
 
     def load_state(self, state: StageState) -> None:
@@ -502,7 +514,7 @@ class Stage:
         missing, does not fit or is not finite, and for a mean square with a negative value. If memory does not suffice,
         nothing changes.
         """
-        layout = self.layout.at_step(state.step, state.plan)
+        layout = self.layout.at_step(state.step, state.sync_schedule)
         weights = self._copy_checked("weights", state.weights, layout)
         moments = {}
         for moment in layout.moments:
@@ -511,14 +523,14 @@ class Stage:
                 raise ProtocolError("bad-tensor", f"a value of {moment.name} of stage {self.number} is negative")
             moments[moment.name] = values
         # What needs new memory comes first.
-        outer = self._new_outer() if state.plan.is_inner(state.step) else None
-        flat = self.weights.make_writable()
-        self.optimizer.load(state.updates, moments)
-        flat.copy_(weights)
+        outer = self._new_outer() if state.sync_schedule.is_inner(state.step) else None
+        with self.weights.writable() as flat:
+            self.optimizer.load(state.updates, moments)
+            flat.copy_(weights)
         self.outer = outer
         for name, values in outer.moments.items() if outer else ():
             values.copy_(moments[name])
-        self.restart_at(state.step, state.tokens_total, state.agreed, state.history_hash, state.plan)
+        self.restart_at(state.step, state.tokens_total, state.agreed_step, state.history_hash, state.sync_schedule)
 
     def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
         fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)
@@ -541,71 +553,25 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
     return with_moments(manifest.optimizer, layout)
 
 
-class _RecentStep(NamedTuple):
-    own: int
-    in_mean: int | None
-    staleness: float  # mean age of its gradients in steps
-
-
-class TokenAccounts:
-    """Counts what became of a stage's tokens here since the stage was loaded: totals, and sums over the last steps.
-
-    computed: tokens whose gradient was computed; the owner of this object adds to it. Of steps, only the last
-    RECENT_STEPS are kept.
-    """
-
-    def __init__(self) -> None:
-        self.computed = 0
-        self._counted = 0
-        self._recent: deque[_RecentStep] = deque(maxlen=RECENT_STEPS)
-
-    def record_step(self, own: int, in_mean: int | None, staleness: float) -> None:
-        """own: this peer's tokens. in_mean: all replicas', or None if the step was along this peer's own gradient."""
-        self._counted += own
-        self._recent.append(_RecentStep(own, in_mean, staleness))
-
-    def forget_recent(self) -> None:
-        # Not the totals. A loaded state has replaced the stage's.
-        self._recent.clear()
-
-    def account(self, waiting: int) -> StageAccount:
-        """Returns totals, and sums and mean staleness over the recent steps. waiting: tokens that are in no step yet.
-
-        Each step's staleness is weighted by this peer's tokens in it; the mean is 0 without tokens.
-        """
-        along_own = [step.own for step in self._recent if step.in_mean is None]
-        in_mean = [step.in_mean for step in self._recent if step.in_mean is not None]
-        own = sum(step.own for step in self._recent)
-        return StageAccount(
-            computed=self.computed,
-            waiting=waiting,
-            counted=self._counted,
-            own_steps=len(along_own),
-            along_own=sum(along_own),
-            mean_steps=len(in_mean),
-            in_mean=sum(in_mean),
-            staleness=sum(step.own * step.staleness for step in self._recent) / max(own, 1),
-        )
-
-
-# The history hash (called lineage on the wire) of a stage: a digest of all means that it has applied. Weights cannot be
-# compared, because equal steps round differently on different hardware. But replicas that were equal and have applied
-# the same means since then have the same hash, and others do not. Inner steps do not enter it; means of fragments do.
-
-
+# The history hash (`lineage` on the wire) of a stage: a digest of the means that it has applied. Equal hashes show
+# equal means, not equal bytes of weights: equal steps round differently on different hardware. Inner steps do not enter
+# it; means of fragments do.
 def extend_history(history: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
     """Returns a copy of `history` (step -> hash) with that of `step` added; only the last KEPT_STEPS steps remain.
 
-    step: 1 is the first. checksum: of the step's mean. last: the agreed step before this one, by default step - 1.
-    hash(step) = CRC-32(hash(last), step, checksum), or 0 (unknown) if hash(last) is unknown.
-    If that CRC is 0, the hash is INITIAL_HASH instead.
+    step: 1 is the first. checksum: hash_of the step's mean. last: the agreed step before this one, by default step - 1.
+    hash(step) = SHA-256(hash(last), step, checksum), or 0 (unknown) if hash(last) is unknown.
     """
+    # A CRC could be kept the same by whoever sends replicas different means: the split would never be noticed.
     parent = history.get(step - 1 if last is None else last, 0)
-    child = zlib.crc32(b"".join(number.to_bytes(8, "big") for number in (parent, step, checksum))) or INITIAL_HASH
+    child = hash_of(parent.to_bytes(32, "big"), step.to_bytes(8, "big"), checksum.to_bytes(32, "big"))
     kept = {past: kept_hash for past, kept_hash in history.items() if step - KEPT_STEPS < past < step}
     return {**kept, step: child if parent else 0}
 
 
-def hash_of_weights(weights: memoryview) -> int:
-    """Returns a hash that follows from a replica's own weights alone: after inner steps no two replicas share it."""
-    return zlib.crc32(weights) or INITIAL_HASH
+def hash_of(*data: bytes | memoryview) -> int:
+    """Returns the SHA-256 of some bytes as a number."""
+    digest = hashlib.sha256(b"agora history 1\0")
+    for part in data:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "big")

@@ -66,9 +66,9 @@ class WeightPrediction:
         steps = tuple(share.step for share in shares)
         if steps != self._steps:
             self._steps = ()  # if memory lacks in between, these are no predicted weights
-            flat = self._predicted.make_writable()
-            flat.copy_(self._weights.current.flat)
-            for share in shares:
-                self._optimizer.preview(flat, share.values.to(flat.device, copy=True), share.step)
+            with self._predicted.writable() as flat:
+                flat.copy_(self._weights.current.flat)
+                for share in shares:
+                    self._optimizer.preview(flat, share.values.to(flat.device, copy=True), share.step)
             self._steps = steps
         return self._predicted.current

@@ -66,7 +66,10 @@ class HfFamily(Family):
 
     def fill_weights(self, stage: StageModule, seed: int, base_model: Path | None) -> None:
         self._read_files(stage, base_model)
-        if self._has_lora:
+        if self._model.adapter_hash:
+            for name, values in read_tensors(base_model, self._model.files, adapter_tensors(stage)):
+                stage.get_parameter(name).copy_(values)
+        elif self._has_lora:
             for name, parameter in stage.trained_parameters():
                 parameter.copy_(initial_lora_values(seed, name, parameter.shape))
 
@@ -150,7 +153,8 @@ class HfFamily(Family):
         model = self._model
         targets = ", ".join(sorted(lora_targets(model, architecture_of(model).linears)))
         scale = f"{model.lora_alpha:g} / {'sqrt(rank)' if model.lora_rslora else 'rank'}"
-        return f"LoRA of rank {model.lora_rank}, scale {scale}, dropout {model.lora_dropout:g}, in {targets}"
+        begun = f", begun as the adapter of SHA-256 {model.adapter_hash}" if model.adapter_hash else ""
+        return f"LoRA of rank {model.lora_rank}, scale {scale}, dropout {model.lora_dropout:g}, in {targets}{begun}"
 
 
 def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
@@ -158,8 +162,14 @@ def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
     return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}
 
 
+def adapter_tensors(stage: StageModule) -> dict[str, WantedTensor]:
+    """By parameter name, for the LoRA matrices of a run that goes on from an adapter."""
+    return {n: WantedTensor((adapter_tensor_name(n),), tuple(p.shape)) for n, p in stage.trained_parameters()}
+
+
 def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
     """Each once. Reads nothing; importing transformers may take seconds. Raises TuningMissing, ManifestError."""
     with torch.device("meta"):
         stage = HfStage(model, layers)
-    return list(dict.fromkeys(wanted_tensors(stage).values()))
+    wanted = [*wanted_tensors(stage).values(), *(adapter_tensors(stage).values() if model.adapter_hash else ())]
+    return list(dict.fromkeys(wanted))

@@ -23,8 +23,9 @@ from agora.core.tuning_packages import TuningMissing
 from agora.model.family import RunLayer, StageModule, keep_graph
 from agora.tuning.adapters.frozen_layers import FrozenAs, allocate, freeze, load_parameter
 from agora.tuning.adapters.frozen_linear import FrozenLinear
-from agora.tuning.adapters.lora import adapters_off, inject_lora, lora_targets
+from agora.tuning.adapters.lora import adapters_as_kept, adapters_off, inject_lora, keep_adapters, lora_targets
 from agora.tuning.base.hf_architecture import ConfigRefused, architecture_of
+from agora.tuning.packed_attention import PackedRows, pack, varlen_kernel, within
 
 HEAD: Final = "lm_head"
 INSIDE_LORA: Final = ".base_layer."  # what peft inserts into the name of a parameter of a layer that has LoRA
@@ -43,6 +44,7 @@ class HfStage(StageModule):
         """
         super().__init__(layer_range, is_first=layer_range.start == 0, is_last=layer_range.stop == model.layers)
         self._architecture = architecture_of(model)
+        self._begins_with_adapter = bool(model.adapter_hash)
         self._frozen_as: FrozenAs | None = model.frozen_as if model.trained == "lora" else None
         try:
             self._config = self._architecture.make_config(model)
@@ -107,7 +109,7 @@ class HfStage(StageModule):
             if name.endswith("inv_freq") and 2 * len(frequencies) != size:
                 raise ConfigRefused(f"partial_rotary_factor turns {2 * len(frequencies)} of a head's {size} values")
 
-    def forward(
+    def run_layers(
         self,
         hidden: Tensor,
         tokens: Tensor | None = None,
@@ -118,7 +120,8 @@ class HfStage(StageModule):
         positions = token_positions(hidden, segments)
         if self.is_first:
             hidden = self._embed(body, hidden, positions)
-        masks = {window: self._mask(hidden, window, segments) for window in set(self._windows.values())}
+        packed = self._pack(hidden, segments)
+        masks = {window: self._mask(hidden, window, segments, packed) for window in set(self._windows.values())}
         rotations = self._rotations(hidden, positions)
         layers = body.get_submodule(self._architecture.layers)
         for index, layer in zip(self.layer_range, layers.children(), strict=True):
@@ -126,7 +129,7 @@ class HfStage(StageModule):
             if rotations:
                 options["position_embeddings"] = rotations[self._rotation_of(index)]
             hidden = run_layer(layer, partial(_apply_layer, layer, options), hidden)
-        return self._logits(body, hidden) if self.is_last else hidden
+        return hidden
 
     def _embed(self, body: nn.Module, tokens: Tensor, positions: Tensor) -> Tensor:
         names = self._architecture
@@ -137,19 +140,34 @@ class HfStage(StageModule):
             hidden = hidden + body.get_submodule(names.positions)(positions).float()
         return hidden
 
-    def _logits(self, body: nn.Module, hidden: Tensor) -> Tensor:
-        normed = body.get_submodule(self._architecture.norm)(hidden)
-        logits: Tensor = self.get_submodule(HEAD)(normed)
+    def logits(self, hidden: Tensor) -> Tensor:
+        norm, head = self.head_modules()
+        logits: Tensor = head(norm(hidden))
         cap = getattr(self._config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _mask(self, hidden: Tensor, window: int | None, segments: Tensor | None) -> Tensor | None:
+    def head_modules(self) -> nn.ModuleList:
+        names = self._architecture
+        return nn.ModuleList([self.get_submodule(f"{names.root}.{names.norm}"), self.get_submodule(HEAD)])
+
+    def _pack(self, hidden: Tensor, segments: Tensor | None) -> PackedRows | None:
+        config = self._config
+        if segments is None or config._attn_implementation == "eager":
+            return None
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kernel = varlen_kernel(hidden.device, head_width)
+        # Elsewhere on a GPU one mask costs less than a launch for each sequence.
+        return pack(segments, kernel) if kernel is not None or hidden.device.type == "cpu" else None
+
+    def _mask(
+        self, hidden: Tensor, window: int | None, segments: Tensor | None, packed: PackedRows | None
+    ) -> Tensor | PackedRows | None:
         # Eager attention takes no bool mask and none of its own: it adds what it is given to the scores.
         if self._config._attn_implementation == "eager":
             return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)
         if segments is None and (window is None or hidden.shape[1] <= window):
             return None
-        return attended_pairs(hidden, window, segments)
+        return within(packed, window) or attended_pairs(hidden, window, segments)
 
     def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         if self._rotary is None:
@@ -161,8 +179,15 @@ class HfStage(StageModule):
     def _rotation_of(self, layer: int) -> str:
         return self._architecture.type_of(self._config, layer) if self._architecture.rotary_by_type else ""
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return super().without_adapters() if self._frozen_as is None else adapters_off(self)
+    def keep_reference(self) -> None:
+        if self._begins_with_adapter:
+            keep_adapters(self)
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        if self._frozen_as is None:
+            return super().as_reference()
+        # Adapters that begin as zeros are left out rather than kept; those of peft's DPO are copied likewise.
+        return adapters_as_kept(self) if self._begins_with_adapter else adapters_off(self)
 
     def allocate(self) -> None:
         allocate(self)

@@ -2,8 +2,8 @@
 
     python docs/examples/one_process.py
 
-Read it from top to bottom. What computes, routes and averages is what `agora-node` runs; only the network, the list of
-peers and the data are replaced, by a few lines each.
+Read it from top to bottom. What computes, routes and averages is what `agora-node` runs; the network, the list of peers
+and the data are replaced, by a few lines each, and no step has to wait for another.
 
     peers a and b hold stage 0                          peers c and d hold stage 1
     draw text, forward     --- boundary, 8 bits --->    forward, loss, backward
@@ -33,15 +33,17 @@ from agora.codec import encode_tokens
 from agora.core.calls import OnProgress, Reply
 from agora.core.clock import loop_time
 from agora.core.span_work import DrawnMicrobatch
-from agora.core.sync_mode import ShareClosed
+from agora.core.step_schedule import ShareClosed
 from agora.core.tasks import ChangeNotifier
 from agora.observe.events import Event, StepTaken
 from agora.pipeline.flow_control import SendInputs
-from agora.pipeline.hop import Hop, WorkLedger
+from agora.pipeline.hop import Hop
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.router import ProcessCall, Router, WireRules
-from agora.replica.gossip import SwarmView
-from agora.replica.replica_group import ReplicaGroup
+from agora.pipeline.router import Router
+from agora.pipeline.process_call import ProcessCall, WireRules
+from agora.pipeline.work_ledger import WorkLedger
+from agora.replica.gossip import SwarmQueries
+from agora.replica.stage_replicas import SpanReplicas
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
 from agora.train.device import DeviceOptions
@@ -91,7 +93,7 @@ class Swarm:
         self.losses: list[float] = []  # of each step of a replica of the last stage, in nats per byte
 
     def report(self, event: Event) -> None:
-        """Takes every event of every peer; the daemon has a log, a journal and a page for them."""
+        """Takes every event of every peer; the daemon has a log and a journal for them."""
         if isinstance(event, StepTaken) and event.loss is not None:
             self.losses.append(event.loss)
             print(f"step {event.step:3}   loss {event.loss:.3f}   {event.step_tokens} tokens of all replicas")
@@ -99,8 +101,8 @@ class Swarm:
     def view(self) -> View:
         return View({id: PeerView(id, peer.device.span, 1, state="serving") for id, peer in self.peers.items()})
 
-    def view_for_replicas(self) -> SwarmView:
-        return SwarmView(
+    def view_for_replicas(self) -> SwarmQueries:
+        return SwarmQueries(
             self.replicas_in_view,
             has_connections=lambda: True,
             uplink_bytes_per_s=lambda: None,
@@ -148,7 +150,8 @@ def _ignore(progress: CallProgress) -> None: ...
 class Peer:
     """One peer: a device that computes its stages, a hop that answers for them, a seat among each stage's replicas."""
 
-    def __init__(self, swarm: Swarm, me: PeerId, device: DeviceWorker) -> None:
+    def __init__(self, swarm: Swarm, identity: Identity, device: DeviceWorker) -> None:
+        me = identity.peer
         self.device = device
         self._swarm = swarm
         caller = MemoryCaller(swarm, me)
@@ -164,11 +167,11 @@ class Peer:
         )
         ledger = WorkLedger(me, max_slots=32, report=swarm.report)
         self.hop = Hop(device, router, ledger, report=swarm.report, on_trained=self._on_trained)
-        self.replicas = ReplicaGroup(
+        self.replicas = SpanReplicas(
             SIGNED,
-            me,
+            identity,
             worker=device,
-            caller=caller,
+            peer_caller=caller,
             swarm=swarm.view_for_replicas(),
             fetch_state=swarm.fetch,
             report=swarm.report,
@@ -189,12 +192,9 @@ class Peer:
         match request:
             case Process():  # a microbatch: one hop of the pipeline
                 return await self.hop.process(ProcessCall(request, tensors, deadline, on_progress))
-            case GossipSteps():  # how far a replica of a stage is
-                return Reply(self.replicas.gossip.answer(caller, request))
-            case Contribute():  # its shard of a gradient, for which it gets the mean
-                return await self.replicas.answer_contribution(caller, request, tensors, deadline)
-            case Recall():  # a mean that it missed
-                return self.replicas.all_reduce.answer_recall(request)
+            # How far a replica is; its shard of a gradient, for which it gets the mean; a mean that it missed.
+            case GossipSteps() | Contribute() | Recall():
+                return await self.replicas.answer(caller, request, tensors, deadline)
         raise AssertionError(type(request).__name__)
 
     def _on_trained(self) -> None:
@@ -218,8 +218,8 @@ async def main(steps: int = 12) -> list[float]:
         for span in SPANS:
             device = await DeviceWorker.create(RUN, span, report=swarm.report, device=DeviceOptions("cpu"))
             closing.push_async_callback(device.close)
-            me = Identity.generate().peer
-            swarm.peers[me] = Peer(swarm, me, device)
+            identity = Identity.generate()
+            swarm.peers[identity.peer] = Peer(swarm, identity, device)
         running = []
         for peer in swarm.peers.values():
             running += [tasks.create_task(peer.replicas.run()), tasks.create_task(peer.follow_steps())]

@@ -124,6 +124,27 @@ def bytes_field(*lengths: int, most: int | None = None, default: Any = REQUIRED,
     return Field(f"bytes {words}", find_problem, default, doc)
 
 
+def hash_field(*, doc: str = "") -> Any:
+    """Declares a field: a hash as a number below 2^256, 0 if unknown; on the wire it is 32 bytes, big-endian."""
+
+    def find_problem(value: Any) -> str | None:
+        fits = type(value) is int and 0 <= value < 2**256
+        return None if fits else f"is {describe(value)}; it must be 32 bytes"
+
+    return Field("bytes 32", find_problem, doc=doc, load=load_hash, dump=dump_hash)
+
+
+def load_hash(value: Any) -> Any:
+    """Returns 32 bytes as a number; anything else unchanged but for an integer, so that the check refuses it."""
+    if isinstance(value, bytes) and len(value) == 32:
+        return int.from_bytes(value, "big")
+    return None if type(value) is int else value
+
+
+def dump_hash(value: int) -> bytes:
+    return value.to_bytes(32, "big")
+
+
 def choice_field(*words: str, default: Any = REQUIRED, doc: str = "") -> Any:
     """Declares a field: a text that is one of `words`."""
 
@@ -223,6 +244,7 @@ def addresses_field(*, doc: str = "") -> Any:
         bool_field,
         text_field,
         bytes_field,
+        hash_field,
         choice_field,
         peer_id_field,
         span_field,

@@ -289,7 +289,7 @@ def _check_objective(manifest: Manifest) -> str | None:
             "write the manifest with `swarm new run.toml --base-model DIR`."
         )
     if kind == "dpo" and not manifest.model.has_reference:
-        return '[objective] kind dpo compares with the model without lora; use [model] trained = "lora".'
+        return '[objective] kind dpo compares with the model as it began; use [model] trained = "lora".'
     if kind == "dpo" and (microbatch % 2 or microbatch > MAX_REFERENCES):
         return (
             f"[schedule] microbatch {microbatch} cannot hold pairs of answers; for [objective] kind dpo use an even "

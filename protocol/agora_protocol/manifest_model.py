@@ -26,6 +26,7 @@ BASE_NAME: Final = re.compile(
     r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@\w[\w./-]{0,127})?|[^/\\]{0,255}", re.ASCII
 )
 SHA256: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+ADAPTER_FILE: Final = "adapter_model.safetensors"
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
@@ -182,6 +183,9 @@ class HfSection(ModelSection):
     base_name: str = Field(
         default="", description="the model's name for people: ORG/NAME@REVISION of the Hub, or its folder's"
     )
+    adapter_hash: str = Field(
+        default="", description="SHA-256 of the adapter_model.safetensors that lora begins with; empty: with zeros"
+    )
     trained: Literal["all", "lora"] = Field(
         default="all",
         description="all parameters, or lora: small matrices added to frozen ones, which stay as they are",
@@ -210,6 +214,11 @@ class HfSection(ModelSection):
         return self.trained == "lora"
 
     @property
+    def files(self) -> tuple[tuple[str, str], ...]:
+        """Name and SHA-256 of every file with tensors that the run begins with: `weights`, and the adapter's."""
+        return (*self.weights, (ADAPTER_FILE, self.adapter_hash)) if self.adapter_hash else self.weights
+
+    @property
     def dropout(self) -> float:
         # lora_dropout if lora is trained, otherwise 0; the base model's own dropout is off.
         return self.lora_dropout if self.trained == "lora" else 0.0
@@ -228,7 +237,7 @@ class HfSection(ModelSection):
         name = self.base_name
         if not BASE_NAME.fullmatch(name) or not name.isprintable() or name in (".", ".."):
             return f"[model] base_name is {describe(name)}, which is neither ORG/NAME[@REVISION] nor a name; remove it."
-        return self._check_config() or self._check_weights()
+        return self._check_config() or self._check_weights() or self._check_adapter()
 
     def _check_config(self) -> str | None:
         if not self.config:
@@ -259,10 +268,21 @@ class HfSection(ModelSection):
                 )
             if not SHA256.fullmatch(digest):
                 return f"[model] weights has {describe(digest)} for {name}, which is not a SHA-256; {WRITE_ANEW}."
-        if len({name for name, _ in self.weights}) != len(self.weights):
+        if len({name for name, _ in self.files}) != len(self.files):
             return "[model] weights names one file twice; remove the repetition."
         if self.tensors_hash and not SHA256.fullmatch(self.tensors_hash):
             return f"[model] tensors_hash is {describe(self.tensors_hash)}, which is not a SHA-256; {WRITE_ANEW}."
+        return None
+
+    def _check_adapter(self) -> str | None:
+        if not self.adapter_hash:
+            return None
+        if not SHA256.fullmatch(self.adapter_hash):
+            return f"[model] adapter_hash is {describe(self.adapter_hash)}, which is not a SHA-256; {WRITE_ANEW}."
+        if self.trained != "lora":
+            return '[model] adapter_hash names an adapter of lora; use trained = "lora", or remove adapter_hash.'
+        if not self.tensors_hash:
+            return f"[model] adapter_hash needs a tensors_hash that covers the adapter; {WRITE_ANEW} --adapter DIR."
         return None
 
 

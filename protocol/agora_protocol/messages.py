@@ -6,6 +6,7 @@ epochs, revocations, and how peers find out where they can be dialled.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, ClassVar, Final
 
@@ -20,14 +21,17 @@ from agora_protocol.fields import (
     bytes_field,
     choice_field,
     describe,
+    dump_hash,
     float_field,
+    hash_field,
     int_field,
     list_field,
+    load_hash,
     peer_id_field,
     text_field,
     tuple_field,
 )
-from agora_protocol.ids import MICROBATCH_BYTES, MicrobatchId, PeerId
+from agora_protocol.ids import MICROBATCH_BYTES, PEER_ID_CHARACTERS, MicrobatchId, PeerId
 from agora_protocol.limits import (
     MAX_BASE_TENSORS,
     MAX_DEADLINE_MS,
@@ -133,7 +137,7 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
         "train",
         "evaluate",
         "reference",
-        doc="evaluate: no backward, no gradient, nothing is kept; reference: as evaluate, by the model without lora",
+        doc="evaluate: no backward, no gradient, nothing is kept; reference: as evaluate, by the model as it began",
     )
     deadline_ms: int = int_field(
         1,
@@ -253,9 +257,25 @@ GossipEntry = tuple[PeerId, int, int, int, int, int, int, int, int, int]
 
 def _replica_steps(doc: str) -> Any:
     counts = (int_field(0, MAX_UINT) for _ in range(5))
-    lineage, start_step, carried = int_field(0, 2**32 - 1), int_field(0, MAX_UINT), int_field(0, MAX_UINT)
+    lineage, start_step, carried = hash_field(), int_field(0, MAX_UINT), int_field(0, MAX_UINT)
     entry = tuple_field(peer_id_field(), *counts, lineage, start_step, carried, int_field(0, MAX_DEADLINE_MS))
-    return list_field(entry, MAX_GOSSIPED_REPLICAS, doc=doc)
+    entries = list_field(entry, MAX_GOSSIPED_REPLICAS, doc=doc)
+    return replace(entries, load=_load_entries, dump=_dump_entries)
+
+
+_HASH_AT: Final = 6  # of an entry's values, the history hash
+
+
+def _load_entries(value: Any) -> Any:
+    if not isinstance(value, tuple) or not all(isinstance(entry, tuple) for entry in value):
+        return value
+    return tuple(
+        (*entry[:_HASH_AT], *map(load_hash, entry[_HASH_AT : _HASH_AT + 1]), *entry[_HASH_AT + 1 :]) for entry in value
+    )
+
+
+def _dump_entries(value: tuple[GossipEntry, ...]) -> tuple[tuple[Any, ...], ...]:
+    return tuple((*entry[:_HASH_AT], dump_hash(entry[_HASH_AT]), *entry[_HASH_AT + 1 :]) for entry in value)
 
 
 class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
@@ -322,6 +342,10 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
         default=0,
         doc="in how many slices the reducer wants the stage to agree later, 0: by all-reduce steps",
     )
+    reducer: str = text_field(
+        PEER_ID_CHARACTERS, default="", doc="peer id of the replica that has averaged the shard; empty for a mean of 0"
+    )
+    signature: bytes = bytes_field(0, 64, default=b"", doc="the reducer's, of the mean (section 12); empty likewise")
 
 
 class Recall(Message, kind=16, frames=(FrameType.REQUEST,)):
@@ -348,6 +372,8 @@ class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
     weight: float = float_field(0, 1e21, doc="as in Averaged")
     wire: str = choice_field(*WIRE_NAMES, doc="as in Averaged")
     wanted_slices: int = int_field(0, MAX_SLICES, default=0, doc="as in Averaged")
+    reducer: str = text_field(PEER_ID_CHARACTERS, default="", doc="as in Averaged")
+    signature: bytes = bytes_field(0, 64, default=b"", doc="as in Averaged")
 
 
 class GetState(Message, kind=18, frames=(FrameType.REQUEST,)):
@@ -367,7 +393,7 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     step: int = int_field(0, MAX_UINT, doc="optimizer steps that the stage had taken")
     updates: int = int_field(0, MAX_UINT, doc="of these, the steps that went into the snapshot's moments")
     agreed: int = int_field(0, MAX_UINT, doc="the last step whose mean over all replicas is in the snapshot")
-    lineage: int = int_field(0, 2**32 - 1, doc="the history hash of step `agreed` (section 13), 0 when it is unknown")
+    lineage: int = hash_field(doc="the history hash of step `agreed` (section 13), zeros when it is unknown")
     slices: int = int_field(
         0, MAX_SLICES, doc="number of slices in which the stage agrees before step `change_at`; 0: exact"
     )

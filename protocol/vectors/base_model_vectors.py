@@ -6,11 +6,13 @@ make.py writes them to files with the others.
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any, Final
 
 import msgpack
 from agora_protocol.frames import FrameType
 from agora_protocol.limits import MAX_BASE_TENSORS
+from agora_protocol.manifest import Manifest
 from agora_protocol.messages import BaseIndex, GetBase, GetPiece, Message, TensorPiece
 from agora_protocol.tensor_list import ListedTensor, TensorList, count_pieces, held_to_bits, size_in_bytes
 from agora_protocol.tensors import WireTensor
@@ -30,6 +32,23 @@ def base_model_frames() -> list[tuple[FrameType, int, Message | None, list[WireT
         (kind.REQUEST, 19, GetPiece(2, 17, 60_000), []),
         (kind.ANSWER, 19, TensorPiece(), [piece]),
     ]
+
+
+def adapted_manifest() -> Manifest:
+    """Returns a manifest of a run that goes on from an adapter of its base model."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+    model = {
+        "family": "hf",
+        "config": json.dumps(config | {"max_position_embeddings": 128}),
+        "context": 64,
+        "weights": (("model.safetensors", hashlib.sha256(b"agora weights").hexdigest()),),
+        "tensors_hash": hashlib.sha256(b"agora tensors").hexdigest(),
+        "adapter_hash": hashlib.sha256(b"agora adapter").hexdigest(),
+        "base_name": "agora/base",
+        "trained": "lora",
+        "lora_targets": ("q_proj", "v_proj"),
+    }
+    return Manifest.from_values({"name": "adapted", "model": model}, "vector")
 
 
 def _listed(name: str, dtype: str, *shape: int) -> ListedTensor:

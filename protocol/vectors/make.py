@@ -26,7 +26,7 @@ from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record,
 from agora_protocol.shards import shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
 from averaging_vectors import averaging_frames
-from base_model_vectors import base_model_frames, tensor_lists
+from base_model_vectors import adapted_manifest, base_model_frames, tensor_lists
 from ticket_vectors import admission_frames, bad_proofs, invite_vectors, proofs, revocations, ticket_vectors
 
 HERE: Final = Path(__file__).parent
@@ -87,7 +87,7 @@ def manifests() -> list[dict[str, Any]]:
             "layers": [[*signed.manifest.layers_of(k)] for k in range(signed.manifest.stage_count)],
             "max_payload_bytes": signed.manifest.max_payload_bytes,
         }
-        for signed in (SIGNED, SignedManifest.sign(other, SECOND))
+        for signed in (SIGNED, SignedManifest.sign(other, SECOND), SignedManifest.sign(adapted_manifest(), FIRST))
     ]
 
 

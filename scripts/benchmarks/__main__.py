@@ -41,12 +41,14 @@ NAMES: Final = (
     "plan",
     "uneven",
     "journeys",
+    "gpu",
+    "scaling",
 )
 # Name to `module:function`; a module is imported only when its benchmark runs.
 BENCHES: Final[Mapping[str, str]] = {name: f"benchmarks.{name}:run" for name in NAMES}
 # The same for benchmarks that have options of their own; used when some are given.
 WITH_OPTIONS: Final[Mapping[str, str]] = {
-    name: f"benchmarks.{name}:run_with_options" for name in ("learning", "wan", "tuning", "simulate")
+    name: f"benchmarks.{name}:run_with_options" for name in ("learning", "wan", "tuning", "simulate", "gpu", "scaling")
 }
 
 
@@ -100,7 +102,9 @@ def main() -> int:
         "--peers 2,4,8 --steps 100,400 --seeds 3 --schedule synchronous --link 200Mbit,50ms --kill-every 10 "
         "--set SECTION.FIELD=VALUE (of the manifest, again and again); `wan` takes --losses --widths 64 128 --seeds 3; "
         "`tuning` takes --speeds or --losses, --codecs int8,int4h/int3h --stages 2 --steps 100 --seeds 3; "
-        "`simulate` takes --churn, --fleets or --real: one of its parts, with a section of its own.",
+        "`simulate` takes --churn, --fleets or --real: one of its parts, with a section of its own; `gpu` takes --part "
+        "machine,counts,stage,codec; `scaling` takes --machines 2,8 --stages 4 --link RATE,RTT --steps 24 --rounds 2 "
+        "--set SECTION.FIELD=VALUE.",
     )
     parser.add_argument("name", metavar="NAME", help=f"which comparison: {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="end within 5 minutes on 2 cores; same ratio names")

@@ -19,6 +19,7 @@ import torch
 from agora_protocol.ids import MicrobatchId, Span
 from agora_protocol.manifest import Manifest
 
+from agora.core.span_work import ForwardKey
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
@@ -99,7 +100,7 @@ def train_microbatch(trainer: SpanTrainer, manifest: Manifest, number: int) -> N
     batch = TokenBatch.from_wire(torch.zeros(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
     microbatch = MicrobatchId(number.to_bytes(16, "big"))
     trainer.forward(DecodedWork(microbatch, 1, entry, batch, "train"))
-    trainer.backward(microbatch, 1, gradient)
+    trainer.backward(ForwardKey(microbatch, 1), gradient)
 
 
 def _resident_kib(name: str) -> int:

@@ -21,11 +21,11 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.core.sync_mode import ALL_REDUCE, StepPolicy
+from agora.core.step_schedule import ALL_REDUCE, StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
-from agora.replica.all_reduce import ROUNDS_PER_REDUCER, Fragments
+from agora.replica.reducers import ROUNDS_PER_REDUCER, FragmentDivision
 from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, ShardCodec, cut_into_shards
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
@@ -56,7 +56,7 @@ class Replica:
     def step_alone(self) -> None:
         """Makes this replica step after each of its own microbatches from now on."""
         self._together = False
-        self.stage.set_policy(StepPolicy(self.tokens))
+        self.stage.set_instructions(StepInstructions(self.tokens))
 
     def step_together(self) -> None:
         """Makes this replica wait for the mean gradient of all replicas from now on."""
@@ -79,7 +79,7 @@ class Replica:
         if not len(tokens):
             return
         if self._together:
-            self.stage.set_policy(StepPolicy(self.tokens, True, step, self.tokens, closes_share=True))
+            self.stage.set_instructions(StepInstructions(self.tokens, True, step, self.tokens, closes_share=True))
         batch = _batch_of(tokens)
         self.trainer.run_last_stages(DecodedWork(_microbatch(step), 0, batch.inputs, batch, "train"))
         self.trainer.take_due_steps()
@@ -223,7 +223,7 @@ class Anchored:
     def __init__(self, setting: Setting, replicas: Sequence[Replica], seed: int) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._setting, self._replicas = setting, replicas
-        self._slices = Fragments(len(replicas[0].flat), setting.slices, seed)
+        self._slices = FragmentDivision(len(replicas[0].flat), setting.slices, seed)
         self._in_time = InTime(setting.missing, seed, len(replicas))
         self._members = members_of(len(replicas), slice_wire=setting.wire)
         self._flights: list[Flight] = []
@@ -290,7 +290,8 @@ def judge(replicas: Sequence[Replica], heldout: Sequence[Tensor]) -> dict[str, f
     mean = torch.stack([replica.flat for replica in replicas]).mean(dim=0)
     distance = statistics.fmean(float((replica.flat - mean).square().mean()) for replica in replicas) ** 0.5
     apart = distance / float(mean.square().mean()) ** 0.5
-    replicas[0].stage.weights.make_writable().copy_(mean)
+    with replicas[0].stage.weights.writable() as flat:
+        flat.copy_(mean)
     return {"loss_of_mean": replicas[0].loss(heldout), "loss_of_replica": statistics.fmean(alone), "apart": apart}
 
 

@@ -10,7 +10,7 @@ from agora_protocol.codec_names import WireName
 from agora_protocol.manifest import Manifest, preset
 from agora_protocol.manifest_sections import ALL_STEPS, AveragingSection
 
-from agora.core.sync_mode import ALL_REDUCE
+from agora.core.step_schedule import ALL_REDUCE
 
 DEFAULTS: Final = AveragingSection()
 DEFAULT_OPTIMIZER: Final = preset("tiny").optimizer.name

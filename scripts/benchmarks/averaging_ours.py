@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 import uvloop
 from agora_protocol.errors import PeerFailed, ProtocolError
+from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest_sections import AveragingSection
 from agora_protocol.messages import Contribute, Recall
@@ -21,8 +22,8 @@ from agora_protocol.messages import Contribute, Recall
 from agora.core.calls import Reply
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
-from agora.replica.all_reduce import AllReduce, Round, RoundView
-from agora.replica.shard_codec import INT8_ROUNDS, RoundConfig, Shard, cut_into_shards
+from agora.replica.all_reduce import AllReduce, Round, RoundContext
+from agora.replica.shard_codec import INT8_ROUNDS, RoundConfig, Shard, ShardCodec, cut_into_shards
 from agora.train.memory import keep_freed_memory
 from benchmarks.averaging_values import Holding
 from benchmarks.streams import join
@@ -50,7 +51,7 @@ class Member:
         """{"meet": [[peer, addresses], ...]} connects the members, {"round": r} takes part in round r."""
         key = Path(self._spec["folder"]) / f"member-{self._spec['name']}.key"
         host, network = await join(key, self._answer)
-        self._reducer = self._make_reducer(host.peer, network)
+        self._reducer = self._make_reducer(Identity.load(key), network)
         channel.say({"peer": host.peer, "addresses": list(await host.addresses())})
         orders = channel.orders()
         while (order := await asyncio.to_thread(next, orders, None)) is not None:
@@ -62,17 +63,23 @@ class Member:
         await network.close()
         await host.close()
 
-    def _make_reducer(self, me: PeerId, network: Network) -> AllReduce:
+    def _make_reducer(self, identity: Identity, network: Network) -> AllReduce:
         defaults = AveragingSection()
         wire = self._spec["wire"] or defaults.gradient_wire
-        config = RoundConfig(me, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
+        config = RoundConfig(identity.peer, RUN, defaults.aggregation, defaults.round_s, WEIGHT, gradient_wire=wire)
         self._round_s = defaults.round_s
         return AllReduce(
-            config, network, self._look, lambda shard: shard.fragments, lambda event: None, lambda *violation: None
+            ShardCodec(config),
+            network,
+            self._look,
+            lambda fragments: fragments,
+            identity.sign,
+            lambda event: None,
+            lambda *violation: None,
         )
 
-    def _look(self, shard: Shard) -> RoundView:
-        view = RoundView(self._members, frozenset(self._members), frozenset(), self._round_s)
+    def _look(self, shard: Shard) -> RoundContext:
+        view = RoundContext(self._members, frozenset(self._members), frozenset(), self._round_s)
         if shard.position >= len(self._sizes):
             return replace(view, refusal=ProtocolError("bad-message", "no such shard"))
         return replace(view, numel=self._sizes[shard.position])

@@ -13,7 +13,8 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.core.sync_mode import StepPolicy
+from agora.core.span_work import ForwardKey
+from agora.core.step_schedule import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
@@ -67,7 +68,9 @@ class Stages:
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
             into.backward.append(gradient)
-            gradient, _ = stage.backward(name, number, self._crossing(gradient, "backward", name, number + 1))
+            gradient, _ = stage.backward(
+                ForwardKey(name, number), self._crossing(gradient, "backward", name, number + 1)
+            )
         for stage in self._stages:
             stage.take_due_steps()
 
@@ -96,5 +99,5 @@ def boundary_samples(manifest: Manifest, steps: int, keep: int, folder: Path) ->
 
 def _trainer(manifest: Manifest, number: int) -> SpanTrainer:
     trainer = SpanTrainer(manifest, Span(number, number), torch.device("cpu"), report=lambda event: None, in_flight=1)
-    trainer.stages[number].set_policy(StepPolicy(manifest.tokens_per_microbatch))
+    trainer.stages[number].set_instructions(StepInstructions(manifest.tokens_per_microbatch))
     return trainer

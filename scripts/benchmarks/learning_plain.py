@@ -17,7 +17,7 @@ from agora_protocol.manifest import Manifest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agora.core.sync_mode import StepPolicy
+from agora.core.step_schedule import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
@@ -44,7 +44,7 @@ class PlainLoop:
         self._manifest, self._device = manifest, choose_device("auto")
         trainer = SpanTrainer(manifest, Span(0, 0), self._device, report=lambda event: None, in_flight=1)
         self._trainer, self._stage = trainer, trainer.stages[0]
-        self._stage.set_policy(StepPolicy(manifest.optimizer.target_tokens))
+        self._stage.set_instructions(StepInstructions(manifest.optimizer.target_tokens))
         self._module = self._stage.weights.current.module
         self._chunk = chunk
         for parameter, gradient in zip(
@@ -66,7 +66,7 @@ class PlainLoop:
         tokens = self.draw(self._stage.step * self.sequences, self.sequences)
         loss = self.add_gradients(tokens)
         self._stage.record_microbatch("", tokens[:, 1:].numel(), loss, self._stage.step)
-        self._stage.step_if_due()
+        self._stage.step_or_close_share()
 
     def add_gradients(self, tokens: Tensor) -> float:
         """Adds the gradients of token ids [b, s + 1] to the step's sum. Returns the loss, summed over tokens."""
@@ -95,7 +95,7 @@ class PlainLoop:
         """Returns the mean loss per held-out token, in nats, over so many microbatches: of the averaged weights."""
         loss_sum, count = 0.0, 0
         for windows in self._sampler.heldout_batches(self._manifest.schedule.microbatch, limit=batches):
-            batch = TokenBatch.from_wire(torch.from_numpy(windows).long().to(self._device), has_marks=False)
+            batch = TokenBatch.from_wire(torch.from_numpy(windows).long(), has_marks=False, device=self._device)
             done = self._trainer.run_last_stages(DecodedWork(NO_MICROBATCH, 0, batch.inputs, batch, "evaluate"))
             loss_sum, count = loss_sum + done.loss_sum, count + done.tokens
         return loss_sum / count

@@ -89,13 +89,13 @@ FULL: Final = Effort((100, 400), (0, 1, 2))
 def effort_of(options: Sequence[str], quick: bool) -> Effort:
     """Returns the effort that the options ask for. Exits with code 2 for options that it cannot read."""
     parser = argparse.ArgumentParser(prog="./scripts/bench learning", add_help=False)
-    parser.add_argument("--peers", type=_numbers)
-    parser.add_argument("--steps", type=_numbers)
+    parser.add_argument("--peers", type=numbers_of)
+    parser.add_argument("--steps", type=numbers_of)
     parser.add_argument("--seeds", type=int)
-    parser.add_argument("--link", type=_link)
+    parser.add_argument("--link", type=parse_link)
     parser.add_argument("--kill-every", type=float)
     parser.add_argument("--schedule", choices=("asynchronous", "synchronous"))
-    parser.add_argument("--set", type=_assignment, action="append", default=[], metavar="SECTION.FIELD=VALUE")
+    parser.add_argument("--set", type=parse_assignment, action="append", default=[], metavar="SECTION.FIELD=VALUE")
     given, effort = parser.parse_args(options), QUICK if quick else FULL
     if given.peers or given.link or given.kill_every:
         peers = given.peers or [4]
@@ -108,11 +108,11 @@ def effort_of(options: Sequence[str], quick: bool) -> Effort:
     return replace(effort, lengths=tuple(lengths), seeds=tuple(seeds), overrides=overrides)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers_of(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _link(text: str) -> str:
+def parse_link(text: str) -> str:
     try:
         LinkSpec.parse(text)
     except LinkError as error:
@@ -120,7 +120,7 @@ def _link(text: str) -> str:
     return text
 
 
-def _assignment(text: str) -> tuple[str, str, Any]:
+def parse_assignment(text: str) -> tuple[str, str, Any]:
     name, equals, value = text.partition("=")
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):

@@ -14,7 +14,8 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 
 from agora.codec import BoundaryCodec
-from agora.core.sync_mode import StepPolicy
+from agora.core.span_work import ForwardKey
+from agora.core.step_schedule import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer
@@ -48,7 +49,7 @@ class TunedStages:
             if gradient is None:
                 raise ValueError("a stage that a boundary enters has its gradient")
             arrived = cross(gradient, "backward", name, number + 1)
-            gradient, _ = self._stages[number].backward(name, number, arrived)
+            gradient, _ = self._stages[number].backward(ForwardKey(name, number), arrived)
         for stage in self._stages:
             stage.take_due_steps()
 
@@ -104,5 +105,5 @@ def _trainer(manifest: Manifest, number: int, base_model: Path) -> SpanTrainer:
         in_flight=1,
         base_model=base_model,
     )
-    trainer.stages[number].set_policy(StepPolicy(manifest.tokens_per_microbatch))
+    trainer.stages[number].set_instructions(StepInstructions(manifest.tokens_per_microbatch))
     return trainer

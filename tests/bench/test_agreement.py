@@ -29,11 +29,11 @@ from benchmarks.children import Nursery, deal
 from benchmarks.report import columns
 from benchmarks.task import prepare_corpus, spec
 
-from agora.core.sync_mode import StepPolicy
+from agora.core.step_schedule import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids
-from agora.replica.all_reduce import Fragments
+from agora.replica.reducers import FragmentDivision
 from agora.replica.shard_codec import NumberFormat
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import DecodedWork
@@ -73,7 +73,7 @@ def test_synchronous_replicas_are_one_that_sees_all_samples(manifest: Manifest, 
     replicas = replicas_of(manifest, sampler)
     together = Exact(replicas, "float32")
     (alone,) = [Replica(manifest, sampler, "alone", 2)]
-    alone.trainer.stages[0].set_policy(StepPolicy(REPLICAS * alone.tokens))
+    alone.trainer.stages[0].set_instructions(StepInstructions(REPLICAS * alone.tokens))
     for step in range(5):
         drawn = [replica.draw(step) for replica in replicas]
         for replica, tokens in zip(replicas, drawn, strict=True):
@@ -107,7 +107,7 @@ def test_a_round_puts_in_the_bytes_of_its_slice(manifest: Manifest, sampler: Sam
     setting = Setting("slices", wire, 4, every=2)  # type: ignore[arg-type]
     found = trained(manifest, sampler, setting, 6)
     flat = replicas_of(manifest, sampler)[0].flat
-    slices = Fragments(len(flat), 4, manifest.seed)
+    slices = FragmentDivision(len(flat), 4, manifest.seed)
     taken = [torch.zeros(slices.numel_of(number)) for number in (1, 2, 3)]
     sent = sum(tensor.nbytes for values in taken for tensor in NumberFormat(setting.wire).encode(values))
     assert found["rounds"] == 3 and found["bytes"] == pytest.approx(sent / len(flat) / 6)
@@ -133,14 +133,15 @@ def test_rounds_under_way_are_taken_in_by_their_numbers(manifest: Manifest, samp
     assert isinstance(averaging, Anchored)
     for step in range(1, 7):
         averaging.after(step)
-    assert averaging.rounds == 6 and [replica.stage.progress.agreed for replica in replicas] == [3] * REPLICAS
+    assert averaging.rounds == 6 and [replica.stage.progress.agreed_step for replica in replicas] == [3] * REPLICAS
 
 
 def test_judging_leaves_the_first_replica_with_the_mean(manifest: Manifest, sampler: Sampler) -> None:
     replicas = replicas_of(manifest, sampler)
     base = replicas[0].flat.clone()
     for number, replica in enumerate(replicas):
-        replica.stage.weights.make_writable().mul_(number)
+        with replica.stage.weights.writable() as flat:
+            flat.mul_(number)
     found = judge(replicas, [replicas[0].draw(0)])
     torch.testing.assert_close(replicas[0].flat, 1.5 * base)
     assert found["apart"] == pytest.approx(np.sqrt(5 / 4) / 1.5)

@@ -73,6 +73,7 @@ def test_the_page_is_the_checkouts_own() -> None:
 
 def test_every_benchmark_can_be_imported_by_its_name() -> None:
     assert set(BENCHES) == {
+        "gpu",
         "learning",
         "pipeline",
         "averaging",
@@ -87,6 +88,7 @@ def test_every_benchmark_can_be_imported_by_its_name() -> None:
         "plan",
         "uneven",
         "journeys",
+        "scaling",
     }
     for function in BENCHES.values():
         module, _, name = function.partition(":")

@@ -106,6 +106,33 @@ def run(tuned: Tuned, out: str, **options: Any) -> int:
 # --- the adapter
 
 
+@pytest.mark.parametrize("known", ["base_model", "tokenizer"])
+def test_what_a_daemon_has_noted_is_enough_whichever_stages_it_held(
+    base: Path, tmp_path: Path, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = train(base, data={"tokenizer": "tokenizer.json"})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert not (elsewhere / "tokenizer.json").exists()
+    with pytest.raises(DiskError, match="AGORA_BASE_MODEL"):
+        run(tuned, "out")
+    (elsewhere / "tokenizer.json").write_text("that of another project")
+    noted = {"base_model": base, "tokenizer": base / "tokenizer.json"}
+    runs.remember_files(tuned.home, tuned.signed.run_id, runs.KnownFiles(**{known: noted[known]}))
+    assert run(tuned, "out") == console.DONE
+    assert Path("out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+def test_a_merge_needs_no_flag_where_a_daemon_has_noted_the_base_model(tuned: Tuned) -> None:
+    with pytest.raises(console.Failure, match="--base-model DIR"):
+        run(tuned, "out", merge=True)
+    runs.remember_files(tuned.home, tuned.signed.run_id, runs.KnownFiles(base_model=tuned.base))
+    assert run(tuned, "out", merge=True) == console.DONE
+    loaded = AutoModelForCausalLM.from_pretrained("out")
+    assert relative_error(loaded(some_tokens()).logits, tuned.logits()) < 1e-5
+
+
 def test_peft_computes_what_the_swarm_computes(tuned: Tuned, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tuned, "out") == console.DONE
     output = json.loads(capsys.readouterr().out)

@@ -70,6 +70,7 @@ def test_machines_get_one_json_object(run: str, tmp_path: Path, capsys: pytest.C
     assert held == {0, 1, 2, 3}
     assert min(found["stage_tokens_per_second"]) == pytest.approx(found["tokens_per_second"])
     assert found["bottleneck"]["limit"] in ("compute", "upload", "download") and found["bottleneck"]["why"]
+    assert found["remarks"] == []
     assert [gain["kind"] for gain in found["one_more"]] == ["t4"] and found["one_more"][0]["factor"] >= 1
 
 

@@ -128,6 +128,9 @@ def test_the_folder_is_named_by_the_flag_or_the_settings_of_a_daemon(
     (tuned / "peer" / "agora.toml").write_text('base_model = "/models/one"')
     assert base_model_folder(None, [tuned / "peer"]) == Path("/models/one")
     assert base_model_folder(None, []) is None
+    noted = runs.KnownFiles(base_model=Path("/models/noted"))
+    assert base_model_folder(None, [], noted) == Path("/models/noted")
+    assert base_model_folder(None, [tuned / "peer"], noted) == Path("/models/one")
     monkeypatch.setenv("AGORA_BASE_MODEL", "/models/two")
     assert base_model_folder(None, [tuned / "peer"]) == Path("/models/two")
     assert base_model_folder(Path("three"), [tuned / "peer"]) == Path("three").absolute()

@@ -18,7 +18,7 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, gradient_dither_key
 from agora.codec.bit_packing import pack, unpack
 from agora.codec.seeded_random import rotation_matrix
-from agora.codec.uncompressed import CPU
+from agora.codec.transfer import CPU
 
 QUANTISED = [leg for leg in DIRECTION_CODEC_NAMES if leg.startswith("int")]
 PLAIN = [leg for leg in QUANTISED if not leg.endswith("h")]
@@ -305,3 +305,27 @@ def test_a_sparse_boundarys_bytes_count_for_the_largest_payload() -> None:
     tokens = 4 * 4096 * 129
     sparse = preset("tiny", **large, boundary={"codec": "top8:int8/bf16"})
     assert sparse.max_payload_bytes - tokens == 2 * 8 + 2 * 8 * 4096 * 128
+
+
+@pytest.mark.parametrize("name", ["bf16", "float32", "top3:bf16"])
+def test_the_bytes_tell_whether_all_values_are_finite(name: str) -> None:
+    codec, shape = BoundaryCodec(name), (1, 2, 5)
+    for value in (1.0, -1.0, torch.finfo(torch.bfloat16).max, 1e-40, math.nan, math.inf, -math.inf):
+        for place in range(10):
+            values = normal(shape)
+            values.view(-1)[place] = value
+            boundary = torch.zeros(shape)
+            boundary.view(-1)[place] = 1.0  # its column is among those sent
+            wire = codec.encode(values, "forward", boundary=boundary)
+            unaligned = WireTensor(wire.dtype, wire.shape, memoryview(b"x" + bytes(wire.data))[1:])
+            for received in (wire, unaligned):
+                assert codec.has_finite_values(received, "forward") is math.isfinite(value)
+                decoded = codec.decode(received, shape, "forward")
+                assert bool(decoded.isfinite().all()) is math.isfinite(value)
+
+
+@pytest.mark.parametrize("name", ["int8", "int5h/int2h", "top3:int8"])
+def test_quantised_values_are_finite_whatever_was_encoded(name: str) -> None:
+    codec, shape = BoundaryCodec(name), (1, 2, 5)
+    wire = codec.encode(torch.full(shape, 2.0**120), "forward")
+    assert codec.has_finite_values(wire, "forward") and bool(codec.decode(wire, shape, "forward").isfinite().all())

@@ -195,7 +195,7 @@ def test_a_peer_with_too_many_offences_is_suspended(node: tuple[Swarm, Daemon]) 
     codes = [result.get("code") or result.get("refused") for result in results]
     assert codes[0] == "bad-frame" and codes[-1] == "not-admitted", codes
     new = codes.count("bad-frame")
-    node[0].until(lambda: len(node[1].events("OffenceRecorded")) - before == new, f"{new} offences in the journal")
+    node[0].until(lambda: len(node[1].events("OffenceRecorded")) - before == new, f"{new} violations in the journal")
 
 
 def test_the_node_goes_on_after_all_of_it(node: tuple[Swarm, Daemon]) -> None:

@@ -7,7 +7,9 @@ import os
 import resource
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from agora.core.machine_limits import (
@@ -152,6 +154,31 @@ V1 = (
             "memory.max of the cgroup /u",
             id="more used than allowed",
         ),
+        pytest.param(
+            "0::/u.service\n",
+            V2 + "36 24 0:30 /machine.slice SYS/shared rw - cgroup2 cgroup2 rw\n",
+            {
+                "u.service/memory.max": str(500 * MIB),
+                "u.service/memory.current": str(20 * MIB),
+                "shared/memory.max": str(64 * MIB),
+            },
+            480,
+            "memory.max of the cgroup /u.service",
+            id="another group mounted a second time, after the root",
+        ),
+        pytest.param(
+            "4:memory:/docker/abc\n",
+            "35 31 0:32 /docker/xyz SYS/other rw - cgroup cgroup rw,memory\n"
+            "36 31 0:32 /docker/abc SYS/own rw - cgroup cgroup rw,memory\n",
+            {
+                "own/memory.limit_in_bytes": str(80 * MIB),
+                "own/memory.usage_in_bytes": "0",
+                "other/memory.limit_in_bytes": str(10 * MIB),
+            },
+            80,
+            "memory.limit_in_bytes of the cgroup /docker/abc",
+            id="version 1, another container's group is mounted, too",
+        ),
     ],
 )
 def test_the_least_of_all_limits_counts_for_memory_and_is_named(
@@ -164,6 +191,34 @@ def test_the_least_of_all_limits_counts_for_memory_and_is_named(
         assert least_memory(proc) == least
 
 
+@pytest.mark.parametrize("usage", [{}, {"memory.current": ""}, {"memory.current": "?"}])
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "place", "file", "source"),
+    [
+        ("0::/\n", V2, "", "memory.max", "memory.max of the cgroup /"),
+        ("0::/s/u.service\n", V2, "s/u.service/", "memory.max", "memory.max of the cgroup /s/u.service"),
+        ("0::/s/u.service\n", V2, "s/", "memory.high", "memory.high of the cgroup /s"),
+        ("4:memory:/d\n", V1, "memory/d/", "memory.limit_in_bytes", "memory.limit_in_bytes of the cgroup /d"),
+        ("4:memory:/d\n", V1, "memory/d/", "memory.stat", "hierarchical_memory_limit of the cgroup /d"),
+    ],
+)  # fmt: skip
+def test_a_limit_holds_where_what_is_taken_under_it_cannot_be_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroup: str,
+    mounts: str,
+    place: str,
+    file: str,
+    source: str,
+    usage: Mapping[str, str],
+) -> None:
+    text = f"hierarchical_memory_limit {900 * MIB}" if file == "memory.stat" else str(900 * MIB)
+    proc = host(tmp_path, cgroup, mounts, {place + file: text} | {place + name: value for name, value in usage.items()})
+    taken = SimpleNamespace(rss=200 * MIB, vms=0, data=0)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _self: taken)
+    assert cgroup_memory_limits(proc) == [Limit(700.0 * MIB, source)], "at least this process takes a part of it"
+
+
 @pytest.mark.parametrize(
     ("cgroup", "mounts", "files", "quota"),
     [
@@ -174,6 +229,9 @@ def test_the_least_of_all_limits_counts_for_memory_and_is_named(
         ("1:cpu,cpuacct:/\n", V1, {f"{CPU}/cpu.cfs_quota_us": "-1", f"{CPU}/cpu.cfs_period_us": "100000"}, None),
         ("0::/\n", V2, {"cpu.max": "max 100000"}, None),
         ("0::/\n", V2, {"cpu.max": "rubbish"}, None),
+        ("0::/\n", V2, {"cpu.max": "250000"}, 2.5),
+        ("0::/\n", V2, {"cpu.max": "max"}, None),
+        ("1:cpu,cpuacct:/\n", V1, {f"{CPU}/cpu.cfs_quota_us": "150000"}, 1.5),
         ("", "", {}, None),
     ],
 )  # fmt: skip

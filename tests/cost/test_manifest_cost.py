@@ -11,16 +11,19 @@ import torch
 from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
+from benchmarks.gpu_counts import count_manifest, counts
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agora.core.sync_mode import StepPlan
+from agora.core.step_schedule import SyncSchedule
+from agora.cost.activation_bytes import MicrobatchSize, layer_graph_bytes
 from agora.cost.decoder_sizes import decoder_sizes
 from agora.cost.manifest_cost import run_cost, trained_parameters
 from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
 from agora.model import StageModule, family_of
 from agora.train.activation_checkpointing import measure_saved_bytes
 from agora.train.stage import stage_layout
+from agora.train.weight_versions import StageWeights
 from agora.tuning.hf_family import HfFamily
 from agora.tuning.hf_stage import HfStage
 from tests.cost.training_memory import measured_peak
@@ -71,6 +74,8 @@ def saved_bytes(manifest: Manifest, stage: StageModule, *, in_bf16: bool) -> int
     """What autograd keeps of one microbatch's forward through the stage."""
     tokens = torch.zeros(manifest.schedule.microbatch, manifest.model.context, dtype=torch.int64)
     entry = tokens if stage.is_first else torch.randn(manifest.boundary_shape(), requires_grad=True)
+    if in_bf16:
+        stage = StageWeights(stage, torch.device("cpu"), dtype=torch.bfloat16).current.module
     weights = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
 
     def forward() -> Tensor:
@@ -138,7 +143,7 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers(name: str) -> 
 def test_the_state_that_a_newcomer_fetches_has_the_bytes_of_its_layout(optimizer: str, exact_steps: int) -> None:
     manifest = preset("tiny", optimizer={"name": optimizer}, averaging={"exact_steps": exact_steps})
     for number, stage in enumerate(run_cost(manifest).stages):
-        layout = stage_layout(manifest, number).at_step(0, StepPlan(0, exact_steps, 20))
+        layout = stage_layout(manifest, number).at_step(0, SyncSchedule(0, exact_steps, 20))
         assert stage.state_bytes == pytest.approx(layout.nbytes, rel=0.01)
 
 
@@ -183,6 +188,33 @@ def test_a_frozen_model_costs_a_third_less_work_than_a_trained_one() -> None:
     trained, frozen = (run_cost(hf_manifest("llama", kind)).stages[1] for kind in (KINDS[0], KINDS[2]))
     assert trained.backward_flops == pytest.approx(2 * trained.forward_flops)
     assert frozen.backward_flops < 0.75 * trained.backward_flops
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_forward_is_repeated_in_as_many_products_as_the_trainer_computes(layers: int) -> None:
+    keep, repeated = (counts(count_manifest(layers, "bf16", way))[0] for way in ("keep", "recompute"))
+    products = repeated.total(lambda job: job.products) - keep.total(lambda job: job.products)
+    cost = run_cost(count_manifest(layers, "bf16", "recompute"))
+    span, forward = Span(1, 1), cost.stages[1].forward_flops
+    flops = cost.flops(span, "layers") - cost.flops(span, "keep")
+    assert products / keep.forward.products == pytest.approx(flops / forward) == (2 * layers - 1) / layers
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_several_sequences_keep_no_mask_where_products_are_in_bf16(name: str) -> None:
+    manifest = hf_manifest(name, KINDS[2])
+    sizes = decoder_sizes(manifest.model)
+    packed, whole = (MicrobatchSize(2, 32, has_segments) for has_segments in (True, False))
+    graphs = {
+        (batch.has_segments, in_bf16): layer_graph_bytes(sizes, 1, batch, in_bf16=in_bf16)
+        for batch in (packed, whole)
+        for in_bf16 in (False, True)
+    }
+    assert graphs[True, False] >= graphs[False, False]
+    if sizes.is_attention_eager:
+        assert graphs[True, True] >= graphs[False, True]
+    else:
+        assert graphs[True, True] <= graphs[False, True]
 
 
 def test_the_head_makes_the_last_stage_dearer() -> None:

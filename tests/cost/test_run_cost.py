@@ -52,6 +52,14 @@ def test_a_span_that_ends_with_the_model_computes_one_forward_less_in_all_its_st
     assert (cost.flops(INSIDE), cost.flops(AT_END)) == (inside, at_end)
 
 
+def test_the_last_layer_of_a_repeated_forward_keeps_its_graph_where_no_loss_follows() -> None:
+    stages = [replace(STAGE, last_layer_flops=5.0), replace(STAGE, last_layer_flops=4.0), LAST]
+    cost = RunCost(stages, forward_bytes=1.0, backward_bytes=1.0, tokens=1, in_flight=3, activations=None)
+    assert [cost.flops(INSIDE, way) for way in ALL_ACTIVATIONS] == [60, 80, 100 - 4]
+    assert cost.flops(Span(0, 0), "layers") == 50 - 5
+    assert [cost.flops(AT_END, way) for way in ALL_ACTIVATIONS] == [63, 63, 83]
+
+
 @pytest.mark.parametrize(
     ("way", "inside", "at_end"),
     [("keep", 2 * 30 + 3 * 80 + 5, 80 + 5), ("recompute", 80 + 5, 80 + 5), ("layers", 2 * 4 + 15, 2 * 4 + 15)],

@@ -13,6 +13,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from transformers import AutoModelForCausalLM
 
+from agora.cost import activation_bytes
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
 from tests.cost.training_memory import measured_peak
@@ -70,6 +71,19 @@ def test_the_peak_of_several_stages_over_float32_weights_is_within_15_percent(ll
     manifest = tuning_manifest(llama, "float32", model={"lora_dropout": 0.1})
     check_peak(manifest, way, Span(0, 1), 2, llama)
     check_peak(manifest, way, Span(1, 2), 1, llama)
+
+
+@pytest.mark.parametrize("trained", ["all", "lora"])
+def test_head_and_loss_take_the_logits_of_one_chunk(
+    trained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In eight chunks; with the logits of all 256 tokens at once the peak is three and seven times as high."""
+    folder = saved_model("llama", tmp_path, {"num_hidden_layers": 3, "vocab_size": 16_384})
+    manifest = tuning_manifest(folder, "bf16", context=64)
+    if trained == "all":
+        manifest = manifest.with_values(model={"trained": "all"})
+    monkeypatch.setattr(activation_bytes, "LOGITS_AT_ONCE", 32 * 16_384)
+    check_peak(manifest, "keep", Span(2, 2), 1, folder)
 
 
 def test_logits_are_not_in_memory_together_with_their_gradient(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from agora_protocol.tensors import BEGINS, SUPERVISED
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from agora.core.span_work import ForwardKey
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
@@ -52,7 +53,7 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
             else:
                 trainer.forward(DecodedWork(name, span.first, entry, batch, "train"))
         while trainer.stashed.count_graphs() or len(trainer.stashed):
-            trainer.backward(names.pop(), span.first, torch.randn(manifest.boundary_shape()))
+            trainer.backward(ForwardKey(names.pop(), span.first), torch.randn(manifest.boundary_shape()))
         trainer.take_due_steps()
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from agora_protocol.errors import DataError, DiskError
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agora.data import record_files
@@ -124,13 +124,87 @@ def test_one_malformed_line_among_many_is_named(tmp_path: Path) -> None:
         ("5", [":1 is not a JSON object"]),
         ('[{"a": ' + "[" * 100_000, [":1 is not JSON"]),
         ('[{"a": ' + "9" * 5000 + "}]", [":1 is not JSON"]),
-        ('[{"a": "\udce4"}]', [":1 or a line soon after it is not UTF-8"]),
+        ('[{"a": "\udce4"}]', [":1 is not UTF-8 text (byte 0xe4)"]),
     ],
 )
 def test_malformed_json_is_named_with_its_line(tmp_path: Path, content: str, texts: list[str]) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content.encode(errors="surrogateescape"))
     refused(path, *texts)
+
+
+ITEM = '{"prompt": "p", "messages": [{"role": "user"}, {"role": "assistant", "text": "}], [{"}]}'
+BAD = {
+    "a word": "no",
+    "a number": "5",
+    "a text": '"{\\"a\\", {"',
+    "a list": '[1, {"prompt": "p"}, {}]',
+    "no value": '{"prompt": , "messages": [{"role": "user"}]}',
+    "no quote": '{"prompt": "p, "messages": [{"role": "user"}, {"role": "assistant"}]}',
+    "no quote, and brackets": '{"prompt": "p}, "messages": [{"role": "user"}, {"text": "}, {"}]}',
+    "no bracket": '{"prompt": "p", "messages": [{"role": "user"}, {"role": "assistant"}}',
+    "no end": '{"prompt": "p", "messages": []',
+    "a bracket too many": '{"prompt": "p", "messages": [{"role": "user"}]}}',
+    "a line in a text": '{"prompt": "one\ntwo", "messages": [{"role": "user"}]}',
+    "a key twice": '{"prompt": "p", "prompt": "q", "messages": []}',
+    "a huge number": '{"prompt": ' + "9" * 5000 + ', "messages": []}',
+    "deep brackets": '{"prompt": ' + "[" * 20_000 + "]" * 20_000 + ', "messages": []}',
+    "not UTF-8": '{"prompt": "\udce4", "messages": [{"role": "user"}]}',
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("form", ["a line each", "one line", "indented", "data"])
+@pytest.mark.parametrize("name", BAD)
+def test_of_a_list_every_malformed_item_is_left_out_and_named(tmp_path: Path, name: str, form: str) -> None:
+    path, problems = tmp_path / "x.json", []
+    items = [ITEM, BAD[name], ITEM, ITEM, BAD[name], BAD[name], ITEM, BAD[name], ITEM]
+    if form == "indented":
+        good = json.dumps(json.loads(ITEM), indent=2).replace("\n", "\n  ")
+        items = [good if item is ITEM else item for item in items]
+    between = {"one line": ", ", "indented": ",\n  "}.get(form, ",\n")
+    text = "[" + between.replace(", ", "").lstrip(",") + between.join(items) + "\n]"
+    path.write_bytes((f'{{"data": {text}}}' if form == "data" else text).encode(errors="surrogateescape"))
+    records = list(read_records(path, None, problems.append))
+    good = [record.fields for record in records if record.fields == json.loads(ITEM)]
+    assert len(good) == 5 and len(records) == (9 if name == "a bracket too many" else 5)
+    # Two neighbours on one line, of which nothing says where the first one ends, may be one.
+    assert len(problems) in ((4, 3) if form == "one line" else (4,)) or (name == "nothing" and problems)
+    assert all(str(path) in str(problem) for problem in problems)
+    with pytest.raises(DataError):
+        list(read_records(path))
+
+
+def test_a_list_that_is_cut_or_lacks_commas_loses_no_good_item(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for text, count, bad in (
+        (f"[{ITEM},\n{ITEM},\n{ITEM[:30]}", 2, 1),
+        (f"[{ITEM},\n{ITEM}", 2, 1),
+        (f"[{ITEM},\n{ITEM},", 2, 1),
+        (f"[{ITEM},\n{ITEM},\n]", 2, 0),
+        (f"[{ITEM}\n{ITEM},\n{ITEM}]", 2, 1),
+        (f"[no\n{ITEM},\n{ITEM}]", 1, 1),
+    ):
+        problems: list[DataError] = []
+        path.write_text(text)
+        assert len(list(read_records(path, None, problems.append))) == count and len(problems) == bad, text
+
+
+@given(st.data())
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_damage_of_a_list_makes_another_record_of_it(tmp_path: Path, data: st.DataObject) -> None:
+    """With a line each, a cut or an insertion anywhere costs at most the records of the lines that it touches."""
+    path, problems = tmp_path / "x.json", []
+    lines = [json.dumps({"prompt": f"p{n}", "messages": [{"role": "user", "text": '"},{'}] * 3}) for n in range(6)]
+    text = "[\n" + ",\n".join(lines) + "\n]"
+    at = data.draw(st.integers(2, len(text) - 3))
+    cut = data.draw(st.integers(0, 3))
+    path.write_text(text[:at] + data.draw(st.text('"{}[],:x', max_size=3)) + text[at + cut :])
+    found = [record.fields for record in read_records(path, None, problems.append)]
+    whole = [json.loads(line) for line in lines]
+    assert len([record for record in found if record in whole]) >= 4
+    if len(problems) == 0:
+        assert len(found) >= 5
 
 
 def test_a_line_that_is_no_object_or_no_text_is_named(tmp_path: Path) -> None:
@@ -326,6 +400,45 @@ def test_csv_has_texts_with_commas_quotes_and_line_breaks(tmp_path: Path) -> Non
     for name, text in (("x.tsv", "a\tb\n1,2\t3\n"), ("semicolons.csv", "a;b\n1,2;3\n")):
         (tmp_path / name).write_text(text)
         assert [record.fields for record in read_records(tmp_path / name)] == [{"a": "1,2", "b": "3"}]
+
+
+TWICE = '{"prompt": "a", "completion": "b", "prompt": "c"}'
+GOOD = '{"prompt": "a", "completion": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("x.jsonl", f"{GOOD}\n{TWICE}\n{GOOD}\n", 2),
+        ("x.ndjson", TWICE, 1),
+        ("x.json", f"[{GOOD},\n{GOOD},\n{TWICE}]", 3),
+        ("x.json", f'{{"data": [\n{TWICE}]}}', 2),
+        ("x.jsonl", '{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}', 1),
+        ("x.jsonl", '{"prompt": "a", "tools": [{"a": {"b": 1, "b": 1}}]}', 1),
+    ],
+)
+def test_a_key_twice_is_named_with_its_line_since_json_drops_the_first_in_silence(
+    tmp_path: Path, name: str, text: str, line: int
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    key = "b" if "tools" in text else "role" if "role" in text else "prompt"
+    refused(path, f":{line} has the key {key!r} twice", "remove one")
+
+
+def test_a_record_with_a_key_twice_can_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(f"{GOOD}\n{TWICE}\n{GOOD}\n")
+    problems: list[DataError] = []
+    assert len(list(read_records(path, None, problems.append))) == 2
+    assert len(problems) == 1 and ":2 has the key 'prompt' twice" in str(problems[0])
+
+
+def test_a_table_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    columns = [pa.array(["a"]), pa.array(["b"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["text", "text"]), path)
+    refused(path, "has the column 'text' twice")
 
 
 def test_malformed_csv_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

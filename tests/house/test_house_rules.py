@@ -26,6 +26,7 @@ BROAD_EXCEPTS = {
     "agora/net/rpc/connection.py": 1,  # a call's handler ends: its caller gets a typed refusal
     "agora/net/dht/status_client.py": 1,  # py-libp2p raises many kinds; each only means that this peer is no help
     "agora/core/tasks.py": 1,  # a piece of work beside the loop ends: whoever waits hears why
+    "agora/train/compiled_layers.py": 1,  # torch.compile ends: the layers then run as they are
     "agora/train/device.py": 1,  # a job of the device thread ends: whoever waits hears why
 }
 
@@ -154,6 +155,18 @@ def test_no_test_replaces_a_private_attribute() -> None:
         for path in sorted((ROOT / "tests").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if replaced_private(node)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_claims_about_replicas_use_the_words_of_the_glossary() -> None:
+    """Not those of the wire, which are older: an owner is a reducer, a slice a fragment, a lineage a history hash."""
+    older = re.compile(r"(^|_)(owners?|owns|slices?|lineages?|anchors?|offences?)(_|$)")
+    found = [
+        f"{path.name}: {node.name}"
+        for path in sorted((ROOT / "tests" / "replica").glob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and older.search(node.name)
     ]
     assert not found, "\n".join(found)
 

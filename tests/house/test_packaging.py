@@ -12,7 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PACKAGES = [*sorted((ROOT / "agora").rglob("*.py")), *sorted((ROOT / "protocol" / "agora_protocol").rglob("*.py"))]
-DISTRIBUTIONS = {"google": "protobuf"}  # the name to install, where it differs from the name to import
+DISTRIBUTIONS = {
+    "google": "protobuf",
+    "mlflow": "mlflow-skinny",
+}  # the name to install, where it differs from the name to import
 OWN = {"agora", "agora_protocol"}
 
 
@@ -39,7 +42,8 @@ def names_of(requirements: list[str]) -> set[str]:
 def test_every_package_that_is_imported_is_declared() -> None:
     imported = {name for path in PACKAGES for name in imported_by(path)} - sys.stdlib_module_names - OWN
     extras = PROJECT["optional-dependencies"]
-    declared = names_of([*PROJECT["dependencies"], *extras["data"], *extras["tuning"]])
+    for_users = (requirement for name, extra in extras.items() if name != "dev" for requirement in extra)
+    declared = names_of([*PROJECT["dependencies"], *for_users])
     assert {normal(DISTRIBUTIONS.get(name, name)) for name in imported} <= declared
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from agora_protocol.manifest import Manifest, preset
-from torch import Tensor
+from torch import Tensor, nn
 
-from agora.model import StageModule, family_of
+from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.model.generation import continue_ids
 
 MODEL = {"width": 32, "subspace": 16, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 16}
@@ -23,11 +23,23 @@ class Counting(StageModule):
         super().__init__(range(1), is_first=True, is_last=True)
         self.seen: list[list[int]] = []
 
-    def forward(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def run_layers(
+        self,
+        hidden: Tensor,
+        tokens: Tensor | None = None,
+        segments: Tensor | None = None,
+        run_layer: RunLayer = keep_graph,
+    ) -> Tensor:
         self.seen.append(hidden[0].tolist())
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
         logits = torch.full((*hidden.shape, 50), -100.0)
         logits.scatter_(2, (hidden + 2)[..., None] % 50, -1.0)
         return logits.scatter_(2, (hidden + 1)[..., None] % 50, 0.0)
+
+    def head_modules(self) -> nn.ModuleList:
+        return nn.ModuleList()
 
     def initial_std(self, name: str) -> float | None:
         return None

@@ -82,7 +82,7 @@ class LinearStage(StageModule):
         if self.is_last:
             self.ends["head"] = nn.Linear(model.width, model.vocabulary, bias=False)
 
-    def forward(
+    def run_layers(
         self,
         hidden: Tensor,
         tokens: Tensor | None = None,
@@ -93,7 +93,14 @@ class LinearStage(StageModule):
             hidden = self.ends["embedding"](hidden.clamp(min=0))
         for layer in self.layers.values():
             hidden = hidden + run_layer(layer, layer, hidden)
-        return self.ends["head"](hidden) if self.is_last else hidden
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.ends["head"](hidden)
+        return logits
+
+    def head_modules(self) -> nn.ModuleList:
+        return nn.ModuleList([self.ends["head"]])
 
     def initial_std(self, name: str) -> float | None:
         return 0.1
@@ -111,7 +118,9 @@ class LinearFamily(Family):
     def make_stage(self, layers: range) -> StageModule:
         return LinearStage(self._model, layers)
 
-    def min_memory(self, manifest: Manifest, span: Span, *, state_in_host: bool = False) -> MemoryNeed:
+    def min_memory(
+        self, manifest: Manifest, span: Span, *, in_bf16: bool = False, state_in_host: bool = False
+    ) -> MemoryNeed:
         return MemoryNeed(2.0**30 * len(manifest.layers_in(span)))
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:

@@ -93,14 +93,14 @@ async def make_peer(
     run_id: str = RUN,
     version: int = 1,
     link: LinkSpec | None = None,
-    offences: PeerScore | None = None,
+    score: PeerScore | None = None,
     gate: dict[str, Any] | None = None,
     rates: RateLimits = UNLIMITED,
     allow_private: bool = True,
     dial_strategy: DialStrategy | None = None,
 ) -> Peer:
-    """offences: judges who is suspended; without one nobody is. gate: further arguments of the Gate. rates: the owner's
-    limits on the line.
+    """score: judges who is suspended; without one nobody is. gate: further arguments of the Gate. rates: the
+    owner's limits on the line.
     """
     host, identity = await make_host(folder, name, link=link, limits=rates, allow_private=allow_private)
     try:
@@ -110,8 +110,8 @@ async def make_peer(
 
         def report_protocol_error(peer: PeerId, error: ProtocolError) -> None:
             violations.append(error)
-            if offences is not None:
-                offences.report_protocol_error(peer, error)
+            if score is not None:
+                score.report_protocol_error(peer, error)
 
         network = Network(
             host,
@@ -119,7 +119,7 @@ async def make_peer(
             handler,
             limits,
             report_protocol_error=report_protocol_error,
-            suspended_s=offences.suspended_s if offences is not None else lambda _: 0.0,
+            suspended_s=score.suspended_s if score is not None else lambda _: 0.0,
             report_failure=lambda _, error: failures.append(error),
             dial_strategy=dial_strategy,
         )

@@ -186,7 +186,7 @@ def test_a_reply_of_60_000_nodes_is_not_followed_and_who_sent_it_pays() -> None:
     run(main)
 
 
-def test_a_reply_that_is_no_message_is_an_offence_of_who_sent_it_whatever_was_asked() -> None:
+def test_a_reply_that_is_no_message_is_a_violation_of_who_sent_it_whatever_was_asked() -> None:
     async def main() -> None:
         made, violations = bounded(b"\xff")
         ping = made.call_protobuf_handler(

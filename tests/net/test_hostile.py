@@ -219,10 +219,10 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
 def test_three_violations_suspend_a_peer_for_a_while_and_nobody_else() -> None:
     suspension_s = 4.0
     events = list[Any]()
-    offences = PeerScore(events.append, loop_time, suspension_s)
+    violations = PeerScore(events.append, loop_time, suspension_s)
 
     async def main() -> None:
-        async with peers(echo, echo, echo, offences=offences) as (victim, attacker, honest):
+        async with peers(echo, echo, echo, score=violations) as (victim, attacker, honest):
             await attacker.host.connect(victim.addresses)
             for _ in range(3):
                 async with raw_stream(attacker, victim) as raw, asyncio.timeout(5):
@@ -236,7 +236,7 @@ def test_three_violations_suspend_a_peer_for_a_while_and_nobody_else() -> None:
             await honest.network.call(victim.id, GetStatus(), deadline=after(5))
             await asyncio.sleep(suspension_s)
             await attacker.network.call(victim.id, GetStatus(), deadline=after(5))
-            offences.report_violation(attacker.id, Violation.USELESS_GRADIENT, "a violation that others found")
+            violations.report_violation(attacker.id, Violation.USELESS_GRADIENT, "a violation that others found")
             with pytest.raises(NotAdmitted, match="suspended"):
                 await victim.network.call(attacker.id, GetStatus(), deadline=after(5))
             with pytest.raises((NotAdmitted, ConnectionBroken)):

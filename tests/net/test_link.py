@@ -20,7 +20,7 @@ import pytest
 from agora_protocol.messages import Processed
 
 from agora.core.calls import Reply
-from agora.core.rates import TokenBucket
+from agora.core.fair_shares import TokenBucket
 from agora.net.rpc.connection import IncomingCall
 from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, DelayLine, LinkError, LinkSpec
 from agora.net.shaping.shaped_transport import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, ShapedTransport

@@ -13,7 +13,9 @@ import torch
 from agora_protocol.errors import DiskError, Refused
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest, preset
+from agora_protocol.manifest_model import ADAPTER_FILE
 from agora_protocol.messages import GetBase
+from safetensors.torch import load_file, save_file
 
 from agora.core.clock import loop_time
 from agora.model import family_of
@@ -30,6 +32,7 @@ from agora.tuning.base.model_files import tensor_list_hash, weight_files
 from agora.tuning.base.store import BaseModelError
 from tests.memory_network import MemoryCall, MemoryNetwork
 from tests.model.tiny_models import make_model, manifest_of, save
+from tests.tuning.test_going_on_from_adapter import begun, make_adapter, make_base
 
 STAGES = 3
 
@@ -40,7 +43,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def run_of(folder: Path, **model: Any) -> Manifest:
-    hash_ = tensor_list_hash(folder, weight_files(folder))
+    hash_ = tensor_list_hash([folder / name for name in weight_files(folder)])
     return manifest_of(folder, STAGES, model={"tensors_hash": hash_, **model})
 
 
@@ -53,13 +56,21 @@ class Swarm:
         self.views: dict[PeerId, PeerView] = {}
         self.supplies: dict[PeerId, BaseSupply] = {}
         self.events: list[events.Event] = []
-        self.offences: list[tuple[PeerId, Violation]] = []
+        self.violations: list[tuple[PeerId, Violation]] = []
 
-    def add(self, name: str, folder: Path | None = None, *, stage: int = 0, state: str = "serving") -> BaseSupply:
+    def add(
+        self,
+        name: str,
+        folder: Path | None = None,
+        *,
+        adapter: Path | None = None,
+        stage: int = 0,
+        state: str = "serving",
+    ) -> BaseSupply:
         peer = PeerId(name)
         startup = SimpleNamespace(
             home=Home(self.root / name),
-            settings=SimpleNamespace(named_base_model=folder),
+            settings=SimpleNamespace(named_base_model=folder, named_adapter=adapter),
             me=peer,
             report_event=self.events.append,
             phases=StartPhases(self.events.append, Notifier({})),
@@ -75,7 +86,7 @@ class Swarm:
         return await self.supplies[peer].answer(IncomingCall(call.peer, call.message, [], call.deadline))
 
     def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
-        self.offences.append((peer, violation))
+        self.violations.append((peer, violation))
 
     @property
     def notes(self) -> list[str]:
@@ -122,7 +133,7 @@ def test_a_machine_without_files_fetches_its_spans_tensors_and_a_move_fetches_th
         assert first.endswith(" from 1 peer")
         assert second.endswith(" from 1 peer")
         assert third.endswith("tensors are here from earlier")
-        assert not swarm.offences
+        assert not swarm.violations
 
     asyncio.run(work())
 
@@ -195,6 +206,63 @@ def test_peers_that_serve_are_asked_first_and_this_one_never(tmp_path: Path, who
     assert len({tuple(order) for order in orders}) > 1, "not always in one order"
 
 
+# --- an adapter that the run goes on from
+
+
+def of_folder(made: Manifest, swarm: Swarm, folder: Path | None) -> None:
+    """Every tensor of stage 1, built from this folder, is that of base model and adapter."""
+    family, layers = family_of(made.model), swarm.manifest.layers_of(1)
+    assert folder is not None
+    stage = family.build_stage(layers, 0, folder)
+    adapter = load_file(swarm.root / "adapter" / ADAPTER_FILE)
+    for name, parameter in stage.trained_parameters():
+        assert torch.equal(parameter, adapter[f"base_model.model.{name}".replace(".default.", ".")]), name
+
+
+def test_an_adapter_travels_like_the_base_model_and_is_kept_for_later_starts(tmp_path: Path) -> None:
+    base = make_base("qwen2", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    manifest = begun(base, adapter).with_values(stages={"count": STAGES})
+
+    async def work() -> None:
+        swarm = Swarm(tmp_path, manifest)
+        founder = swarm.add("founder", base, adapter=adapter)
+        assert founder.folder_to_check() == base
+        of_folder(manifest, swarm, await founder.provide(Span(0, STAGES - 1)))
+        of_folder(manifest, swarm, await swarm.add("with base", base).provide(Span(1, 1)))
+        alone = swarm.add("with adapter", adapter=adapter)
+        assert alone.folder_to_check() is not None
+        of_folder(manifest, swarm, await alone.provide(Span(1, 1)))
+        of_folder(manifest, swarm, await swarm.add("with nothing").provide(Span(1, 1)))
+        assert swarm.notes[0].startswith("fetched 4 of "), "of two matrices in one layer, A and B"
+        assert not swarm.violations
+        later = Swarm(tmp_path, manifest)
+        again = later.add("founder", base)
+        of_folder(manifest, later, await again.provide(Span(0, STAGES - 1)))
+        assert not later.network.calls, "the adapter is found without a flag"
+
+    asyncio.run(work())
+
+
+def test_an_adapter_of_another_run_is_refused_before_a_stage_is_claimed(tmp_path: Path, whole: Path) -> None:
+    base = make_base("llama", tmp_path / "base")
+    adapter, other = (make_adapter(base, tmp_path / name, lora_alpha=n) for n, name in enumerate(("a", "b"), 5))
+    tensors = load_file(other / ADAPTER_FILE)
+    save_file({name: 2 * values for name, values in tensors.items()}, other / ADAPTER_FILE)
+
+    async def work() -> None:
+        swarm = Swarm(tmp_path, begun(base, adapter))
+        with pytest.raises(BaseModelError, match="has the SHA-256 .* leave --adapter out: peers give it"):
+            swarm.add("joiner", base, adapter=other).folder_to_check()
+        with pytest.raises(BaseModelError, match=f"has no {ADAPTER_FILE}; name the folder of the run's adapter"):
+            swarm.add("lost", base, adapter=tmp_path).folder_to_check()
+        for manifest in (run_of(whole), preset("tiny")):
+            with pytest.raises(BaseModelError, match="this run begins with no adapter; leave it out"):
+                Swarm(tmp_path, manifest).add("joiner", whole, adapter=adapter).folder_to_check()
+
+    asyncio.run(work())
+
+
 # --- what is wrong
 
 
@@ -215,7 +283,7 @@ def test_runs_without_a_tensor_list_fetch_and_give_nothing(tmp_path: Path, whole
 
 def test_a_list_without_what_the_config_needs_is_the_founders_mistake(tmp_path: Path, whole: Path) -> None:
     other = save(make_model("llama"), tmp_path / "other")  # without biases, which Qwen2 has
-    hash_ = tensor_list_hash(other, ["model.safetensors"])
+    hash_ = tensor_list_hash([other / "model.safetensors"])
 
     async def work() -> None:
         swarm = Swarm(tmp_path, run_of(whole, tensors_hash=hash_, weights=[["model.safetensors", "0" * 64]]))

@@ -34,6 +34,8 @@ HEALTHY = Readings(
     clock_offset_s=0.1,
 )
 
+WORKING = replace(HEALTHY, daemon_pid=4242, peers_in_sight=2)
+
 FAULTS: list[tuple[str, Readings, str, str]] = [
     ("python", replace(HEALTHY, python=(3, 9, 2)), "fail", "newer Python"),
     (
@@ -52,6 +54,8 @@ FAULTS: list[tuple[str, Readings, str, str]] = [
     ("p2pd", replace(HEALTHY, p2pd_problem="does not run"), "fail", "hivemind"),
     ("settings", replace(HEALTHY, settings_problem="agora.toml sets the unknown lisen"), "fail", "correct"),
     ("device", replace(HEALTHY, device_problem="torch sees no CUDA device"), "fail", "--device cpu"),
+    ("compile", replace(HEALTHY, compile_problem="there is no C compiler"), "warn", "never"),
+    ("device", replace(HEALTHY, device_remark="1 NVIDIA GPU, and torch sees none"), "warn", "--device cpu"),
     ("memory", replace(HEALTHY, memory_free=1e8), "fail", "end other programs"),
     ("disk", replace(HEALTHY, disk_problem="No space left on device"), "fail", "--dir"),
     ("sockets", replace(HEALTHY, runtime_problem="belongs to somebody else"), "fail", "AGORA_RUNTIME_DIR"),
@@ -85,6 +89,9 @@ FAULTS: list[tuple[str, Readings, str, str]] = [
     ),
     ("daemon", replace(HEALTHY, daemon_pid=4242, peers_in_sight=None), "fail", "kill 4242"),
     ("daemon", replace(HEALTHY, daemon_pid=4242, peers_in_sight=0), "warn", "invite"),
+    ("use", replace(WORKING, mfu=0.1499, idle_in_jobs=0.6), "warn", "larger `schedule.microbatch`"),
+    ("use", replace(WORKING, mfu=0.0, idle_in_jobs=0.1), "warn", "WAITS FOR"),
+    ("use", replace(WORKING, mfu=0.1), "warn", "WAITS FOR"),
 ]
 
 
@@ -115,6 +122,14 @@ def test_each_fault_is_named_with_its_remedy_and_no_other(
 def test_a_working_daemon_says_how_many_others_it_sees(count: int, value: str) -> None:
     checks = judge_machine(replace(HEALTHY, daemon_pid=4242, peers_in_sight=count))
     assert [check.value for check in checks if check.name == "daemon"] == [value]
+
+
+def test_the_use_of_a_device_is_judged_only_where_it_is_known_and_a_daemon_works() -> None:
+    good = replace(WORKING, mfu=0.15, idle_in_jobs=0.9)
+    (check,) = [check for check in judge_machine(good) if check.name == "use"]
+    assert (check.state, check.value, check.limit) == ("pass", "15.0% of the device's data sheet (MFU)", "15%")
+    for other in (WORKING, replace(good, pause_reason="paused"), replace(good, daemon_pid=None)):
+        assert not any(check.name == "use" for check in judge_machine(other))
 
 
 def test_what_others_wrote_cannot_move_the_cursor() -> None:

@@ -14,7 +14,7 @@ from agora_protocol.messages import Message, Pong
 from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.nat.dialling import AddressBook
-from agora.node.peer.local_peer import CLOCK_ANSWER_S, MORE_ANSWERS_S, ClockKeeper
+from agora.node.peer.clock_keeper import CLOCK_ANSWER_S, MORE_ANSWERS_S, ClockKeeper
 from agora.node.startup import Notifier, StartPhases
 from agora.swarm.swarm_clock import SwarmClock
 from tests import virtual_time

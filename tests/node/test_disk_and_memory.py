@@ -13,6 +13,7 @@ from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
+from agora.core.machine_limits import OwnersMemory
 from agora.node.limits.disk import check_disk
 from agora.node.limits.memory import MemoryBudget, check_memory, limit_budget
 
@@ -49,6 +50,6 @@ def test_a_nearly_full_disk_names_what_is_free_and_what_is_needed(
 def test_too_little_memory_names_the_need() -> None:
     manifest = preset("tiny")
     with pytest.raises(OutOfMemory, match=r"Stages 0-1 need \d+ MiB .* 102 MiB may be used"):
-        check_memory(manifest, Span(0, 1), limit_budget(MemoryBudget(2**40), 0.1))
+        check_memory(manifest, Span(0, 1), limit_budget(MemoryBudget(2**40), OwnersMemory(host=2**30 // 10)))
     with pytest.raises(OutOfMemory, match="and 50 MiB may be used; free some, or hold fewer stages"):
         check_memory(manifest, Span(0, 0), MemoryBudget(50 * 2**20))

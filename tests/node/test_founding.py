@@ -29,7 +29,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> paths.Home:
     return paths.Home(tmp_path / "home")
 
 
-def found(home: paths.Home, draft: Manifest, *data: Path, span: Span | None = None, base: Path | None = None) -> str:
+def found(
+    home: paths.Home,
+    draft: Manifest,
+    *data: Path,
+    span: Span | None = None,
+    base: Path | None = None,
+    adapter: Path | None = None,
+) -> str:
     """Joins a draft as founder; returns the manifest's text after that, also where it is refused."""
     file = home.root.parent / "run.toml"
     file.write_text(draft.to_toml())
@@ -43,7 +50,9 @@ def found(home: paths.Home, draft: Manifest, *data: Path, span: Span | None = No
         home=home,
         identity=(identity := Identity.generate()),
         me=identity.peer,
-        settings=SimpleNamespace(named_base_model=base, data_places=data, span=span, corpus_cache=None),
+        settings=SimpleNamespace(
+            named_base_model=base, named_adapter=adapter, data_places=data, span=span, corpus_cache=None
+        ),
         phases=SimpleNamespace(enter=enter, report_progress=lambda text: None),
     )
     asyncio.run(read_manifest(cast(Any, startup)))
@@ -83,6 +92,25 @@ def test_a_corpus_that_cannot_be_learnt_is_not_signed(
 
 def test_a_founder_of_later_stages_needs_no_data(home: paths.Home) -> None:
     assert is_signed(found(home, reading(corpus=["poems.txt"]), span=Span(1, 1)), "")
+
+
+def test_a_founder_without_the_adapter_that_the_run_goes_on_from_signs_nothing(
+    home: paths.Home, tmp_path: Path
+) -> None:
+    from tests.tuning.test_going_on_from_adapter import begun, make_adapter, make_base
+
+    base = make_base("llama", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    draft = begun(base, adapter).with_values(data={"tokenizer": "tokenizer.json"})
+    with pytest.raises(LocalError, match="goes on from an adapter; name the folder that has it: --adapter DIR"):
+        found(home, draft, span=Span(1, 1), base=base)
+    edited = draft.with_values(model={"lora_alpha": 1.0})
+    with pytest.raises(LocalError, match="lora_alpha is 1.0, and that of the adapter in .* is 6.0"):
+        found(home, edited, span=Span(1, 1), base=base, adapter=adapter)
+    with pytest.raises(LocalError, match="this run begins with no adapter; leave it out"):
+        found(home, reading(), span=Span(1, 1), adapter=adapter)
+    assert not is_signed((tmp_path / "run.toml").read_text(), "")
+    assert is_signed(found(home, draft, span=Span(1, 1), base=base, adapter=adapter), "")
 
 
 def test_too_few_samples_are_said_before_the_manifest_is_signed(home: paths.Home, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from agora_protocol.errors import DiskError, OutOfMemory
 from agora_protocol.manifest import Manifest
 
+from agora.core.machine_limits import OwnersMemory
 from agora.node.limits.disk import DiskGuard, stored_bytes
 from agora.node.limits.memory import (
     MAX_POLLS_OVER_LIMIT,
@@ -94,11 +95,11 @@ def test_what_is_planned_for_a_device_keeps_to_the_limit() -> None:
     assert 10 * 2**20 < used < 2**40
     free = available_bytes(cpu)
     try:
-        limit_device("cpu", used + 50 * 2**20)
+        limit_device("cpu", OwnersMemory(host=used + 50 * 2**20))
         assert available_bytes(cpu) < 50 * 2**20 + freed_bytes() + 20 * 2**20 < free
         assert available_bytes(cpu, within_limit=False) > available_bytes(cpu)
     finally:
-        limit_memory(0)
+        limit_memory(OwnersMemory())
 
 
 def fill(folder: Path, size: int) -> Path:

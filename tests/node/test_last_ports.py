@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.node.process.joining import is_free, read_ports, with_last_ports, write_ports
+from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
 
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from agora_protocol.errors import OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
+from agora.core.machine_limits import OwnersMemory
 from agora.cost.manifest_cost import min_memory, run_cost
 from agora.node.limits import memory
 from agora.node.limits.memory import MemoryBudget, check_memory, keeps_state_in_host, limit_budget, measure_budget
@@ -35,30 +38,39 @@ def test_with_a_gpu_stages_take_its_memory_and_optimizer_state_the_hosts() -> No
 
 
 def test_an_owners_limit_holds_for_each_kind_of_memory() -> None:
-    assert limit_budget(MemoryBudget(2**33, 2**34), 1.0) == MemoryBudget(2**30, 2**30)
-    assert limit_budget(MemoryBudget(2**20, 2**34), 1.0) == MemoryBudget(2**20, 2**30)
-    assert limit_budget(MemoryBudget(2**33, None), 0.0) == MemoryBudget(2**33, None)
+    assert limit_budget(MemoryBudget(2**33, 2**34), OwnersMemory(2**30, 2**30)) == MemoryBudget(2**30, 2**30)
+    assert limit_budget(MemoryBudget(2**20, 2**34), OwnersMemory(2**30, 2**30)) == MemoryBudget(2**20, 2**30)
+    assert limit_budget(MemoryBudget(2**33, None), OwnersMemory()) == MemoryBudget(2**33, None)
 
 
 def test_a_gpu_is_measured_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"cpu": 2**36, "cuda": 2**33}
     monkeypatch.setattr(memory, "choose_device", lambda name: torch.device(name))
     monkeypatch.setattr(memory, "available_bytes", lambda device, within_limit: free[device.type])
-    assert measure_budget("cuda", 0.0) == MemoryBudget(2**36, 2**33)
-    assert measure_budget("cuda", 4.0) == MemoryBudget(2**32, 2**32)
-    assert measure_budget("cpu", 0.0) == MemoryBudget(2**36)
+    monkeypatch.setattr(memory, "has_native_bf16", lambda device: device.type == "cuda")
+    assert measure_budget("cuda", OwnersMemory()) == MemoryBudget(2**36, 2**33, in_bf16=True)
+    assert measure_budget("cuda", OwnersMemory(2**32, 2**32)) == MemoryBudget(2**32, 2**32, in_bf16=True)
+    assert measure_budget("cpu", OwnersMemory()) == MemoryBudget(2**36)
 
 
 def test_a_device_that_is_not_there_counts_as_the_cpu() -> None:
-    assert measure_budget("tpu", 0.0).gpu is None
+    assert measure_budget("tpu", OwnersMemory()).gpu is None
 
 
 def test_optimizer_state_goes_to_the_host_only_where_the_gpu_has_no_room_for_it() -> None:
     least, roomy = min_memory(SMALL, SPAN, state_in_host=True), 64 * min_memory(SMALL, SPAN).device
-    assert not keeps_state_in_host(SMALL, SPAN, gpu_with(roomy).for_stages(BASE))
-    assert keeps_state_in_host(SMALL, SPAN, gpu_with(least.device).for_stages(BASE))
-    assert not keeps_state_in_host(SMALL, SPAN, gpu_with(least.device, host=0).for_stages(BASE)), "no host memory"
-    assert not keeps_state_in_host(SMALL, SPAN, MemoryBudget(2**36).for_stages(BASE)), "no GPU"
+    assert not keeps_state_in_host(SMALL, SPAN, gpu_with(roomy), BASE)
+    assert keeps_state_in_host(SMALL, SPAN, gpu_with(least.device), BASE)
+    assert not keeps_state_in_host(SMALL, SPAN, gpu_with(least.device, host=0), BASE), "no host memory"
+    assert not keeps_state_in_host(SMALL, SPAN, MemoryBudget(2**36), BASE), "no GPU"
+
+
+def test_a_gpu_that_computes_in_bf16_is_planned_so() -> None:
+    least, in_float32 = (min_memory(SMALL, SPAN, in_bf16=in_bf16).device for in_bf16 in (True, False))
+    assert least < in_float32
+    budget = gpu_with(least)
+    assert check_memory(SMALL, SPAN, budget, BASE).endswith("in host memory")
+    assert check_memory(SMALL, SPAN, replace(budget, in_bf16=True), BASE).endswith("GPU memory needed")
 
 
 def test_spans_are_as_long_as_the_gpu_allows_not_the_host() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 
+import pytest
+from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import Span, peer_name
 from agora_protocol.records import Claim, StageAccount
 
 from agora.cli import status_command
-from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.node.control.node_report import (
     NodeReport,
     SpanReport,
@@ -20,15 +23,18 @@ from agora.node.control.node_report import (
     report_json,
     service_status,
     status_json,
+    use_of_device,
 )
 from agora.node.process.watchdog import Watchdog
 from agora.node.startup import Notifier
 from agora.observe import events
 from agora.observe.reporter import Counters
-from agora.replica.decide import GradientCompression
+from agora.pipeline.waits import Waits
+from agora.replica.sync_rules import GradientCompression
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
 from agora.swarm.view import View, merge
+from agora.train.device_use import DeviceReading
 from agora.train.stage import StageProgress
 
 ME = Identity(bytes([1]) * 32).peer
@@ -137,11 +143,32 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
         "its device works 51% of the time: schedule.staleness allows it 1",
     ]
     assert notes_of(report(span=dataclasses.replace(span, behind={}, busy_fraction=0.95))) == []
+    idle = dataclasses.replace(SPAN, behind={}, recent_waits=Waits(60.0, 30.0, 15.0, 12.0, 2.0, 1.0))
+    waited = "in the last minute its device waited 25% for microbatches, 20% for a mean gradient"
+    assert notes_of(report(span=idle)) == [waited]
+    busy = dataclasses.replace(idle, recent_waits=Waits(60.0, 55.0, 5.0))
+    assert notes_of(report(span=busy)) == []
+    torn = dataclasses.replace(SPAN.stages[0], is_torn=True)
+    assert notes_of(
+        report(
+            span=dataclasses.replace(
+                SPAN,
+                stages=(torn,),
+                behind={},
+                device_remark="torch sees no GPU",
+                compile_problem="layers are not compiled (there is no C compiler)",
+            )
+        )
+    ) == [
+        "torch sees no GPU",
+        "layers are not compiled (there is no C compiler)",
+        "stage 0 took half a step, because its device failed: it fetches a state",
+    ]
     slow = GradientCompression("normal2", "normal2: too slow", True)
     short = dataclasses.replace(SPAN, behind={}, gradient_wires={0: slow, 1: slow})
     assert notes_of(report(span=short)) == [f"stage {stage} sends gradients as normal2: too slow" for stage in (0, 1)]
     first, second = SPAN.stages
-    second = dataclasses.replace(second, plan=StepPlan(0, 3, 20))
+    second = dataclasses.replace(second, sync_schedule=SyncSchedule(0, 3, 20))
     partly_local = dataclasses.replace(short, stages=(first, second))
     assert notes_of(report(span=partly_local)) == [
         "stage 1 takes inner steps since step 3",
@@ -159,6 +186,64 @@ def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
     assert (peer["path"], peer["note"]) == ("self", "paused by its owner; link 10mbit,50ms")
     assert status["name"] == "poems" and len(status["stages"]) == 2
     assert status["stages"][0]["tokens_per_step"] == 250.0, "newer than what this peer has published"
+
+
+GPU = events.DeviceUsed("NVIDIA H100", 20 * 2**30, 80 * 2**30, 0.3125, 0.0625)
+
+
+def test_status_says_how_the_asked_peers_device_is_used_and_a_note_tells_it_of_every_gpu() -> None:
+    span = dataclasses.replace(SPAN, behind={}, device=GPU)
+    status = status_json(report(span=span))
+    (peer,) = status["peers"]
+    assert peer["device"] == {
+        "name": "NVIDIA H100",
+        "memory_used": 20 * 2**30,
+        "memory_total": 80 * 2**30,
+        "mfu": 0.3125,
+        "idle_in_jobs": 0.0625,
+    }
+    words = "NVIDIA H100, 20.0 of 80.0 GiB, MFU 31.2%, idle for 6% of its jobs"
+    assert f"device  {peer_name(ME)}: {words}" in status_command.lines_of(status)
+    assert report_json(report(span=span))["device"]["mfu"] == 0.3125
+    record = progress_record(report(span=span))
+    assert record is not None and record.note == words
+    other = Identity(bytes([2]) * 32).peer
+    claims = [Claim(peer, Span(0, 1), 5, (), "serving", 0.0) for peer in (ME, other)]
+    both = status_json(report(span=span, view=merge(View(), claims, 100.0, 20.0)))
+    assert {one["peer"]: one["device"] is None for one in both["peers"]} == {ME: False, other: True}
+
+
+def test_of_a_cpu_there_are_name_and_memory_and_no_note() -> None:
+    span = dataclasses.replace(SPAN, behind={}, device=events.DeviceUsed("AMD EPYC", 2**30, 2**33))
+    status = status_json(report(span=span))
+    assert status["peers"][0]["device"]["mfu"] is None and notes_of(report(span=span)) == []
+    assert f"device  {peer_name(ME)}: AMD EPYC, 1.0 of 8.0 GiB" in status_command.lines_of(status)
+    for silent in (report(), report(span=None)):
+        assert status_json(silent)["peers"][0]["device"] is None
+        assert not any(line.startswith("device") for line in status_command.lines_of(status_json(silent)))
+
+
+def test_mfu_is_the_models_operations_per_second_by_those_of_the_data_sheet() -> None:
+    gpu = DeviceReading("gpu", 1, 2, peak_flops=1e12)
+    assert use_of_device(gpu, 2.5e11, 0.1) == events.DeviceUsed("gpu", 1, 2, 0.25, 0.1)
+    assert use_of_device(gpu, 0.0, None).mfu == 0.0
+    assert use_of_device(gpu, None, None).mfu is None, "before the first microbatch"
+    assert use_of_device(DeviceReading("cpu", 1, 2), 2.5e11, None).mfu is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"name": None}, {"memory_used": "much"}, {"mfu": "high"}, {"idle_in_jobs": []}, {"memory_total": None}]
+)
+def test_a_malformed_device_of_a_peer_is_a_malformed_status(changes: dict[str, object]) -> None:
+    status = status_json(report(span=dataclasses.replace(SPAN, device=GPU)))
+    status_command.check_status(status)
+    status["peers"][0]["device"] |= changes
+    if changes == {"name": None}:
+        del status["peers"][0]["device"]["name"]
+    with pytest.raises(ProtocolError, match="malformed status"):
+        status_command.check_status(status)
+    status["peers"][0].pop("device")
+    status_command.check_status(status)  # of an older peer
 
 
 def test_an_origin_says_what_of_the_samples_it_knew_at_its_newest_step_and_nobody_else_does() -> None:
@@ -191,9 +276,35 @@ def test_a_rate_is_that_of_the_last_fifteen_seconds() -> None:
     assert latest == 10.0
 
 
+def test_the_report_has_what_the_device_waited_for_in_seconds() -> None:
+    waits = Waits(60.0, 30.0, 15.0, 12.0, 2.0, 1.0, 7.5)
+    told = report_json(report(span=dataclasses.replace(SPAN, waits=waits)))["waits"]
+    assert told == waits._asdict() and sum(told[name] for name in list(told)[1:-1]) == told["seconds"]
+
+
 def test_the_watchdog_reports_what_has_changed_and_nothing_twice() -> None:
     seen: list[events.Event] = []
     watchdog = Watchdog(report, seen.append, Notifier({}), age_s=lambda: 10.0)
     for _ in range(2):
         watchdog.report_traffic(report())
     assert seen == [events.Traffic(1, 20, 30, 4, 5)]
+
+
+def test_the_watchdog_reports_how_the_device_is_used_now_and_then() -> None:
+    async def test() -> list[events.Event]:
+        seen: list[events.Event] = []
+        spans = iter([SPAN, dataclasses.replace(SPAN, device=GPU), dataclasses.replace(SPAN, device=GPU)])
+        reported = asyncio.Event()
+
+        def take() -> NodeReport:
+            if (span := next(spans, None)) is None:
+                reported.set()
+            return report(span=span)
+
+        watching = asyncio.create_task(Watchdog(take, seen.append, Notifier({}), age_s=lambda: 10.0).run())
+        await reported.wait()
+        watching.cancel()
+        return seen
+
+    seen = asyncio.run(test())
+    assert [event for event in seen if isinstance(event, events.DeviceUsed)] == [GPU]

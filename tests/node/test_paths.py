@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from agora_protocol.errors import LocalError
 
@@ -81,6 +82,14 @@ def dead_pid() -> int:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     return done.pid
+
+
+def test_a_daemon_that_has_ended_is_gone_before_its_parent_asks_how(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie until the block ends
+        assert psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE
+        paths.register(entry(tmp_path, ended.pid))
+        assert not entry(tmp_path, ended.pid).is_alive and not paths.find_running_daemons()
 
 
 @pytest.mark.parametrize("pid", ["dead", "alive"])

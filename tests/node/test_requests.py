@@ -34,8 +34,8 @@ from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS, RequestHandler, SentTensors, encode_status
-from agora.pipeline.hop import RunningWork, WorkLedger
-from agora.pipeline.router import HopAnswer, ProcessCall
+from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.work_ledger import RunningWork, WorkLedger
 from agora.swarm.peer_score import Violation
 
 ME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
@@ -47,12 +47,12 @@ class Peer:
     """A request handler with a ledger, and nothing else of a daemon."""
 
     def __init__(self, signed: SignedManifest = SIGNED) -> None:
-        self.offences: list[tuple[PeerId, Violation]] = []
+        self.violations: list[tuple[PeerId, Violation]] = []
         self.ledger = WorkLedger(ME.peer, 4, lambda event: None)
         self.requests = RequestHandler(signed, lambda: {"peers": []}, self.report_violation, self.ledger)
 
     def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
-        self.offences.append((peer, violation))
+        self.violations.append((peer, violation))
 
     async def ask(self, message: Message, *, peer: PeerId = OTHER.peer) -> Message:
         call = IncomingCall(peer, message, [], loop_time() + 10.0)
@@ -94,7 +94,7 @@ def test_without_a_span_the_work_of_a_former_one_is_repeated_and_everything_else
         await peer.finish(done, answer)
         assert await peer.ask(done) == answer.message
         for message in (process(2), process(1, stage=0), GetState(0)):
-            with pytest.raises(Busy, match="still joining"):
+            with pytest.raises(Busy, match="holds no stages at the moment"):
                 await peer.ask(message)
 
     run(work)
@@ -116,7 +116,7 @@ def test_a_span_answers_its_kinds_of_requests_until_it_ends() -> None:
     run(work)
 
 
-def test_tensors_of_the_base_model_are_given_without_a_span_and_a_malformed_request_for_one_is_an_offence() -> None:
+def test_tensors_of_the_base_model_are_given_without_a_span_and_a_malformed_request_for_one_is_a_violation() -> None:
     async def answer(call: IncomingCall) -> Reply:
         if isinstance(call.message, GetBase):
             return Reply(BaseIndex(5), [GRADIENT])
@@ -128,12 +128,12 @@ def test_tensors_of_the_base_model_are_given_without_a_span_and_a_malformed_requ
             assert await peer.ask(GetBase()) == BaseIndex(5)
             with pytest.raises(ProtocolError):
                 await peer.ask(GetPiece(7, 0))
-        assert peer.offences == [(OTHER.peer, Violation.BAD_REQUEST)]
+        assert peer.violations == [(OTHER.peer, Violation.BAD_REQUEST)]
 
     run(work)
 
 
-def test_a_malformed_request_for_state_is_an_offence_and_a_malformed_microbatch_may_be_anothers_fault() -> None:
+def test_a_malformed_request_for_state_is_a_violation_and_a_malformed_microbatch_may_be_anothers_fault() -> None:
     async def refuse(call: IncomingCall) -> Reply:
         raise ProtocolError("bad-message", "no such chunk")
 
@@ -143,7 +143,7 @@ def test_a_malformed_request_for_state_is_an_offence_and_a_malformed_microbatch_
             for message in (process(1), GetState(0)):
                 with pytest.raises(ProtocolError):
                     await peer.ask(message)
-        assert peer.offences == [(OTHER.peer, Violation.BAD_REQUEST)]
+        assert peer.violations == [(OTHER.peer, Violation.BAD_REQUEST)]
 
     run(work)
 

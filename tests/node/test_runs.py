@@ -101,6 +101,39 @@ def test_a_file_for_whose_signature_the_disk_has_no_room_keeps_its_text(tmp_path
     assert "stays unsigned" in note and path.read_text() == text
 
 
+def test_where_the_files_lie_is_noted_until_another_place_is_said_or_they_are_gone(home: Home, tmp_path: Path) -> None:
+    signed = SignedManifest.sign(preset("tiny"), Identity.generate())
+    run, file = signed.run_id, home.manifest(signed.run_id).with_name("files.json")
+    assert runs.remembered_files(home, run) == runs.KnownFiles()
+    runs.remember_manifest(home, signed)
+    for text in ("", "[]", "{", '["/x/tokenizer.json"]', '{"tokenizer": 3}', "\0"):
+        file.write_text(text)
+        assert runs.remembered_files(home, run) == runs.KnownFiles(), text
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "tokenizer.json").touch()
+    runs.remember_files(home, run, runs.KnownFiles(first / "tokenizer.json", first))
+    runs.remember_files(home, run, runs.KnownFiles())  # a later start by name, without flags
+    assert runs.remembered_files(home, run) == runs.KnownFiles(first / "tokenizer.json", first)
+    runs.remember_files(home, run, runs.KnownFiles(base_model=second))
+    assert runs.remembered_files(home, run) == runs.KnownFiles(first / "tokenizer.json", second)
+    (first / "tokenizer.json").unlink()
+    assert runs.remembered_files(home, run) == runs.KnownFiles(None, second)
+
+
+def test_a_relative_place_is_noted_as_an_absolute_one(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = SignedManifest.sign(preset("tiny"), Identity.generate())
+    runs.remember_manifest(home, signed)
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    runs.remember_files(home, signed.run_id, runs.KnownFiles(base_model=Path("base")))
+    monkeypatch.chdir("/")
+    assert runs.remembered_files(home, signed.run_id).base_model == tmp_path / "base"
+
+
 def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home) -> None:
     signed = SignedManifest.sign(preset("tiny").with_values(name="poems"), Identity.generate())
     runs.remember_manifest(home, signed)

@@ -106,3 +106,45 @@ def test_private_addresses_and_upnp_are_off_and_relaying_is_bounded_by_the_owner
 def test_the_owners_page_names_every_setting() -> None:
     page = OWNERS_PAGE.read_text(encoding="utf-8")
     assert not [name for name in Settings.model_fields if f"`{name}" not in page]
+
+
+@pytest.mark.parametrize(
+    ("environment", "announced"),
+    [
+        ({"VAST_TCP_PORT_31330": "40123", "PUBLIC_IPADDR": "203.0.113.7"}, ("/ip4/203.0.113.7/tcp/40123",)),
+        ({"RUNPOD_TCP_PORT_31330": "10987", "RUNPOD_PUBLIC_IP": "198.51.100.4"}, ("/ip4/198.51.100.4/tcp/10987",)),
+        ({"VAST_TCP_PORT_31331": "40123", "PUBLIC_IPADDR": "203.0.113.7"}, ()),
+        ({"VAST_TCP_PORT_31330": "40123"}, ()),
+        ({"VAST_TCP_PORT_31330": "99999", "PUBLIC_IPADDR": "203.0.113.7"}, ()),
+        ({"VAST_TCP_PORT_31330": "40123", "PUBLIC_IPADDR": "evil.example/p2p"}, ()),
+    ],
+)
+def test_a_port_that_a_rented_machine_maps_is_announced(
+    tmp_path: Path, environment: dict[str, str], announced: tuple[str, ...]
+) -> None:
+    listen = {"listen": ("0.0.0.0:31330", "[::]:31330")}
+    assert load(tmp_path / "none", listen, environment).announce == announced
+    own = environment | {"AGORA_ANNOUNCE": "/dns4/home.example/tcp/1"}
+    assert load(tmp_path / "none", listen, own).announce == ("/dns4/home.example/tcp/1",)
+    assert load(tmp_path / "none", {}, environment).announce == (), "port 0 is mapped to nothing"
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:9464", ("127.0.0.1", 9464)),
+        ("localhost:0", ("127.0.0.1", 0)),
+        (":9464", ("127.0.0.1", 9464)),
+        ("[::1]:9464", ("::1", 9464)),
+        ("0.0.0.0:9464", ("0.0.0.0", 9464)),
+        ("", None),
+    ],
+)
+def test_metrics_are_served_on_loopback_unless_told_otherwise(text: str, address: tuple[str, int] | None) -> None:
+    assert Settings(metrics=text).metrics_address == address
+
+
+@pytest.mark.parametrize("text", ["9464", "trainer:9464", "127.0.0.1:70000", "127.0.0.1", "::1:9464", "[127.0.0.1:9"])
+def test_an_address_for_metrics_that_is_none_is_named_with_a_right_one(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match="metrics.*is not HOST:PORT; write 127.0.0.1:9464"):
+        load(tmp_path / "none.toml", {"metrics": text}, {})

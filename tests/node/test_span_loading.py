@@ -14,7 +14,7 @@ from agora_protocol.manifest import preset
 
 from agora.cost.manifest_cost import usual_in_flight
 from agora.node.peer.local_peer import MAX_SLOTS_BYTES, compute_slots
-from agora.node.span.loaded_span import MAX_LOADS, load_until_confirmed
+from agora.node.span.load_span import MAX_LOADS, load_until_confirmed
 
 
 class Loads:

@@ -12,7 +12,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
 from agora.node.settings import Settings
-from agora.node.span.loaded_span import _claim_or_stand_by
+from agora.node.span.load_span import _claim_or_stand_by
 from agora.swarm.placement import Placement
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S, MIN_JUDGE_INTERVAL_S
 from agora.swarm.stage_capacity import MachineCapacity, equal_needs

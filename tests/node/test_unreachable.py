@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from agora.node.process import joining
-from agora.node.process.joining import cause_of, explain_nobody_left, explain_unreachable
+from agora.node.process import unreachable
+from agora.node.process.unreachable import cause_of, explain_nobody_left, explain_unreachable
 from tests.net.helpers import run
 
 PEER = "12D3KooWP93rHj8zHB4FK1SHUFT4H6LT8qPegVN3oMLXTr7rV134"
@@ -77,5 +77,5 @@ def test_hosts_are_dialled_to_find_the_cause(port: int, monkeypatch: pytest.Monk
         relayed = f"/ip4/127.0.0.1/udp/1/quic-v1/p2p/{PEER}/p2p-circuit/p2p/{PEER}"
         assert "only through relays" in await explain_unreachable([relayed])
 
-    monkeypatch.setattr(joining, "EXPLAIN_S", 1.0)
+    monkeypatch.setattr(unreachable, "EXPLAIN_S", 1.0)
     run(main)

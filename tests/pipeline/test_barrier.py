@@ -9,7 +9,7 @@ from agora_protocol.errors import Busy
 from agora_protocol.ids import Span, microbatch_id
 from agora_protocol.messages import Process
 
-from agora.pipeline.hop import BEHIND_RETRY_MS, LOOK_S, MAX_WAIT_FRACTION, MeanBarrier, StepBarrier
+from agora.pipeline.barriers import BEHIND_RETRY_MS, LOOK_S, MAX_WAIT_FRACTION, MeanBarrier, StepBarrier
 from tests.pipeline.world import peer_id
 from tests.virtual_time import VirtualLoop, run
 
@@ -31,8 +31,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def entering(stage: int) -> Process:
-    return Process(microbatch_id(b"session0", 1), peer_id("origin"), stage, "train", 60_000)
+def entering(stage: int, step: int = 0) -> Process:
+    return Process(microbatch_id(b"session0", 1), peer_id("origin"), stage, "train", 60_000, step=step)
 
 
 def waiting_microbatches() -> int:
@@ -45,11 +45,11 @@ def waiting_microbatches() -> int:
 def test_who_is_not_ahead_passes_at_once() -> None:
     async def work() -> None:
         stages, began = Stages(), now()
-        await stages.barrier.wait_for_step(2, 0, began + 10.0)
+        await stages.barrier.hold(entering(2, 0), began + 10.0)
         stages.step(2, 3, 4)
-        await stages.barrier.wait_for_step(2, 0, began + 10.0)
-        await stages.barrier.wait_for_step(2, 1, began + 10.0)
-        await stages.barrier.wait_for_step(2, 1, began - 10.0)
+        await stages.barrier.hold(entering(2, 0), began + 10.0)
+        await stages.barrier.hold(entering(2, 1), began + 10.0)
+        await stages.barrier.hold(entering(2, 1), began - 10.0)
         assert now() == began, "even when the deadline is over"
 
     run(work())
@@ -60,7 +60,7 @@ def test_it_waits_for_all_stages_that_the_microbatch_enters_and_for_no_other() -
         stages, passed = Stages(), []
 
         async def enter(first: int) -> None:
-            await stages.barrier.wait_for_step(first, 1, now() + 100.0)
+            await stages.barrier.hold(entering(first, 1), now() + 100.0)
             passed.append(first)
 
         waiting = [asyncio.create_task(enter(first)) for first in (2, 3, 4)]
@@ -80,17 +80,29 @@ def test_waiting_microbatches_go_step_by_step_and_within_a_step_in_the_order_the
         stages, passed = Stages(), []
 
         async def enter(name: int, step: int) -> None:
-            await stages.barrier.wait_for_step(2, step, now() + 1000.0)
+            await stages.barrier.hold(entering(2, step), now() + 1000.0)
             passed.append((step, name))
 
-        steps = [3, 1, 2, 1, 3, 2, 1]
-        waiting = [asyncio.create_task(enter(name, step)) for name, step in enumerate(steps)]
+        waiting = []
         for step in (1, 2, 3):
+            waiting += [asyncio.create_task(enter(name, number)) for name, number in enumerate([step, step - 1, step])]
             await asyncio.sleep(5.0)
             assert all(it <= step - 1 for it, _ in passed)
             stages.step(2, 3, 4)
         await asyncio.gather(*waiting)
-        assert passed == [(1, 1), (1, 3), (1, 6), (2, 2), (2, 5), (3, 0), (3, 4)]
+        assert passed == [(0, 1), (1, 0), (1, 2), (1, 1), (2, 0), (2, 2), (2, 1), (3, 0), (3, 2)]
+
+    run(work())
+
+
+def test_who_is_two_steps_ahead_of_a_stage_that_it_enters_is_refused_at_once() -> None:
+    async def work() -> None:
+        stages, began = Stages(), now()
+        stages.step(2, 4)
+        with pytest.raises(Busy, match="has not taken step 2"):
+            await stages.barrier.hold(entering(2, 2), began + 20.0)
+        assert now() == began
+        await stages.barrier.hold(entering(4, 1), began + 20.0)
 
     run(work())
 
@@ -100,7 +112,7 @@ def test_who_is_not_let_in_is_sent_away_while_there_is_time_for_another_peer() -
         stages, began = Stages(), now()
         stages.step(2, 4)
         with pytest.raises(Busy) as refusal:
-            await stages.barrier.wait_for_step(2, 1, began + 20.0)
+            await stages.barrier.hold(entering(2, 1), began + 20.0)
         assert now() - began == pytest.approx(MAX_WAIT_FRACTION * 20.0)
         assert "stage 3 has not taken step 1" in str(refusal.value) and refusal.value.retry_after_ms == BEHIND_RETRY_MS
         assert waiting_microbatches() == 0
@@ -111,10 +123,10 @@ def test_who_is_not_let_in_is_sent_away_while_there_is_time_for_another_peer() -
 def test_steps_that_are_not_enough_do_not_lengthen_the_wait() -> None:
     async def work() -> None:
         stages, began = Stages(), now()
-        waiting = asyncio.create_task(stages.barrier.wait_for_step(2, 50, began + 20.0))
+        waiting = asyncio.create_task(stages.barrier.hold(entering(2, 1), began + 20.0))
         for _ in range(30):
             await asyncio.sleep(1.0)
-            stages.step(2, 3, 4)
+            stages.step(2, 4)
             if waiting.done():
                 break
         with pytest.raises(Busy):
@@ -128,7 +140,7 @@ def test_a_deadline_that_is_over_refuses_at_once() -> None:
     async def work() -> None:
         stages, began = Stages(), now()
         with pytest.raises(Busy):
-            await stages.barrier.wait_for_step(2, 1, began - 5.0)
+            await stages.barrier.hold(entering(2, 1), began - 5.0)
         assert now() == began
 
     run(work())
@@ -137,7 +149,7 @@ def test_a_deadline_that_is_over_refuses_at_once() -> None:
 def test_a_cancelled_wait_leaves_nothing_behind_and_holds_up_nobody() -> None:
     async def work() -> None:
         stages = Stages()
-        waiting = [asyncio.create_task(stages.barrier.wait_for_step(2, 1, now() + 1000.0)) for _ in range(5)]
+        waiting = [asyncio.create_task(stages.barrier.hold(entering(2, 1), now() + 1000.0)) for _ in range(5)]
         await asyncio.sleep(1.0)
         for task in waiting[:4]:
             task.cancel()
@@ -148,7 +160,7 @@ def test_a_cancelled_wait_leaves_nothing_behind_and_holds_up_nobody() -> None:
         stages.step(2, 3, 4)
         await asyncio.wait(waiting)
         assert waiting_microbatches() == 0, "also when the step and the cancellation come together"
-        await stages.barrier.wait_for_step(2, 1, now() + 1.0)
+        await stages.barrier.hold(entering(2, 1), now() + 1.0)
 
     run(work())
 

@@ -25,7 +25,7 @@ from agora.pipeline.flow_control import (
 )
 
 ASYNCHRONOUS = SendInputs()
-SYNCHRONOUS = SendInputs(step=StepState(step=7, microbatches=9, lacking=9, rank=0, origins=2))
+SYNCHRONOUS = SendInputs(step=StepState(step=7, microbatches=9, lacking=9, position=0, origins=2))
 NONE = StepQuota()
 
 
@@ -174,15 +174,18 @@ def test_send_window_finds_the_bottleneck_by_itself() -> None:
 def test_all_origins_together_keep_at_most_the_allowed_share_of_a_step_in_flight(origins: int) -> None:
     for staleness, microbatches in ((0.5, 16), (1.0, 16), (2.0, 100), (0.01, 16)):
         ceilings = [
-            staleness_ceiling(staleness, microbatches, rank, origins, predicts=rank % 2 == 0) for rank in range(origins)
+            staleness_ceiling(staleness, microbatches, position, origins, predicts=position % 2 == 0)
+            for position in range(origins)
         ]
         limits = [ceiling.usual for ceiling in ceilings]
         assert sum(limits) <= max(staleness * microbatches, origins), "but each has at least one"
         assert min(limits) >= 1
         assert max(limits) - min(limits) <= 1
         assert all(
-            ceiling.at_most == ceiling.usual if rank % 2 else ceiling.usual <= ceiling.at_most <= 2 * ceiling.usual + 1
-            for rank, ceiling in enumerate(ceilings)
+            ceiling.at_most == ceiling.usual
+            if position % 2
+            else ceiling.usual <= ceiling.at_most <= 2 * ceiling.usual + 1
+            for position, ceiling in enumerate(ceilings)
         )
 
 
@@ -198,6 +201,6 @@ def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
 
 @given(st.integers(1, 10_000), st.integers(1, 20))
 def test_origins_share_a_step_without_gaps(microbatches: int, origins: int) -> None:
-    quotas = [equal_quota(microbatches, rank, origins) for rank in range(origins)]
+    quotas = [equal_quota(microbatches, position, origins) for position in range(origins)]
     assert max(quotas) - min(quotas) <= 1
     assert sum(quotas) == microbatches

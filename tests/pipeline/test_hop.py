@@ -12,8 +12,9 @@ from agora_protocol.messages import CallProgress, Process
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import HopRefused, MicrobatchCounted, RepeatServed
-from agora.pipeline.hop import MeanBarrier, StepBarrier, is_hopeless
-from agora.pipeline.router import ProcessCall
+from agora.pipeline.barriers import MeanBarrier, StepBarrier
+from agora.pipeline.hop import is_hopeless
+from agora.pipeline.process_call import ProcessCall
 from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S
 from tests.pipeline.world import (
     Node,
@@ -22,10 +23,10 @@ from tests.pipeline.world import (
     completed,
     gradient_of,
     loss_of,
-    offences_of,
     peer_id,
     tokens_of,
     train,
+    violations_of,
 )
 from tests.virtual_time import run
 
@@ -219,6 +220,28 @@ def test_a_microbatch_waits_for_a_mean_that_comes_soon_and_is_in_work_from_then_
     run(work())
 
 
+def test_a_hop_knows_whether_its_device_waits_for_a_mean_for_later_stages_or_for_microbatches() -> None:
+    async def work() -> None:
+        world, awaited, now = World(2), {1}, asyncio.get_running_loop().time
+        first, last = (
+            world.add("first", "0"),
+            world.add("last", "1", barrier=MeanBarrier(Span(1, 1), awaited.__contains__)),
+        )
+        began = now()
+        answer = asyncio.create_task(enter(first))
+        await asyncio.sleep(10.0)
+        awaited.clear()
+        await answer
+        ended = now()
+        await asyncio.sleep(5.0)
+        away, held = first.hop.waits.waits(now(), 0.0, 0.0), last.hop.waits.waits(now(), 0.0, 0.0)
+        took_s = ended - began
+        assert away.peer + away.wire == pytest.approx(took_s, rel=0.5) and away.microbatches >= 5.0 and away.mean == 0.0
+        assert held.mean == pytest.approx(10.0, rel=0.1) and held.peer == held.wire == 0.0
+
+    run(work())
+
+
 def test_a_repeat_is_answered_from_the_cache_and_not_counted_twice() -> None:
     async def work() -> None:
         world, heard = World(2), []
@@ -404,7 +427,7 @@ def test_a_peer_that_answers_nonsense_is_recorded_and_another_replica_is_asked_w
         await asyncio.sleep(1.0)
         world.add("sound", "1")
         await task
-        assert (liar.peer, "useless-gradient", "bad-tensor: the gradient is wrong") in offences_of(node)
+        assert (liar.peer, "useless-gradient", "bad-tensor: the gradient is wrong") in violations_of(node)
         assert counted(world)[0] == 1
         assert len([e for e in node.events if isinstance(e, MicrobatchCounted)]) == 1
 
@@ -417,8 +440,8 @@ def test_a_callee_that_keeps_sending_useless_gradients_is_suspended_and_others_g
         node, liar, sound = world.add("first", "0"), world.add("liar", "1"), world.add("sound", "1")
         liar.device.answers_nonsense = True
         await train(world.origin(node, max_in_flight=2), 60)
-        assert len(offences_of(node)) == POINTS_TO_SUSPEND == liar.calls_in
-        assert {(peer, offence) for peer, offence, _ in offences_of(node)} == {(liar.peer, "useless-gradient")}
+        assert len(violations_of(node)) == POINTS_TO_SUSPEND == liar.calls_in
+        assert {(peer, violation) for peer, violation, _ in violations_of(node)} == {(liar.peer, "useless-gradient")}
         assert set(node.router.balancer.callees(1)) == {sound.peer}
         assert sound.calls_in >= 60
         assert node.device.counted.total() == len(completed(node.events)) >= 60
@@ -486,6 +509,42 @@ def test_leaving_waits_for_what_has_a_slot_but_not_for_ever() -> None:
             await task
         assert node.ledger.taken == 0
         assert not node.device.held
+
+    run(work())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_leaving_answers_what_the_device_counts_at_that_moment(stage: int) -> None:
+    """Its caller would else have it counted a second time by another peer."""
+
+    async def work() -> None:
+        world = World(2)
+        nodes = [world.add("first", "0"), world.add("last", "1")]
+        node = nodes[stage]
+        node.device.service_s = 6.0  # of the first stage 2 s forward and 4 s backward; of the last one job
+        task = asyncio.create_task(enter(node, stage))
+        await asyncio.sleep(3.0)
+        assert not await node.ledger.drain(0.5, "leaving")
+        await task
+        node.ledger.start_accepting()
+        await enter(node, stage)
+        assert node.device.counted == {(stage, MB): 1}, "the answer is kept"
+
+    run(work())
+
+
+def test_leaving_drops_what_still_waits_for_the_device() -> None:
+    async def work() -> None:
+        world = World(2)
+        last = world.add("last", "1", service_s=4.0)
+        tasks = [
+            asyncio.create_task(enter(last, 1, microbatch=microbatch_id(b"session0", number))) for number in range(3)
+        ]
+        await asyncio.sleep(1.0)
+        assert not await last.ledger.drain(0.5, "leaving")
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(it) for it in done[1:]] == [PeerFailed, PeerFailed] and not isinstance(done[0], Exception)
+        assert sum(last.device.counted.values()) == 1
 
     run(work())
 

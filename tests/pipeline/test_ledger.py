@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,10 +13,10 @@ from agora_protocol.ids import microbatch_id
 from agora_protocol.messages import CallProgress, Process, Processed
 from agora_protocol.tensors import WireTensor
 
-from agora.core.rates import Client
+from agora.core.fair_shares import Requester
 from agora.observe.events import Event, RepeatServed, SlotsChanged
-from agora.pipeline.hop import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
-from agora.pipeline.router import HopAnswer, ProcessCall
+from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.work_ledger import ANSWERS_PER_SLOT, ENTRY_BYTES, AnswerCache, RunningWork, WorkKey, WorkLedger
 from tests.pipeline.world import World, boundary_of, gradient_of, peer_id, tokens_of
 from tests.virtual_time import run
 
@@ -32,7 +33,7 @@ def answer(number: int = 1) -> HopAnswer:
 
 def call_of(
     request: Process,
-    caller: Client | None = None,
+    caller: Requester | None = None,
     tensors: Sequence[WireTensor] = (),
     heard: list[CallProgress] | None = None,
 ) -> ProcessCall:
@@ -127,6 +128,52 @@ def test_callers_of_work_that_is_cancelled_at_the_end_are_told_to_ask_another_pe
     run(work())
 
 
+def test_a_repeat_of_cancelled_work_gets_the_answer_of_what_was_counted_all_the_same() -> None:
+    async def work() -> None:
+        entries, counted = Entries(), []
+
+        async def count(work: RunningWork) -> HopAnswer:
+            work.mark_counting()
+            with contextlib.suppress(asyncio.CancelledError):  # as a device that has begun to count
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)
+            counted.append(work.key)
+            return answer()
+
+        enter = lambda: asyncio.create_task(entries.ledger.run(call_of(process(1)), 2, count))  # noqa: E731
+        first = enter()
+        await asyncio.sleep(0.1)
+        ending = asyncio.create_task(entries.ledger.drain(0.1, "moving to other stages"))
+        await asyncio.sleep(0.5)
+        entries.ledger.start_accepting()
+        repeat = enter()
+        assert not await ending
+        assert (await first) is (await repeat) and len(counted) == 1
+
+    run(work())
+
+
+def test_cancelled_work_ends_when_its_gradient_could_not_be_counted_after_all() -> None:
+    async def work() -> None:
+        entries = Entries()
+
+        async def refuse(work: RunningWork) -> HopAnswer:
+            work.mark_counting()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0)
+            work.unmark_counting()
+            await asyncio.sleep(100.0)  # asks another peer
+            return answer()
+
+        waiting = asyncio.create_task(entries.ledger.run(call_of(process(1)), 2, refuse))
+        await asyncio.sleep(0.1)
+        assert not await entries.ledger.drain(0.1, "leaving")
+        with pytest.raises(PeerFailed):
+            await waiting
+
+    run(work())
+
+
 def test_a_microbatch_is_counted_once_per_stage_whichever_spans_this_peer_held() -> None:
     async def work() -> None:
         entries = Entries()
@@ -142,7 +189,7 @@ def test_a_microbatch_is_counted_once_per_stage_whichever_spans_this_peer_held()
     run(work())
 
 
-LIAR, HONEST, REPLICA = (Client("", peer_id(name)) for name in ("liar", "honest", "honest replica"))
+LIAR, HONEST, REPLICA = (Requester("", peer_id(name)) for name in ("liar", "honest", "honest replica"))
 
 
 def test_who_sends_the_ids_of_others_first_neither_answers_nor_blocks_them() -> None:
@@ -157,7 +204,7 @@ def test_who_sends_the_ids_of_others_first_neither_answers_nor_blocks_them() -> 
             return HopAnswer(Processed(0.0, 2, 1.0), [gradient_of(work.key.content_digest, 1)])
 
         for number in range(100):
-            for stage, liar in ((1, LIAR), (2, Client("", peer_id("second liar")))):
+            for stage, liar in ((1, LIAR), (2, Requester("", peer_id("second liar")))):
                 lie = call_of(process(stage, number), liar, sent_by_liar)
                 await entries.ledger.run(lie, 2, answer_by_content)
         still_running = [
@@ -254,9 +301,9 @@ def test_work_that_runs_out_of_memory_costs_a_slot_which_comes_back_after_many_a
 def test_a_caller_that_has_its_share_of_the_slots_leaves_the_last_one_to_others() -> None:
     async def work() -> None:
         entries, waiting = Entries(slots=8), list[asyncio.Task[HopAnswer]]()
-        greedy, other = Client("203.0.113.0/24", peer_id("greedy")), Client("198.51.100.0/24", peer_id("other"))
+        greedy, other = Requester("203.0.113.0/24", peer_id("greedy")), Requester("198.51.100.0/24", peer_id("other"))
 
-        async def ask(caller: Client) -> str:
+        async def ask(caller: Requester) -> str:
             call = call_of(process(1, len(waiting)), caller)
             waiting.append(asyncio.create_task(entries.ledger.run(call, 1, entries.work)))
             await asyncio.sleep(0)

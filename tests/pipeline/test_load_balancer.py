@@ -227,7 +227,9 @@ def test_reasons_say_what_is_going_on() -> None:
     assert choose({}).reason == "no live peer holds stage 1"
     costs = {A: replace(measured(0.1), failures=1, failed_at=100.0), B: replace(measured(0.1), busy_until=101.0)}
     assert choose(costs).reason == "all 2 peers of stage 1 are not ready (backing off, busy); next in 0.25 s"
-    assert choose({A: measured(0.1)}).reason == "expected to finish in 0.100 s, least of 1 ready peers"
+    assert choose({A: measured(0.1)}).reason == (
+        "finishes in 0.100 s, with 0.000 s charged ahead: the least sum of 1 ready peers"
+    )
 
 
 def test_equal_peers_are_told_apart_by_the_microbatch_so_that_callers_do_not_herd() -> None:

@@ -15,7 +15,7 @@ from agora.core.span_work import DrawnMicrobatch
 from agora.observe.events import EvaluationDone, Event, MicrobatchDropped, MicrobatchRerouted
 from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.router import HopAnswer, ProcessCall
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import (
     TOKENS,
     Source,
@@ -247,7 +247,7 @@ def test_leaving_waits_for_what_is_open_then_counts_what_it_drops() -> None:
         await running
         assert asyncio.get_running_loop().time() - begun == pytest.approx(8.0)
         assert (len(started(events)), origin.completed, len(dropped(events))) == (3, 2, 1)
-        assert [e.reason for e in events if isinstance(e, MicrobatchDropped)] == ["this peer is leaving"]
+        assert [e.reason for e in events if isinstance(e, MicrobatchDropped)] == ["this origin was told to end"]
         assert entrance.open == 0
 
     run(work())

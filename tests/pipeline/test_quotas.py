@@ -10,7 +10,7 @@ from agora_protocol.messages import Processed
 
 from agora.pipeline.flow_control import GRACE_S, SendInputs, StepState, equal_quota
 from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
-from agora.pipeline.router import HopAnswer, ProcessCall
+from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import TOKENS, Source, peer_id
 from tests.virtual_time import run
 

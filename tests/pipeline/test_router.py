@@ -13,7 +13,8 @@ from agora_protocol.messages import CallProgress, Pong, Process, Processed
 from agora.core.calls import ConnectionBroken
 from agora.observe.events import MicrobatchRerouted, RouteChanged
 from agora.pipeline.load_balancer import RouteHint
-from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, HopAnswer, ProcessCall, RoutedCall
+from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.router import MAX_PROGRESS_PER_STAGE, RoutedCall
 from agora.swarm.peer_score import POINTS_TO_SUSPEND, SUSPENSION_S, Violation
 from tests.pipeline.world import (
     NetworkFaults,
@@ -21,11 +22,11 @@ from tests.pipeline.world import (
     World,
     boundary_of,
     gradient_of,
-    offences_of,
     peer_id,
     started,
     tokens_of,
     train,
+    violations_of,
 )
 from tests.virtual_time import run
 
@@ -209,12 +210,12 @@ def test_a_replica_that_is_called_by_others_too_is_called_less() -> None:
         await asyncio.sleep(5.0)
         mine = world.add("mine", "1", service_s=0.1, seen=False)
         world.claimed[mine.peer] = mine
-        other.view_of = lambda: world.view.without(mine.peer)
+        other.current_view = lambda: world.view.without(mine.peer)
         world.look()
         ours = world.origin(node, max_in_flight=4)
         await train(ours, 80)
         assert world.network.calls[node.peer, mine.peer] > 2 * world.network.calls[node.peer, shared.peer]
-        other.view_of = lambda: world.view
+        other.current_view = lambda: world.view
         await origin.leave(60.0)
         await elsewhere
 
@@ -276,7 +277,7 @@ def test_a_peer_that_was_busy_keeps_its_hint_at_its_first_failure() -> None:
         (HopAnswer(Pong(), []), "bad-message"),
     ],
 )
-def test_an_answer_that_is_none_is_an_offence_and_the_next_peer_is_asked(answer: HopAnswer, code: str) -> None:
+def test_an_answer_that_is_none_is_a_violation_and_the_next_peer_is_asked(answer: HopAnswer, code: str) -> None:
     async def work() -> None:
         world = World(2)
         node, liar = world.add("first", "0"), world.add("liar", "1")
@@ -289,8 +290,8 @@ def test_an_answer_that_is_none_is_an_offence_and_the_next_peer_is_asked(answer:
         await asyncio.sleep(1.0)
         honest = world.add("honest", "1")
         assert (await task).peer == honest.peer
-        offences = {(peer, offence, text.split(":")[0]) for peer, offence, text in offences_of(node)}
-        assert offences == {(liar.peer, "bad-answer", code)}
+        violations = {(peer, violation, text.split(":")[0]) for peer, violation, text in violations_of(node)}
+        assert violations == {(liar.peer, "bad-answer", code)}
 
     run(work())
 

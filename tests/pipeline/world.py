@@ -18,8 +18,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.core.rates import Client
-from agora.core.span_work import DrawnMicrobatch, SpanResult, SpanWork
+from agora.core.fair_shares import Requester
+from agora.core.span_work import DrawnMicrobatch, ForwardKey, SpanResult, SpanWork
 from agora.net.shaping.link import LinkSpec
 from agora.observe.events import (
     Event,
@@ -29,10 +29,13 @@ from agora.observe.events import (
     MicrobatchStarted,
     OffenceRecorded,
 )
+from agora.pipeline.barriers import MeanBarrier, StepBarrier
 from agora.pipeline.flow_control import SendInputs
-from agora.pipeline.hop import Hop, MeanBarrier, StepBarrier, WorkLedger
+from agora.pipeline.hop import Hop
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.router import ProcessCall, Router, TensorForm, WireRules
+from agora.pipeline.process_call import ProcessCall, TensorForm, WireRules
+from agora.pipeline.router import Router
+from agora.pipeline.work_ledger import WorkLedger
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
@@ -108,7 +111,7 @@ class FakeDevice:
     async def forward(self, work: SpanWork) -> WireTensor:
         microbatch, first = work.microbatch, work.entry_stage
         self._check(microbatch, first, work.boundary)
-        await self._device(self._seconds(first) / 3.0, lambda: None)
+        await self._device(self._seconds(first) / 3.0)
         if work.is_training:
             self.held.add((microbatch, first, work.content_digest))
         return boundary_of(microbatch, self.span.last + 1)
@@ -116,22 +119,23 @@ class FakeDevice:
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
         microbatch, first, train = work.microbatch, work.entry_stage, work.is_training
         self._check(microbatch, first, work.boundary)
-        count = (lambda: self._count(microbatch, first)) if train else (lambda: None)
+        count = (lambda: self._count(microbatch, first)) if train else None
         await self._device(self._seconds(first), count)
         of = b"something else" if self.answers_nonsense else microbatch
         gradient = gradient_of(of, first) if train and first else None
         return SpanResult(gradient, self._seconds(first), loss_of(work.tokens), TOKENS)
 
-    async def backward(self, microbatch, first, gradient, content_digest=b"") -> SpanResult:
-        assert (microbatch, first, content_digest) in self.held, "backward without a forward"
+    async def backward(self, key: ForwardKey, gradient: WireTensor) -> SpanResult:
+        microbatch, first, _ = key
+        assert key in self.held, "backward without a forward"
         if bytes(gradient.data) != bytes(gradient_of(microbatch, self.span.last + 1).data):
             raise ProtocolError("bad-tensor", "the gradient is wrong")
         await self._device(self._seconds(first) * 2.0 / 3.0, lambda: self._count(microbatch, first))
-        self.held.discard((microbatch, first, content_digest))
+        self.held.discard(key)
         return SpanResult(gradient_of(microbatch, first) if first else None, self._seconds(first))
 
-    def forget(self, microbatch, first, content_digest=b"") -> None:
-        self.held.discard((microbatch, first, content_digest))
+    def drop_forward(self, key: ForwardKey) -> None:
+        self.held.discard(key)
 
     def _seconds(self, first: int) -> float:
         return self.service_s * (self.span.last - first + 1)
@@ -142,16 +146,24 @@ class FakeDevice:
             assert boundary is not None
             assert bytes(boundary.data) == bytes(boundary_of(microbatch, first).data)
 
-    async def _device(self, seconds: float, effect: Callable[[], None]) -> None:
-        """One job. Cancelled in the queue it is dropped; once it runs nothing stops it, as on a real device thread."""
+    async def _device(self, seconds: float, effect: Callable[[], None] | None = None) -> None:
+        """One job. Cancelled in the queue it is dropped; once it runs nothing stops it, as on a real device thread.
+
+        What has an effect is then waited for.
+        """
         await self.node.caller.block_if_frozen()
         async with self.device:
             if self.fail_next:
                 raise self.fail_next.pop()
-            job = asyncio.get_running_loop().create_task(self._work(seconds, effect))
+            job = asyncio.get_running_loop().create_task(self._work(seconds, effect or (lambda: None)))
             self.node.world.network.tasks.add(job)
             job.add_done_callback(self.node.world.network.tasks.discard)
-            await asyncio.shield(job)
+            try:
+                await asyncio.shield(job)
+            except asyncio.CancelledError:
+                if effect is None:
+                    raise
+                await job
         await self.node.caller.block_if_frozen()
 
     async def _work(self, seconds: float, effect: Callable[[], None]) -> None:
@@ -193,11 +205,11 @@ class Node:
         self.device = FakeDevice(self, span, service_s)
         self.ledger = WorkLedger(self.peer, slots, self.events.append)
         self.reached: Counter[str] = Counter()
-        self.view_of = lambda: world.view
+        self.current_view = lambda: world.view
         self.peer_score = PeerScore(self.events.append, loop_time)
         self.router = Router(
             self.caller,
-            lambda: self.view_of(),
+            lambda: self.current_view(),
             me=self.peer,
             stage_count=world.stage_count,
             wire_rules=WIRE_RULES,
@@ -235,7 +247,7 @@ class Node:
 
     async def _answer(self, call: MemoryCall) -> Reply:
         return await self.hop.process(
-            ProcessCall(call.message, call.tensors, call.deadline, call.progress, Client("", call.peer))
+            ProcessCall(call.message, call.tensors, call.deadline, call.progress, Requester("", call.peer))
         )
 
     async def _fault(self, point: str) -> None:
@@ -345,6 +357,6 @@ async def train(origin: Origin, microbatches: int, timeout_s: float = 100_000.0)
     await running
 
 
-def offences_of(node: Node) -> list[tuple[str, str, str]]:
-    """The offences that the node recorded: (peer, offence, text)."""
+def violations_of(node: Node) -> list[tuple[str, str, str]]:
+    """The violations that the node recorded: (peer, violation, text)."""
     return [(e.peer, e.offence, e.text) for e in node.events if isinstance(e, OffenceRecorded)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from agora_protocol.errors import InputError
 
@@ -42,7 +44,7 @@ def test_one_more_machine_is_of_a_kind_of_the_file_or_an_accelerator_with_the_me
     peers = read_peers(GOOD, "peers.toml")
     assert peers.find_kind("attic") == peers.kinds[1]
     added = peers.find_kind("t4")
-    assert (added.flops, added.upload, added.host_memory) == (26e12, 125e6, 0.0)
+    assert (added.flops, added.upload, added.host_memory) == (4.5e12, 125e6, 0.0)
     with pytest.raises(InputError, match=r"--add 'h10' is not a kind of machine; did you mean 'h100'\?"):
         peers.find_kind("h10")
 
@@ -50,6 +52,26 @@ def test_one_more_machine_is_of_a_kind_of_the_file_or_an_accelerator_with_the_me
 def test_every_accelerator_of_the_table_can_be_named() -> None:
     text = "".join(f'[[machine]]\nkind = "{kind}"\nupload_mbps = 100\n' for kind in ACCELERATORS)
     assert len(read_peers(text, "peers.toml").machines) == len(ACCELERATORS)
+
+
+def test_a_speed_that_nobody_has_measured_is_said_to_be_computed_unless_the_owner_gives_his_own() -> None:
+    machine = '[[machine]]\nkind = "{}"\nname = "{}"\nupload_mbps = 100\n'
+    text = machine.format("rtx4090", "den") + machine.format("t4", "shed") + machine.format("a100", "lab")
+    remarks = read_peers(text, "peers.toml").remarks
+    assert (
+        len(remarks) == 2
+        and remarks[0].startswith("89.2 TFLOP/s of rtx4090: computed")
+        and "flops_tflops" in remarks[0]
+    )
+    assert "t4: daemons compute in float32 there" in remarks[1]
+    assert read_peers(machine.format("t4", "shed") + "flops_tflops = 6\n", "peers.toml").remarks == ()
+
+
+def test_the_page_has_the_table_of_accelerators() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "use" / "plan_command.md").read_text(encoding="utf-8")
+    for kind, accelerator in ACCELERATORS.items():
+        speed = accelerator.remark or "measured by others"
+        assert f"| `{kind}` | {accelerator.tflops:g} | {accelerator.memory_gb:g} | {speed} |\n" in page
 
 
 @pytest.mark.parametrize(

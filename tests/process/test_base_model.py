@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from agora_protocol.manifest_model import ADAPTER_FILE
 from safetensors.torch import load_file
 
 from agora.cli import export
@@ -13,6 +14,7 @@ from agora.tuning.base.store import list_tensors
 from agora.tuning.hf_family import needed_tensors
 from tests.model.tiny_models import make_model, manifest_of, save
 from tests.process.harness import drained, last_step, swarm
+from tests.tuning.test_going_on_from_adapter import begun, make_adapter, make_base
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -74,3 +76,23 @@ def test_a_peer_without_any_files_fetches_its_own_spans_tensors_and_trains(tmp_p
         assert all(torch.equal(values, whole[name]) for name, values in written.items())
         assert second.events("MicrobatchCounted") and not first.events("MicrobatchDropped")
         made.stop()
+
+
+def test_a_run_goes_on_from_an_adapter_that_a_peer_without_files_fetches(tmp_path: Path) -> None:
+    """The learning rate is so small that what is exported must be the adapter, of the joiner's stage too."""
+    base = make_base("qwen2", tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "adapter")
+    sections = {**SECTIONS, "stages": {"count": 2}, "optimizer": {**SECTIONS["optimizer"], "target_tokens": 128}}
+    manifest = begun(base, adapter).with_values(**sections, boundary={"codec": "float32"})
+    with swarm(tmp_path, manifest) as made:
+        first = made.start("first", "0", flags=["--base-model", str(base), "--adapter", str(adapter)])
+        second = made.start("second", "1")
+        made.until(lambda: min(last_step(first), last_step(second)) >= 2, "steps of both stages")
+        drained(made, first)
+        made.stop()
+        out = tmp_path / "out"
+        assert export.run(str(made.directory / "run.toml"), out, [first.root, second.root], average=False) == 0
+    began, written = load_file(adapter / ADAPTER_FILE), load_file(out / ADAPTER_FILE)
+    assert written.keys() == began.keys() and any(values.any() for name, values in began.items() if "lora_B" in name)
+    for name, values in written.items():
+        torch.testing.assert_close(values, began[name], rtol=0, atol=1e-6)

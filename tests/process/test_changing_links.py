@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from agora_protocol.manifest import Manifest
 
-from agora.core.sync_mode import ALL_REDUCE, MIN_STEPS_BETWEEN
+from agora.core.step_schedule import ALL_REDUCE, MIN_STEPS_BETWEEN
 from tests.process.harness import Daemon, checkpoint_at, last_step, newest_common, nothing_lost, oracle_manifest, swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]

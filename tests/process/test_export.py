@@ -72,7 +72,7 @@ def test_a_daemon_exports_the_model_whose_loss_the_swarm_says(tmp_path: Path) ->
         assert said["loss"] < 5.4, "a model that learnt nothing (5.55) would show little"
         for daemon in (first, last):
             files = collected(daemon)["files"]
-            assert [Path(files[k]).parent.parent.parent.parent for k in ("0", "1")] == [daemon.root] * 2
+            assert all(Path(files[k]).is_relative_to(daemon.root) for k in ("0", "1"))
         made.stop()
 
 
@@ -98,5 +98,5 @@ def test_training_goes_on_meanwhile_and_a_stage_that_nobody_holds_any_more_is_na
         done = export(first, tmp_path / "out")
         assert done.returncode == 4 and "no peer of the swarm serves it" in done.stderr, done.stderr
         assert "is missing" in done.stderr and not (tmp_path / "out").exists()
-        assert not list(first.root.glob("runs/*/*collected*"))
+        assert [path.name for path in first.root.glob("runs/*/collected/*")] == ["1"], "the one that was complete"
         made.stop()

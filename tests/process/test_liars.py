@@ -55,7 +55,7 @@ def train(folder: Path, faults: str, step: int) -> tuple[int, float]:
             point, action = faults.split(",")[0].split(":")[:2]
             assert {tuple(entry[1:3]) for entry in fired(fourth)} == {(point, action.partition("=")[0])}
             told = {e["offence"] for daemon in honest for e in daemon.events("OffenceRecorded", peer=fourth.peer)}
-            print(f"{faults}: {len(fired(fourth))} lies; offences {told or 'none'}")
+            print(f"{faults}: {len(fired(fourth))} lies; violations {told or 'none'}")
         made.stop()
         return step, heldout_loss(MANIFEST, sampler_of(MANIFEST, made.corpus), weights[:1])
 

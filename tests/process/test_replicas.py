@@ -1,4 +1,4 @@
-"""Replicas that agree, in real processes: exactly in synchronous runs, by sparse averaging in asynchronous ones."""
+"""Replicas that agree, in real processes: to the bit in all-reduce steps, around outer parameters in inner steps."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def test_two_stages_of_three_replicas_equal_a_plain_loop_over_all_their_batches(
                 assert relative_difference(weights[name], expected) < 1e-4, f"stage {stage} {name}"
 
 
-def test_an_asynchronous_run_begins_with_all_reduce_steps_and_goes_on_around_an_anchor(tmp_path: Path) -> None:
+def test_an_asynchronous_run_begins_with_all_reduce_steps_and_goes_on_with_inner_steps(tmp_path: Path) -> None:
     """Replicas are equal to the bit until `exact_steps`, though their pipelines do not wait; then each is its own.
 
-    What they have agreed on after that is the same bits again: their lineages say so.
+    What they have agreed on after that is the same bits again: their history hashes say so.
     """
     exact, later = 12, 24
     base = averaging(1).model_dump()
@@ -113,7 +113,7 @@ def test_an_asynchronous_run_begins_with_all_reduce_steps_and_goes_on_around_an_
             return one & two
 
         def common_agreed() -> set[int]:
-            """Steps after the exact ones whose lineage is in a state of both."""
+            """Steps after the exact ones whose history hash is in a state of both."""
             one, two = (agreed_in_checkpoints(daemon).keys() for daemon in both)
             return {agreed for agreed in one & two if agreed > exact}
 
@@ -138,7 +138,7 @@ def test_an_asynchronous_run_begins_with_all_reduce_steps_and_goes_on_around_an_
 
 
 def agreed_in_checkpoints(daemon: Daemon) -> dict[int, int]:
-    """The lineages in a daemon's checkpoints, by the step agreed on."""
+    """The history hashes in a daemon's checkpoints, by the step agreed on."""
     found = [json.loads(path.read_text()) for path in daemon.root.rglob("checkpoints/stage-0/step-*/checkpoint.json")]
     return {about["agreed"]: about["lineage"] for about in found}
 
@@ -188,7 +188,7 @@ def test_a_join_and_a_death_each_cost_an_asynchronous_stage_less_than_half_a_ste
     """Of three replicas one dies, and loses what it had counted; then one of two, whose part of a step is half of it.
 
     The last one takes its next step within three steps' duration, and waits for nobody any more. The fast tier claims
-    the same in virtual time (tests/replica/test_replica_group.py).
+    the same in virtual time (tests/replica/test_stage_replicas.py).
     """
     target = 32_768
     base = averaging(2, tokens=target).model_dump()
@@ -264,7 +264,7 @@ def tokens_of_latest_steps(replicas: list[Daemon]) -> float:
     return sum(event["tokens"] for event in steps) / LATEST if last >= 2 * LATEST else 0.0
 
 
-def test_replicas_with_inner_steps_step_together_and_agree_on_slices(tmp_path: Path) -> None:
+def test_replicas_with_inner_steps_step_together_and_agree_on_fragments(tmp_path: Path) -> None:
     """Sooner or later: a process that stands still for some seconds misses rounds, and is followed up by later ones."""
     target = 8192
     with swarm(tmp_path, averaging(2, target).with_values(averaging={"round_s": 20.0})) as made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
 import time
@@ -47,7 +48,7 @@ from agora.net.nat.circuit_wire import (
     encode_multiaddr,
 )
 from agora.net.p2pd.hivemind_shim import DHTID
-from agora.replica.all_reduce import reducing_bandwidths
+from agora.replica.reducers import reducing_bandwidths
 from agora.replica.shard_codec import NumberFormat
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity, build_status
@@ -401,15 +402,20 @@ def circuit_case(seeds: list[bytes], mutator: Mutator) -> tuple[int, str]:
 def judge(case: Case, first: int, count: int) -> Counter[str]:
     """Runs cases first..first+count; how often each outcome was seen."""
     outcomes: Counter[str] = Counter()
-    for number in range(first, first + count):
-        before = time.process_time()
-        try:
-            _, outcome = case(Mutator(number))
-        except BaseException as error:
-            error.add_note(f"fuzz case {number} of {case}")
-            raise
-        assert time.process_time() - before < MAX_CASE_S, f"fuzz case {number} hangs"
-        outcomes[outcome] += 1
+    # What a whole run of tests has left would be looked through by a garbage collection in the middle of a case.
+    gc.freeze()
+    try:
+        for number in range(first, first + count):
+            before = time.process_time()
+            try:
+                _, outcome = case(Mutator(number))
+            except BaseException as error:
+                error.add_note(f"fuzz case {number} of {case}")
+                raise
+            assert time.process_time() - before < MAX_CASE_S, f"fuzz case {number} hangs"
+            outcomes[outcome] += 1
+    finally:
+        gc.unfreeze()
     return outcomes
 
 

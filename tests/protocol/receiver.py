@@ -27,17 +27,20 @@ from agora_protocol.tensors import WireTensor
 from agora.cli.status_command import check_status
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.core.rates import Client
-from agora.core.span_work import SpanResult, SpanWork
-from agora.core.sync_mode import ONLY_ALL_REDUCE
+from agora.core.fair_shares import Requester
+from agora.core.span_work import ForwardKey, SpanResult, SpanWork
+from agora.core.step_schedule import ONLY_ALL_REDUCE
 from agora.net.nat.addresses import host_and_port, is_private
 from agora.net.nat.dialling import AddressBook
 from agora.net.rpc.connection import Gate
-from agora.pipeline.hop import Hop, StepBarrier, WorkLedger
-from agora.pipeline.router import ProcessCall, Router
-from agora.replica.all_reduce import AllReduce, RoundView
-from agora.replica.gossip import StepGossip, SwarmView
-from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, WeightedValues
+from agora.pipeline.barriers import StepBarrier
+from agora.pipeline.hop import Hop
+from agora.pipeline.process_call import ProcessCall
+from agora.pipeline.router import Router
+from agora.pipeline.work_ledger import WorkLedger
+from agora.replica.all_reduce import AllReduce, RoundContext
+from agora.replica.gossip import StepGossip, SwarmQueries
+from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, ShardCodec, WeightedValues
 from agora.replica.view import ReplicaCounts
 from agora.state.comparison import SketchedState, judge_source
 from agora.state.layout import StageState, chunk_hashes, pack_chunk
@@ -90,15 +93,13 @@ class PlainDevice:
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
         raise NotImplementedError
 
-    async def backward(
-        self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor, content: bytes
-    ) -> SpanResult:
+    async def backward(self, key: ForwardKey, gradient: WireTensor) -> SpanResult:
         values = NumberFormat("float32").decode([WireTensor(gradient.dtype, (8,), gradient.data)], 8)
         if not self._bound.record_and_check(float(values.square().mean().sqrt())):
             raise ProtocolError("bad-tensor", "the gradient is too large")
         return SpanResult(gradient, 0.001)
 
-    def forget(self, microbatch: MicrobatchId, entry_stage: int, content: bytes) -> None:
+    def drop_forward(self, key: ForwardKey) -> None:
         pass
 
 
@@ -141,17 +142,26 @@ class Receiver:
         )
         self.gossip = StepGossip(
             ME,
-            span,
+            STAGE,
             self,
-            SwarmView(lambda stage: dict.fromkeys(MEMBERS, 0.0), lambda: True, lambda: None, lambda: [[10]]),
-            lambda: {STAGE: ReplicaCounts(10, 10, 100, 1000)},
-            nothing,
-            highest_plausible=lambda stage: 1e6,
+            SwarmQueries(lambda stage: dict.fromkeys(MEMBERS, 0.0), lambda: True, lambda: None, lambda: [[10]]),
+            counts=lambda: ReplicaCounts(10, 10, 100, 1000),
+            on_change=nothing,
+            highest_plausible=lambda: 1e6,
             report_implausible=nothing,
             rng=rng,
         )
         config = RoundConfig(ME, run, "clip", 20.0, max_weight=1e9, gradient_wire="normal3", fragment_wire="int8")
-        self.all_reduce = AllReduce(config, self, self._view_of, lambda shard: shard.fragments, nothing, nothing)
+        codec = ShardCodec(config)
+        self.all_reduce = AllReduce(
+            codec,
+            self,
+            self._context_of,
+            lambda fragments: fragments,
+            lambda _: bytes(64),
+            nothing,
+            nothing,
+        )
         self.epochs = EpochGossip(
             EpochAssigner(0, ME, 1, 100),
             self,
@@ -172,8 +182,8 @@ class Receiver:
         self.gate = Gate(ME, run, "receiver", judge=lambda peer, proof: self.admission.judge(peer, proof, now()).role)
         self.addresses = AddressBook(lambda address: not is_private(address))
 
-    def _view_of(self, shard: Shard) -> RoundView:
-        view = RoundView(dict.fromkeys(MEMBERS, 0.0), frozenset(MEMBERS[1:]), frozenset(), 20.0, numel=NUMEL)
+    def _context_of(self, shard: Shard) -> RoundContext:
+        view = RoundContext(dict.fromkeys(MEMBERS, 0.0), frozenset(MEMBERS[1:]), frozenset(), 20.0, numel=NUMEL)
         if shard.stage != STAGE or shard.position or shard.fragments > 1:
             return replace(view, refusal=ProtocolError("bad-message", "no such shard"))
         return view
@@ -213,7 +223,7 @@ class Receiver:
         reply = Reply(message, list(tensors))
         match message:
             case Process():
-                call = ProcessCall(message, list(tensors), deadline, nothing, Client("", peer))
+                call = ProcessCall(message, list(tensors), deadline, nothing, Requester("", peer))
                 answer = await self.hop.process(call)
                 encode_frame(FrameType.ANSWER, 1, answer.message, answer.tensors)
             case Processed():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from agora_protocol.errors import PeerFailed, Unavailable
+from agora_protocol.errors import PeerFailed, Refused, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import SLICE_BLOCK
@@ -18,17 +17,18 @@ from agora_protocol.messages import Contribute, GossipSteps, Message, Recall
 from agora_protocol.records import StageAccount
 
 from agora.core.calls import Reply
-from agora.core.sync_mode import ChangeRule, StepPlan, StepPolicy, first_step_plan
+from agora.core.clock import loop_time
+from agora.core.step_schedule import StepInstructions, SyncChangeRule, first_sync_schedule
 from agora.observe.events import Event
-from agora.replica.gossip import SwarmView
-from agora.replica.replica_group import ReplicaGroup
+from agora.replica.gossip import SwarmQueries
+from agora.replica.stage_replicas import SpanReplicas
 from agora.state.layout import Layout, lay_out
-from agora.swarm.peer_score import Violation
+from agora.swarm.peer_score import PeerScore, Violation
 from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import GradientShare
-from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of_weights
+from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
-from tests.replica.world import identities
+from tests.replica.world import IDENTITIES, identities
 from tests.train.support import small_manifest
 
 NUMEL = 4 * SLICE_BLOCK
@@ -45,18 +45,18 @@ class FakeStage:
         self.gradient = number * torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))
         self.rate = rate
         self.manifest = manifest
-        self.plan = first_step_plan(manifest)
-        self.change_rule = ChangeRule.from_manifest(manifest)
+        self.sync_schedule = first_sync_schedule(manifest)
+        self.change_rule = SyncChangeRule.from_manifest(manifest)
         self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
         self.history = {0: INITIAL_HASH}
         self.share: GradientShare | None = None
-        self.policy = StepPolicy(10**9)
+        self.instructions = StepInstructions(10**9)
         self.alone_at: list[int] = []
         self.closed: list[int] = []
         """The tokens of each part that was closed."""
-        self.group: ReplicaGroup | None = None
+        self.group: SpanReplicas | None = None
 
     def layout(self, stage: int) -> Layout:
         return LAYOUT
@@ -73,23 +73,23 @@ class FakeStage:
             tokens_predicted=0,
             refused_nonfinite=0,
             account=StageAccount(),
-            plan=self.plan,
+            sync_schedule=self.sync_schedule,
             history=self.history,
         )
         return [progress]
 
     @property
-    def agreed(self) -> int:
+    def agreed_step(self) -> int:
         return max(self.history)
 
     def step_of(self, stage: int) -> int:
         return self.step
 
-    def step_plan(self, stage: int) -> StepPlan:
-        return self.plan
+    def progress_of(self, stage: int) -> StageProgress:
+        return self.progress()[0]
 
-    def set_step_policy(self, stage: int, policy: StepPolicy) -> None:
-        self.policy = policy
+    def set_step_instructions(self, stage: int, instructions: StepInstructions) -> None:
+        self.instructions = instructions
 
     async def count(self) -> None:
         while True:
@@ -101,12 +101,12 @@ class FakeStage:
                 self.group.stages[0].on_microbatch_left(in_progress=0)
 
     def _take_due_step(self) -> None:
-        """As train.Stage.step_if_due."""
-        if self.share is not None or not 0 < self.tokens >= self.policy.tokens_needed(self.step):
+        """As train.Stage.step_or_close_share."""
+        if self.share is not None or not 0 < self.tokens >= self.instructions.tokens_needed(self.step):
             return
-        if not self.policy.uses_mean_gradient(self.step, self.plan):
+        if not self.instructions.uses_mean_gradient(self.step, self.sync_schedule):
             self._step_alone()
-        elif self.policy.must_close(self.step, self.plan):
+        elif self.instructions.must_close(self.step, self.sync_schedule):
             self._close()
 
     def _step_alone(self) -> None:
@@ -124,13 +124,13 @@ class FakeStage:
 
     def _step(self, gradient: torch.Tensor, own_tokens: int) -> None:
         self.weights = self.weights - 0.01 * gradient
-        was_local = self.plan.is_inner(self.step)
+        was_local = self.sync_schedule.is_inner(self.step)
         self.step, self.share = self.step + 1, None
         if not was_local:
-            self.history = extend_history(self.history, self.step, zlib.crc32(gradient.numpy().data))
+            self.history = extend_history(self.history, self.step, hash_of(gradient.numpy().data))
             self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
-        elif not self.plan.is_inner(self.step):
-            self.history = {self.step: hash_of_weights(self.weights.numpy().data)}
+        elif not self.sync_schedule.is_inner(self.step):
+            self.history = {self.step: hash_of(self.weights.numpy().data)}
         self._tell(own_tokens)
 
     def _tell(self, own: int) -> None:
@@ -138,7 +138,7 @@ class FakeStage:
         asyncio.get_running_loop().call_soon(self.group.stages[0].on_stepped, self.step, own)
 
     async def outer_gradient(self, stage: int, blocks: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not self.plan.is_inner(self.step):
+        if not self.sync_schedule.is_inner(self.step):
             return None
         snapshot = self.weights.view(-1, SLICE_BLOCK)[blocks].flatten()
         return self.outer.outer_gradient(torch.from_numpy(blocks), snapshot), snapshot
@@ -146,30 +146,30 @@ class FakeStage:
     async def outer_step(
         self, stage: int, step: int, blocks: Any, snapshot: torch.Tensor, averaged: Any, wanted_fragments: int
     ) -> None:
-        if step <= self.agreed or not self.plan.is_inner(self.step):
+        if step <= self.agreed_step or not self.sync_schedule.is_inner(self.step):
             return
         rows = torch.from_numpy(blocks)
         if averaged is None:
             self.outer.restart(rows, snapshot)
-            checksum = zlib.crc32(snapshot.numpy().data)
+            checksum = hash_of(snapshot.numpy().data)
         else:
-            pass_steps = self.manifest.averaging.every * self.plan.fragments_at(step - 1)
+            pass_steps = self.manifest.averaging.every * self.sync_schedule.fragments_at(step - 1)
             outer_step = self.outer.prepare(rows, snapshot, *averaged, pass_steps)
             self.outer.take(outer_step)
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += outer_step.change.view(-1, SLICE_BLOCK)
-            checksum = zlib.crc32(bytes([*averaged[1], wanted_fragments]), zlib.crc32(averaged[0].numpy().data))
-        self.history = extend_history(self.history, step, checksum, last=self.agreed)
-        self.plan = self.change_rule.after_fragment_sync(self.plan, step, wanted_fragments)
+            checksum = hash_of(averaged[0].numpy().data, bytes([*averaged[1], wanted_fragments]))
+        self.history = extend_history(self.history, step, checksum, last=self.agreed_step)
+        self.sync_schedule = self.change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.Stage."""
         if step > self.step and self.share is None:
-            if self.tokens and (step == self.step + 1 or self.plan.is_inner(self.step)):
+            if self.tokens and (step == self.step + 1 or self.sync_schedule.is_inner(self.step)):
                 self._step_alone()
             if step > self.step:
-                if not self.plan.is_inner(step - 1):
-                    self.history = extend_history({step - 1: self.history[self.agreed]}, step, 0)
+                if not self.sync_schedule.is_inner(step - 1):
+                    self.history = extend_history({step - 1: self.history[self.agreed_step]}, step, 0)
                 self.step, self.tokens = step, 0
                 self._tell(0)
         self._take_due_step()
@@ -184,7 +184,7 @@ class FakeStage:
         self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, wanted_fragments: int
     ) -> None:
         assert self.step == step
-        self.plan = self.change_rule.after_all_reduce(self.plan, step, wanted_fragments)
+        self.sync_schedule = self.change_rule.after_all_reduce(self.sync_schedule, step, wanted_fragments)
         self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 
@@ -198,23 +198,29 @@ class GroupPeer:
         self.uplink_rate: float | None = None
         self.events: list[Event] = []
         self.fetches: list[int] = []
-        self.offences: list[tuple[PeerId, Violation, str]] = []
-        self.group = ReplicaGroup(
+        self.violations: list[tuple[PeerId, Violation, str]] = []
+        self.score = PeerScore(lambda event: None, loop_time)
+        self.group = SpanReplicas(
             world.signed,
-            peer,
+            IDENTITIES[peer],
             worker=self.stage,
-            caller=world.network.join(peer, self._answer),
-            swarm=SwarmView(
+            peer_caller=world.network.join(peer, self._answer),
+            swarm=SwarmQueries(
                 self.replicas_in_view, self.has_connections, self.uplink_bytes_per_s, lambda: self.world.run_steps
             ),
             fetch_state=self.fetch,
             report=self.events.append,
-            report_violation=lambda peer, violation, text, dedup_key="": self.offences.append(
-                (peer, violation, dedup_key)
-            ),
+            report_violation=self._record,
         )
         self.stage.group = self.group
         self.tasks: list[asyncio.Task[None]] = []
+
+    def _record(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "", /) -> None:
+        self.violations.append((peer, violation, dedup_key))
+        self.score.report_violation(peer, violation, text, dedup_key)
+
+    def has_suspended(self, peer: PeerId) -> bool:
+        return self.world.suspends and self.score.suspended_s(peer) > 0
 
     def start(self) -> None:
         self.tasks = [asyncio.create_task(self.group.run()), asyncio.create_task(self.stage.count())]
@@ -231,7 +237,8 @@ class GroupPeer:
     def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
         if stage in self.alone_in:
             return {self.peer: 0.0}
-        return dict.fromkeys(self.world.peers if self.sees is None else self.sees, 0.0)
+        listed = self.world.peers if self.sees is None else self.sees
+        return {peer: self.world.bandwidths.get(peer, 0.0) for peer in listed if not self.has_suspended(peer)}
 
     def uplink_bytes_per_s(self) -> float | None:
         return self.uplink_rate
@@ -248,8 +255,8 @@ class GroupPeer:
             if other.step >= at_least and not self.world.network.is_cut_between(self.peer, source):
                 self.stage.weights, self.stage.step = other.weights, other.step
                 self.stage.share, self.stage.tokens = None, 0
-                self.stage.history = {other.agreed: other.history[other.agreed]}
-                self.stage.plan = other.plan
+                self.stage.history = {other.agreed_step: other.history[other.agreed_step]}
+                self.stage.sync_schedule = other.sync_schedule
                 for name, values in self.stage.outer.moments.items():
                     values.copy_(other.outer.moments[name])
                 return
@@ -257,15 +264,13 @@ class GroupPeer:
 
     async def _answer(self, call: MemoryCall) -> Reply:
         self.world.calls[type(call.message).__name__] += 1
+        if self.has_suspended(call.peer):
+            raise Refused("suspended")
         if type(call.message) in self.world.failing:
             raise PeerFailed("as the test wants it")
         match call.message:
-            case GossipSteps() as request:
-                return Reply(self.group.gossip.answer(call.peer, request), [])
-            case Recall() as request:
-                return self.group.all_reduce.answer_recall(request)
-            case Contribute() as request:
-                return await self.group.answer_contribution(call.peer, request, call.tensors, call.deadline)
+            case GossipSteps() | Recall() | Contribute() as request:
+                return await self.group.answer(call.peer, request, call.tensors, call.deadline)
         raise AssertionError(call.message)
 
 
@@ -281,6 +286,8 @@ class GroupWorld:
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
+        self.bandwidths: dict[PeerId, float] = {}
+        self.suspends = False  # whether peers refuse those that they have suspended
         self.has_connections = False
         """Whether peers have connections to peers that are not in this world, of other stages."""
         self.peers: dict[PeerId, GroupPeer] = {}

@@ -17,14 +17,8 @@ from agora_protocol.messages import Averaged, Contribute, Recall
 from agora.core.calls import Reply
 from agora.observe.events import PartFailed, RoundDone
 from agora.replica import all_reduce
-from agora.replica.all_reduce import (
-    MAX_RUNNING_SYNCS,
-    MIN_KEPT_ROUNDS,
-    RECALL_FRACTION,
-    ROUNDS_PER_REDUCER,
-    RoundResult,
-    reducers_of,
-)
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, MIN_KEPT_ROUNDS, RECALL_FRACTION, RoundResult
+from agora.replica.reducers import ROUNDS_PER_REDUCER, reducers_of
 from agora.replica.shard_codec import (
     WIRE_KINDS,
     EncodedShard,
@@ -34,7 +28,8 @@ from agora.replica.shard_codec import (
     ShardMean,
     cut_into_shards,
 )
-from tests.replica.world import Member, World, identities
+from agora.swarm.peer_score import Violation
+from tests.replica.world import Member, World, identities, signed_by
 from tests.virtual_time import run
 
 SIZE = 3 * PART_ELEMENTS + 1024
@@ -68,17 +63,17 @@ def mean_of(indices: list[int], weights: list[float]) -> torch.Tensor:
     return sum(values_of(i) * (weights[i] / total) for i in indices)
 
 
-def owners_in(world: World, part: int, number: int = 0, kind: RoundKind = "fragment") -> tuple[PeerId, PeerId]:
+def reducers_in(world: World, part: int, number: int = 0, kind: RoundKind = "fragment") -> tuple[PeerId, PeerId]:
     config = next(iter(world.members.values())).all_reduce.config
     first, second = reducers_of(
-        config.run, Shard(0, kind, number, part, world.slices_of(kind)), dict.fromkeys(world.members, 0.0)
+        config.run, Shard(0, kind, number, part, world.fragments_in(kind)), dict.fromkeys(world.members, 0.0)
     )
     assert second is not None
     return first, second
 
 
-def owner_of(world: World, part: int, number: int = 0) -> tuple[Member, Member]:
-    first, second = owners_in(world, part, number)
+def reducer_of_shard(world: World, part: int, number: int = 0) -> tuple[Member, Member]:
+    first, second = reducers_in(world, part, number)
     return world.members[first], world.members[second]
 
 
@@ -93,7 +88,8 @@ def test_everyone_gets_the_same_bits_near_the_weighted_mean(wire: str, tolerance
         true = mean_of([0, 1, 2, 3], weights)
         for result in results:
             assert result.failed_shards == 0 and result.contributors == 4 and result.weight == 400.0
-            assert torch.equal(result.mean, results[0].mean), "also of the parts that it owns itself"
+            assert result.is_weight_confirmed, "more than one of them has reduced a shard"
+            assert torch.equal(result.mean, results[0].mean), "also of the parts that it reduces itself"
         wrong = results[0].mean - true
         assert float(wrong.abs().max()) < tolerance, "two steps of the lattice at values near 1"
         assert abs(float(wrong.mean())) < 2e-4, "and right in the mean"
@@ -161,27 +157,27 @@ def test_gradients_count_by_their_tokens_in_synchronous_runs_and_are_capped_in_o
 
 
 @pytest.mark.parametrize("kind", ["fragment", "gradient"])
-def test_an_owner_keeps_its_part_for_sixteen_rounds_of_a_place_and_then_it_is_anothers_turn(kind: RoundKind) -> None:
+def test_a_reducer_keeps_its_shard_for_sixteen_rounds_and_then_it_is_anothers_turn(kind: RoundKind) -> None:
     async def main() -> None:
         world = World(SIZE, slices=5)
         world.add(*identities(4))
         every, firsts = 5 if kind == "fragment" else 1, set()
         for turn in range(20):
             numbers = range(turn * ROUNDS_PER_REDUCER, (turn + 1) * ROUNDS_PER_REDUCER)
-            ((first, _),) = {owners_in(world, 2, every * number, kind) for number in numbers}
+            ((first, _),) = {reducers_in(world, 2, every * number, kind) for number in numbers}
             firsts.add(first)
         assert firsts == set(world.members), "everybody in its turn"
-        assert len({owners_in(world, 2, number) for number in range(5)}) > 1, "slices have each their own"
+        assert len({reducers_in(world, 2, number) for number in range(5)}) > 1, "slices have each their own"
 
     run(main())
 
 
-def test_an_owner_that_is_dead_costs_its_parts_a_second_owner() -> None:
+def test_a_reducer_that_is_dead_costs_its_shards_a_second_reducer() -> None:
     async def main() -> None:
         world = World(SIZE)
         members = world.add(*identities(4))
         weights = [1.0] * 4
-        victim, _ = owner_of(world, 0)
+        victim, _ = reducer_of_shard(world, 0)
         world.network.dead.add(victim.peer)
         living = [i for i, m in enumerate(members) if m is not victim]
         results = await one_round(world, members, weights)
@@ -194,13 +190,13 @@ def test_an_owner_that_is_dead_costs_its_parts_a_second_owner() -> None:
     run(main())
 
 
-def test_a_second_owner_whose_recall_has_ended_waits_no_longer_than_for_the_last_member() -> None:
-    """The first owner is dead; the last member contributes nothing and turns out not to answer after the recall."""
+def test_a_second_reducer_whose_recall_has_ended_waits_no_longer_than_for_the_last_member() -> None:
+    """The first reducer is dead; the last member contributes nothing and turns out not to answer after the recall."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(3))
-        first, second = owner_of(world, 0)
+        first, second = reducer_of_shard(world, 0)
         (last,) = (member for member in members if member not in (first, second))
         world.network.dead.add(first.peer)
         part, loop, values = Shard(0, "fragment", 0, 0, 1), asyncio.get_running_loop(), values_of(0)[:PART_ELEMENTS]
@@ -220,11 +216,11 @@ def test_a_second_owner_whose_recall_has_ended_waits_no_longer_than_for_the_last
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: int) -> None:
+def test_a_reducer_that_dies_after_some_answers_leaves_one_average_for_all(nth: int) -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(4))
-        victim, _ = owner_of(world, 0)
+        victim, _ = reducer_of_shard(world, 0)
         victim.dies_at = ("averaging.answered", nth)
         deadline = asyncio.get_running_loop().time() + world.round_s
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
@@ -242,11 +238,11 @@ def test_an_owner_that_dies_after_some_answers_leaves_one_average_for_all(nth: i
     run(main())
 
 
-def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() -> None:
+def test_a_hanging_reducer_and_a_hanging_member_hold_nobody_beyond_the_deadline() -> None:
     async def main() -> None:
         world = World(SIZE)
         members = world.add(*identities(4))
-        victim, _ = owner_of(world, 1)
+        victim, _ = reducer_of_shard(world, 1)
         world.network.silent.add(victim.peer)
         living = [i for i, m in enumerate(members) if m is not victim]
         deadline = asyncio.get_running_loop().time() + world.round_s
@@ -261,7 +257,7 @@ def test_a_hanging_owner_and_a_hanging_member_hold_nobody_beyond_the_deadline() 
     run(main())
 
 
-def test_a_sender_that_dies_between_its_parts_is_in_those_it_sent() -> None:
+def test_a_sender_that_dies_between_its_shards_is_in_those_it_sent() -> None:
     async def main() -> None:
         world = World(SIZE)
         members = world.add(*identities(4))
@@ -280,7 +276,7 @@ def test_a_sender_that_dies_between_its_parts_is_in_those_it_sent() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_one_that_is_gone_is_waited_for_once_and_not_at_every_part(hangs: bool) -> None:
+def test_one_that_is_gone_is_waited_for_once_and_not_at_every_shard(hangs: bool) -> None:
     """Many more parts than are asked for at once: else a window each would be longer than the round."""
 
     async def main() -> None:
@@ -325,13 +321,13 @@ def asking(part: int, number: int = 0, second: bool = False) -> Contribute:
 
 
 @pytest.mark.parametrize("liar_begins", [True, False])
-def test_nobody_makes_a_first_owner_ask_for_averages_that_it_has_not_given(liar_begins: bool) -> None:
+def test_nobody_makes_a_first_reducer_ask_for_averages_that_it_has_not_given(liar_begins: bool) -> None:
     """A member that says it comes to the second reducer would be asked what the first one gave, whatever it is."""
 
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(4))
-        first, _ = owner_of(world, 0)
+        first, _ = reducer_of_shard(world, 0)
         liar = next(m for m in members if m is not first)
         false = torch.full((PART_ELEMENTS,), 3.0)
         encoded = EncodedShard("float32", NumberFormat("float32").encode(false))
@@ -364,7 +360,7 @@ def test_a_member_that_comes_long_before_the_others_leaves_them_their_average() 
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(4))
-        first, _ = owner_of(world, 0)
+        first, _ = reducer_of_shard(world, 0)
         early = next(m for m in members if m is not first)
         sent = NumberFormat("float32").encode(values_of(9)[:PART_ELEMENTS])
         loop = asyncio.get_running_loop()
@@ -412,7 +408,7 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
         world = World(SIZE)
         members = world.add(*identities(3))
         honest, hostile = members[0], members[2]
-        part = owner_of(world, 0)[0]
+        part = reducer_of_shard(world, 0)[0]
         bad_nan = torch.full((PART_ELEMENTS,), float("nan"))
         codec = NumberFormat("float32")
         good = codec.encode(values_of(0)[:PART_ELEMENTS])
@@ -468,7 +464,7 @@ def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, kind: 
     run(main())
 
 
-def test_a_part_that_this_peer_itself_has_no_mean_of_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_this_peer_itself_has_no_mean_of_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def contribute(*_: object) -> ShardMean:
         raise TimeoutError
 
@@ -492,12 +488,14 @@ def keep_means(keeper: Member, first: Shard, weight: float) -> None:
         mean = keeper.all_reduce.codec.mean(part, [values, values], [300.0, 200.0], None)
         assert mean is not None
         mean = replace(mean, message=replace(mean.message, weight=weight))
+        reducer, _ = reducers_of(keeper.all_reduce.config.run, part, keeper.view)
+        mean = signed_by(reducer, keeper.all_reduce.codec, part, mean)
         is_last = index == len(cuts) - 1
         keeper.all_reduce.keep_mean(part, keeper.all_reduce.codec.zero_mean(part, len(values)) if is_last else mean)
 
 
 @pytest.mark.parametrize(("said", "counts_as"), [(500.0, 500.0), (1e21, 1e9)])
-def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_absurd_number(
+def test_a_recalled_step_has_the_tokens_of_the_shards_that_were_averaged_but_no_absurd_number(
     said: float, counts_as: float
 ) -> None:
     """A part that nobody could average has no tokens; the step is not empty for that."""
@@ -518,29 +516,51 @@ def test_a_recalled_step_has_the_tokens_of_the_parts_that_were_averaged_but_no_a
     run(main())
 
 
-def test_an_owner_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than 2^63 of them would not fit into any record."""
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_means_of_an_only_member_are_kept_for_who_comes_later(exact: bool) -> None:
+    """It has stepped along them: a newcomer whose state is some steps older has to step along the same."""
 
     async def main() -> None:
-        world = World(PART_ELEMENTS)
-        members = world.add(*identities(2))
-        owner, _ = owner_of(world, 0)
-        average = owner.all_reduce.codec.mean
+        world = World(SIZE, exact=exact)
+        keeper, newcomer = world.add(*identities(2))
+        keeper.sees = {keeper.peer: 0.0}
+        taken = await keeper.take_part(
+            0, "gradient", 5, values_of(0), 64.0, keeper.sees, asyncio.get_running_loop().time() + 5
+        )
+        assert not taken.failed_shards and taken.weight == 64.0 and torch.equal(taken.mean, values_of(0))
+        assert not [event for event in keeper.events if isinstance(event, PartFailed)]
 
-        def lie(*arguments: Any) -> ShardMean | None:
-            mean = average(*arguments)
-            return mean and replace(mean, message=replace(mean.message, weight=1e21))
-
-        monkeypatch.setattr(owner.all_reduce.codec, "mean", lie)
-        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
-        for result in await one_round(world, members, [1.0] * 2, values=chosen):
-            assert result.weight == owner.all_reduce.config.max_weight and not result.failed_shards
+        recalled = RoundResult.of_failed_shards(torch.zeros(SIZE), 0)
+        await newcomer.all_reduce.recall_failed_shards(Shard(0, "gradient", 5, 0), recalled)
+        assert not recalled.failed_shards and torch.equal(recalled.mean, taken.mean) and recalled.weight == 64.0
         await world.close()
 
     run(main())
 
 
-def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
+def test_a_reducer_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 2^63 of them would not fit into any record."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(2))
+        reducer, _ = reducer_of_shard(world, 0)
+        average = reducer.all_reduce.codec.mean
+
+        def lie(*arguments: Any) -> ShardMean | None:
+            mean = average(*arguments)
+            return mean and replace(mean, message=replace(mean.message, weight=1e21))
+
+        monkeypatch.setattr(reducer.all_reduce.codec, "mean", lie)
+        chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
+        for result in await one_round(world, members, [1.0] * 2, values=chosen):
+            assert result.weight == reducer.all_reduce.config.max_weight and not result.failed_shards
+        await world.close()
+
+    run(main())
+
+
+def test_a_liar_that_reduces_every_shard_never_raises_what_is_accepted() -> None:
     """Its answers are refused, the second reducer's are taken: only these count as usual."""
 
     async def main() -> None:
@@ -557,7 +577,11 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             if peer == liar.peer or message.round == 0:
                 return answer
             lies += 1
-            return replace(answer, tensors=NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0)))
+            shard, codec = Shard.of_message(message), liar.all_reduce.codec
+            tensors = NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
+            assert isinstance(answer.message, Averaged)
+            lie = signed_by(liar.peer, codec, shard, codec.decode_mean(shard, tensors, PART_ELEMENTS, answer.message))
+            return Reply(lie.message, tensors)
 
         liar.all_reduce.answer_contribution = lying  # type: ignore[method-assign]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
@@ -566,6 +590,9 @@ def test_a_liar_that_owns_every_part_never_raises_what_is_accepted() -> None:
             for result in results:
                 assert float((result.mean - torch.linspace(-1, 1, SIZE)[:PART_ELEMENTS]).abs().max()) < 0.06
         assert lies == 10
+        for member in members[:2]:
+            assert member.violations == [(liar.peer, Violation.FALSE_MEAN)] * 5
+        assert not liar.violations
         await world.close()
 
     run(main())
@@ -616,7 +643,7 @@ def test_a_clip_keeps_a_liar_from_moving_the_others(kind: RoundKind) -> None:
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_an_owner_waits_for_unreachable_members_when_they_are_all_the_others(alive: bool) -> None:
+def test_a_reducer_waits_for_unreachable_members_when_they_are_all_the_others(alive: bool) -> None:
     """Of two members that could not reach each other lately: both average, or the one that lives knows it did not."""
 
     async def main() -> None:
@@ -624,7 +651,7 @@ def test_an_owner_waits_for_unreachable_members_when_they_are_all_the_others(ali
         members = world.add(*identities(2))
         for member in members:
             member.suspects = set(world.members)
-        taking_part = members if alive else [owner_of(world, 0)[0]]
+        taking_part = members if alive else [reducer_of_shard(world, 0)[0]]
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(len(taking_part))]
         for result in await one_round(world, taking_part, [1.0] * len(taking_part), values=chosen):
             assert (result.failed_shards, result.contributors) == ((0, 2.0) if alive else (1, 0.0))
@@ -633,11 +660,11 @@ def test_an_owner_waits_for_unreachable_members_when_they_are_all_the_others(ali
     run(main())
 
 
-def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> None:
+def test_a_reducer_does_not_wait_for_an_unreachable_member_beside_others() -> None:
     async def main() -> None:
         world = World(PART_ELEMENTS)
         members = world.add(*identities(3))
-        gone = next(member for member in members if member not in owner_of(world, 0))
+        gone = next(member for member in members if member not in reducer_of_shard(world, 0))
         living = [member for member in members if member is not gone]
         for member in living:
             member.suspects = {gone.peer}
@@ -654,7 +681,7 @@ def test_an_owner_does_not_wait_for_an_unreachable_member_beside_others() -> Non
     ("kind", "further", "is_awaited"),
     [("gradient", 1, False), ("fragment", MAX_RUNNING_SYNCS - 1, True), ("fragment", MAX_RUNNING_SYNCS, False)],
 )
-def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
+def test_a_reducer_waits_no_more_for_a_member_whose_rounds_are_further(
     kind: RoundKind, further: int, is_awaited: bool
 ) -> None:
     """A replica may have begun MAX_RUNNING_SYNCS rounds of slices and not ended them; of gradients, one."""
@@ -662,11 +689,11 @@ def test_an_owner_waits_no_more_for_a_member_whose_rounds_are_further(
     async def main() -> None:
         world = World(PART_ELEMENTS, slices=9)
         members = world.add(*identities(3))
-        first, second = owners_in(world, 0, 0, kind)
+        first, second = reducers_in(world, 0, 0, kind)
         ahead = next(member for member in members if member.peer not in (first, second))
         on_time, loop = [member for member in members if member is not ahead], asyncio.get_running_loop()
         began, sent = loop.time(), NumberFormat("float32").encode(values_of(0)[:PART_ELEMENTS])
-        request = Contribute(0, WIRE_KINDS[kind], further, 0, world.slices_of(kind), 1.0, False, "float32", 15_000)
+        request = Contribute(0, WIRE_KINDS[kind], further, 0, world.fragments_in(kind), 1.0, False, "float32", 15_000)
         asked = asyncio.create_task(ahead.port.call(first, request, sent, deadline=began + 15.0))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         results = await one_round(world, on_time, [1.0] * 2, 0, kind, chosen)

@@ -8,16 +8,23 @@ from typing import Any
 import pytest
 from agora_protocol.ids import PeerId
 
-from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan, StepPolicy
+from agora.core.step_schedule import ONLY_ALL_REDUCE, StepInstructions, SyncSchedule
 from agora.replica import decide as rules
-from agora.replica.decide import CLOSE_AFTER_FRACTION, MAX_CLOSE_AFTER_S, RESUME_AFTER_S, Action, StepRule
+from agora.replica.decide import (
+    CLOSE_AFTER_FRACTION,
+    LONE_CLOSE_FRACTION,
+    MAX_CLOSE_AFTER_S,
+    RESUME_AFTER_S,
+    Action,
+    StepSettings,
+)
+from agora.replica.pacing import Shares
 from agora.replica.view import (
     SILENT_S,
     DirectReport,
     KnownReplicas,
     ReplicaCounts,
     ReplicaProgress,
-    Shares,
     StageView,
     merge_gossip,
     record_failure,
@@ -32,14 +39,16 @@ NOW = 100.0
 class Run:
     """A run's settings for steps, and which of a stage's steps are inner steps."""
 
-    config: StepRule
-    plan: StepPlan = ONLY_ALL_REDUCE
+    config: StepSettings
+    sync_schedule: SyncSchedule = ONLY_ALL_REDUCE
 
 
-EXACT = Run(StepRule(target_tokens=1000, synchronous=False, max_steps_behind=20))
-LOCAL = replace(EXACT, plan=StepPlan(0, 0, 20))
-SYNCHRONOUS = Run(StepRule(target_tokens=1000, synchronous=True, max_steps_behind=1))
-RUNS = pytest.mark.parametrize("run", [EXACT, LOCAL, SYNCHRONOUS], ids=["exact", "local", "synchronous"])
+ALL_REDUCES = Run(StepSettings(target_tokens=1000, synchronous=False, max_steps_behind=20))
+INNER_STEPS = replace(ALL_REDUCES, sync_schedule=SyncSchedule(0, 0, 20))
+SYNCHRONOUS = Run(StepSettings(target_tokens=1000, synchronous=True, max_steps_behind=1))
+RUNS = pytest.mark.parametrize(
+    "run", [ALL_REDUCES, INNER_STEPS, SYNCHRONOUS], ids=["all-reduces", "inner steps", "synchronous"]
+)
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,16 @@ class Others:
 
 
 def next_action(now: float, own: StageView, others: Others, run: Run) -> tuple[Action, str]:
-    view = replace(own, known=others.known, listed=others.listed, leading_step=others.leading_step, plan=run.plan)
+    view = replace(
+        own, known=others.known, listed=others.listed, leading_step=others.leading_step, sync_schedule=run.sync_schedule
+    )
     return rules.decide(view, now, run.config)
 
 
-def step_policy(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepPolicy:
-    return rules.step_policy(step, replicas, live, quota, run.config, is_inner=run.plan.is_inner(step), **by_device)
+def step_instructions(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepInstructions:
+    return rules.step_instructions(
+        step, replicas, live, quota, run.config, is_inner=run.sync_schedule.is_inner(step), **by_device
+    )
 
 
 def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
@@ -102,16 +115,16 @@ def test_a_busy_stage_waits(run: Run) -> None:
 
 
 def test_a_stage_too_far_behind_fetches_a_state() -> None:
-    action, reason = next_action(NOW, StageView(at(5, 10)), others((A, 26, 0)), LOCAL)
+    action, reason = next_action(NOW, StageView(at(5, 10)), others((A, 26, 0)), INNER_STEPS)
     assert action == Action("fetch", 26, at_least=6) and reason == "21 steps behind the others"
     assert next_action(NOW, StageView(at(5, 10)), others((A, 7, 0)), SYNCHRONOUS)[0] == Action("fetch", 7, at_least=7)
 
 
 def test_a_stage_that_is_behind_follows() -> None:
-    assert next_action(NOW, StageView(at(5, 10)), others((A, 14, 0)), LOCAL)[0] == Action("catch up", 14)
-    assert next_action(NOW, StageView(at(5, 10)), others((A, 25, 0)), LOCAL)[0] == Action("catch up", 25)
+    assert next_action(NOW, StageView(at(5, 10)), others((A, 14, 0)), INNER_STEPS)[0] == Action("catch up", 14)
+    assert next_action(NOW, StageView(at(5, 10)), others((A, 25, 0)), INNER_STEPS)[0] == Action("catch up", 25)
     one = others((A, 6, 0))
-    assert next_action(NOW, StageView(at(5, 10), quota=400, step_s=4.0), one, LOCAL)[0] == Action("wait"), (
+    assert next_action(NOW, StageView(at(5, 10), quota=400, step_s=4.0), one, INNER_STEPS)[0] == Action("wait"), (
         "it counts on"
     )
 
@@ -119,9 +132,9 @@ def test_a_stage_that_is_behind_follows() -> None:
 @pytest.mark.parametrize("tokens", [0, 10, 1000])
 def test_a_stage_that_is_behind_at_an_all_reduce_step_of_an_asynchronous_run_replays_it(tokens: int) -> None:
     for step in (6, 7, 25):
-        assert next_action(NOW, StageView(at(5, tokens)), others((A, step, 0)), EXACT)[0] == Action("replay", 5)
+        assert next_action(NOW, StageView(at(5, tokens)), others((A, step, 0)), ALL_REDUCES)[0] == Action("replay", 5)
     closed = StageView(at(5, tokens, share=6))
-    assert next_action(NOW, closed, others((A, 6, 0)), EXACT)[0] == Action("step together", 5), (
+    assert next_action(NOW, closed, others((A, 6, 0)), ALL_REDUCES)[0] == Action("step together", 5), (
         "its reducers have the mean"
     )
 
@@ -149,21 +162,25 @@ def test_an_incomplete_synchronous_step_waits_for_tokens() -> None:
 
 def test_a_share_of_an_all_reduce_step_is_complete_at_its_quota_and_the_step_goes_on_without_what_is_missing() -> None:
     own = StageView(at(5, 300), quota=400)
-    action, reason = next_action(NOW, own, others((A, 5, 300)), EXACT)
+    action, reason = next_action(NOW, own, others((A, 5, 300)), ALL_REDUCES)
     assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
     full = StageView(at(5, 400), quota=400)
-    assert next_action(NOW, full, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, full, others((A, 5, 300)), ALL_REDUCES)[0] == Action("step together", 5)
     assert next_action(NOW, full, others((A, 5, 300)), SYNCHRONOUS)[0] == Action("wait"), "all must have come"
     closed = StageView(at(5, 10, share=6), quota=400)
-    assert next_action(NOW, closed, others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, closed, others((A, 5, 300)), ALL_REDUCES)[0] == Action("step together", 5)
 
 
 def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_in_work() -> None:
     own = StageView(at(5, 400), quota=400, in_progress=1)
-    assert next_action(NOW, own, others((A, 5, 300)), EXACT)[0] == Action("wait")
-    assert next_action(NOW, replace(own, in_progress=0), others((A, 5, 300)), EXACT)[0] == Action("step together", 5)
-    assert next_action(NOW, own, others((A, 5, 600)), EXACT)[0] == Action("step together", 5), "all tokens are counted"
-    assert not step_policy(5, {A}, others((A, 5, 300)).known, 400, EXACT, by_device=False).closes_share
+    assert next_action(NOW, own, others((A, 5, 300)), ALL_REDUCES)[0] == Action("wait")
+    assert next_action(NOW, replace(own, in_progress=0), others((A, 5, 300)), ALL_REDUCES)[0] == Action(
+        "step together", 5
+    )
+    assert next_action(NOW, own, others((A, 5, 600)), ALL_REDUCES)[0] == Action("step together", 5), (
+        "all tokens are counted"
+    )
+    assert not step_instructions(5, {A}, others((A, 5, 300)).known, 400, ALL_REDUCES, by_device=False).closes_share
 
 
 def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
@@ -171,16 +188,32 @@ def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
     closed = merge_gossip(others((A, 5, 300)).known, [(A, 5, 6, 10, 410, 5, 0, 0, 0, 0)], A, ME, NOW)
     heard = Others(closed, (A,))
     own = StageView(at(5, 300), quota=400, step_s=4.0)
-    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, heard, EXACT)[0] == Action("wait")
-    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, heard, EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, heard, ALL_REDUCES)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, heard, ALL_REDUCES)[0] == Action("step together", 5)
     stepped = Others(merge_gossip(heard.known, [(A, 6, 6, 10, 410, 5, 0, 0, 0, 0)], A, ME, NOW), (A,))
-    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, LOCAL)[0] == Action("wait")
-    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, LOCAL)[0] == Action("step"), (
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION - 0.01, own, stepped, INNER_STEPS)[0] == Action("wait")
+    assert next_action(NOW + 4.0 * CLOSE_AFTER_FRACTION, own, stepped, INNER_STEPS)[0] == Action("step"), (
         "along its own gradient"
     )
     slow = replace(own, step_s=1000.0)
-    assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, ALL_REDUCES)[0] == Action("step together", 5)
     assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
+
+
+def test_one_replica_alone_closes_no_share_that_has_just_been_opened() -> None:
+    """Whatever it says of itself: it would shorten every step."""
+    one = merge_gossip(others((A, 5, 0), (B, 5, 0), (C, 5, 0)).known, [(A, 5, 7, 0, 9, 5, 0, 0, 0, 0)], A, ME, NOW)
+    two = merge_gossip(one, [(B, 5, 6, 10, 410, 5, 0, 0, 0, 0)], B, ME, NOW + 1.0)
+    own = StageView(at(5, 100), quota=400, step_s=4.0, open_fraction=LONE_CLOSE_FRACTION - 0.01)
+    assert next_action(NOW + 1.9, own, Others(one, (A, B, C)), ALL_REDUCES)[0] == Action("wait")
+    assert next_action(NOW + 1.9, own, Others(two, (A, B, C)), ALL_REDUCES)[0] == Action("wait")
+    for view, known, run in (
+        (own, two, ALL_REDUCES),
+        (replace(own, open_fraction=LONE_CLOSE_FRACTION), one, ALL_REDUCES),
+        (own, one, INNER_STEPS),
+    ):
+        kind = next_action(NOW + 2.0, view, Others(known, (A, B, C)), run)[0].kind
+        assert kind == ("step" if run is INNER_STEPS else "step together")
 
 
 @RUNS
@@ -188,7 +221,7 @@ def test_a_share_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_re
     own = StageView(at(5, 0, share=6))
     one = others((A, 5, 10))
     assert next_action(NOW, own, one, run)[0] == Action("step together", 5)
-    if run is not LOCAL:
+    if run is not INNER_STEPS:
         failed = replace(one, known=record_failure(one.known, A, NOW))
         assert next_action(NOW, own, failed, run)[0] == Action("wait")
     assert next_action(NOW, own, others(), run)[0] == Action("step together", 5), "a mean of its own share"
@@ -196,27 +229,33 @@ def test_a_share_that_is_closed_is_averaged_as_soon_as_another_replica_can_be_re
 
 def test_the_device_closes_a_share_only_where_its_quota_is_known() -> None:
     heard = others((A, 5, 300))
-    assert step_policy(5, {A}, heard.known, 400, EXACT) == StepPolicy(1000, True, 5, 400, closes_share=True)
-    assert not step_policy(5, {A}, heard.known, 0, EXACT).closes_share
-    assert step_policy(5, {A}, heard.known, 400, SYNCHRONOUS) == StepPolicy(1000, True, 5, 700)
-    assert step_policy(5, {A}, heard.known, 400, LOCAL) == StepPolicy(1000, True, 5, 400), "an inner step"
-    assert step_policy(5, {A}, heard.known, 0, LOCAL) == StepPolicy(1000, True, 5, 1000)
-    assert step_policy(5, set(), {}, 400, EXACT) == StepPolicy(1000, True, 5, 1000, alone=True)
+    assert step_instructions(5, {A}, heard.known, 400, ALL_REDUCES) == StepInstructions(
+        1000, True, 5, 400, closes_share=True
+    )
+    assert not step_instructions(5, {A}, heard.known, 0, ALL_REDUCES).closes_share
+    assert step_instructions(5, {A}, heard.known, 400, SYNCHRONOUS) == StepInstructions(1000, True, 5, 700)
+    assert step_instructions(5, {A}, heard.known, 400, INNER_STEPS) == StepInstructions(1000, True, 5, 400), (
+        "an inner step"
+    )
+    assert step_instructions(5, {A}, heard.known, 0, INNER_STEPS) == StepInstructions(1000, True, 5, 1000)
+    assert step_instructions(5, set(), {}, 400, ALL_REDUCES) == StepInstructions(1000, True, 5, 1000, alone=True)
 
 
 def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> None:
-    assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), LOCAL)[0] == Action("step")
-    assert next_action(NOW, StageView(at(5, 0)), others((A, 5, 1000)), LOCAL)[0] == Action("wait"), "the others take it"
+    assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), INNER_STEPS)[0] == Action("step")
+    assert next_action(NOW, StageView(at(5, 0)), others((A, 5, 1000)), INNER_STEPS)[0] == Action("wait"), (
+        "the others take it"
+    )
 
 
-@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+@pytest.mark.parametrize("run", [ALL_REDUCES, SYNCHRONOUS], ids=["all-reduces", "synchronous"])
 def test_a_complete_all_reduce_step_is_taken_together(run: Run) -> None:
     assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), run)[0] == Action("step together", 5)
     assert next_action(NOW, StageView(at(5, 0)), others((A, 5, 1000)), run)[0] == Action("step together", 5)
-    last = replace(EXACT, plan=StepPlan(0, 6, 20))
+    last = replace(ALL_REDUCES, sync_schedule=SyncSchedule(0, 6, 20))
     assert next_action(NOW, StageView(at(5, 300)), others((A, 5, 700)), last)[0] == Action("step together", 5)
     assert next_action(NOW, StageView(at(6, 300)), others((A, 6, 700)), last)[0] == Action("step")
-    past = replace(EXACT, plan=StepPlan(20, 8, 0))
+    past = replace(ALL_REDUCES, sync_schedule=SyncSchedule(20, 8, 0))
     assert next_action(NOW, StageView(at(8, 300)), others((A, 8, 700)), past)[0] == Action("step together", 8)
 
 
@@ -226,7 +265,7 @@ def test_a_replica_without_others_steps_alone(run: Run) -> None:
         assert next_action(NOW, StageView(at(5, 1000)), alone, run)[0] == Action("step")
 
 
-@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+@pytest.mark.parametrize("run", [ALL_REDUCES, SYNCHRONOUS], ids=["all-reduces", "synchronous"])
 def test_an_all_reduce_step_waits_for_replicas_that_did_not_answer_until_they_are_silent(run: Run) -> None:
     heard = others((A, 5, 700), (B, 5, 100))
     failed = replace(heard, known=record_failure(record_failure(heard.known, A, NOW), B, NOW))
@@ -238,7 +277,7 @@ def test_an_all_reduce_step_waits_for_replicas_that_did_not_answer_until_they_ar
     assert next_action(NOW + SILENT_S, own, one, run)[0] == Action("step together", 5), "the other can be reached"
 
 
-@pytest.mark.parametrize("run", [EXACT, SYNCHRONOUS], ids=["exact", "synchronous"])
+@pytest.mark.parametrize("run", [ALL_REDUCES, SYNCHRONOUS], ids=["all-reduces", "synchronous"])
 def test_an_all_reduce_step_counts_a_replica_that_the_view_does_not_list_yet(run: Run) -> None:
     late = others((A, 5, 700), listed=())
     assert next_action(NOW, StageView(at(5, 300)), late, run)[0] == Action("step together", 5)
@@ -255,5 +294,5 @@ def test_one_that_says_it_has_counted_the_whole_step_does_not_complete_it() -> N
     shares = Shares(250.0, {A: 250.0, B: 250.0, C: 250.0}, 10)
     own = StageView(at(5, 100), quota=250, shares=shares)
     lie = others((A, 5, 2**50), (B, 5, 100), (C, 5, 100))
-    assert next_action(NOW, own, lie, EXACT)[0] == Action("wait")
-    assert next_action(NOW, replace(own, counts=at(5, 250)), lie, EXACT)[0] == Action("step together", 5)
+    assert next_action(NOW, own, lie, ALL_REDUCES)[0] == Action("wait")
+    assert next_action(NOW, replace(own, counts=at(5, 250)), lie, ALL_REDUCES)[0] == Action("step together", 5)

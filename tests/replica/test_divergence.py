@@ -11,33 +11,33 @@ from agora.observe.events import StageDiverged
 from agora.replica.trust import HistoryReport, replicas_to_fetch_from
 from agora.train.stage import INITIAL_HASH, KEPT_STEPS, extend_history
 from tests.replica.group_world import GroupPeer, GroupWorld
-from tests.replica.test_replica_group import EXACT, assert_equal_bits, at_one_step
+from tests.replica.test_stage_replicas import ALL_REDUCES, assert_equal_bits, at_one_step
 from tests.virtual_time import run
 
 ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "z"))
 
 
-def lineages(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]:
+def history_hashes(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]:
     made = first
     for step, checksum in checksums.items():
         made = extend_history(made, step, checksum)
     return made
 
 
-BEGUN = lineages(dict.fromkeys(range(1, 6), 5), {0: INITIAL_HASH})
-EQUAL = lineages(dict.fromkeys(range(6, 11), 5), BEGUN)
-OTHER = lineages(dict.fromkeys(range(6, 11), 6), BEGUN)
+BEGUN = history_hashes(dict.fromkeys(range(1, 6), 5), {0: INITIAL_HASH})
+EQUAL = history_hashes(dict.fromkeys(range(6, 11), 5), BEGUN)
+OTHER = history_hashes(dict.fromkeys(range(6, 11), 6), BEGUN)
 
 
-def test_a_lineage_tells_of_any_earlier_step() -> None:
+def test_a_history_hash_tells_of_any_earlier_step() -> None:
     assert EQUAL[5] == OTHER[5] != 0 and EQUAL[6] != OTHER[6]
-    later = [lineages(dict.fromkeys(range(11, 200), 7), first) for first in (EQUAL, OTHER)]
+    later = [history_hashes(dict.fromkeys(range(11, 200), 7), first) for first in (EQUAL, OTHER)]
     assert later[0][199] != later[1][199] and len(later[0]) == KEPT_STEPS
 
 
-def test_a_lineage_is_unknown_after_one_that_is() -> None:
-    assert lineages({11: 5, 12: 5}, {10: 0}) == {10: 0, 11: 0, 12: 0}
-    assert lineages({11: 5}, {3: 7})[11] == 0, "steps are missing"
+def test_a_history_hash_is_unknown_after_one_that_is() -> None:
+    assert history_hashes({11: 5, 12: 5}, {10: 0}) == {10: 0, 11: 0, 12: 0}
+    assert history_hashes({11: 5}, {3: 7})[11] == 0, "steps are missing"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_halves_of_a_split_stage_are_one_again_after_it(sizes: tuple[int, int]) 
 
     async def main() -> None:
         count = sum(sizes)
-        async with GroupWorld([4000.0] * count, target=4096, **EXACT) as world:
+        async with GroupWorld([4000.0] * count, target=4096, **ALL_REDUCES) as world:
             await asyncio.sleep(10.0)
             one, other = world.all[: sizes[0]], world.all[sizes[0] :]
             split(world, one, other)

@@ -14,19 +14,12 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.messages import Averaged
 
-from agora.core.calls import Caller
+from agora.core.calls import PeerCaller
 from agora.observe.events import PartFailed, Report, RoundDone, StageDiverged, StageFellBehind, StepsSkipped, TaskFailed
-from agora.replica.all_reduce import (
-    MAX_RECALLS,
-    MAX_RUNNING_SYNCS,
-    RECALL_PAUSE,
-    AllReduce,
-    Fragments,
-    RoundResult,
-    RoundView,
-)
+from agora.replica.all_reduce import MAX_RECALLS, MAX_RUNNING_SYNCS, RECALL_PAUSE, AllReduce, RoundContext, RoundResult
 from agora.replica.fragment_syncs import RECALL_FIRST, FragmentSyncs
-from agora.replica.shard_codec import RoundConfig, Shard, ShardMean
+from agora.replica.reducers import FragmentDivision
+from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, ShardMean
 from agora.replica.view import SILENT_S
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from tests.replica.group_world import NUMEL, GroupPeer, GroupWorld
@@ -42,38 +35,40 @@ def world_of(*rates: float, **averaging: Any) -> GroupWorld:
     return GroupWorld(rates, target=TARGET, averaging=settings)
 
 
-async def at_one_slice(*peers: GroupPeer) -> None:
+async def at_one_fragment(*peers: GroupPeer) -> None:
     """Waits until all have taken in the same rounds."""
     async with asyncio.timeout(30.0):
-        while len({peer.stage.agreed for peer in peers}) > 1:
+        while len({peer.stage.agreed_step for peer in peers}) > 1:
             await asyncio.sleep(0.01)
 
 
-def assert_one_anchor(*peers: GroupPeer) -> None:
+def assert_equal_outer_parameters(*peers: GroupPeer) -> None:
     first = peers[0].stage
     for peer in peers:
-        assert peer.stage.history[peer.stage.agreed] == first.history[first.agreed] != 0
+        assert peer.stage.history[peer.stage.agreed_step] == first.history[first.agreed_step] != 0
         for name in (OUTER_PARAMETERS, VELOCITY):
             assert torch.equal(peer.stage.outer.moments[name], first.outer.moments[name])
 
 
-def slice_rounds(peer: GroupPeer) -> list[RoundDone]:
+def fragment_rounds(peer: GroupPeer) -> list[RoundDone]:
     return [done for done in peer.of(RoundDone) if done.what == "slice"]
 
 
 @pytest.mark.parametrize("exact_steps", [0, EXACT_STEPS])
 @pytest.mark.parametrize("every", [1, 3])
-def test_after_the_all_reduce_steps_replicas_step_alone_around_one_anchor(exact_steps: int, every: int) -> None:
+def test_after_the_all_reduce_steps_replicas_step_alone_around_the_same_outer_parameters(
+    exact_steps: int, every: int
+) -> None:
     async def main() -> None:
         async with world_of(4000.0, 2000.0, 6000.0, exact_steps=exact_steps, every=every) as world:
             await asyncio.sleep(40.0)
-            await at_one_slice(*world.all)
-            assert_one_anchor(*world.all)
+            await at_one_fragment(*world.all)
+            assert_equal_outer_parameters(*world.all)
             first = world.all[0].stage
-            assert first.step >= 100 and first.agreed >= first.step - 2 * every
+            assert first.step >= 100 and first.agreed_step >= first.step - 2 * every
             for peer in world.all:
                 assert min(peer.stage.alone_at) == exact_steps, "the steps before were taken along a mean"
-                done = slice_rounds(peer)
+                done = fragment_rounds(peer)
                 numbers = [event.round for event in done]
                 assert sorted(numbers) == list(range(exact_steps // every + 1, max(numbers) + 1)), (
                     "each slice has its turn"
@@ -86,13 +81,13 @@ def test_after_the_all_reduce_steps_replicas_step_alone_around_one_anchor(exact_
     run(main())
 
 
-def test_a_stage_with_fewer_blocks_than_slices_has_empty_ones() -> None:
+def test_a_stage_with_fewer_blocks_than_fragments_has_empty_ones() -> None:
     async def main() -> None:
         async with world_of(2000.0, 2000.0, fraction=SLICE_BLOCK / NUMEL / 2) as world:
             await asyncio.sleep(30.0)
-            await at_one_slice(*world.all)
-            assert_one_anchor(*world.all)
-            assert world.all[0].stage.agreed >= world.all[0].stage.step - 3
+            await at_one_fragment(*world.all)
+            assert_equal_outer_parameters(*world.all)
+            assert world.all[0].stage.agreed_step >= world.all[0].stage.step - 3
             assert not any(peer.of(PartFailed) for peer in world.all)
 
     run(main())
@@ -111,7 +106,7 @@ def test_inner_steps_hold_their_target_and_no_token_is_lost() -> None:
     run(main())
 
 
-def test_a_replica_that_comes_late_fetches_anchor_and_velocity_and_is_in_the_next_round() -> None:
+def test_a_replica_that_comes_late_fetches_outer_parameters_and_velocity_and_is_in_the_next_round() -> None:
     async def main() -> None:
         world = world_of(4000.0, 4000.0, 4000.0)
         async with world:
@@ -122,9 +117,9 @@ def test_a_replica_that_comes_late_fetches_anchor_and_velocity_and_is_in_the_nex
             late.start()
             await asyncio.sleep(10.0)
             assert len(late.of(StageFellBehind)) == 1 == len(late.fetches)
-            await at_one_slice(*world.all)
-            assert_one_anchor(*world.all)
-            assert slice_rounds(late)[-1].contributors == 3
+            await at_one_fragment(*world.all)
+            assert_equal_outer_parameters(*world.all)
+            assert fragment_rounds(late)[-1].contributors == 3
 
     run(main())
 
@@ -143,8 +138,8 @@ def test_a_replica_that_dies_or_hangs_costs_the_others_no_step(hangs: bool) -> N
             seconds = asyncio.get_running_loop().time() - began
             assert seconds < 10 * TARGET / 2000 + 0.5 * TARGET / 3000, "ten steps of the two left, and half of one"
             await asyncio.sleep(SILENT_S)
-            await at_one_slice(first, second)
-            assert_one_anchor(first, second)
+            await at_one_fragment(first, second)
+            assert_equal_outer_parameters(first, second)
 
     run(main())
 
@@ -156,12 +151,12 @@ def test_halves_that_were_apart_become_one_again() -> None:
             left, right = world.all[:2], world.all[2:]
             world.network.broken |= {frozenset((a.peer, b.peer)) for a in left for b in right}
             await asyncio.sleep(4 * SILENT_S)
-            ends = [peer.stage.history[peer.stage.agreed] for peer in world.all]
+            ends = [peer.stage.history[peer.stage.agreed_step] for peer in world.all]
             assert len(set(ends)) > 1, "they went apart"
             world.network.broken.clear()
             await asyncio.sleep(20.0)
-            await at_one_slice(*world.all)
-            assert_one_anchor(*world.all)
+            await at_one_fragment(*world.all)
+            assert_equal_outer_parameters(*world.all)
             diverged = [len(peer.of(StageDiverged)) for peer in world.all]
             least = min(world.all, key=lambda peer: peer.peer)
             kept = left if least in left else right
@@ -188,14 +183,14 @@ def test_replicas_whose_rounds_fell_apart_meet_in_the_same_ones_again(replicas: 
             await asyncio.sleep(apart_s)
             world.network.broken.clear()
             await asyncio.sleep(3.0)
-            counts = [len(slice_rounds(peer)) for peer in (first, second)]
+            counts = [len(fragment_rounds(peer)) for peer in (first, second)]
             await asyncio.sleep(10.0)
             for peer, count in zip((first, second), counts, strict=True):
-                rounds = slice_rounds(peer)[count:]
+                rounds = fragment_rounds(peer)[count:]
                 whole = [done for done in rounds if done.contributors == 2 and not done.failed_parts]
                 assert len(whole) > 0.8 * max(len(rounds), 10 * 10 / replicas), f"{len(whole)} of {len(rounds)}"
-            await at_one_slice(first, second)
-            assert_one_anchor(first, second)
+            await at_one_fragment(first, second)
+            assert_equal_outer_parameters(first, second)
 
     run(main())
 
@@ -207,23 +202,23 @@ def test_a_replica_that_missed_rounds_asks_for_what_the_others_keep_of_them() ->
             await asyncio.sleep(20.0)
             world.network.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
             await asyncio.sleep(0.5 * SILENT_S)
-            assert third.stage.agreed < first.stage.agreed, "it lacks the means of some"
+            assert third.stage.agreed_step < first.stage.agreed_step, "it lacks the means of some"
             world.network.broken.clear()
             await asyncio.sleep(10.0)
-            await at_one_slice(*world.all)
-            assert_one_anchor(*world.all)
+            await at_one_fragment(*world.all)
+            assert_equal_outer_parameters(*world.all)
             assert world.calls["Recall"] and not any(peer.of(StageDiverged) for peer in world.all)
 
     run(main())
 
 
-def test_the_only_replica_is_its_own_anchor() -> None:
+def test_the_only_replica_has_its_own_weights_as_outer_parameters() -> None:
     async def main() -> None:
         async with world_of(4000.0, exact_steps=0) as world:
             await asyncio.sleep(30.0)
             stage = world.all[0].stage
             await asyncio.sleep(0.2)
-            assert stage.agreed >= 25 and not slice_rounds(world.all[0])
+            assert stage.agreed_step >= 25 and not fragment_rounds(world.all[0])
             apart = stage.weights - stage.outer.moments[OUTER_PARAMETERS]
             assert float(apart.square().mean().sqrt()) <= 0.01 * 4 and not stage.outer.moments[VELOCITY].any()
 
@@ -260,16 +255,20 @@ class SlowRounds(AllReduce):
     """
 
     def __init__(
-        self, seconds: dict[int, float], waiting: Collection[int] = (), of: Fragments = Fragments(NUMEL, 4, 0)
+        self,
+        seconds: dict[int, float],
+        waiting: Collection[int] = (),
+        of: FragmentDivision = FragmentDivision(NUMEL, 4, 0),
     ) -> None:
         me, other = PeerId("me"), PeerId("other")
-        view = RoundView({me: 0.0, other: 0.0}, frozenset(self.live_others), frozenset(), 20.0)
+        view = RoundContext({me: 0.0, other: 0.0}, frozenset(self.live_others), frozenset(), 20.0)
         config = RoundConfig(me, RunId("0" * 64), "mean", 20.0, 1e9)
         super().__init__(
-            config,
-            cast(Caller, None),
+            ShardCodec(config),
+            cast(PeerCaller, None),
             lambda shard: view,
-            lambda shard: 4,
+            lambda fragments: 4,
+            lambda message: b"",
             lambda event: None,
             lambda *violation: None,
         )
@@ -283,7 +282,7 @@ class SlowRounds(AllReduce):
     def has_waiting_contributions(self, first: Shard) -> bool:
         return first.round in self.waiting
 
-    def fragments_of(self, number: int) -> Fragments:
+    def division_of(self, number: int) -> FragmentDivision:
         return self.of
 
     async def run(
@@ -296,7 +295,7 @@ class SlowRounds(AllReduce):
 
 
 def syncs_of(stages: Stages, rounds: SlowRounds, every: int = 1, report: Report = lambda event: None) -> FragmentSyncs:
-    return FragmentSyncs(0, every, 4, cast(Any, stages), rounds, rounds.fragments_of, report)
+    return FragmentSyncs(0, every, 4, cast(Any, stages), rounds, rounds.division_of, report)
 
 
 def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[FragmentSyncs, Stages, SlowRounds]:
@@ -308,15 +307,15 @@ def test_rounds_that_last_longer_than_steps_run_side_by_side_and_are_taken_in_by
     async def main() -> None:
         rounds, stages, _ = slow_world({1: 3.0, 2: 1.0})
         for step in range(1, MAX_RUNNING_SYNCS + 1):
-            assert rounds.next_due(step, agreed=0) == step
+            assert rounds.next_due(step, agreed_step=0) == step
             rounds.begin(step, step)
-            assert rounds.next_due(step, agreed=0) is None, "once"
-        assert rounds.next_due(99, agreed=0) is None, "as many as may run"
+            assert rounds.next_due(step, agreed_step=0) is None, "once"
+        assert rounds.next_due(99, agreed_step=0) is None, "as many as may run"
         await asyncio.sleep(2.9)
         assert not stages.applied
         await asyncio.sleep(0.2)
         assert [step for step, _ in stages.applied] == [1, 2, 3, 4]
-        assert rounds.next_due(99, agreed=4) == 5, "later ones wait for their turn, none is left out"
+        assert rounds.next_due(99, agreed_step=4) == 5, "later ones wait for their turn, none is left out"
 
     run(main())
 
@@ -347,7 +346,7 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
                 return torch.ones(size), torch.zeros(size)
 
         stages = LargeStages()
-        group = Group({}, of=Fragments(4 * size, 4, 0))
+        group = Group({}, of=FragmentDivision(4 * size, 4, 0))
         rounds = syncs_of(stages, group)
         rounds.begin(1, 1 + RECALL_FIRST)
         await asyncio.sleep(1.0)
@@ -360,12 +359,12 @@ def test_a_late_round_contributes_its_own_values_and_keeps_the_means_that_it_was
     run(main())
 
 
-def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_ends() -> None:
+def test_rounds_whose_fragment_is_due_again_are_only_asked_for_so_that_a_backlog_ends() -> None:
     async def main() -> None:
         rounds, stages, group = slow_world({})
         stages.step = 200
         began = asyncio.get_running_loop().time()
-        while (number := rounds.next_due(200, agreed=stages.applied[-1][0] if stages.applied else 0)) is not None:
+        while (number := rounds.next_due(200, agreed_step=stages.applied[-1][0] if stages.applied else 0)) is not None:
             rounds.begin(number, 200)
             await asyncio.sleep(0.01)
         assert asyncio.get_running_loop().time() < began + 3.0
@@ -375,7 +374,7 @@ def test_rounds_whose_slice_is_due_again_are_only_asked_for_so_that_a_backlog_en
     run(main())
 
 
-def test_a_round_whose_slice_is_due_again_is_taken_part_in_if_others_wait_in_it() -> None:
+def test_a_round_whose_fragment_is_due_again_is_taken_part_in_if_others_wait_in_it() -> None:
     async def main() -> None:
         stages, group = Stages(), SlowRounds({}, {7})
         rounds = syncs_of(stages, group)
@@ -391,7 +390,7 @@ def test_a_round_whose_slice_is_due_again_is_taken_part_in_if_others_wait_in_it(
     run(main())
 
 
-def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
+def test_a_failed_round_ends_at_once_when_its_fragment_is_due_again() -> None:
     """Else it holds its place while further steps are taken, and the replica comes late to all rounds after it."""
 
     async def main() -> None:
@@ -415,37 +414,37 @@ def test_a_failed_round_ends_at_once_when_its_slice_is_due_again() -> None:
     run(main())
 
 
-def test_no_two_rounds_of_one_slice_run_at_once() -> None:
+def test_no_two_rounds_of_one_fragment_run_at_once() -> None:
     async def main() -> None:
-        stages, group = Stages(), SlowRounds({1: 3.0}, of=Fragments(NUMEL, 2, 0))
+        stages, group = Stages(), SlowRounds({1: 3.0}, of=FragmentDivision(NUMEL, 2, 0))
         rounds = syncs_of(stages, group)
         rounds.begin(1, 1)
         rounds.begin(2, 2)
         await asyncio.sleep(1.0)
-        assert rounds.next_due(9, agreed=0) is None
+        assert rounds.next_due(9, agreed_step=0) is None
 
     run(main())
 
 
-class FewerSlicesLater(SlowRounds):
+class FewerFragmentsLater(SlowRounds):
     """From round 7 on of two slices, not of four."""
 
-    def fragments_of(self, number: int) -> Fragments:
-        return self.of if number < 7 else Fragments(NUMEL, 2, 0)
+    def division_of(self, number: int) -> FragmentDivision:
+        return self.of if number < 7 else FragmentDivision(NUMEL, 2, 0)
 
 
-def test_the_first_round_of_another_number_of_slices_waits_for_the_rounds_before_it() -> None:
+def test_the_first_round_of_another_number_of_fragments_waits_for_the_rounds_before_it() -> None:
     """Its slice has weights of theirs: what is learnt of those would be applied twice."""
 
     async def main() -> None:
-        stages, group = Stages(), FewerSlicesLater({5: 3.0, 6: 5.0})
+        stages, group = Stages(), FewerFragmentsLater({5: 3.0, 6: 5.0})
         rounds = syncs_of(stages, group)
         rounds.begin(5, 5)
-        assert rounds.next_due(6, agreed=4) == 6, "of the same number"
+        assert rounds.next_due(6, agreed_step=4) == 6, "of the same number"
         rounds.begin(6, 6)
         for waited_s, due in ((1.0, None), (3.0, None), (2.0, 7)):
             await asyncio.sleep(waited_s)
-            assert rounds.next_due(8, agreed=4) == due
+            assert rounds.next_due(8, agreed_step=4) == due
 
     run(main())
 
@@ -467,12 +466,12 @@ def test_a_round_that_cannot_be_taken_in_is_told_and_those_after_it_go_on(error:
     run(main())
 
 
-def test_a_slice_weighs_the_tokens_since_its_last_round() -> None:
+def test_a_fragment_weighs_the_tokens_since_its_last_round() -> None:
     async def main() -> None:
         rounds, _, group = slow_world({}, every=2)
         for step in range(1, 21):
             rounds.record_inner_step(step)
-            if (number := rounds.next_due(step, agreed=step - 2)) is not None:
+            if (number := rounds.next_due(step, agreed_step=step - 2)) is not None:
                 rounds.begin(number, step)
                 await asyncio.sleep(0.1)
         assert group.weights[10] == sum(range(13, 21)), "four slices, a round every two steps"
@@ -488,7 +487,7 @@ def test_rounds_that_are_stopped_change_nothing_and_begin_again_from_what_the_st
         await asyncio.sleep(1.0)
         await rounds.stop()
         await asyncio.sleep(10.0)
-        assert not stages.applied and rounds.next_due(6, agreed=2) == 3
+        assert not stages.applied and rounds.next_due(6, agreed_step=2) == 3
         taken_part = dict(group.weights)
         for number in (3, 4, 5):
             rounds.begin(number, 5)

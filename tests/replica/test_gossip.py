@@ -10,15 +10,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from agora_protocol.errors import NotMyStage, ProtocolError
+from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import MAX_UINT
-from agora_protocol.ids import PeerId, Span
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 
 from agora.core.calls import Reply
-from agora.core.sync_mode import StepPlan
-from agora.replica.decide import Action, StepRule, decide
-from agora.replica.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmView
+from agora.core.step_schedule import SyncSchedule
+from agora.replica.decide import Action, StepSettings, decide
+from agora.replica.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
 from agora.replica.view import (
     GOSSIP_FANOUT,
     MAX_DIRECT_TARGETS,
@@ -51,12 +51,12 @@ class Replica:
         self.port = world.network.join(peer, self._answer)
         self.gossip = StepGossip(
             peer,
-            Span(STAGE, STAGE),
+            STAGE,
             self,
-            SwarmView(self.replicas_in_view, self.has_connections, lambda: None, lambda: [[]]),
-            lambda: {STAGE: self.counts},
-            self.decide,
-            highest_plausible=lambda stage: math.inf,
+            SwarmQueries(self.replicas_in_view, self.has_connections, lambda: None, lambda: [[]]),
+            counts=lambda: self.counts,
+            on_change=self.decide,
+            highest_plausible=lambda: math.inf,
             report_implausible=lambda *report: None,
             interval_s=SYNCHRONOUS_INTERVAL_S if world.soon else INTERVAL_S,
             rng=random.Random(len(world.replicas)),
@@ -84,8 +84,8 @@ class Replica:
 
     @property
     def others(self) -> StageView:
-        known, listed = self.gossip.known_progress(STAGE), self.gossip.others_in_view(STAGE)
-        return StageView(self.counts, known, listed, plan=StepPlan(20))
+        known, listed = self.gossip.known_progress(), self.gossip.others_in_view()
+        return StageView(self.counts, known, listed, sync_schedule=SyncSchedule(20))
 
     @property
     def heard(self) -> set[PeerId]:
@@ -100,8 +100,8 @@ class Replica:
         live = live_replicas(self.others.known, self.others.listed, now())
         return tokens_to_go(live, self.step, self.world.target)
 
-    def decide(self, stage: int) -> None:
-        config = StepRule(self.world.target, False, max_steps_behind=10**30)
+    def decide(self) -> None:
+        config = StepSettings(self.world.target, False, max_steps_behind=10**30)
         action, _ = decide(self.others, now(), config)
         self.actions.append(action)
         if self.tasks:
@@ -238,7 +238,7 @@ def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: st
             assert silent.peer not in replica.heard
             assert silent.peer not in replica.present
             assert replica.present == {it.peer for it in world.all[:2]}
-            assert replica.gossip.others_in_view(STAGE) == {it.peer for it in world.all} - {replica.peer}, (
+            assert replica.gossip.others_in_view() == {it.peer for it in world.all} - {replica.peer}, (
                 "in the view it still is"
             )
         before, world.spent = world.all[0].step, Counter()
@@ -290,13 +290,16 @@ def test_tokens_to_go_is_what_the_others_have_not_counted_for_this_step() -> Non
     in_world([0.0] * 3, work)
 
 
-def test_each_report_and_each_tick_is_decided_on() -> None:
+def test_each_report_and_each_interval_is_decided_on() -> None:
     async def work(world: World) -> None:
         first, second = world.all
         first.tokens = 1
         first.gossip.answer(second.peer, told(0, 2000, by=second.peer))
-        first.gossip.tick()
+        running = asyncio.create_task(first.gossip.run())
+        await asyncio.sleep(0)
         assert first.actions == [Action("step")] * 2
+        running.cancel()
+        await asyncio.wait([running])
         first.gossip.answer(second.peer, told(1, 0, by=second.peer))
         assert first.actions[-1] == Action("wait"), "it counts on for its own part"
         first.gossip.answer(second.peer, told(9, 0, by=second.peer))
@@ -309,13 +312,13 @@ def test_one_that_is_alone_calls_nobody_and_steps_by_its_own_tokens() -> None:
     async def work(world: World) -> None:
         only = world.all[0]
         only.start()
-        assert not only.gossip.others_in_view(STAGE)
+        assert not only.gossip.others_in_view()
         await asyncio.sleep(10.2)
         assert only.step == 4 and not world.calls
         only.sees = []
-        assert not only.gossip.others_in_view(STAGE), "also before the view has itself in it"
+        assert not only.gossip.others_in_view(), "also before the view has itself in it"
         only.sees = [only.peer, identities(2)[1]]
-        assert only.gossip.others_in_view(STAGE)
+        assert only.gossip.others_in_view()
         only.sees = None
 
     in_world([400.0], work)
@@ -335,17 +338,6 @@ def test_an_answer_has_the_own_numbers_first_and_how_old_the_others_are() -> Non
         )
 
     in_world([0.0] * 3, work)
-
-
-def test_a_stage_that_is_not_held_is_refused() -> None:
-    async def work(world: World) -> None:
-        first, second = world.all
-        for stage in (STAGE - 1, STAGE + 1):
-            with pytest.raises(NotMyStage):
-                first.gossip.answer(second.peer, GossipSteps(stage, (entry(second.peer, 9, 9),)))
-        assert not first.heard and set(first.actions) <= {Action("wait")}
-
-    in_world([0.0] * 2, work)
 
 
 # --- how much is told
@@ -450,7 +442,7 @@ def test_strangers_move_nobody_and_are_not_remembered() -> None:
         assert set(first.heard) == {second.peer}
         await asyncio.sleep(SILENT_S + 1.0)
         first.gossip.answer(second.peer, told(0, 110, *(entry(it, 7, 7) for it in strangers[:40]), by=second.peer))
-        assert set(first.gossip.known_progress(STAGE)) == {second.peer}
+        assert set(first.gossip.known_progress()) == {second.peer}
 
     in_world([0.0] * 2, work)
 

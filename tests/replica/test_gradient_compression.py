@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agora.replica.decide import BYTES, DOUBLING_STEPS, MeasuredUplink, choose_gradient_compression
+from agora.replica.sync_rules import BYTES, DOUBLING_STEPS, MeasuredUplink, choose_gradient_compression
 
 MBIT = 1e6 / 8
 NUMEL = 10_000_000

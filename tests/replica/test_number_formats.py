@@ -187,7 +187,7 @@ F32, BF16 = (NumberFormat(name).encode(torch.ones(70)) for name in ("float32", "
         ("bf16", [wire("float16", np.ones(70, np.float16))]),
     ],
 )
-def test_other_tensors_than_the_part_has_are_refused(name: str, tensors: list[WireTensor]) -> None:
+def test_other_tensors_than_the_shard_has_are_refused(name: str, tensors: list[WireTensor]) -> None:
     for dither in (None, DITHER):
         with pytest.raises(ProtocolError) as caught:
             NumberFormat(name).decode(tensors, 70, dither)
@@ -226,7 +226,7 @@ def test_mutated_bytes_are_refused_or_decode_to_finite_values(name: str) -> None
     assert refused > 0
 
 
-def test_noise_as_an_int8_part_is_finite_even_when_levels_and_exponents_are_at_their_ends() -> None:
+def test_noise_as_an_int8_shard_is_finite_even_when_levels_and_exponents_are_at_their_ends() -> None:
     for level in (-128, 127):
         for exponent in (MIN_EXPONENT, MAX_EXPONENT):
             sent = [wire("int8", np.full(64, level, np.int8)), exponents(exponent)]

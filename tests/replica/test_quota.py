@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from agora.replica.view import (
+from agora.replica.pacing import (
     ASSUMED_STEP_S,
     MAX_CORRECTION,
     MAX_SKIPPED_WAITS,
     RATE_DECAY_S,
     BatchSizeCorrection,
-    StepMeter,
+    StepPacing,
     TokenRate,
     own_quota,
 )
@@ -67,20 +67,20 @@ def test_a_rate_follows_what_is_counted_and_is_unknown_at_first() -> None:
 
 
 def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
-    plan = BatchSizeCorrection(1000)
+    sync_schedule = BatchSizeCorrection(1000)
     held = [1100, 950, 1000, 1300]
     for tokens in held:
-        plan = plan.after_step(tokens)
-    assert plan.next_target == 1000 - (sum(held) - 4000)
+        sync_schedule = sync_schedule.after_step(tokens)
+    assert sync_schedule.next_target == 1000 - (sum(held) - 4000)
     assert BatchSizeCorrection(1000).after_step(9000).next_target == 1000 * (1 - MAX_CORRECTION), (
         "never a step of nothing"
     )
     assert BatchSizeCorrection(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
 
 
-def paced(mean_s: float) -> StepMeter:
+def paced(mean_s: float) -> StepPacing:
     """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
-    meter = StepMeter(64, BatchSizeCorrection(4000))
+    meter = StepPacing(64, BatchSizeCorrection(4000))
     meter.rate = TokenRate(1000.0, 1.0)
     meter.update_quota(ME, {})
     for number in range(5):
@@ -89,7 +89,7 @@ def paced(mean_s: float) -> StepMeter:
     return meter
 
 
-def waits(meter: StepMeter, mean_s: float, steps: int) -> list[bool]:
+def waits(meter: StepPacing, mean_s: float, steps: int) -> list[bool]:
     """Whether origins waited for the mean of each of so many further steps, which came after `mean_s`."""
     waited = []
     for number in range(10, 10 + steps):
@@ -109,6 +109,20 @@ def test_origins_wait_for_a_mean_that_comes_within_half_a_step_and_for_half_a_st
     assert meter.should_origins_wait(102.6), "the next one"
 
 
+def test_a_share_is_on_its_way_since_it_was_opened_and_a_larger_step_takes_longer() -> None:
+    meter = StepPacing(100, BatchSizeCorrection(1000))
+    meter.measure(10.0, 0, 3)
+    assert meter.open_fraction(10.0 + ASSUMED_STEP_S) == 1.0, "no rate is known yet"
+    for tick in range(1, 21):
+        meter.measure(10.0 + 0.1 * tick, 10 * tick, 3)
+    meter.update_quota(ME, {OTHER: None})
+    assert meter.open_fraction(12.0) == pytest.approx(2.0 / (1000 / 200)), "an unknown rate counts as the median"
+    meter.record_step(500)
+    assert meter.open_fraction(12.0) == pytest.approx(2.0 / (1500 / 200))
+    meter.measure(12.0, 200, 4)
+    assert meter.open_fraction(12.0) == 0.0
+
+
 def test_one_mean_that_comes_late_costs_one_wait() -> None:
     meter = paced(mean_s=1.0)
     waits(meter, mean_s=9.0, steps=1)
@@ -125,7 +139,7 @@ def test_means_that_always_come_late_are_waited_for_ever_more_seldom() -> None:
 
 
 def test_while_a_rate_is_unknown_origins_wait_half_of_the_assumed_step() -> None:
-    meter = StepMeter(64, BatchSizeCorrection(4000))
+    meter = StepPacing(64, BatchSizeCorrection(4000))
     meter.update_quota(ME, {OTHER: None})
     assert meter.expected_s == 0.0 and meter.should_origins_wait(0.0)
     meter.on_share_closed(0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from agora_protocol.errors import AgoraError, ProtocolError, Refused, Unavailable
 from agora_protocol.identity import Identity
-from agora_protocol.ids import PeerId
+from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import (
     Averaged,
@@ -26,26 +27,30 @@ from agora_protocol.messages import (
 from agora_protocol.tensors import WireTensor
 
 from agora.core.clock import loop_time
-from agora.core.span_work import SpanWork
+from agora.core.span_work import ForwardKey, SpanWork
 from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.replica.all_reduce import RepeatedContribution
-from agora.replica.gossip import SwarmView
-from agora.replica.replica_group import ReplicaGroup
-from agora.replica.shard_codec import Shard
+from agora.replica.gossip import SwarmQueries
+from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
+from agora.replica.stage_replicas import SpanReplicas
 from agora.swarm.peer_score import PeerScore, ReportViolation
 from agora.train.device_worker import DeviceWorker
 from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
-ME, OTHER = (Identity(bytes([n]) * 32).peer for n in (1, 2))
+MINE, THEIRS = (Identity(bytes([n]) * 32) for n in (1, 2))
+ME, OTHER = MINE.peer, THEIRS.peer
 
 
 class Liar:
-    """The stage's only other replica, by far the better connected, so that it owns every part.
+    """The stage's only other replica, by far the better connected, so that it reduces every part.
 
     `mean`: the elements of its answers. `tokens`: what it says it has counted at step `step`.
     """
 
     mean, tokens, step = 0.0, 0, 0
+
+    def __init__(self, run: RunId) -> None:
+        self._codec = ShardCodec(RoundConfig(OTHER, run, "mean", 20.0, 1e9))
 
     async def call(self, peer: PeerId, request: Message, tensors: Sequence[WireTensor], **_: Any) -> SimpleNamespace:
         """Answers with a part of equal numbers."""
@@ -58,7 +63,10 @@ class Liar:
             return SimpleNamespace(message=Recalled(0, 0, 0.0, "float32"), tensors=[])
         assert isinstance(request, Contribute)
         answer = Averaged(in_mean=2, contributors=2, weight=64.0, counted=True, wire="float32")
-        return SimpleNamespace(message=answer, tensors=[wire(np.full(tensors[0].shape, self.mean, np.float32))])
+        false, shard = [wire(np.full(tensors[0].shape, self.mean, np.float32))], Shard.of_message(request)
+        mean = self._codec.decode_mean(shard, false, tensors[0].shape[0], replace(answer, reducer=OTHER))
+        signature = THEIRS.sign(self._codec.statement(shard, mean))
+        return SimpleNamespace(message=replace(mean.message, signature=signature), tensors=false)
 
 
 async def nobody_gives(stage: int, sources: Sequence[PeerId], at_least: int) -> object:
@@ -67,27 +75,28 @@ async def nobody_gives(stage: int, sources: Sequence[PeerId], at_least: int) -> 
 
 @asynccontextmanager
 async def beside(
-    liar: Liar, report_violation: ReportViolation = lambda *_: None, **sections: Any
-) -> AsyncIterator[tuple[DeviceWorker, ReplicaGroup, Events, dict[PeerId, float]]]:
-    """Stage 0 alone, its group, its events, and the view, which has the liar and nobody else."""
+    report_violation: ReportViolation = lambda *_: None, **sections: Any
+) -> AsyncIterator[tuple[DeviceWorker, SpanReplicas, Events, dict[PeerId, float], Liar]]:
+    """Stage 0 alone, its group, its events, the view, which has the liar and nobody else, and the liar."""
     events, manifest = Events(), small_manifest(**sections)
     signed = SignedManifest.sign(manifest, Identity(bytes([9]) * 32))
-    listed = {ME: 1.0, OTHER: 1e12}
+    listed, liar = {ME: 1.0, OTHER: 1e12}, Liar(signed.run_id)
     async with pipeline_of(manifest, ["0"], report=events) as (worker,):
         yield (
             worker,
-            ReplicaGroup(
+            SpanReplicas(
                 signed,
-                ME,
+                MINE,
                 worker=worker,
-                caller=cast(Any, liar),
-                swarm=SwarmView(lambda stage: listed, lambda: True, lambda: None, lambda: [[0]]),
+                peer_caller=cast(Any, liar),
+                swarm=SwarmQueries(lambda stage: listed, lambda: True, lambda: None, lambda: [[0]]),
                 fetch_state=nobody_gives,
                 report=events,
                 report_violation=report_violation,
             ),
             events,
             listed,
+            liar,
         )
 
 
@@ -101,7 +110,7 @@ async def weights_after(worker: DeviceWorker, number: int, learning: bool = True
     if learning:
         ids = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
         out = await worker.forward(SpanWork(microbatch_id(number), 0, None, ids, "train"))
-        await worker.backward(microbatch_id(number), 0, out)
+        await worker.backward(ForwardKey(microbatch_id(number), 0), out)
     while worker.step_of(0) == number:
         await asyncio.sleep(0.01)
     return (await worker.export_state(0)).weights
@@ -109,8 +118,8 @@ async def weights_after(worker: DeviceWorker, number: int, learning: bool = True
 
 def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absurd_only_the_averaging() -> None:
     async def whole() -> None:
-        liar, averaging = Liar(), {"exact_steps": 100, "gradient_wire": "float32"}
-        async with beside(liar, averaging=averaging, optimizer={"target_tokens": 32}) as (worker, group, events, _):
+        averaging = {"exact_steps": 100, "gradient_wire": "float32"}
+        async with beside(averaging=averaging, optimizer={"target_tokens": 32}) as (worker, group, events, _, liar):
             running = asyncio.create_task(group.run())
             before = (await worker.export_state(0)).weights
             liar.mean, liar.tokens = 3e38, 32
@@ -135,10 +144,10 @@ def test_a_gradient_too_large_to_step_along_costs_one_step_and_one_that_is_absur
 def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other_replica_leaves() -> None:
     async def whole() -> None:
         sections = {"schedule": {"kind": "synchronous"}, "optimizer": {"target_tokens": 32}}
-        async with beside(Liar(), **sections) as (worker, group, _, listed):
+        async with beside(**sections) as (worker, group, _, listed, _):
             ids = tokens_of(batches_for(small_manifest(), 1)[0][0])
             out = await worker.forward(SpanWork(microbatch_id(0), 0, None, ids, "train"))
-            await worker.backward(microbatch_id(0), 0, out)
+            await worker.backward(ForwardKey(microbatch_id(0), 0), out)
             assert worker.step_of(0) == 0, "it waits for the other"
             del listed[OTHER]
             running = asyncio.create_task(group.run())
@@ -150,58 +159,58 @@ def test_a_step_that_was_to_be_taken_together_is_taken_alone_when_the_last_other
 
 
 @pytest.mark.parametrize(("exact_steps", "first"), [(0, 1), (5, 3), (6, 4)])
-def test_slices_are_averaged_of_inner_steps_only_and_gradients_of_all_reduce_steps(
+def test_fragments_are_averaged_of_inner_steps_only_and_gradients_of_all_reduce_steps(
     exact_steps: int, first: int
 ) -> None:
     """Round n is of step 2 n; a slice of a step that the replicas have taken together would bring nothing."""
 
     async def whole() -> None:
-        async with beside(Liar(), averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, _, _):
+        async with beside(averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, *_):
             for kind, number, slices in (("fragment", first - 1, 20), ("gradient", exact_steps, 0)):
-                refused = group.stages[0].look_at_round(Shard(0, kind, number, 0, slices)).refusal
+                refused = group.stages[0].round_rules.context_of(Shard(0, kind, number, 0, slices)).refusal
                 assert isinstance(refused, ProtocolError) and f"averages no {kind} {number} here" in str(refused)
-            assert group.stages[0].look_at_round(Shard(0, "fragment", first, 0, 20)).numel > 0
+            assert group.stages[0].round_rules.context_of(Shard(0, "fragment", first, 0, 20)).numel > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
-def test_the_same_shard_twice_is_refused_and_no_offence() -> None:
+def test_the_same_shard_twice_is_refused_and_no_violation() -> None:
     """A restarted peer sends its shards again, and so does a second machine that has a copy of its key."""
 
     async def whole() -> None:
         recorded: list[Any] = []
         averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
-        offences = PeerScore(recorded.append, loop_time)
-        async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
-            size = group.stages[0].look_at_round(Shard(0, "fragment", 1, 0, 2)).numel
+        violations = PeerScore(recorded.append, loop_time)
+        async with beside(violations.report_violation, averaging=averaging) as (_, group, *_):
+            size = group.stages[0].round_rules.context_of(Shard(0, "fragment", 1, 0, 2)).numel
             refused = 0
             for round_ in (1, 3, 5, 7):
                 message = Contribute(0, "slice", round_, 0, 2, 1.0, False, "float32", 1000)
                 for _ in range(2):
                     try:
                         deadline = asyncio.get_running_loop().time() + 0.2
-                        await group.answer_contribution(OTHER, message, [wire(np.zeros(size, np.float32))], deadline)
+                        await group.answer(OTHER, message, [wire(np.zeros(size, np.float32))], deadline)
                     except RepeatedContribution:
                         refused += 1
                     except (AgoraError, TimeoutError):
                         continue
-            assert refused > 0 and not recorded and offences.suspended_s(OTHER) == 0.0
+            assert refused > 0 and not recorded and violations.suspended_s(OTHER) == 0.0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
 
-def test_what_no_member_may_bring_is_one_offence_for_a_round() -> None:
+def test_what_no_member_may_bring_is_one_violation_for_a_round() -> None:
     async def whole() -> None:
         recorded: list[Any] = []
         averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
 
-        offences = PeerScore(recorded.append, loop_time)
-        async with beside(Liar(), offences.report_violation, averaging=averaging) as (_, group, _, _):
-            size = group.stages[0].look_at_round(Shard(0, "fragment", 1, 0, 2)).numel
+        violations = PeerScore(recorded.append, loop_time)
+        async with beside(violations.report_violation, averaging=averaging) as (_, group, *_):
+            size = group.stages[0].round_rules.context_of(Shard(0, "fragment", 1, 0, 2)).numel
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
                 message = Contribute(0, "slice", round_, 0, 2, weight, False, "float32", 1000)
-                await group.answer_contribution(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
+                await group.answer(OTHER, message, [wire(values)], asyncio.get_running_loop().time() + 1)
 
             good, bad = np.zeros(size, np.float32), np.full(size, np.nan, np.float32)
             for round_, values, weight in ((1, bad, 1.0), (1, bad, 1.0), (1, good[:-1], 1.0), (3, good, 1e12)):

@@ -1,18 +1,19 @@
-"""What members and owners feed back: nothing is lost to quantisation, and no gradient to being late."""
+"""What members and reducers feed back: nothing is lost to quantisation, and no gradient to being late."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
-from agora_protocol.errors import ProtocolError
+from agora_protocol.errors import PeerFailed, ProtocolError
 from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.messages import Recall, Recalled
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import RoundDone
-from agora.replica.all_reduce import reducers_of
+from agora.replica.reducers import reducers_of
 from agora.replica.shard_codec import (
     INT8_ROUNDS,
     NORMAL_BITS,
@@ -23,6 +24,7 @@ from agora.replica.shard_codec import (
     RoundKind,
     Shard,
     ShardCodec,
+    WeightedValues,
 )
 from tests.replica.world import RUN, Member, World, identities
 from tests.virtual_time import run
@@ -40,7 +42,7 @@ def part(number: int, stage: int = 0) -> Shard:
     return Shard(stage, "gradient", number, 0)
 
 
-def slice_part(number: int) -> Shard:
+def fragment_shard(number: int) -> Shard:
     """Of three slices."""
     return Shard(0, "fragment", number, 0, fragments=3)
 
@@ -132,8 +134,8 @@ def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
     assert torch.equal(exchange.contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
 
 
-def test_slices_travel_in_few_bits_from_the_first_one_on() -> None:
-    assert ShardCodec(config()).format_of(slice_part(0)) == "normal2"
+def test_fragments_travel_in_few_bits_from_the_first_one_on() -> None:
+    assert ShardCodec(config()).format_of(fragment_shard(0)) == "normal2"
 
 
 def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_tokens() -> None:
@@ -152,7 +154,7 @@ def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_toke
     assert alone.weight == 50.0, "what may have counted is not sent again"
 
 
-def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
+def test_the_shards_and_stages_of_a_round_leave_their_own() -> None:
     exchange = ShardCodec(config("float32"))
     late = exchange.contribution(part(5), gradient(1), 300.0)
     exchange.record_outcome(part(5), late, counted=False)
@@ -161,16 +163,16 @@ def test_the_parts_and_stages_of_a_round_leave_their_own() -> None:
     assert exchange.contribution(part(6), gradient(2), 1.0).weight == 301.0
 
 
-def test_two_slices_do_not_mix_what_they_have_lost() -> None:
+def test_two_fragments_do_not_mix_what_they_have_lost() -> None:
     """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
     exchange = ShardCodec(config())
-    made = exchange.contribution(slice_part(6), gradient(1), 100.0)
-    exchange.record_outcome(slice_part(6), made, counted=True)
+    made = exchange.contribution(fragment_shard(6), gradient(1), 100.0)
+    exchange.record_outcome(fragment_shard(6), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     assert bool(lost.any())
     for number in (7, 8):
-        assert torch.equal(exchange.contribution(slice_part(number), gradient(2), 100.0).values, gradient(2))
-    assert torch.equal(exchange.contribution(slice_part(9), gradient(2), 100.0).values, gradient(2) + lost)
+        assert torch.equal(exchange.contribution(fragment_shard(number), gradient(2), 100.0).values, gradient(2))
+    assert torch.equal(exchange.contribution(fragment_shard(9), gradient(2), 100.0).values, gradient(2) + lost)
     gradient_of_the_same_number = exchange.contribution(Shard(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
     assert torch.equal(gradient_of_the_same_number.values, gradient(2)), "nor a gradient's"
 
@@ -178,37 +180,37 @@ def test_two_slices_do_not_mix_what_they_have_lost() -> None:
 def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_anyway() -> None:
     exchange = ShardCodec(config())
     for counted in (False, None):
-        made = exchange.contribution(slice_part(6), gradient(1), 300.0)
-        assert exchange.record_outcome(slice_part(6), made, counted) == 0.0
-        again = exchange.contribution(slice_part(9), gradient(2), 100.0)
+        made = exchange.contribution(fragment_shard(6), gradient(1), 300.0)
+        assert exchange.record_outcome(fragment_shard(6), made, counted) == 0.0
+        again = exchange.contribution(fragment_shard(9), gradient(2), 100.0)
         assert torch.equal(again.values, gradient(2)) and (again.weight, again.late_tokens) == (100.0, 0.0)
 
 
 def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
     exchange = ShardCodec(config())
-    made = exchange.contribution(slice_part(0), gradient(1), 1.0)
-    exchange.record_outcome(slice_part(0), made, counted=True)
+    made = exchange.contribution(fragment_shard(0), gradient(1), 1.0)
+    exchange.record_outcome(fragment_shard(0), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     for number, counted in ((3, False), (6, None)):
-        made = exchange.contribution(slice_part(number), gradient(2), 1.0)
+        made = exchange.contribution(fragment_shard(number), gradient(2), 1.0)
         assert torch.equal(made.values, gradient(2) + lost)
-        exchange.record_outcome(slice_part(number), made, counted)
-    assert torch.equal(exchange.contribution(slice_part(9), gradient(3), 1.0).values, gradient(3) + lost)
+        exchange.record_outcome(fragment_shard(number), made, counted)
+    assert torch.equal(exchange.contribution(fragment_shard(9), gradient(3), 1.0).values, gradient(3) + lost)
 
 
 def decoded(sent: EncodedShard) -> torch.Tensor:
     return NumberFormat(sent.wire).decode(sent.tensors, SIZE)
 
 
-# --- an owner
+# --- a reducer
 
 
-def test_an_owner_feeds_back_what_its_answer_loses() -> None:
-    owner, rounds = ShardCodec(config()), 100
+def test_a_reducer_feeds_back_what_its_answer_loses() -> None:
+    reducer, rounds = ShardCodec(config()), 100
     answered, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         values = [gradient(number), gradient(-number)]
-        found = owner.mean(part(number), values, [1.0, 3.0], None)
+        found = reducer.mean(part(number), values, [1.0, 3.0], None)
         assert found is not None
         answered += found.values
         wanted += (values[0] + 3 * values[1]) / 4
@@ -218,23 +220,25 @@ def test_an_owner_feeds_back_what_its_answer_loses() -> None:
 
 
 def test_a_mean_of_one_contribution_changes_nothing_for_the_next() -> None:
-    owner, other = ShardCodec(config()), ShardCodec(config())
-    owner.mean(part(FIRST), [gradient(1)], [1.0], None)
-    assert torch.equal(mean(owner, part(FIRST + 1), 2), mean(other, part(FIRST + 1), 2))
+    reducer, other = ShardCodec(config()), ShardCodec(config())
+    reducer.mean(part(FIRST), [gradient(1)], [1.0], None)
+    assert torch.equal(mean(reducer, part(FIRST + 1), 2), mean(other, part(FIRST + 1), 2))
 
 
-def test_an_owner_of_two_slices_does_not_mix_what_its_answers_lost() -> None:
-    owner, other, last = ShardCodec(config()), ShardCodec(config()), ShardCodec(config())
-    mean(owner, slice_part(6), 1)
-    assert torch.equal(mean(owner, slice_part(7), 3), mean(other, slice_part(7), 3))
-    assert not torch.equal(mean(owner, slice_part(9), 3), mean(last, slice_part(9), 3)), "its own next one has it"
-    for exchange in (owner, last):
+def test_a_reducer_of_two_fragments_does_not_mix_what_its_answers_lost() -> None:
+    reducer, other, last = ShardCodec(config()), ShardCodec(config()), ShardCodec(config())
+    mean(reducer, fragment_shard(6), 1)
+    assert torch.equal(mean(reducer, fragment_shard(7), 3), mean(other, fragment_shard(7), 3))
+    assert not torch.equal(mean(reducer, fragment_shard(9), 3), mean(last, fragment_shard(9), 3)), (
+        "its own next one has it"
+    )
+    for exchange in (reducer, last):
         exchange.drop_stage(0)
-    assert torch.equal(mean(owner, slice_part(12), 5), mean(last, slice_part(12), 5))
+    assert torch.equal(mean(reducer, fragment_shard(12), 5), mean(last, fragment_shard(12), 5))
 
 
 def mean(exchange: ShardCodec, of: Shard, seed: int) -> torch.Tensor:
-    """An owner's mean of two contributions."""
+    """A reducer's mean of two contributions."""
     found = exchange.mean(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
     assert found is not None
     return found.values
@@ -265,7 +269,7 @@ def test_all_members_get_the_same_bits_and_over_many_rounds_the_mean(wire: str, 
 def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothing(
     wires: tuple[str, ...], kind: RoundKind
 ) -> None:
-    """The owner answers in the format that it sends in, whichever the members have chosen."""
+    """The reducer answers in the format that it sends in, whichever the members have chosen."""
 
     async def main() -> None:
         world = World(SIZE, slices=2)
@@ -277,23 +281,23 @@ def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothi
             answers = await average(world, members, number, values, kind)
             assert all(torch.equal(answer, answers[0]) for answer in answers)
             total, wanted = total + answers[0], wanted + sum(values) / 3
-        slices = world.slices_of(kind)
-        owner, _ = reducers_of(members[0].all_reduce.config.run, Shard(0, kind, number, 0, slices), members[0].view)
+        slices = world.fragments_in(kind)
+        reducer, _ = reducers_of(members[0].all_reduce.config.run, Shard(0, kind, number, 0, slices), members[0].view)
         recall = Recall(0, WIRE_KINDS[kind], number, 0, slices)
         recalled = [member.all_reduce.answer_recall(recall).message for member in members]
         kept = {answer.wire for answer in recalled if isinstance(answer, Recalled)}
-        assert kept == {sends[owner]}
+        assert kept == {sends[reducer]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())
 
     run(main())
 
 
 @pytest.mark.parametrize(("at", "nth"), [("averaging.received", 1), ("averaging.answered", 2)])
-def test_a_dead_owner_loses_what_its_last_answer_lost_and_nothing_grows(at: str, nth: int) -> None:
+def test_a_dead_reducer_loses_what_its_last_answer_lost_and_nothing_grows(at: str, nth: int) -> None:
     """It dies in the sixth of 200 rounds: before it has averaged, or between its answers. The others stay equal.
 
-    The next owner begins without a loss of its own, and in that round the dead one's gradient may count or not. So all
-    that was answered differs from all means by one contribution's error, one answer's error and that gradient.
+    The next reducer begins without a loss of its own, and in that round the dead one's gradient may count or not. So
+    all that was answered differs from all means by one contribution's error, one answer's error and that gradient.
     """
 
     async def main() -> None:
@@ -359,3 +363,17 @@ async def average(
 ) -> list[torch.Tensor]:
     works = (take_part(world, m, number, v, 1.0, kind) for m, v in zip(members, values, strict=True))
     return list(await asyncio.gather(*works))
+
+
+def test_a_synchronous_run_accepts_a_mean_of_honest_gradients_that_are_far_larger_than_before() -> None:
+    """Sizes as in a run of three at its eleventh step, whose mean was 5.2 times as large as usual, and honest."""
+    shard, usual = part(10), WeightedValues(torch.full((64,), 0.0048), 512.0)
+    exact, other = ShardCodec(replace(config("float32"), synchronous=True)), ShardCodec(config("float32"))
+    for codec in (exact, other):
+        codec.check_magnitude(shard, usual, usual.values, 3)
+    mean = torch.full((64,), 0.025)
+    exact.check_magnitude(shard, usual, mean, 3)
+    with pytest.raises(PeerFailed, match=r"root mean square of 0\.025; at most 0\.0192"):
+        other.check_magnitude(shard, usual, mean, 3)
+    with pytest.raises(PeerFailed, match="is plausible"):
+        exact.check_magnitude(shard, usual, 10 * mean, 3)

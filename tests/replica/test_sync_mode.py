@@ -12,28 +12,28 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.core.sync_mode import (
+from agora.core.step_schedule import (
     ALL_REDUCE,
     MIN_STEPS_BETWEEN,
     NOTICE_PASSES,
     NOTICE_STEPS,
     ONLY_ALL_REDUCE,
-    ChangeRule,
-    StepPlan,
-    first_step_plan,
+    SyncChangeRule,
+    SyncSchedule,
+    first_sync_schedule,
 )
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanChanged, StepsSkipped
-from agora.replica.decide import RETURN_FACTOR, WISH_S, ReplicaUplink, Wish, carried_by_most, wanted_fragments
+from agora.replica.pacing import TokenRate
 from agora.replica.shard_codec import Shard
-from agora.replica.view import TokenRate
+from agora.replica.sync_rules import RETURN_FACTOR, WISH_S, ReplicaUplink, Wish, carried_by_most, wanted_fragments
 from agora.train.stage import StageProgress
 from tests.replica.group_world import FakeStage, GroupPeer, GroupWorld
 from tests.train.support import small_manifest
 from tests.virtual_time import run
 
 TARGET = 4096
-SLICES = 4
-RULE = ChangeRule(may_change=True, every=1, most_fragments=20)
+FRAGMENTS = 4
+RULE = SyncChangeRule(may_change=True, every=1, most_fragments=20)
 SLOW, FAST = 2_000.0, 1e9
 """Uplinks in bytes per second: of 4,096 values in a step of a third of a second, 2 bits are 1.1 kB."""
 
@@ -41,30 +41,33 @@ SLOW, FAST = 2_000.0, 1e9
 # --- the rule
 
 
-def test_a_plan_says_of_each_step_in_how_many_slices_it_is_taken() -> None:
-    plan = StepPlan(ALL_REDUCE, 3, 20)
-    assert [plan.fragments_at(step) for step in (2, 3, 4)] == [ALL_REDUCE, 20, 20]
-    assert [plan.is_inner(step) for step in (2, 3)] == [False, True]
+def test_a_plan_says_of_each_step_in_how_many_fragments_it_is_taken() -> None:
+    sync_schedule = SyncSchedule(ALL_REDUCE, 3, 20)
+    assert [sync_schedule.fragments_at(step) for step in (2, 3, 4)] == [ALL_REDUCE, 20, 20]
+    assert [sync_schedule.is_inner(step) for step in (2, 3)] == [False, True]
     assert not ONLY_ALL_REDUCE.is_inner(0) and not ONLY_ALL_REDUCE.is_inner(ALL_STEPS - 1)
 
 
 @pytest.mark.parametrize(
-    ("sections", "plan", "may_change"),
+    ("sections", "sync_schedule", "may_change"),
     [
         ({}, ONLY_ALL_REDUCE, True),
         ({"averaging": {"local_steps": "never"}}, ONLY_ALL_REDUCE, False),
         ({"averaging": {"fraction": 1.0}}, ONLY_ALL_REDUCE, False),
-        ({"averaging": {"exact_steps": 5}}, StepPlan(ALL_REDUCE, 5, 20), False),
-        ({"averaging": {"exact_steps": 0, "fraction": 0.5}}, StepPlan(ALL_REDUCE, 0, 2), False),
+        ({"averaging": {"exact_steps": 5}}, SyncSchedule(ALL_REDUCE, 5, 20), False),
+        ({"averaging": {"exact_steps": 0, "fraction": 0.5}}, SyncSchedule(ALL_REDUCE, 0, 2), False),
         ({"schedule": {"kind": "synchronous"}}, ONLY_ALL_REDUCE, False),
         ({"schedule": {"kind": "synchronous"}, "averaging": {"exact_steps": 5}}, ONLY_ALL_REDUCE, False),
     ],
 )
 def test_stages_change_only_where_the_manifest_leaves_it_to_the_links(
-    sections: dict, plan: StepPlan, may_change: bool
+    sections: dict, sync_schedule: SyncSchedule, may_change: bool
 ) -> None:
     manifest: Manifest = small_manifest(**sections)
-    assert (first_step_plan(manifest), ChangeRule.from_manifest(manifest).may_change) == (plan, may_change)
+    assert (first_sync_schedule(manifest), SyncChangeRule.from_manifest(manifest).may_change) == (
+        sync_schedule,
+        may_change,
+    )
 
 
 def uplinks_of(count: int, *carried: float, rate: float | None = 50.0) -> list[ReplicaUplink]:
@@ -103,7 +106,7 @@ def test_slower_uplinks_count_once_their_replicas_do_a_quarter_of_the_work() -> 
         (20, math.inf, ALL_REDUCE),
     ],
 )
-def test_the_number_of_slices_is_what_the_uplinks_carry(present: int, carried: float, wanted: int) -> None:
+def test_the_number_of_fragments_is_what_the_uplinks_carry(present: int, carried: float, wanted: int) -> None:
     found, reason = wanted_fragments(present, uplinks_of(4, carried), 20)
     assert found == wanted
     assert ("never full" in reason) == math.isinf(carried) and (math.isinf(carried) or f"{carried:.2g}" in reason)
@@ -115,43 +118,45 @@ def test_a_replica_without_others_keeps_its_inner_steps() -> None:
 
 def test_the_first_inner_step_comes_after_the_shares_that_may_be_closed_already() -> None:
     decided = RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, 6)
-    assert decided == StepPlan(ALL_REDUCE, 40 + NOTICE_STEPS, 6)
+    assert decided == SyncSchedule(ALL_REDUCE, 40 + NOTICE_STEPS, 6)
     assert RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, ALL_REDUCE) == ONLY_ALL_REDUCE
     assert RULE.after_all_reduce(decided, 41, 12) == decided, "it is decided once"
 
 
-def test_inner_steps_change_after_every_slice_had_its_turn_twice() -> None:
-    plan = StepPlan(ALL_REDUCE, 10, 6)
+def test_inner_steps_change_after_every_fragment_had_its_turn_twice() -> None:
+    sync_schedule = SyncSchedule(ALL_REDUCE, 10, 6)
     step = 10 + MIN_STEPS_BETWEEN
     for wanted in (ALL_REDUCE, 12):
-        decided = RULE.after_fragment_sync(plan, step, wanted)
-        assert decided == StepPlan(6, step + 6 * NOTICE_PASSES, wanted)
+        decided = RULE.after_fragment_sync(sync_schedule, step, wanted)
+        assert decided == SyncSchedule(6, step + 6 * NOTICE_PASSES, wanted)
         assert RULE.after_fragment_sync(decided, step + 1, 2) == decided, "it is decided once"
-    assert RULE.after_fragment_sync(plan, step, 6) == plan
+    assert RULE.after_fragment_sync(sync_schedule, step, 6) == sync_schedule
 
 
 def test_a_stage_that_may_not_change_does_not() -> None:
-    fixed = ChangeRule(may_change=False, every=1, most_fragments=20)
+    fixed = SyncChangeRule(may_change=False, every=1, most_fragments=20)
     assert fixed.after_all_reduce(ONLY_ALL_REDUCE, 40, 6) == ONLY_ALL_REDUCE
-    plan = StepPlan(ALL_REDUCE, 10, 6)
-    assert fixed.after_fragment_sync(plan, 10 + MIN_STEPS_BETWEEN, ALL_REDUCE) == plan
+    sync_schedule = SyncSchedule(ALL_REDUCE, 10, 6)
+    assert fixed.after_fragment_sync(sync_schedule, 10 + MIN_STEPS_BETWEEN, ALL_REDUCE) == sync_schedule
 
 
 def test_a_stage_can_have_only_the_first_plan_and_those_that_the_rule_makes() -> None:
-    plan = RULE.after_fragment_sync(RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, 6), 60, 12)
+    sync_schedule = RULE.after_fragment_sync(RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, 6), 60, 12)
     for step in (60, 10**6):
-        assert RULE.is_possible(ONLY_ALL_REDUCE, step) and RULE.is_possible(plan, step)
-    assert not RULE.is_possible(plan, plan.change_at - 6 * NOTICE_PASSES - 1), "it is decided no earlier"
-    fixed = ChangeRule(may_change=False, every=1, most_fragments=20, first=StepPlan(ALL_REDUCE, 5, 20))
-    assert fixed.is_possible(StepPlan(ALL_REDUCE, 5, 20), 0) and not fixed.is_possible(ONLY_ALL_REDUCE, 0)
-    assert not fixed.is_possible(StepPlan(ALL_REDUCE, 5, 4), 6) and not fixed.is_possible(plan, 60)
+        assert RULE.is_possible(ONLY_ALL_REDUCE, step) and RULE.is_possible(sync_schedule, step)
+    assert not RULE.is_possible(sync_schedule, sync_schedule.change_at - 6 * NOTICE_PASSES - 1), (
+        "it is decided no earlier"
+    )
+    fixed = SyncChangeRule(may_change=False, every=1, most_fragments=20, first=SyncSchedule(ALL_REDUCE, 5, 20))
+    assert fixed.is_possible(SyncSchedule(ALL_REDUCE, 5, 20), 0) and not fixed.is_possible(ONLY_ALL_REDUCE, 0)
+    assert not fixed.is_possible(SyncSchedule(ALL_REDUCE, 5, 4), 6) and not fixed.is_possible(sync_schedule, 60)
 
 
 @pytest.mark.parametrize("wanted", [1, 21, 1000])
-def test_no_owner_can_ask_for_more_slices_than_the_manifest_has(wanted: int) -> None:
+def test_no_reducer_can_ask_for_more_fragments_than_the_manifest_has(wanted: int) -> None:
     assert RULE.after_all_reduce(ONLY_ALL_REDUCE, 40, wanted) == ONLY_ALL_REDUCE
-    plan = StepPlan(ALL_REDUCE, 10, 6)
-    assert RULE.after_fragment_sync(plan, 10 + MIN_STEPS_BETWEEN, wanted) == plan
+    sync_schedule = SyncSchedule(ALL_REDUCE, 10, 6)
+    assert RULE.after_fragment_sync(sync_schedule, 10 + MIN_STEPS_BETWEEN, wanted) == sync_schedule
 
 
 def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
@@ -177,11 +182,13 @@ def test_no_stall_keeps_rates_wrong_for_as_long_as_a_wish_must_be_held() -> None
 
 
 def test_changes_lie_apart() -> None:
-    plan = StepPlan(ALL_REDUCE, 10, 6)
-    assert RULE.after_fragment_sync(plan, 9 + MIN_STEPS_BETWEEN, ALL_REDUCE) == plan
-    assert RULE.after_fragment_sync(plan, 9 + 6 * NOTICE_PASSES, 12) == plan
-    assert RULE.after_fragment_sync(plan, 10 + 6 * NOTICE_PASSES, 12).later_fragments == 12, "no state need be fetched"
-    past = StepPlan(6, 200, ALL_REDUCE)
+    sync_schedule = SyncSchedule(ALL_REDUCE, 10, 6)
+    assert RULE.after_fragment_sync(sync_schedule, 9 + MIN_STEPS_BETWEEN, ALL_REDUCE) == sync_schedule
+    assert RULE.after_fragment_sync(sync_schedule, 9 + 6 * NOTICE_PASSES, 12) == sync_schedule
+    assert RULE.after_fragment_sync(sync_schedule, 10 + 6 * NOTICE_PASSES, 12).later_fragments == 12, (
+        "no state need be fetched"
+    )
+    past = SyncSchedule(6, 200, ALL_REDUCE)
     assert RULE.after_all_reduce(past, 199 + MIN_STEPS_BETWEEN, 6) == past
     assert RULE.after_all_reduce(past, 200 + MIN_STEPS_BETWEEN, 6).change_at == 200 + MIN_STEPS_BETWEEN + NOTICE_STEPS
 
@@ -190,7 +197,7 @@ def test_changes_lie_apart() -> None:
 
 
 def world_of(*rates: float, stage_type: type[FakeStage] = FakeStage) -> GroupWorld:
-    section = {"fraction": 1 / SLICES, "round_s": 3.0}
+    section = {"fraction": 1 / FRAGMENTS, "round_s": 3.0}
     return GroupWorld(rates, target=TARGET, stage_type=stage_type, averaging=section)
 
 
@@ -212,16 +219,16 @@ def are_equal(*peers: GroupPeer) -> bool:
     )
 
 
-def are_of_one_lineage(one: GroupPeer, other: GroupPeer) -> bool:
+def have_one_history(one: GroupPeer, other: GroupPeer) -> bool:
     """Whether both have applied the same means up to the same step."""
-    return (one.stage.agreed, one.stage.history[one.stage.agreed]) == (
-        other.stage.agreed,
-        other.stage.history[other.stage.agreed],
+    return (one.stage.agreed_step, one.stage.history[one.stage.agreed_step]) == (
+        other.stage.agreed_step,
+        other.stage.history[other.stage.agreed_step],
     )
 
 
-def changes_of(peer: GroupPeer) -> list[StepPlan]:
-    return [StepPlan(event.slices, event.change_at, event.later_slices) for event in peer.of(StepPlanChanged)]
+def changes_of(peer: GroupPeer) -> list[SyncSchedule]:
+    return [SyncSchedule(event.slices, event.change_at, event.later_slices) for event in peer.of(StepPlanChanged)]
 
 
 def test_replicas_with_slow_uplinks_change_to_inner_steps_at_the_same_step_and_lose_no_token() -> None:
@@ -230,12 +237,12 @@ def test_replicas_with_slow_uplinks_change_to_inner_steps_at_the_same_step_and_l
             await asyncio.sleep(10.0)
             set_uplinks(world, SLOW, SLOW, FAST)
             await until(lambda: all(changes_of(peer) for peer in world.all))
-            (plan,) = {changes_of(peer)[0] for peer in world.all}
-            await until(lambda: all(peer.stage.step > plan.change_at + 2 * SLICES for peer in world.all))
+            (sync_schedule,) = {changes_of(peer)[0] for peer in world.all}
+            await until(lambda: all(peer.stage.step > sync_schedule.change_at + 2 * FRAGMENTS for peer in world.all))
             for peer in world.all:
-                assert min(peer.stage.alone_at) == plan.change_at, "the steps before were taken together"
+                assert min(peer.stage.alone_at) == sync_schedule.change_at, "the steps before were taken together"
                 rounds = [done for done in peer.of(RoundDone) if done.what == "slice"]
-                assert rounds[0].round == plan.change_at + 1 and rounds[-1].contributors == 3
+                assert rounds[0].round == sync_schedule.change_at + 1 and rounds[-1].contributors == 3
                 assert not peer.of(PartFailed) and not peer.of(StageDiverged) and not peer.of(StepsSkipped)
                 assert sum(peer.stage.closed) == peer.stage.counted - peer.stage.tokens
                 assert "most uplinks carry" in peer.of(StepPlanChanged)[0].reason
@@ -250,7 +257,7 @@ def test_one_slow_uplink_of_many_does_not_make_all_take_inner_steps() -> None:
             set_uplinks(world, SLOW, FAST, FAST, FAST, FAST)
             await asyncio.sleep(60.0)
             assert not any(changes_of(peer) for peer in world.all)
-            assert [peer.group.stages[0].compression.fits for peer in world.all] == [False, *[True] * 4]
+            assert [peer.group.stages[0].sync_choice.compression.fits for peer in world.all] == [False, *[True] * 4]
 
     run(main())
 
@@ -293,10 +300,10 @@ def test_a_replica_that_joins_during_inner_steps_takes_them_over_with_the_state(
             world.network.dead.clear()
             late.start()
             await asyncio.sleep(10.0)
-            assert late.fetches and late.stage.plan == first.stage.plan
+            assert late.fetches and late.stage.sync_schedule == first.stage.sync_schedule
             last = [done for done in late.of(RoundDone) if done.what == "slice"][-1]
             assert last.contributors == 3
-            await until(lambda: are_of_one_lineage(late, first), 5.0)
+            await until(lambda: have_one_history(late, first), 5.0)
             assert all(change.later_fragments != ALL_REDUCE for change in changes_of(first)[1:])
 
     run(main())
@@ -324,11 +331,14 @@ def test_a_stage_without_replicas_says_nothing_of_what_its_peers_uplink_carries(
             await asyncio.sleep(2.0)
             slow = world.all[0].group
             slow.stages[1].on_stepped(world.all[0].stage.step, 0)
-            assert slow.stages[0].compression.is_limited and not slow.stages[1].compression.is_limited
-            assert "MB in a step" in slow.stages[0].compression.reason
-            (carried,) = {slow.stages[0].compression.carried}
-            assert 0.1 < carried < 0.3 and slow.stages[1].compression.carried == math.inf
-            told = world.all[1].group.gossip.known_progress(0)[world.all[0].peer].counts.bytes_carried
+            assert (
+                slow.stages[0].sync_choice.compression.is_limited
+                and not slow.stages[1].sync_choice.compression.is_limited
+            )
+            assert "MB in a step" in slow.stages[0].sync_choice.compression.reason
+            (carried,) = {slow.stages[0].sync_choice.compression.carried}
+            assert 0.1 < carried < 0.3 and slow.stages[1].sync_choice.compression.carried == math.inf
+            told = world.all[1].group.stages[0].gossip.known_progress()[world.all[0].peer].counts.bytes_carried
             assert told == pytest.approx(carried, rel=0.2)
 
     run(main())
@@ -345,22 +355,22 @@ def test_a_replica_that_missed_the_decision_is_brought_back_to_the_others() -> N
             world.network.broken |= {frozenset((away.peer, other.peer)) for other in (first, second)}
             await until(lambda: bool(changes_of(first)) and first.stage.step > changes_of(first)[0].change_at + 5)
             world.network.broken.clear()
-            await until(lambda: away.stage.plan == first.stage.plan, 60.0)
-            await until(lambda: are_of_one_lineage(away, first), 60.0)
+            await until(lambda: away.stage.sync_schedule == first.stage.sync_schedule, 60.0)
+            await until(lambda: have_one_history(away, first), 60.0)
             await asyncio.sleep(10.0)
-            await until(lambda: are_of_one_lineage(away, first), 5.0)
+            await until(lambda: have_one_history(away, first), 5.0)
 
     run(main())
 
 
-def test_a_part_of_the_other_kind_is_refused_without_an_offence_where_stages_may_change() -> None:
+def test_a_part_of_the_other_kind_is_refused_without_a_violation_where_stages_may_change() -> None:
     async def main() -> None:
         async with world_of(4000.0, 4000.0) as world:
             await asyncio.sleep(5.0)
             loop, step = world.all[0].group.stages[0], world.all[0].stage.step
-            refused = loop.look_at_round(Shard(0, "fragment", step, 0, SLICES)).refusal
+            refused = loop.round_rules.context_of(Shard(0, "fragment", step, 0, FRAGMENTS)).refusal
             assert isinstance(refused, Refused) and "averages no fragment" in str(refused)
-            accepted = loop.look_at_round(Shard(0, "gradient", step, 0))
+            accepted = loop.round_rules.context_of(Shard(0, "gradient", step, 0))
             assert accepted.refusal is None and accepted.numel > 0
 
     run(main())

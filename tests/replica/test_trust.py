@@ -11,21 +11,23 @@ import pytest
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import GossipSteps
 
-from agora.replica.all_reduce import reducers_of, reducing_bandwidths
+from agora.replica.pacing import BatchSizeCorrection, StepPacing, TokenRate
+from agora.replica.reducers import reducers_of, reducing_bandwidths
 from agora.replica.shard_codec import Shard
 from agora.replica.trust import (
     FASTEST_TOKENS_PER_S,
+    INNER_STEPS_LEAD,
     LEAD,
-    LOCAL_LEAD,
+    MAX_PROGRESS_RATIO,
     MAX_SPEED_UP,
     SLACK_S,
     OwnPace,
     believed_bandwidths,
     believed_claim,
     believed_rates,
+    believed_step_tokens,
     believed_tokens,
 )
-from agora.replica.view import BatchSizeCorrection, StepMeter, TokenRate
 from agora.swarm.peer_score import Violation
 from tests.replica.group_world import GroupWorld
 from tests.replica.world import identities
@@ -38,8 +40,8 @@ def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
     assert pace.highest_plausible_step(50.0, 1000, LEAD) == at_once
     assert pace.highest_plausible_step(50.0 + 25.0, 1000, LEAD) == at_once + int(2.5 * MAX_SPEED_UP)
     assert pace.highest_plausible_step(40.0, 1000, LEAD) == at_once, "a clock that went back allows nothing"
-    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, LOCAL_LEAD)
-    assert hour == at_once - LEAD + LOCAL_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
+    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, INNER_STEPS_LEAD)
+    assert hour == at_once - LEAD + INNER_STEPS_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
 
 
 def test_a_machine_that_stood_still_for_seconds_accepts_those_who_went_on() -> None:
@@ -119,7 +121,7 @@ def test_ids_of_one_network_move_no_median() -> None:
 
 
 async def train(others: int, *, liar: bool) -> tuple[list[int], list[list[float]], list[tuple[bool, Violation]]]:
-    """Returns the steps and weights of the honest replicas after a minute, and the offences that they recorded."""
+    """Returns the steps and weights of the honest replicas after a minute, and the violations that they recorded."""
     world = GroupWorld([300.0] * (others + 1))
     *honest, last = world.all
     if not liar:
@@ -133,18 +135,18 @@ async def train(others: int, *, liar: bool) -> tuple[list[int], list[list[float]
         while True:
             for peer in honest:
                 entry = (last.peer, step, step, 4, 10**12, step, 5, 0, 0, 0)
-                peer.group.gossip.answer(last.peer, GossipSteps(0, (entry,)))
+                peer.group.stages[0].gossip.answer(last.peer, GossipSteps(0, (entry,)))
             await asyncio.sleep(0.1)
 
     telling = asyncio.create_task(tell()) if liar else None
     await asyncio.sleep(60.0)
     if telling is not None:
         telling.cancel()
-    offences = [(peer == last.peer, offence) for p in honest for peer, offence, _ in p.offences]
+    violations = [(peer == last.peer, violation) for p in honest for peer, violation, _ in p.violations]
     steps, weights = [p.stage.step for p in honest], [p.stage.weights.tolist() for p in honest]
     for peer in honest:
         await peer.stop()
-    return steps, weights, offences
+    return steps, weights, violations
 
 
 @pytest.mark.parametrize("others", [1, 2, 3])
@@ -188,7 +190,7 @@ def test_one_that_is_too_fast_to_be_believed_counts_all_that_it_can_meanwhile() 
     peers, target = identities(4), 40_000
     quotas = []
     for me, rate in zip(peers, (64_000.0, 100.0, 100.0, 100.0), strict=True):
-        meter = StepMeter(10, BatchSizeCorrection(target), rate=TokenRate(rate, 1.0))
+        meter = StepPacing(10, BatchSizeCorrection(target), rate=TokenRate(rate, 1.0))
         others = {peer: 64_000.0 if peer == peers[0] else 100.0 for peer in peers if peer != me}
         quotas.append(meter.update_quota(me, others))
     assert quotas == [6_400_000, 10_000, 10_000, 10_000]
@@ -210,3 +212,21 @@ def test_a_fast_replica_whose_share_is_all_microbatches_completes_the_step_of_th
     shares = dict(zip(peers, (64 / 66 * 800, 1 / 66 * 800), strict=True))
     believed = believed_tokens({peers[0]: 800, peers[1]: 0}, shares, 0, shares[peers[1]], 100)
     assert believed[peers[0]] == 800
+
+
+def test_the_tokens_of_a_step_are_those_that_the_replicas_have_reported_where_its_reducer_alone_says_others() -> None:
+    peers = identities(3)
+    shares = dict.fromkeys(peers, 100.0)
+
+    def step_tokens(told: float, *reported: int, own: int = 90) -> float:
+        return believed_step_tokens(told, dict(zip(peers, reported, strict=True)), shares, own, 100.0, 8)
+
+    assert step_tokens(365.0, 90, 90, 90) == 365.0, "as told: all members adapt to the same number"
+    assert step_tokens(36.0, 90, 90, 90) == step_tokens(8000.0, 90, 90, 90) == 360.0
+    assert step_tokens(36.0, 90, 90, 70) == pytest.approx(270 + 90 / MAX_PROGRESS_RATIO - 8), "who reports less"
+    assert step_tokens(8000.0, 90, 90, 2**50) == pytest.approx(270 + 90 * MAX_PROGRESS_RATIO + 8), "or more"
+    assert step_tokens(36.0, 90, 90, 0) == 360.0, "what one has counted is not known any more"
+    assert step_tokens(8000.0, 90, 90, 90, own=10) == 280.0, "this replica came late"
+    assert believed_step_tokens(8000.0, {peers[0]: 90}, {peers[0]: 100.0}, 90, 100.0, 8) == 8000.0, "word against word"
+    idle = believed_step_tokens(36.0, {peers[0]: 5, peers[1]: 90}, {peers[0]: 0.0, peers[1]: 100.0}, 90, 100.0, 8)
+    assert idle == 185.0, "who has no share, a microbatch at most"

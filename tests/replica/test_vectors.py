@@ -84,7 +84,7 @@ def test_the_script_makes_the_file_byte_for_byte(make_script: ModuleType) -> Non
     )
 
 
-def test_slices_are_those_of_the_text() -> None:
+def test_fragments_are_those_of_the_text() -> None:
     for vector in VECTORS["slices"]:
         blocks = vector["elements"] // SLICE_BLOCK
         count = math.ceil(1 / Fraction(str(vector["fraction"])))
@@ -94,11 +94,11 @@ def test_slices_are_those_of_the_text() -> None:
         while math.gcd(factor, blocks) != 1:
             factor = (factor + 1) % blocks
         for number, expected in vector["blocks"].items():
-            slice_of = [(factor * block + offset) % blocks % count for block in range(blocks)]
-            assert [block for block in range(blocks) if slice_of[block] == int(number) % count] == expected
+            fragment_of = [(factor * block + offset) % blocks % count for block in range(blocks)]
+            assert [block for block in range(blocks) if fragment_of[block] == int(number) % count] == expected
 
 
-def test_parts_are_those_of_the_text() -> None:
+def test_shards_are_those_of_the_text() -> None:
     for vector in VECTORS["parts"]:
         size = next(size for size in (131_072, 262_144, 524_288) if vector["elements"] <= 64 * size or size == 524_288)
         ends = [*range(0, vector["elements"], size), vector["elements"]]
@@ -120,7 +120,7 @@ def test_reducers_are_those_of_the_text() -> None:
         assert [vector["first"], vector["second"]] == order[:2]
 
 
-def test_int8_parts_are_those_of_the_text() -> None:
+def test_int8_shards_are_those_of_the_text() -> None:
     dithered = 0
     for vector in VECTORS["int8"]:
         values, levels, exponents = floats(vector["values"]), signed(vector["levels"]), signed(vector["exponents"])
@@ -140,7 +140,7 @@ def test_int8_parts_are_those_of_the_text() -> None:
     assert dithered == 2
 
 
-def test_parts_in_few_bits_are_those_of_the_text() -> None:
+def test_shards_in_few_bits_are_those_of_the_text() -> None:
     upper = {
         2: (0.4528, 1.5104),
         3: (0.2451, 0.7560, 1.3439, 2.1520),

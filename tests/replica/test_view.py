@@ -14,9 +14,9 @@ from agora.replica.view import (
     ReplicaCounts,
     ReplicaProgress,
     choose_targets,
+    closing_times,
     compose_gossip,
     count_tokens,
-    first_closed_at,
     lagging_replicas,
     leading_step,
     live_replicas,
@@ -73,13 +73,16 @@ def test_a_replica_that_has_closed_its_share_counts_with_what_it_held() -> None:
     table = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, open_step=6)], A, ME, 1.0)
     assert count_tokens(table, 5) == 340
     assert count_tokens(table, 6) == 40
-    assert first_closed_at(table, 5) == 1.0
-    assert first_closed_at(table, 4) == 1.0, "of a step before, only the time of the present open step is known"
-    assert first_closed_at(table, 6) is None
+    assert closing_times(table, 5) == [1.0]
+    assert closing_times(table, 4) == [1.0], "of a step before, only the time of the present open step is known"
+    assert closing_times(table, 6) == []
     later = merge_gossip(table, [entry(A, 5, 90, 0, counted=430, open_step=6)], A, ME, 2.0)
-    assert first_closed_at(later, 5) == 1.0, "since it was first said"
+    assert closing_times(later, 5) == [1.0], "since it was first said"
+    both = merge_gossip(known((A, 5, 300, 0), (B, 5, 300, 0)), [entry(B, 5, 0, 0, open_step=6)], B, ME, 3.0)
+    both = merge_gossip(both, [entry(A, 5, 0, 0, open_step=7)], A, ME, 2.0)
+    assert closing_times(both, 5) == [2.0, 3.0]
     told = merge_gossip(known((A, 5, 300, 0)), [entry(A, 5, 40, 0, counted=380, open_step=6)], B, ME, 1.0)
-    assert first_closed_at(told, 5) is None, "others' word is not enough"
+    assert closing_times(told, 5) == [], "others' word is not enough"
 
 
 def test_the_rate_of_a_replica_is_measured_by_what_it_reports_itself() -> None:

@@ -13,16 +13,26 @@ from torch import Tensor
 
 from agora.core.calls import Reply
 from agora.observe.events import Event
-from agora.replica.all_reduce import AllReduce, Round, RoundResult, RoundView
-from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, cut_into_shards
+from agora.replica.all_reduce import AllReduce, Round, RoundContext, RoundResult
+from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, ShardCodec, ShardMean, cut_into_shards
 from agora.swarm.peer_score import Violation
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
 RUN = RunId("ab" * 32)
 
 
+IDENTITIES = {identity.peer: identity for identity in (Identity(bytes([n + 1]) * 32) for n in range(64))}
+
+
 def identities(count: int) -> list[PeerId]:
-    return [Identity(bytes([n + 1]) * 32).peer for n in range(count)]
+    return list(IDENTITIES)[:count]
+
+
+def signed_by(peer: PeerId, codec: ShardCodec, shard: Shard, mean: ShardMean) -> ShardMean:
+    """The mean as if this peer, which may lie, had reduced the shard."""
+    named = replace(mean, message=replace(mean.message, reducer=peer, signature=b""))
+    signature = IDENTITIES[peer].sign(codec.statement(shard, named))
+    return replace(named, message=replace(named.message, signature=signature))
 
 
 @dataclass
@@ -49,7 +59,7 @@ class World:
         self.members |= {member.peer: member for member in made}
         return made
 
-    def slices_of(self, kind: RoundKind) -> int:
+    def fragments_in(self, kind: RoundKind) -> int:
         """How many slices a stage has in rounds of this kind."""
         return self.slices if kind == "fragment" else 0
 
@@ -66,6 +76,7 @@ class Member:
         self.events: list[Event] = []
         self.violations: list[tuple[PeerId, Violation]] = []
         self.token_bounds: dict[PeerId, float] = {}
+        self.may_sign = True
         self.sees: dict[PeerId, float] | None = None
         self.suspects: set[PeerId] = set()
         self.at: dict[str, int] = {}
@@ -80,10 +91,11 @@ class Member:
         config = RoundConfig(peer, RUN, max_weight=1e9, **(settings | wires))
         self.port = world.network.join(peer, self._answer)
         self.all_reduce = AllReduce(
-            config,
+            ShardCodec(config),
             self.port,
-            self.view_of,
-            lambda shard: shard.fragments,
+            self.context_of,
+            lambda fragments: fragments,
+            IDENTITIES[peer].sign,
             self.events.append,
             lambda peer, violation, text, dedup_key="": self.violations.append((peer, violation)),
             self._fault,
@@ -99,7 +111,7 @@ class Member:
         members: dict[PeerId, float],
         deadline: float,
     ) -> RoundResult:
-        slices = self.world.slices_of(kind)
+        slices = self.world.fragments_in(kind)
         round_ = Round(self.all_reduce, stage, kind, number, weight, members, deadline, slices)
         return await round_.run(values)
 
@@ -107,10 +119,10 @@ class Member:
     def view(self) -> dict[PeerId, float]:
         return self.sees if self.sees is not None else dict.fromkeys(self.world.members, 0.0)
 
-    def view_of(self, shard: Shard) -> RoundView:
+    def context_of(self, shard: Shard) -> RoundContext:
         suspects = frozenset(self.suspects & {*self.view})
         live = frozenset({*self.view} - {self.peer})
-        view = RoundView(self.view, live, suspects, self.world.round_s, self.token_bounds)
+        view = RoundContext(self.view, live, suspects, self.world.round_s, self.token_bounds, self.may_sign)
         cuts = cut_into_shards(self.world.size)
         if shard.position >= len(cuts):
             return replace(view, refusal=ProtocolError("bad-message", "no such part"))

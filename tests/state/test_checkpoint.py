@@ -18,7 +18,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 from safetensors.numpy import load_file
 
-from agora.core.sync_mode import StepPlan
+from agora.core.step_schedule import SyncSchedule
 from agora.state import checkpoint as module
 from agora.state import files
 from agora.state.checkpoint import (
@@ -52,7 +52,7 @@ def trained(step: int, stage: int = 2, seed: int = 0) -> StageState:
 
     moments = {"mean": flat(), "square": np.square(flat())}
     return StageState(
-        stage, step, step // 2, 1000 * step, LAYOUT, flat(), moments, agreed=step - 1, history_hash=2**32 - step
+        stage, step, step // 2, 1000 * step, LAYOUT, flat(), moments, agreed_step=step - 1, history_hash=2**32 - step
     )
 
 
@@ -72,7 +72,7 @@ def names(folder: Path) -> list[str]:
 def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
     got, expected = read_checkpoint(checkpoint, LAYOUT), trained(step, seed=seed)
     assert (got.stage, got.step, got.updates, got.tokens_total) == (2, step, step // 2, 1000 * step)
-    assert (got.agreed, got.history_hash) == (step - 1, 2**32 - step)
+    assert (got.agreed_step, got.history_hash) == (step - 1, 2**32 - step)
     for name in ("weights", "mean", "square"):
         np.testing.assert_array_equal(got.arrays[name], expected.arrays[name])
 
@@ -80,16 +80,16 @@ def assert_holds(checkpoint: Checkpoint, step: int, seed: int = 0) -> None:
 # --- what is written
 
 
-def test_a_checkpoint_of_inner_steps_holds_the_anchor_and_when_the_steps_are_local(tmp_path: Path) -> None:
+def test_a_checkpoint_of_inner_steps_holds_the_outer_parameters_and_when_the_steps_are_local(tmp_path: Path) -> None:
     exact = trained(7)
-    layout = LAYOUT.at_step(7, StepPlan(0, 5, 9))
+    layout = LAYOUT.at_step(7, SyncSchedule(0, 5, 9))
     moments = {**exact.moments, OUTER_PARAMETERS: exact.weights, VELOCITY: 2 * exact.weights}
-    local = replace(exact, layout=layout, moments=moments, plan=StepPlan(0, 5, 9))
+    local = replace(exact, layout=layout, moments=moments, sync_schedule=SyncSchedule(0, 5, 9))
     written = write_checkpoint(tmp_path, RUN, local, keep=3)
     found = newest_checkpoint(tmp_path, RUN, 2)
-    assert found == written and found.plan == StepPlan(0, 5, 9)
+    assert found == written and found.sync_schedule == SyncSchedule(0, 5, 9)
     got = read_checkpoint(found, LAYOUT)
-    assert got.plan == StepPlan(0, 5, 9) and got.layout == layout
+    assert got.sync_schedule == SyncSchedule(0, 5, 9) and got.layout == layout
     for name, values in local.arrays.items():
         np.testing.assert_array_equal(got.arrays[name], values)
 

@@ -95,8 +95,8 @@ class Scene:
         return self.world.add(name, self.states[stage])
 
     def left(self) -> list[str]:
-        """What lies where the collection is put."""
-        return sorted(path.name for path in self.folder.parent.iterdir()) if self.folder.parent.exists() else []
+        """What lies where collections are put."""
+        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
 
 
 def played(
@@ -121,14 +121,14 @@ def test_every_stage_is_written_as_those_who_hold_it_have_it(
         files = await scene.collector.collect(average=average)
         assert [(file.stage, file.step) for file in files] == [(0, 10), (1, 11), (2, 12)]
         for file, layout, given in zip(files, layouts, scene.states, strict=True):
-            assert file.path == scene.folder / f"stage-{file.stage}.safetensors"
+            assert file.path == scene.folder / "1" / f"stage-{file.stage}.safetensors"
             with safe_open(file.path, framework="numpy") as opened:
                 assert opened.metadata() == {"run": signed.run_id, "stage": str(file.stage), "step": str(file.step)}
                 found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is not a mapping
             expected = layout.views(given.weights + (100 if average else 0))
             assert found.keys() == expected.keys()
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
-        assert scene.left() == ["collected"] and scene.world.offences == []
+        assert scene.left() == ["1"] and scene.world.violations == []
 
     played(signed, layouts, tmp_path, scenario)
 
@@ -148,23 +148,30 @@ def test_an_export_is_read_from_three_peers_and_of_one_liars_average_nothing_com
         with safe_open(files[2].path, framework="numpy") as opened:
             expected = layouts[2].views(scene.states[2].moments["average"])
             assert all(np.array_equal(opened.get_tensor(name), expected[name]) for name in expected)
-        assert [peer for peer, _ in scene.world.offences] == ["last"]
+        assert [peer for peer, _ in scene.world.violations] == ["last"]
         assert [file.is_compared for file in files] == [False, True, True], "stage 0 has one holder, 1 is held here"
 
     played(signed, layouts, tmp_path, scenario)
 
 
-def test_a_later_collection_replaces_the_one_before_and_what_a_killed_one_left(
+def test_a_collection_stays_while_a_later_one_is_made_for_whoever_still_reads_it(
     signed: SignedManifest, layouts: list[Layout], tmp_path: Path
 ) -> None:
     async def scenario(scene: Scene) -> None:
-        await scene.collector.collect()
+        first = await scene.collector.collect()
+        # What earlier versions, and collections that were killed, have left.
         (scene.folder / "stage-3.safetensors").write_bytes(b"of a life before")
-        (scene.folder.parent / ".collected.0123.new").mkdir()
+        (scene.folder / ".7.0123.new").mkdir()
         scene.held.own = replace(scene.held.own, step=30)
-        files = await scene.collector.collect()
-        assert [file.step for file in files] == [10, 30, 12]
-        assert scene.left() == ["collected"] and len(list(scene.folder.iterdir())) == 3
+        second = await scene.collector.collect()
+        assert [file.step for file in first] == [10, 11, 12] and [file.step for file in second] == [10, 30, 12]
+        for files in (first, second):
+            for file in files:
+                with safe_open(file.path, framework="numpy") as opened:
+                    assert opened.metadata()["step"] == str(file.step)
+        assert scene.left() == ["1", "2"]
+        third = await scene.collector.collect()
+        assert scene.left() == ["2", "3"] and {file.path.parent.name for file in third} == {"3"}
 
     played(signed, layouts, tmp_path, scenario)
 
@@ -195,7 +202,7 @@ def test_replicas_that_came_meanwhile_are_asked_when_the_others_fail(
 
         liar.fault = lie
         assert [file.step for file in await scene.collector.collect()] == [10, 11, 12]
-        assert [peer for peer, _ in scene.world.offences] == ["last"]
+        assert [peer for peer, _ in scene.world.violations] == ["last"]
 
     played(signed, layouts, tmp_path, scenario)
 

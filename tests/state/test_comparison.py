@@ -14,7 +14,7 @@ from agora_protocol.messages import Sketches
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.state.comparison import FAR, ChunkSample, distance, judge_sample, sketch_chunk
 from agora.state.layout import AVERAGE, OUTER_PARAMETERS, VELOCITY, Flat, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.state_fetch import StateFetch
@@ -87,11 +87,11 @@ def test_whoever_offers_a_later_step_with_other_weights_pays_and_the_state_is_th
     async def work() -> None:
         world = World()
         for number in range(honest):
-            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
-        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed=105, history_hash=6))
+            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed_step=100, history_hash=5))
+        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed_step=105, history_hash=6))
         got = await fetched(world)
         assert got.step == 100 and np.array_equal(got.weights, world.replicas["honest 0"].state.weights)  # type: ignore[index]
-        assert {peer for peer, _ in world.offences} == {"liar"}
+        assert {peer for peer, _ in world.violations} == {"liar"}
 
     run(work())
 
@@ -100,11 +100,11 @@ def test_a_liar_that_claims_the_others_history_gets_no_chunk_in() -> None:
     async def work() -> None:
         world = World()
         for number in range(2):
-            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
-        world.add("liar", state(NUMEL, value=-40.0, step=100, agreed=100, history_hash=5))
+            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed_step=100, history_hash=5))
+        world.add("liar", state(NUMEL, value=-40.0, step=100, agreed_step=100, history_hash=5))
         got = await fetched(world)
         assert np.array_equal(got.weights, world.replicas["honest 0"].state.weights)  # type: ignore[index]
-        assert {peer for peer, _ in world.offences} == {"liar"}
+        assert {peer for peer, _ in world.violations} == {"liar"}
 
     run(work())
 
@@ -112,10 +112,10 @@ def test_a_liar_that_claims_the_others_history_gets_no_chunk_in() -> None:
 def test_of_two_that_disagree_the_later_step_is_not_taken_and_nobody_pays() -> None:
     async def work() -> None:
         world = World()
-        world.add("honest", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
-        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed=105, history_hash=6))
+        world.add("honest", state(NUMEL, value=1.0, step=100, agreed_step=100, history_hash=5))
+        world.add("liar", state(NUMEL, value=-40.0, step=105, agreed_step=105, history_hash=6))
         got = await fetched(world)
-        assert got.step == 100 and not world.offences
+        assert got.step == 100 and not world.violations
 
     run(work())
 
@@ -124,8 +124,8 @@ def test_a_state_at_the_median_and_799_is_not_even_fetched() -> None:
     async def work() -> None:
         world = World()
         for number in range(2):
-            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed=100, history_hash=5))
-        liar = world.add("liar", state(NUMEL, value=-40.0, step=899, agreed=899, history_hash=6))
+            world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed_step=100, history_hash=5))
+        liar = world.add("liar", state(NUMEL, value=-40.0, step=899, agreed_step=899, history_hash=6))
         got = await fetched(world, highest_plausible_step=lambda: 200.0)
         assert got.step == 100 and not liar.calls["GetChunk"]
 
@@ -168,11 +168,11 @@ TRUTH = learnt()
 
 
 def replica(
-    arrays: Mapping[str, Flat], layout: Layout = LAYOUT, step: int = 500, plan: StepPlan = ONLY_ALL_REDUCE
+    arrays: Mapping[str, Flat], layout: Layout = LAYOUT, step: int = 500, sync_schedule: SyncSchedule = ONLY_ALL_REDUCE
 ) -> StageState:
     moments = {name: values for name, values in arrays.items() if name != "weights"}
-    agreed = 18 if plan.is_inner(step) else step
-    return StageState(0, step, step, 1000, layout, arrays["weights"], moments, agreed, 77, plan)
+    agreed_step = 18 if sync_schedule.is_inner(step) else step
+    return StageState(0, step, step, 1000, layout, arrays["weights"], moments, agreed_step, 77, sync_schedule)
 
 
 def rounded(arrays: Mapping[str, Flat], seed: int) -> dict[str, Flat]:
@@ -236,9 +236,9 @@ def test_one_fast_liar_gets_nothing_false_into_a_state_and_pays(
             world.add(f"honest {number}", replica(given), uplink=10e6)
         got, fetch = await fetched_from(world)
         assert worst(got, TRUTH) < 1e-4
-        assert {peer for peer, _ in world.offences} <= {"liar"}
+        assert {peer for peer, _ in world.violations} <= {"liar"}
         liar = world.replicas[PeerId("liar")]
-        assert world.offences or not any(liar.given[chunk] for chunk in where)
+        assert world.violations or not any(liar.given[chunk] for chunk in where)
         assert fetch.is_compared
 
     run(work())
@@ -251,20 +251,20 @@ def test_honest_replicas_of_one_kind_are_compared_without_a_byte_more(count: int
         for number in range(count):
             world.add(f"honest {number}", replica(TRUTH))
         got, fetch = await fetched_from(world)
-        assert worst(got, TRUTH) == 0 and fetch.is_compared and not world.offences
+        assert worst(got, TRUTH) == 0 and fetch.is_compared and not world.violations
         assert world.asked() == COUNT and not any(each.calls["GetSketches"] for each in world.replicas.values())
 
     run(work())
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_honest_replicas_of_several_kinds_cost_some_kilobytes_and_no_offence(count: int) -> None:
+def test_honest_replicas_of_several_kinds_cost_some_kilobytes_and_no_violation(count: int) -> None:
     async def work() -> None:
         world = World()
         for number in range(count):
             world.add(f"honest {number}", replica(rounded(TRUTH, number)), uplink=20e6)
         got, fetch = await fetched_from(world)
-        assert worst(got, TRUTH) < 1e-4 and fetch.is_compared and not world.offences
+        assert worst(got, TRUTH) < 1e-4 and fetch.is_compared and not world.violations
         sketches = sum(each.calls["GetSketches"] for each in world.replicas.values())
         assert sum(each.given.total() for each in world.replicas.values()) == COUNT and sketches == min(count, 3)
 
@@ -278,7 +278,7 @@ def test_a_replica_of_another_kind_than_most_gives_nothing_and_is_no_offender() 
             world.add(f"usual {number}", replica(TRUTH))
         other = world.add("other", replica(rounded(TRUTH, 5)), uplink=200e6)
         got, _ = await fetched_from(world)
-        assert worst(got, TRUTH) == 0 and not world.offences
+        assert worst(got, TRUTH) == 0 and not world.violations
         assert other.given.total() == 1, "one chunk, to see that it only rounds differently"
 
     run(work())
@@ -309,13 +309,13 @@ def test_a_liar_that_sketches_falsely_drives_no_honest_source_out() -> None:
         world.add("liar", replica(rounded(TRUTH, 9)), uplink=20e6, fault=lie)
         got, _ = await fetched_from(world)
         assert worst(got, TRUTH) < 1e-4
-        assert not {peer for peer, _ in world.offences} - {"liar"}
+        assert not {peer for peer, _ in world.violations} - {"liar"}
 
     run(work())
 
 
-LOCAL = StepPlan(0, 10, 4)
-OUTER = LAYOUT.at_step(20, LOCAL)
+INNER_STEPS = SyncSchedule(0, 10, 4)
+OUTER = LAYOUT.at_step(20, INNER_STEPS)
 
 
 def inner(seed: int, step: int) -> StageState:
@@ -325,7 +325,7 @@ def inner(seed: int, step: int) -> StageState:
         arrays[name] += (0.3 * 0.02 * rng.normal(0, 1, OUTER.numel)).astype(np.float32)
     arrays["mean"] = (2e-6 * rng.normal(0, 1, OUTER.numel)).astype(np.float32)
     arrays["square"] *= np.exp(rng.normal(0, 0.5, OUTER.numel)).astype(np.float32)
-    return replica(arrays, OUTER, step, LOCAL)
+    return replica(arrays, OUTER, step, INNER_STEPS)
 
 
 @pytest.mark.parametrize("steps", [(20, 20, 20), (20, 23, 31)])
@@ -335,7 +335,7 @@ def test_replicas_in_their_inner_steps_differ_and_are_no_offenders(steps: tuple[
         for number, step in enumerate(steps):
             world.add(f"honest {number}", inner(number, step), uplink=20e6)
         _, fetch = await fetched_from(world)
-        assert not world.offences and fetch.is_compared
+        assert not world.violations and fetch.is_compared
 
     run(work())
 
@@ -349,10 +349,10 @@ def test_a_false_outer_parameter_is_found_among_replicas_in_their_inner_steps(na
         lie = inner(9, 20)
         everywhere = range(OUTER.chunk_count)
         arrays = poisoned(lie.arrays, "negated", name, everywhere, OUTER)
-        world.add("liar", replica(arrays, OUTER, 20, LOCAL), uplink=200e6)
+        world.add("liar", replica(arrays, OUTER, 20, INNER_STEPS), uplink=200e6)
         got, _ = await fetched_from(world)
         assert distance(got.arrays[name], learnt(OUTER)[name]) < 1e-6
-        assert {peer for peer, _ in world.offences} == {"liar"}
+        assert {peer for peer, _ in world.violations} == {"liar"}
 
     run(work())
 

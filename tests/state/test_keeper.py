@@ -67,7 +67,7 @@ def test_checkpoints_are_written_when_due_and_found_by_the_next_start(tmp_path: 
             keeper = keeper_of(worker, tmp_path, {})
             await keeper.find_checkpoints()
             assert "no peer offers any" in await keeper.fill_stages()
-            await worker.load_state(replace(await worker.export_state(0), step=12, agreed=12))
+            await worker.load_state(replace(await worker.export_state(0), step=12, agreed_step=12))
             running = asyncio.create_task(keeper.run())
             keeper.on_stepped(0, 9)
             keeper.on_stepped(0, 12)
@@ -87,7 +87,7 @@ def test_a_joining_peer_gives_its_checkpoint(tmp_path: Path) -> None:
         async with pipeline_of(small_manifest(), ["0"]) as (worker,):
             before = keeper_of(worker, tmp_path, {})
             await before.fill_stages()
-            await worker.load_state(replace(await worker.export_state(0), step=7, agreed=7))
+            await worker.load_state(replace(await worker.export_state(0), step=7, agreed_step=7))
             await before.write_checkpoints()
             joining = keeper_of(worker, tmp_path, {})
             assert (await given_state(joining)).size == 0, "it has not looked for checkpoints yet"

@@ -56,8 +56,8 @@ class Source:
         """That of a copy made now."""
         return 10 * (self.copies + 1)
 
-    async def index(self, stage: int = 0, at_least: int = 0, caller: str = "joiner") -> StateIndex:
-        given = await self.snapshots.get_state(GetState(stage, at_least), PeerId(caller))
+    async def index(self, stage: int = 0, at_least: int = 0, peer_caller: str = "joiner") -> StateIndex:
+        given = await self.snapshots.get_state(GetState(stage, at_least), PeerId(peer_caller))
         assert isinstance(given.message, StateIndex)
         return given.message
 
@@ -104,14 +104,14 @@ async def who_needs_a_later_step_gets_a_new_copy_but_not_four_in_a_second() -> N
 
 
 async def steps_that_change_no_byte_are_in_a_new_copy() -> None:
-    given = state(NUMEL, step=10, agreed=10, history_hash=5)
+    given = state(NUMEL, step=10, agreed_step=10, history_hash=5)
 
     async def export(_: int) -> StageState:
         return given
 
     snapshots = SnapshotServer(export, lambda _: NBYTES, lambda _: 0)
     first = (await snapshots.get_state(GetState(0), PeerId("joiner"))).message
-    given = state(NUMEL, step=11, agreed=11, history_hash=6)
+    given = state(NUMEL, step=11, agreed_step=11, history_hash=6)
     await asyncio.sleep(31.0)
     second = (await snapshots.get_state(GetState(0), PeerId("joiner"))).message
     assert isinstance(first, StateIndex)
@@ -205,11 +205,11 @@ async def one_caller_has_a_copy_made_anew_once_a_minute_whatever_it_wants() -> N
     await source.index()
     for _ in range(16):
         await asyncio.sleep(3.0)
-        await source.index(at_least=source.step + 50, caller="greedy")
+        await source.index(at_least=source.step + 50, peer_caller="greedy")
     assert source.copies <= 7, "as if it wanted no later step, but for one copy: an age of 10 s each"
     copies = source.copies
     await asyncio.sleep(3.0)
-    await source.index(at_least=source.step + 50, caller="another")
+    await source.index(at_least=source.step + 50, peer_caller="another")
     assert source.copies == copies + 1, "others are not held up by it"
 
 

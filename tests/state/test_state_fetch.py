@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import StateIndex
 
 from agora.core.calls import Reply
-from agora.core.sync_mode import ONLY_ALL_REDUCE, StepPlan
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.state import chunk_fetch, state_fetch
 from agora.state.layout import OUTER_PARAMETERS, StageState
 from agora.state.state_fetch import StateFetch
@@ -84,7 +84,7 @@ def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
         world = World()
         values = {"a": 1.0, "b": 2.0, "c": 3.0}
         for name, value in values.items():
-            given = state(NUMEL, value=value, step=10 + int(value), updates=int(value), agreed=10, history_hash=5)
+            given = state(NUMEL, value=value, step=10 + int(value), updates=int(value), agreed_step=10, history_hash=5)
             world.add(name, given, uplink=8e6)
         got, took = await fetched(world, fetcher(world))
         for chunk in range(COUNT):
@@ -95,7 +95,7 @@ def test_several_sources_are_used_at_once_and_no_element_is_mixed() -> None:
         assert all(len(replica.given) == COUNT / 3 for replica in world.replicas.values())
         assert took < 1.1 * STATE_BYTES / 24e6 + 0.1
         assert (got.step, got.updates) == (11, 1), "the least of those behind the chunks"
-        assert (got.agreed, got.history_hash) == (10, 5)
+        assert (got.agreed_step, got.history_hash) == (10, 5)
 
     run(work())
 
@@ -140,7 +140,7 @@ def test_a_source_killed_in_the_middle_costs_exactly_its_open_chunks(die_after: 
         assert fetch.schedule.refetched == len(killed.open_at_death)
         assert fetch.schedule.duplicated == 0
         assert sum(sum(r.given.values()) for r in world.replicas.values()) == COUNT, "nothing arrived twice"
-        assert not world.offences
+        assert not world.violations
 
     run(work())
 
@@ -177,9 +177,9 @@ def test_a_liar_is_named_and_costs_one_chunk_of_time() -> None:
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, liar.state)
         assert fired
-        assert [peer for peer, _ in world.offences] == ["liar"]
-        assert world.offences[0][1].startswith("bad-tensor: ")
-        assert "SHA-256 should be" in world.offences[0][1]
+        assert [peer for peer, _ in world.violations] == ["liar"]
+        assert world.violations[0][1].startswith("bad-tensor: ")
+        assert "SHA-256 should be" in world.violations[0][1]
         assert liar.calls["GetState"] == 1 and liar.calls["GetChunk"] <= 2 * WINDOW, "a liar is not asked again"
 
     run(work())
@@ -195,7 +195,7 @@ def test_what_no_optimizer_leaves_is_a_lie_even_where_the_hash_is_right() -> Non
             world.add("b", state(NUMEL))
             got, _ = await fetched(world, fetcher(world))
             assert_equal(got, state(NUMEL))
-            assert [peer for peer, _ in world.offences] == ["liar"]
+            assert [peer for peer, _ in world.violations] == ["liar"]
 
     run(work())
 
@@ -207,7 +207,7 @@ def test_a_state_with_more_updates_than_steps_is_refused_before_a_byte_of_it_com
         world.add("right", state(NUMEL, step=10, updates=10))
         got, _ = await fetched(world, fetcher(world))
         assert got.updates == 10 and not liar.calls["GetChunk"]
-        assert [(peer, text[:13]) for peer, text in world.offences] == [("liar", "bad-message: ")]
+        assert [(peer, text[:13]) for peer, text in world.violations] == [("liar", "bad-message: ")]
 
     run(work())
 
@@ -221,7 +221,7 @@ def test_a_state_of_another_size_is_refused_before_a_byte_of_it_comes() -> None:
         right = world.add("right", state(NUMEL))
         got, _ = await fetched(world, fetcher(world))
         assert_equal(got, right.state)
-        assert sorted(peer for peer, _ in world.offences) == ["larger", "misnamed", "smaller"]
+        assert sorted(peer for peer, _ in world.violations) == ["larger", "misnamed", "smaller"]
         assert world.asked() == right.calls["GetChunk"] == COUNT
 
     run(work())
@@ -275,22 +275,26 @@ def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died(monkeypatch:
 @pytest.mark.parametrize(
     ("other", "chosen"),
     [
-        ({"agreed": 41, "history_hash": 5, "step": 40}, "other"),
-        ({"agreed": 40, "history_hash": 6, "step": 41}, "other"),
-        ({"agreed": 40, "history_hash": 6, "step": 39}, "usual"),
-        ({"agreed": 39, "history_hash": 5, "step": 99}, "usual"),
-        ({"agreed": 40, "history_hash": 0, "step": 40}, "usual"),
+        ({"agreed_step": 41, "history_hash": 5, "step": 40}, "other"),
+        ({"agreed_step": 40, "history_hash": 6, "step": 41}, "other"),
+        ({"agreed_step": 40, "history_hash": 6, "step": 39}, "usual"),
+        ({"agreed_step": 39, "history_hash": 5, "step": 99}, "usual"),
+        ({"agreed_step": 40, "history_hash": 0, "step": 40}, "usual"),
     ],
 )
 def test_of_snapshots_that_do_not_agree_only_the_newest_is_used(other: dict[str, int], chosen: str) -> None:
     async def work() -> None:
         world = World()
-        usual = world.add("usual", state(NUMEL, value=1.0, agreed=40, history_hash=5, step=40))
+        usual = world.add("usual", state(NUMEL, value=1.0, agreed_step=40, history_hash=5, step=40))
         world.add("other", state(NUMEL, value=2.0, **other), delay_s=0.2)
         got, _ = await fetched(world, fetcher(world))
         expected = world.replicas[chosen].state
         assert_equal(got, expected)
-        assert (got.step, got.agreed, got.history_hash) == (expected.step, expected.agreed, expected.history_hash)
+        assert (got.step, got.agreed_step, got.history_hash) == (
+            expected.step,
+            expected.agreed_step,
+            expected.history_hash,
+        )
         assert [name for name, replica in world.replicas.items() if replica.given] == [chosen]
         assert usual.calls["GetState"] == (2 if chosen == "other" else 1), "an older one is asked again, once"
 
@@ -301,10 +305,10 @@ def test_where_the_history_is_unknown_only_snapshots_of_one_step_are_mixed() -> 
     async def work() -> None:
         world = World()
         for name in "ab":
-            world.add(name, state(NUMEL, agreed=40, step=42))
-        behind = world.add("behind", state(NUMEL, agreed=40, step=41))
+            world.add(name, state(NUMEL, agreed_step=40, step=42))
+        behind = world.add("behind", state(NUMEL, agreed_step=40, step=41))
         got, _ = await fetched(world, fetcher(world))
-        assert (got.step, got.agreed, got.history_hash) == (42, 40, 0)
+        assert (got.step, got.agreed_step, got.history_hash) == (42, 40, 0)
         assert not behind.given
         assert all(world.replicas[PeerId(name)].given for name in "ab")
 
@@ -312,51 +316,63 @@ def test_where_the_history_is_unknown_only_snapshots_of_one_step_are_mixed() -> 
 
 
 @pytest.mark.parametrize("step", [38, 50])
-def test_a_state_of_inner_steps_comes_with_anchor_and_velocity(step: int) -> None:
+def test_a_state_of_inner_steps_comes_with_outer_parameters_and_velocity(step: int) -> None:
     """The fetch learns from the offers that there are such arrays; sources without them are not mixed in."""
 
     async def work() -> None:
         world = World()
-        plan = StepPlan(0, 40, 20)
+        sync_schedule = SyncSchedule(0, 40, 20)
         for name in "ab":
-            world.add(name, state(NUMEL, agreed=step, history_hash=7, step=step, plan=plan))
-        stale = world.add("stale", state(NUMEL, value=9.0, agreed=30, history_hash=5, step=30))
+            world.add(name, state(NUMEL, agreed_step=step, history_hash=7, step=step, sync_schedule=sync_schedule))
+        stale = world.add("stale", state(NUMEL, value=9.0, agreed_step=30, history_hash=5, step=30))
         got, _ = await fetched(world, fetcher(world))
         expected = world.replicas[PeerId("a")].state
         assert expected is not None and got.arrays.keys() == expected.arrays.keys()
         assert (OUTER_PARAMETERS in got.arrays) == (step == 50)
         for name, values in expected.arrays.items():
             np.testing.assert_array_equal(got.arrays[name], values)
-        assert got.plan == plan and got.layout == expected.layout and not stale.given
+        assert got.sync_schedule == sync_schedule and got.layout == expected.layout and not stale.given
 
     run(work())
 
 
 @pytest.mark.parametrize(
-    "plan", [StepPlan(0, 40, 21), StepPlan(0, 40, 1), StepPlan(6, 40, 6), StepPlan(0, 54, 20), StepPlan(0, 0, 20)]
+    "sync_schedule",
+    [
+        SyncSchedule(0, 40, 21),
+        SyncSchedule(0, 40, 1),
+        SyncSchedule(6, 40, 6),
+        SyncSchedule(0, 54, 20),
+        SyncSchedule(0, 0, 20),
+    ],
 )
-def test_a_plan_that_no_stage_of_the_run_can_have_is_an_offence(plan: StepPlan) -> None:
+def test_a_plan_that_no_stage_of_the_run_can_have_is_a_violation(sync_schedule: SyncSchedule) -> None:
     """With it a replica would take other steps than all others, whatever its weights: they may be the honest ones."""
 
     async def work() -> None:
         world = World()
-        world.add("honest", state(NUMEL, agreed=40, history_hash=7, step=40))
-        world.add("liar", state(NUMEL, agreed=50, history_hash=7, step=50, plan=plan))
+        world.add("honest", state(NUMEL, agreed_step=40, history_hash=7, step=40))
+        world.add("liar", state(NUMEL, agreed_step=50, history_hash=7, step=50, sync_schedule=sync_schedule))
         got, _ = await fetched(world, fetcher(world))
-        assert got.plan == ONLY_ALL_REDUCE and [peer for peer, *_ in world.offences] == ["liar"]
+        assert got.sync_schedule == ONLY_ALL_REDUCE and [peer for peer, *_ in world.violations] == ["liar"]
 
     run(work())
 
 
 def test_a_snapshot_that_slept_through_the_first_inner_step_is_not_used() -> None:
-    """Its replica has no anchor that is anybody's; that is no offence, and it fetches a state itself."""
+    """Its replica has no anchor that is anybody's; that is no violation, and it fetches a state itself."""
 
     async def work() -> None:
         world = World()
-        world.add("honest", state(NUMEL, agreed=45, history_hash=7, step=45, plan=StepPlan(0, 40, 20)))
-        world.add("asleep", state(NUMEL, value=9.0, agreed=38, history_hash=5, step=50, plan=StepPlan(0, 40, 20)))
+        world.add(
+            "honest", state(NUMEL, agreed_step=45, history_hash=7, step=45, sync_schedule=SyncSchedule(0, 40, 20))
+        )
+        world.add(
+            "asleep",
+            state(NUMEL, value=9.0, agreed_step=38, history_hash=5, step=50, sync_schedule=SyncSchedule(0, 40, 20)),
+        )
         got, _ = await fetched(world, fetcher(world))
-        assert got.step == 45 and not world.offences
+        assert got.step == 45 and not world.violations
 
     run(work())
 
@@ -364,15 +380,17 @@ def test_a_snapshot_that_slept_through_the_first_inner_step_is_not_used() -> Non
 def test_when_sources_of_inner_steps_die_a_state_of_all_reduce_steps_is_fetched_instead() -> None:
     async def work() -> None:
         world = World()
-        plan = StepPlan(0, 40, 20)
+        sync_schedule = SyncSchedule(0, 40, 20)
         newest = world.add(
-            "newest", state(NUMEL, value=9.0, agreed=41, history_hash=7, step=41, plan=plan), die_after=6
+            "newest",
+            state(NUMEL, value=9.0, agreed_step=41, history_hash=7, step=41, sync_schedule=sync_schedule),
+            die_after=6,
         )
-        other = world.add("other", state(NUMEL, agreed=39, history_hash=5, step=39))
+        other = world.add("other", state(NUMEL, agreed_step=39, history_hash=5, step=39))
         got, _ = await fetched(world, fetcher(world))
         assert newest.given.total() == 6
         assert_equal(got, other.state)
-        assert got.arrays.keys() == {"weights", "mean", "square"} and got.plan == ONLY_ALL_REDUCE
+        assert got.arrays.keys() == {"weights", "mean", "square"} and got.sync_schedule == ONLY_ALL_REDUCE
 
     run(work())
 
@@ -380,11 +398,11 @@ def test_when_sources_of_inner_steps_die_a_state_of_all_reduce_steps_is_fetched_
 def test_a_source_that_was_a_moment_behind_is_used_once_it_has_taken_the_step() -> None:
     async def work() -> None:
         world = World(downlink=8e6)
-        world.add("first", state(NUMEL, agreed=41, history_hash=7, step=41))
-        second = world.add("second", state(NUMEL, value=9.0, agreed=40, history_hash=5, step=40))
+        world.add("first", state(NUMEL, agreed_step=41, history_hash=7, step=41))
+        second = world.add("second", state(NUMEL, value=9.0, agreed_step=40, history_hash=5, step=40))
 
         def step() -> None:
-            second.state = state(NUMEL, agreed=41, history_hash=7, step=41)
+            second.state = state(NUMEL, agreed_step=41, history_hash=7, step=41)
 
         asyncio.get_running_loop().call_later(0.3, step)
         got, _ = await fetched(world, fetcher(world))
@@ -398,13 +416,13 @@ def test_a_source_that_was_a_moment_behind_is_used_once_it_has_taken_the_step() 
 def test_when_the_newest_dies_in_the_middle_the_state_of_the_others_is_fetched_whole() -> None:
     async def work() -> None:
         world = World()
-        newest = world.add("newest", state(NUMEL, value=9.0, agreed=41, history_hash=7, step=41), die_after=6)
-        older = state(NUMEL, agreed=40, history_hash=5, step=40)
+        newest = world.add("newest", state(NUMEL, value=9.0, agreed_step=41, history_hash=7, step=41), die_after=6)
+        older = state(NUMEL, agreed_step=40, history_hash=5, step=40)
         others = [world.add(name, older, uplink=8e6, delay_s=0.6) for name in "bc"]  # too late to be chosen first
         got, took = await fetched(world, fetcher(world))
         assert newest.given.total() == 6
         assert_equal(got, others[0].state)
-        assert (got.step, got.agreed, got.history_hash) == (40, 40, 5)
+        assert (got.step, got.agreed_step, got.history_hash) == (40, 40, 5)
         assert sum(source.given.total() for source in others) == COUNT
         assert all(source.given for source in others)
         assert took < 10 + STATE_BYTES / 16e6, "a few tries to reach the dead one again"
@@ -415,13 +433,13 @@ def test_when_the_newest_dies_in_the_middle_the_state_of_the_others_is_fetched_w
 def test_after_a_broken_call_the_same_snapshot_is_fetched_on() -> None:
     async def work() -> None:
         world = World()
-        given = state(NUMEL, agreed=40, history_hash=5, step=40)
+        given = state(NUMEL, agreed_step=40, history_hash=5, step=40)
         broken = []
 
         def break_(answer: Reply, nth: int) -> Reply | PeerFailed:
             if isinstance(answer.message, StateIndex):
                 return answer
-            replica.state = state(NUMEL, value=float(nth), agreed=40 + nth, history_hash=40 + nth, step=40 + nth)
+            replica.state = state(NUMEL, value=float(nth), agreed_step=40 + nth, history_hash=40 + nth, step=40 + nth)
             if nth % 5:
                 return answer
             broken.append(nth)
@@ -440,8 +458,8 @@ def test_after_a_broken_call_the_same_snapshot_is_fetched_on() -> None:
 def test_the_newest_that_hangs_is_given_up_for_others_but_not_without_others() -> None:
     async def work() -> None:
         world = World()
-        world.add("hung", state(NUMEL, value=9.0, agreed=41, history_hash=7, step=41), hang_after=2)
-        other = world.add("other", state(NUMEL, agreed=40, history_hash=5, step=40))
+        world.add("hung", state(NUMEL, value=9.0, agreed_step=41, history_hash=7, step=41), hang_after=2)
+        other = world.add("other", state(NUMEL, agreed_step=40, history_hash=5, step=40))
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, other.state)
         assert state_fetch.STALL_S < took < state_fetch.STALL_S + 5
@@ -457,7 +475,10 @@ def test_a_source_where_no_replica_can_be_is_not_used_and_puts_no_other_behind()
     async def work() -> None:
         world = World()
         sound = [world.add(name, state(NUMEL, step=500)) for name in "ab"]
-        liars = [world.add("ahead", state(NUMEL, step=10**9)), world.add("agreed", state(NUMEL, step=500, agreed=601))]
+        liars = [
+            world.add("ahead", state(NUMEL, step=10**9)),
+            world.add("agreed", state(NUMEL, step=500, agreed_step=601)),
+        ]
         got, _ = await fetched(
             world,
             StateFetch(
@@ -515,7 +536,7 @@ def test_a_busy_source_is_asked_again_when_it_said() -> None:
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, busy.state)
         assert 3.0 < took < 10.0
-        assert not world.offences
+        assert not world.violations
 
     run(work())
 
@@ -526,7 +547,7 @@ def test_sources_without_anything_to_give_are_named() -> None:
         world.add("joining", None)
         with pytest.raises(Unavailable, match="joining: has no snapshot of this stage to give"):
             await fetched(world, fetcher(world))
-        assert not world.offences
+        assert not world.violations
 
     run(work())
 
@@ -594,8 +615,8 @@ def test_any_mixture_of_faults_is_survived_as_long_as_one_source_is_sound(seed: 
         world.add("sound", state(NUMEL), uplink=8e6)
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, state(NUMEL))
-        assert {peer for peer, _ in world.offences} <= set(liars)
-        assert bool(fired) == bool(world.offences)
+        assert {peer for peer, _ in world.violations} <= set(liars)
+        assert bool(fired) == bool(world.violations)
         assert took < 40, "a third of a minute at most of waiting for those who hang, and the bytes"
 
     run(work())
@@ -611,7 +632,7 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
         small = chunks(3.5)
 
         def of_step(step: int) -> StageState:
-            return state(small, value=float(step), step=step, agreed=step, history_hash=1000 + step)
+            return state(small, value=float(step), step=step, agreed_step=step, history_hash=1000 + step)
 
         async def step_on() -> None:
             while True:
@@ -635,7 +656,7 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
         got = await fetch.run(list(world.replicas), deadline=began + 600)
         stepping.cancel()
         assert_equal(got, of_step(got.step))
-        assert (got.agreed, got.history_hash) == (got.step, 1000 + got.step)
+        assert (got.agreed_step, got.history_hash) == (got.step, 1000 + got.step)
         assert sound.state.step - got.step < 5 * state_fetch.STALL_S
 
     run(work())

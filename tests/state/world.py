@@ -16,13 +16,13 @@ from agora_protocol.messages import GetChunk, GetSketches, GetState, Message
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.core.sync_mode import ONLY_ALL_REDUCE, ChangeRule, StepPlan
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncChangeRule, SyncSchedule
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY, Layout, MomentSpec, StageState, TensorSlot
 from agora.state.snapshot import SnapshotServer
 from agora.swarm.peer_score import Violation
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 
-CHANGE_RULE = ChangeRule(may_change=True, every=1, most_fragments=20)
+CHANGE_RULE = SyncChangeRule(may_change=True, every=1, most_fragments=20)
 WINDOW = 3
 
 
@@ -40,18 +40,18 @@ def state(
     step: int = 10,
     updates: int = 7,
     stage: int = 0,
-    agreed: int = 0,
+    agreed_step: int = 0,
     history_hash: int = 0,
-    plan: StepPlan = ONLY_ALL_REDUCE,
+    sync_schedule: SyncSchedule = ONLY_ALL_REDUCE,
 ) -> StageState:
     """Weights near `value`, means near -value, squares value^2: what came from whom can be told."""
     ramp = np.linspace(0, 0.5, numel, dtype=np.float32)
     weights = ramp + value
     moments = {"mean": -weights, "square": np.square(weights)}
-    if plan.is_inner(step):
+    if sync_schedule.is_inner(step):
         moments |= {OUTER_PARAMETERS: weights + 1, VELOCITY: weights + 2}
-    layout = layout_of(numel).at_step(step, plan)
-    return StageState(stage, step, updates, 1000, layout, weights, moments, agreed, history_hash, plan)
+    layout = layout_of(numel).at_step(step, sync_schedule)
+    return StageState(stage, step, updates, 1000, layout, weights, moments, agreed_step, history_hash, sync_schedule)
 
 
 def chunks(count: float) -> int:
@@ -161,7 +161,7 @@ class World:
         self.network = MemoryNetwork(NetworkFaults(latency_s=(0.0, 0.0)))
         self.downlink = Link(downlink)
         self.replicas: dict[PeerId, Replica] = {}
-        self.offences: list[tuple[PeerId, str]] = []
+        self.violations: list[tuple[PeerId, str]] = []
         self.open = 0
         self.peak_open = 0
         self.joining = self.network.join(PeerId("joining"), self.refuse)
@@ -176,7 +176,7 @@ class World:
 
     def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
         assert violation is Violation.FALSE_STATE
-        self.offences.append((peer, text))
+        self.violations.append((peer, text))
 
     def asked(self) -> int:
         """Calls for chunks that reached a living replica."""

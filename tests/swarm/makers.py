@@ -7,7 +7,7 @@ import hashlib
 from agora_protocol.ids import PeerId, RunId, Span, peer_id_of
 from agora_protocol.records import Claim, Progress
 
-from agora.core.rates import MovingAverage
+from agora.core.moving_average import MovingAverage
 from agora.swarm.view import STEP_S_WEIGHT, PeerView, View
 
 RUN = RunId("ab" * 32)

@@ -16,7 +16,7 @@ from agora.swarm.placement import (
     choose_placement,
     holders_by_stage,
     judge_collision,
-    next_settling_step,
+    next_settling,
     place_as_pinned,
     settling_order_key,
 )
@@ -207,7 +207,7 @@ MOVED, BACK = (Placement(Span(stage, stage), "others come first") for stage in (
 def settle(*judged: Placement, settling: Settling = CLAIMED) -> Settling:
     for placement in judged:
         assert not settling.settled
-        settling = next_settling_step(settling, placement)
+        settling = next_settling(settling, placement)
     return settling
 
 

@@ -28,10 +28,10 @@ class FailingAllocation(TorchDispatchMode):
     def has_fired(self) -> bool:
         return 0 < self._fails_at <= self.allocations
 
-    def alive(self, but: torch.Tensor) -> int:
-        """How many of the storages that were allocated are still referred to, without that of `but`."""
-        ours = but.untyped_storage()._cdata
-        return sum(not storage.expired() and storage.cdata != ours for storage in self._storages)
+    def alive(self, but: Sequence[torch.Tensor]) -> int:
+        """How many of the storages that were allocated are still referred to, without those of `but`."""
+        ours = {tensor.untyped_storage()._cdata for tensor in but}
+        return sum(not storage.expired() and storage.cdata not in ours for storage in self._storages)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

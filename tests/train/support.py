@@ -14,8 +14,8 @@ from agora_protocol.manifest_sections import OptimizerSection
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
-from agora.core.span_work import SpanWork
-from agora.core.sync_mode import StageStepped, StepPolicy
+from agora.core.span_work import ForwardKey, SpanWork
+from agora.core.step_schedule import StageStepped, StepInstructions
 from agora.observe.events import Event
 from agora.state.layout import VALUE_BYTES, Layout
 from agora.train.device import DeviceOptions
@@ -89,7 +89,7 @@ async def pipeline_of(manifest: Manifest, spans: Sequence[str], **options: Any) 
 def never_step(worker: DeviceWorker) -> None:
     """From now on no stage of `worker` takes a step by itself."""
     for stage in worker.span.stages:
-        worker.set_step_policy(stage, StepPolicy(target_tokens=1 << 40))
+        worker.set_step_instructions(stage, StepInstructions(target_tokens=1 << 40))
 
 
 async def read_steps(worker: DeviceWorker, count: int) -> list[tuple[int, int, int]]:
@@ -132,7 +132,7 @@ async def train_step(pipeline: Sequence[DeviceWorker], microbatches: Sequence[np
     gradients = [finished.gradient for finished in done]
     for worker in reversed(inner):
         for i, microbatch in enumerate(ids):
-            gradients[i] = (await worker.backward(microbatch, worker.span.first, gradients[i])).gradient
+            gradients[i] = (await worker.backward(ForwardKey(microbatch, worker.span.first), gradients[i])).gradient
     assert gradients == [None] * len(ids)
     return sum(finished.loss_sum for finished in done) / sum(finished.tokens for finished in done)
 

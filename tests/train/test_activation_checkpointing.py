@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from agora.core.span_work import ForwardKey
 from agora.model import RunLayer, keep_graph
 from agora.train import memory
 from agora.train.activation_checkpointing import GraphMeasure, checkpoint, measure_saved_bytes
@@ -55,6 +56,18 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, pointer: int, size: int) -> None:
         self._known.discard(pointer)
         self.now -= size
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm")
+        return function(*args, **(kwargs or {}))
 
 
 class Layers(nn.Module):
@@ -133,10 +146,36 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
     batch = TokenBatch.from_wire(torch.ones(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
     if span == "0":
         boundary, _ = trainer.forward(DecodedWork(microbatch_id(0), 0, batch.inputs, batch, "train"))
-        trainer.backward(microbatch_id(0), 0, torch.ones_like(boundary))
+        trainer.backward(ForwardKey(microbatch_id(0), 0), torch.ones_like(boundary))
     else:
         trainer.run_last_stages(DecodedWork(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train"))
-    assert len(repeated) == (2 if repeats else 0), "a stage has two layers"
+    # A stage has two layers. The backward of a second forward begins with the last one, whose graph was kept.
+    assert len(repeated) == ({"0": 1, "1": 2}[span] if repeats else 0)
+
+
+@pytest.mark.parametrize("layers", [3, 6, 9])
+@pytest.mark.parametrize("span", ["0", "1", "0-1"])
+def test_a_second_forward_has_the_bits_of_a_kept_graph_and_fewer_products_than_all_layers_repeated(
+    layers: int, span: str
+) -> None:
+    found = {}
+    for activations in ("keep", "recompute"):
+        manifest = small_manifest(model={"layers": layers}, stages={"count": 3}, schedule={"activations": activations})
+        numbers = Span.parse(span)
+        trainer = SpanTrainer(manifest, numbers, torch.device("cpu"), report=lambda event: None, in_flight=1)
+        batch = TokenBatch.from_wire(torch.ones(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
+        entry = batch.inputs if numbers.first == 0 else torch.ones(manifest.boundary_shape())
+        with Products() as products:
+            work = DecodedWork(microbatch_id(0), numbers.first, entry, batch, "train")
+            boundary, _ = trainer.forward(work)
+            gradient, _ = trainer.backward(ForwardKey(microbatch_id(0), numbers.first), torch.ones_like(boundary))
+        sums = [stage.sum.flat for stage in trainer.stages.values()]
+        found[activations] = ([*sums, *([] if gradient is None else [gradient])], products.count)
+    kept, repeated = found["keep"], found["recompute"]
+    assert all(torch.equal(a, b) for a, b in zip(kept[0], repeated[0], strict=True))
+    # Of a layer, a forward has a third of the products, the backward the others.
+    in_span = len(manifest.layers_in(numbers))
+    assert repeated[1] - kept[1] == pytest.approx(kept[1] / 3 * (2 * in_span - 1) / in_span, rel=0.2)
 
 
 def test_a_repeated_layer_computes_in_the_autocast_of_its_forward() -> None:

@@ -10,7 +10,7 @@ from agora_protocol.errors import ProtocolError
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import BoundaryCodec
-from agora.core.span_work import SpanWork
+from agora.core.span_work import ForwardKey, SpanWork
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
 
 STEPS = 40
@@ -63,7 +63,7 @@ def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activatio
             entering.append(await middle.forward(SpanWork(name, 1, entering[0], tokens, "train")))
             done = await last.run_last_stages(SpanWork(name, 2, entering[1], tokens, "train"))
             assert done.gradient is not None
-            back = await middle.backward(name, middle.span.first, done.gradient)
+            back = await middle.backward(ForwardKey(name, middle.span.first), done.gradient)
             assert back.gradient is not None
             for boundary, gradient in zip(entering, (back.gradient, done.gradient), strict=True):
                 columns = [
@@ -71,7 +71,7 @@ def test_a_gradient_comes_back_for_the_columns_that_crossed_and_learns(activatio
                     for wire, leg in ((boundary, "forward"), (gradient, "backward"))
                 ]
                 assert int(columns[0].sum()) == 20 and bool((columns[0] == columns[1]).all())
-            await first.backward(name, 0, back.gradient)
+            await first.backward(ForwardKey(name, 0), back.gradient)
 
     asyncio.run(whole())
 
@@ -94,9 +94,9 @@ def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
             assert done.gradient is not None and done.gradient.shape == (2 * 16 * (2 + 32),)
             for wrong in (boundary, WireTensor("uint8", (4,), memoryview(b"1234"))):
                 with pytest.raises(ProtocolError, match="int8 makes uint8") as refusal:
-                    await first.backward(name, 0, wrong)
+                    await first.backward(ForwardKey(name, 0), wrong)
                 assert refusal.value.code == "bad-tensor"
-            await first.backward(name, 0, done.gradient)
+            await first.backward(ForwardKey(name, 0), done.gradient)
             with pytest.raises(ProtocolError, match="int6 makes uint8"):
                 await last.run_last_stages(SpanWork(microbatch_id(2), 1, done.gradient, tokens, "train"))
 

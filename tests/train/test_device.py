@@ -16,7 +16,7 @@ import uvloop
 from agora_protocol.errors import Busy, DeviceError
 
 from agora.train import device
-from agora.train.device import DeviceQueue, Priority, choose_device, work_clock_of
+from agora.train.device import DeviceQueue, JobTimes, Priority, choose_device, work_clock_of
 
 
 class Gate:
@@ -306,6 +306,64 @@ def test_a_slowed_device_may_reckon_by_a_clock_of_its_work_and_says_what_it_took
 
     run(test, slowdown=1.001, work_clock=lambda: float(next(worked)))
     assert 0.001 <= found[0] < 1.0
+
+
+def test_an_emulated_job_lasts_its_set_time_with_hardly_any_work_and_says_so() -> None:
+    found = []
+
+    async def test(queue: DeviceQueue) -> None:
+        def job(part_s: float) -> None:
+            queue.extend_job(part_s)
+            queue.extend_job(part_s)  # two passes, of which each adds its own
+            found.append(queue.job_s())
+
+        started, worked = time.monotonic(), time.process_time()
+        await queue.run(Priority.FORWARD, job, 0.05, afterwards=lambda: queue.extend_job(0.03))
+        await queue.run(Priority.FORWARD, lambda: None)  # what the last job set does not hold for this one
+        taken_s = time.monotonic() - started
+        assert 0.13 <= taken_s < 0.13 + 0.05 + (time.process_time() - worked) + 1.0
+        assert queue.load().busy_s >= 0.13
+
+    run(test)
+    assert found == [pytest.approx(0.1, abs=0.005)]
+
+
+def test_a_job_longer_than_its_set_time_is_not_made_longer() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        def job() -> float:
+            queue.extend_job(0.02)
+            time.sleep(0.03)
+            return queue.job_s()
+
+        job_s = await queue.run(Priority.FORWARD, job)
+        assert 0.03 <= job_s < 0.05 + 1.0
+
+    run(test)
+
+
+def test_passes_through_stages_take_one_part_forward_two_backward_and_a_step_a_quarter() -> None:
+    times = JobTimes(0.1)
+    assert times.passes_s(2, forward=True, backward=False) == pytest.approx(0.2)
+    assert times.passes_s(1, forward=False, backward=True) == pytest.approx(0.2)
+    assert times.passes_s(2, forward=True, backward=True) == pytest.approx(0.6)
+    assert times.step_s == pytest.approx(0.025)
+    assert JobTimes().passes_s(9, forward=True, backward=True) == JobTimes().step_s == 0.0
+
+
+def test_what_jobs_wait_in_the_queue_is_added_up() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate = Gate()
+        blocking = await gate.occupy(queue)
+        waiting = [asyncio.ensure_future(queue.run(Priority.FORWARD, lambda: None)) for _ in range(3)]
+        await all_queued(queue, 3)
+        began, before = time.monotonic(), queue.load().queued_s
+        while time.monotonic() < began + 0.02:
+            await asyncio.sleep(0)
+        gate.opened.set()
+        await asyncio.gather(blocking, *waiting)
+        assert queue.load().queued_s - before >= 3 * 0.02
+
+    run(test)
 
 
 def test_one_core_counts_its_own_work_and_more_cores_the_time() -> None:

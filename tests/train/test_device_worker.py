@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from agora_protocol.errors import DeviceError, LocalError, ManifestError, NotMyStage, ProtocolError
 from agora_protocol.ids import Span
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
-from agora.core.span_work import SpanWork
-from agora.core.sync_mode import StepPolicy
+from agora.core.span_work import ForwardKey, SpanResult, SpanWork
+from agora.core.step_schedule import StepInstructions
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
@@ -125,9 +126,9 @@ def test_a_bad_gradient_is_refused_and_a_good_one_from_another_replica_may_follo
     async def test(worker: DeviceWorker) -> None:
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError):
-            await worker.backward(M, 0, BAD_BOUNDARIES[name])
+            await worker.backward(ForwardKey(M, 0), BAD_BOUNDARIES[name])
         assert worker.progress()[0].tokens_total == 0
-        assert (await worker.backward(M, 0, a_boundary())).gradient is None
+        assert (await worker.backward(ForwardKey(M, 0), a_boundary())).gradient is None
         assert worker.progress()[0].tokens_total == 32
 
     events = with_worker("0", test)
@@ -141,21 +142,47 @@ def test_a_gradient_that_would_overflow_here_is_refused_and_another_peers_gradie
         untouched = await worker.copy_weights(0)
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError, match="plausible"):
-            await worker.backward(M, 0, a_boundary(3e38))  # finite, as its sender may say
+            await worker.backward(ForwardKey(M, 0), a_boundary(3e38))  # finite, as its sender may say
         sums = worker.trainer.stages[0].sum.flat
         assert not sums.any()
         (progress,) = worker.progress()
         assert (progress.tokens_total, progress.step, progress.refused_nonfinite) == (0, 0, 1)
         assert all((untouched[name] == value).all() for name, value in (await worker.copy_weights(0)).items())
-        await worker.backward(M, 0, a_boundary())
+        await worker.backward(ForwardKey(M, 0), a_boundary())
         assert sums.any(), "the microbatch was sent on to another peer, whose gradient counts"
 
     assert len(with_worker("0", test).of(GradientRefused)) == 1
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "auto"])
+@pytest.mark.parametrize("stages", ["1", "1-2"])
+def test_a_gradient_that_is_refused_after_its_backward_leaves_no_trace(activations: str, stages: str) -> None:
+    manifest = small_manifest(stages={"count": 4}, schedule={"activations": activations})
+
+    async def whole() -> None:
+        async with pipeline_of(manifest, [stages, stages], report=Events()) as (worker, clean):
+            for each in (worker, clean):
+                never_step(each)
+                await each.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
+            for _ in range(3):
+                with pytest.raises(ProtocolError, match="plausible"):
+                    await worker.backward(ForwardKey(M, 1), a_boundary(1e9))
+                assert len(worker.trainer.stashed) == 1 and worker.trainer.stashed.count_graphs() == 0
+            expected = values_of((await clean.backward(ForwardKey(M, 1), a_boundary())).gradient)
+            np.testing.assert_array_equal(
+                values_of((await worker.backward(ForwardKey(M, 1), a_boundary())).gradient), expected
+            )
+            for number in worker.span.stages:
+                sums = [each.trainer.stages[number].sum.flat for each in (worker, clean)]
+                assert torch.equal(*sums)
+            assert len(worker.trainer.stashed) == 0
+
+    asyncio.run(whole())
+
+
 def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() -> None:
     async def test(worker: DeviceWorker) -> None:
-        worker.set_step_policy(1, StepPolicy(64))
+        worker.set_step_instructions(1, StepInstructions(64))
         untouched = await worker.copy_weights(1)
         await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         worker.trainer.stages[1].sum.flat[5] = float("inf")
@@ -183,7 +210,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
 
 def test_the_tokens_before_a_step_are_those_the_swarm_says() -> None:
     async def test(worker: DeviceWorker) -> None:
-        worker.set_step_policy(1, StepPolicy(32))
+        worker.set_step_instructions(1, StepInstructions(32))
         for number in range(3):
             await worker.run_last_stages(SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train"))
         await worker.copy_weights(1)
@@ -217,8 +244,10 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
             middle = await one.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
             end = await two.forward(SpanWork(M, 2, middle, a_batch(), "train"))
             np.testing.assert_array_equal(values_of(out), values_of(end))
-            mine = (await span.backward(M, 1, a_boundary())).gradient
-            theirs = (await one.backward(M, 1, (await two.backward(M, 2, a_boundary())).gradient)).gradient
+            mine = (await span.backward(ForwardKey(M, 1), a_boundary())).gradient
+            theirs = (
+                await one.backward(ForwardKey(M, 1), (await two.backward(ForwardKey(M, 2), a_boundary())).gradient)
+            ).gradient
             np.testing.assert_array_equal(values_of(mine), values_of(theirs))
             assert [p.tokens_in_share for p in span.progress()] == [0, 32, 32]
             assert not span.trainer.stages[0].sum.flat.any()
@@ -260,10 +289,10 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
 def test_a_forgotten_microbatch_has_to_be_sent_again() -> None:
     async def test(worker: DeviceWorker) -> None:
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        worker.forget(M, 0)
-        worker.forget(M, 0)
+        worker.drop_forward(ForwardKey(M, 0))
+        worker.drop_forward(ForwardKey(M, 0))
         with pytest.raises(LocalError, match="sent again"):
-            await worker.backward(M, 0, a_boundary())
+            await worker.backward(ForwardKey(M, 0), a_boundary())
 
     with_worker("0", test)
 
@@ -278,11 +307,11 @@ def test_two_works_under_one_microbatch_id_keep_their_forwards_apart_if_other_te
             expected = {}
             for content, boundary in sent.items():
                 await alone.forward(SpanWork(M, 1, boundary, a_batch(), "train"))
-                expected[content] = values_of((await alone.backward(M, 1, a_boundary())).gradient)
+                expected[content] = values_of((await alone.backward(ForwardKey(M, 1), a_boundary())).gradient)
                 await both.forward(SpanWork(M, 1, boundary, a_batch(), "train", content_digest=content))
-            both.forget(M, 1, b"neither")
+            both.drop_forward(ForwardKey(M, 1, b"neither"))
             for content in sent:
-                gradient = (await both.backward(M, 1, a_boundary(), content)).gradient
+                gradient = (await both.backward(ForwardKey(M, 1, content), a_boundary())).gradient
                 np.testing.assert_array_equal(values_of(gradient), expected[content])
             assert (expected[b"true"] != expected[b"false"]).any()
 
@@ -298,15 +327,15 @@ def test_a_microbatch_that_enters_a_span_twice_keeps_its_two_forwards_apart() ->
             expected = {}
             for first in (1, 2):
                 await alone.forward(SpanWork(M, first, a_boundary(), a_batch(), "train"))
-                expected[first] = values_of((await alone.backward(M, first, a_boundary())).gradient)
+                expected[first] = values_of((await alone.backward(ForwardKey(M, first), a_boundary())).gradient)
                 await both.forward(SpanWork(M, first, a_boundary(), a_batch(), "train"))
             for first in (1, 2):
-                gradient = (await both.backward(M, first, a_boundary())).gradient
+                gradient = (await both.backward(ForwardKey(M, first), a_boundary())).gradient
                 np.testing.assert_array_equal(values_of(gradient), expected[first])
             await both.forward(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
             await both.forward(SpanWork(M, 2, a_boundary(), a_batch(), "train"))
-            both.forget(M, 2)
-            assert (await both.backward(M, 1, a_boundary())).gradient is not None
+            both.drop_forward(ForwardKey(M, 2))
+            assert (await both.backward(ForwardKey(M, 1), a_boundary())).gradient is not None
 
     asyncio.run(whole())
 
@@ -315,12 +344,12 @@ def test_undoing_an_abandoned_forward_spares_the_one_that_replaced_it() -> None:
     async def test(worker: DeviceWorker) -> None:
         stashed = worker.trainer.stashed
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        old = stashed.find(M, 0)
+        old = stashed.find(ForwardKey(M, 0))
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        stashed.forget(M, 0, only=old)
+        stashed.forget(ForwardKey(M, 0), only=old)
         assert len(stashed) == 1
-        new = stashed.find(M, 0)
-        stashed.forget(M, 0, only=new)
+        new = stashed.find(ForwardKey(M, 0))
+        stashed.forget(ForwardKey(M, 0), only=new)
         assert len(stashed) == 0
 
     with_worker("0", test)
@@ -358,12 +387,57 @@ def test_a_forward_whose_waiter_goes_away_leaves_nothing_behind() -> None:
     with_worker("0", test, device=DeviceOptions("cpu", fault=fault))
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_counts_a_microbatch_returns_its_result_though_its_waiter_was_cancelled(stage: int) -> None:
+    entered, opened = threading.Event(), threading.Event()
+    armed = False
+
+    def fault(point: str) -> None:
+        if armed:
+            entered.set()
+            assert opened.wait(30)
+
+    def count(worker: DeviceWorker, number: int) -> asyncio.Future[SpanResult]:
+        if stage == 0:
+            return asyncio.ensure_future(worker.backward(ForwardKey(microbatch_id(number), 0), a_boundary()))
+        work = SpanWork(microbatch_id(number), 1, a_boundary(), a_batch(), "train")
+        return asyncio.ensure_future(worker.run_last_stages(work))
+
+    async def test(worker: DeviceWorker) -> None:
+        nonlocal armed
+        never_step(worker)
+        if stage == 0:
+            for number in range(2):
+                await worker.forward(SpanWork(microbatch_id(number), 0, None, a_batch(), "train"))
+        armed = True
+        running = count(worker, 0)
+        await asyncio.to_thread(entered.wait, 30)
+        queued = count(worker, 1)
+        await asyncio.sleep(0)
+        running.cancel()
+        queued.cancel()
+        await asyncio.wait([queued])
+        assert queued.cancelled() and not running.done()
+        armed = False
+        opened.set()
+        assert (await running).busy_s > 0
+        assert worker.progress()[0].tokens_in_share == 32
+
+    events = with_worker(str(stage), test, device=DeviceOptions("cpu", fault=fault))
+    assert len(events.of(MicrobatchCounted)) == 1
+
+
 def test_an_error_of_the_device_names_itself_and_spares_the_queue() -> None:
     async def test(worker: DeviceWorker) -> None:
         def broken(*arguments: object) -> None:
             raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
-        hook = worker.trainer.stages[0].weights.current.module.register_forward_pre_hook(broken)
+        hook = (
+            worker.trainer.stages[0]
+            .weights.current.module.get_submodule("layers")
+            .get_submodule("0")
+            .register_forward_pre_hook(broken)
+        )
         with pytest.raises(DeviceError, match=r"unspecified launch failure\)"):
             await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         hook.remove()
@@ -377,7 +451,7 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
         def broken(*arguments: object) -> None:
             raise RuntimeError("no memory for the moments")
 
-        worker.set_step_policy(1, StepPolicy(32))
+        worker.set_step_instructions(1, StepInstructions(32))
         monkeypatch.setattr(worker.trainer.stages[1].optimizer, "step", broken)
         done = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert done.tokens == 32
@@ -389,8 +463,8 @@ def test_a_step_that_fails_does_not_fail_the_microbatch_before_it(monkeypatch: p
 def test_the_answer_reports_the_device_time_of_the_whole_hop() -> None:
     async def test(worker: DeviceWorker) -> None:
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
-        forward = worker.trainer.stashed.find(M, 0)
-        assert (await worker.backward(M, 0, a_boundary())).busy_s > forward.device_s > 0
+        forward = worker.trainer.stashed.find(ForwardKey(M, 0))
+        assert (await worker.backward(ForwardKey(M, 0), a_boundary())).busy_s > forward.device_s > 0
 
     with_worker("0", test)
 

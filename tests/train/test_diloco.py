@@ -7,7 +7,7 @@ import torch
 from agora_protocol.limits import PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.manifest_sections import AveragingSection
 
-from agora.core.sync_mode import StepPlan
+from agora.core.step_schedule import SyncSchedule
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY, lay_out
 from agora.train.diloco import MAX_MOMENTUM, OuterOptimizer
 
@@ -41,7 +41,7 @@ def take(
     return step.change
 
 
-def test_a_slice_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
+def test_a_fragment_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     anchor, velocity = weights_of(0), torch.zeros(NUMEL)
     blocks = torch.tensor([1, 4, 7])
@@ -67,7 +67,7 @@ def test_a_part_without_a_mean_stays_with_its_weights() -> None:
     assert not outer.moments[VELOCITY][PART_ELEMENTS:].any()
 
 
-def test_a_part_of_a_large_slice_is_larger() -> None:
+def test_a_part_of_a_large_fragment_is_larger() -> None:
     """A fragment of 65 small shards has 33 of twice as many elements."""
     large = 65 * PART_ELEMENTS
     layout = lay_out([("weights", (large // SLICE_BLOCK, SLICE_BLOCK))])
@@ -76,7 +76,7 @@ def test_a_part_of_a_large_slice_is_larger() -> None:
     assert not moved[: 2 * PART_ELEMENTS].any() and bool(moved[2 * PART_ELEMENTS :].all())
 
 
-def test_with_rate_one_and_no_momentum_the_anchor_becomes_the_mean_of_the_weights() -> None:
+def test_with_rate_one_and_no_momentum_the_outer_parameters_becomes_the_mean_of_the_weights() -> None:
     section = AveragingSection(outer_rate=1.0, outer_momentum=0.0)
     replicas = [weights_of(seed) for seed in (1, 2, 3)]
     blocks = torch.arange(BLOCKS)
@@ -87,7 +87,7 @@ def test_with_rate_one_and_no_momentum_the_anchor_becomes_the_mean_of_the_weight
 
 
 @pytest.mark.parametrize(("pass_steps", "momentum"), [(1, 0.03), (5, 0.15), (20, 0.6), (100, MAX_MOMENTUM)])
-def test_the_longer_a_pass_over_all_slices_the_larger_the_momentum(pass_steps: int, momentum: float) -> None:
+def test_the_longer_a_pass_over_all_fragments_the_larger_the_momentum(pass_steps: int, momentum: float) -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, torch.zeros(NUMEL))
     blocks, ones = torch.tensor([2]), torch.ones(SLICE_BLOCK)
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_the_longer_a_pass_over_all_slices_the_larger_the_momentum(pass_steps: i
     torch.testing.assert_close(rows(outer.moments[VELOCITY], blocks), (1 + momentum) * ones)
 
 
-def test_the_weights_of_the_only_replica_become_the_anchor_at_rest() -> None:
+def test_the_weights_of_the_only_replica_become_the_outer_parameters_at_rest() -> None:
     outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
     blocks = torch.tensor([2])
     take(outer, blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,))
@@ -114,10 +114,10 @@ def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
     )
 
 
-def test_anchor_and_velocity_have_a_value_for_every_element_in_the_state_during_inner_steps() -> None:
-    for plan in (StepPlan(0, 6, 20), StepPlan(20, 5, 0)):
-        assert LAYOUT.at_step(5, plan) == LAYOUT
-    assert [(moment.name, moment.numel) for moment in LAYOUT.at_step(5, StepPlan(0, 5, 20)).moments] == [
+def test_outer_parameters_and_velocity_have_a_value_for_every_element_in_the_state_during_inner_steps() -> None:
+    for sync_schedule in (SyncSchedule(0, 6, 20), SyncSchedule(20, 5, 0)):
+        assert LAYOUT.at_step(5, sync_schedule) == LAYOUT
+    assert [(moment.name, moment.numel) for moment in LAYOUT.at_step(5, SyncSchedule(0, 5, 20)).moments] == [
         (OUTER_PARAMETERS, NUMEL),
         (VELOCITY, NUMEL),
     ]

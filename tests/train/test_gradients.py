@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from agora_protocol.errors import ProtocolError
 
-from agora.core.span_work import SpanWork
+from agora.core.span_work import ForwardKey, SpanWork
 from agora.train.gradients import FIRST_LIMIT, MAX_RATIO, MIN_SAMPLES, GradientNormBound
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
@@ -53,8 +53,8 @@ def test_a_gradient_of_1e30_is_refused_and_the_true_one_gives_the_weights_that_i
                 if lies:
                     garbage = wire(np.full(result.gradient.shape, 1e30, np.float32))
                     with pytest.raises(ProtocolError, match="root mean square"):
-                        await first.backward(microbatch, 0, garbage)
-                await first.backward(microbatch, 0, result.gradient)
+                        await first.backward(ForwardKey(microbatch, 0), garbage)
+                await first.backward(ForwardKey(microbatch, 0), result.gradient)
             state = await first.export_state(0)
             return np.array(state.weights)
 

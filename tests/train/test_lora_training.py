@@ -35,8 +35,8 @@ async def gradients(manifest: Manifest, base: Path, microbatch: int) -> dict[int
     async with pipeline_of(manifest, ["0", "1-2"], base_model=base) as pipeline:
         for worker in pipeline:
             for stage in worker.span.stages:  # B is zero at first, and A would have no gradient
-                flat = worker.trainer.stages[stage].weights.make_writable()
-                flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(stage)))
+                with worker.trainer.stages[stage].weights.writable() as flat:
+                    flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(stage)))
         await learn(pipeline, microbatch, batch, "sft")
         stages = [stage for worker in pipeline for stage in worker.trainer.stages.values()]
         return {stage.number: stage.sum.flat.numpy().copy() for stage in stages}
@@ -78,8 +78,8 @@ def test_an_evaluation_drops_nothing_and_draws_nothing(base: Path) -> None:
         manifest = lora_manifest(base, "sft", stages=1, model={"lora_dropout": dropout})
         batch = answered_batches(answered_samples(2))[0]
         async with pipeline_of(manifest, ["0"], base_model=base) as (worker,):
-            flat = worker.trainer.stages[0].weights.make_writable()
-            flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)))
+            with worker.trainer.stages[0].weights.writable() as flat:
+                flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)))
             wired = tokens_of(batch)
             return [
                 (await worker.run_last_stages(SpanWork(microbatch_id(n), 0, None, wired, "evaluate"))).loss_sum

@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from agora_protocol.errors import ProtocolError
 from agora_protocol.manifest_sections import ObjectiveSection
 from agora_protocol.tensors import BEGINS, SUPERVISED
-from torch import Tensor
+from torch import Tensor, nn
 
 from agora.codec.uncompressed import IGNORED
 from agora.core.metrics import MAX_REWARD, add_sums, are_plausible, named_means
-from agora.train.objectives import TokenBatch, objective_of, row_log_probabilities
+from agora.train.objectives import Head, TokenBatch, objective_of, row_log_probabilities
 
 ROWS, PLACES, IDS = 4, 6, 11
+# A head whose hidden states are the logits themselves.
+NO_HEAD = Head(lambda hidden: hidden, nn.ModuleList(), IDS)
 
 
 def logits_of(seed: int = 0) -> Tensor:
@@ -35,6 +37,10 @@ def marked(supervised: list[list[int]], begins: list[list[int]] | None = None, s
 
 def answers(*rows: list[int]) -> TokenBatch:
     return TokenBatch.from_wire(marked(list(rows)), has_marks=True)
+
+
+def floats(sums: tuple[Tensor, ...]) -> tuple[float, ...]:
+    return tuple(float(value) for value in sums)
 
 
 def test_a_mark_says_which_targets_are_learnt_and_where_sequences_begin() -> None:
@@ -64,7 +70,8 @@ def test_a_token_or_a_mark_that_cannot_be_is_refused(half: int, value: int) -> N
 def test_sft_sums_the_cross_entropy_of_the_answers_alone_and_counts_right_tokens() -> None:
     objective, logits, batch = objective_of(ObjectiveSection(kind="sft")), logits_of(), answers([1, 2], [5], [], [6])
     rows, columns = [0, 0, 1, 3], [0, 1, 4, 5]
-    loss, metrics = objective.loss(logits, batch, ())
+    loss, sums = objective.loss(NO_HEAD, logits, batch, ())
+    metrics = floats(sums)
     picked = logits[rows, columns]
     expected = F.cross_entropy(picked, batch.targets[rows, columns].long(), reduction="sum")
     torch.testing.assert_close(loss, expected)
@@ -77,7 +84,7 @@ def test_sft_sums_the_cross_entropy_of_the_answers_alone_and_counts_right_tokens
 
 def test_a_row_has_the_log_probability_of_its_answer() -> None:
     logits, batch = logits_of(), answers([1, 2], [5], [], [6])
-    found = row_log_probabilities(logits, batch.targets)
+    found = row_log_probabilities(NO_HEAD, logits, batch)
     log_softmax = logits.log_softmax(dim=2)
     first = log_softmax[0, 0, batch.targets[0, 0]] + log_softmax[0, 1, batch.targets[0, 1]]
     torch.testing.assert_close(found[0], first)
@@ -105,9 +112,10 @@ def test_dpo_is_the_mean_over_pairs_of_the_formula(section: ObjectiveSection) ->
     objective, logits = objective_of(section), logits_of()
     batch = answers([1, 2], [3, 4, 5], [6], [2, 3])
     references = (-3.0, -9.0, -1.5, -7.0)
-    loss, metrics = objective.loss(logits, batch, references)
+    loss, sums = objective.loss(NO_HEAD, logits, batch, references)
+    metrics = floats(sums)
     gains = [
-        float(p) - q for p, q in zip(row_log_probabilities(logits.detach(), batch.targets), references, strict=True)
+        float(p) - q for p, q in zip(row_log_probabilities(NO_HEAD, logits.detach(), batch), references, strict=True)
     ]
     pairs = [pair_loss(section, gains[0], gains[1], (2, 3)), pair_loss(section, gains[2], gains[3], (1, 2))]
     tokens = objective.loss_weight(batch)
@@ -133,7 +141,7 @@ def test_the_weight_of_pairs_does_not_depend_on_the_length_of_their_answers() ->
 @pytest.mark.parametrize("references", [(), (0.0,) * (ROWS - 1), (0.0,) * (ROWS + 1)])
 def test_dpo_refuses_another_number_of_references_than_rows(references: tuple[float, ...]) -> None:
     with pytest.raises(ProtocolError, match="references"):
-        objective_of(ObjectiveSection(kind="dpo")).loss(logits_of(), answers([1], [2], [3], [4]), references)
+        objective_of(ObjectiveSection(kind="dpo")).loss(NO_HEAD, logits_of(), answers([1], [2], [3], [4]), references)
 
 
 @pytest.mark.parametrize("kind", ["lm", "sft", "dpo"])
@@ -141,7 +149,7 @@ def test_what_an_objective_sums_up_is_plausible(kind: str) -> None:
     references = (-1.0,) * ROWS if kind == "dpo" else ()
     objective = objective_of(ObjectiveSection.model_validate({"kind": kind}))
     batch = answers([1], [2], [3], [4])
-    metrics = objective.loss(logits_of(), batch, references).metrics
+    metrics = floats(objective.loss(NO_HEAD, logits_of(), batch, references).metrics)
     assert are_plausible(kind, metrics, objective.loss_weight(batch), ROWS)
 
 

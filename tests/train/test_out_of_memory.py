@@ -14,10 +14,10 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest, preset
 from torch.utils._python_dispatch import _disable_current_modes
 
-from agora.core.sync_mode import StepPlan, StepPolicy
+from agora.core.step_schedule import StepInstructions, SyncSchedule
 from agora.observe.events import StepTorn
 from agora.state.layout import StageState
-from agora.train import optimizer_offload
+from agora.train import optimizer_offload, span_trainer
 from agora.train.device import is_out_of_memory
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Stage
@@ -26,7 +26,7 @@ from tests.train.support import Events
 
 CPU = torch.device("cpu")
 TOKENS = 7
-INNER = StepPlan(0, 2, 3)  # an all-reduce, then inner steps
+INNER = SyncSchedule(0, 2, 3)  # an all-reduce, then inner steps
 OPTIMIZERS = ["adamw", "nadam", "muon", "adamw8bit"]
 Action = Callable[[Stage], object]
 
@@ -35,6 +35,11 @@ Action = Callable[[Stage], object]
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that state in host memory crosses in several pieces."""
     monkeypatch.setattr(optimizer_offload, "PIECE", 1 << 10)
+
+
+@pytest.fixture(autouse=True, params=["float32", "bf16"])
+def _products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_trainer, "has_native_bf16", lambda device: request.param == "bf16")
 
 
 def manifest_with(optimizer: str) -> Manifest:
@@ -71,9 +76,11 @@ def everything(stage: Stage) -> dict[str, object]:
     """All that a later step depends on, for a comparison to the last bit."""
     tensors = {"weights": stage.weights.current.flat, "sum": stage.sum.flat, **stage.moments}
     progress = stage.progress
+    version = stage.weights.current
     return {
+        "version": [parameter.detach().float().numpy().tobytes() for parameter in version.parameters],
         **{name: tensor.numpy().tobytes() for name, tensor in tensors.items()},
-        "counts": (stage.step, stage.optimizer.updates, stage.tokens_stepped, progress.open_step, stage.plan),
+        "counts": (stage.step, stage.optimizer.updates, stage.tokens_stepped, progress.open_step, stage.sync_schedule),
         "totals": repr(stage.sum.totals),
         "progress": (progress.tokens_in_share, progress.tokens_total, progress.history, progress.is_torn),
     }
@@ -140,7 +147,7 @@ def test_a_state_that_cannot_be_exported_for_lack_of_memory_is_as_it_was() -> No
 def test_the_step_before_inner_steps_has_the_outer_parameters_or_is_not_taken(optimizer: str) -> None:
     def before_inner_steps() -> Stage:
         stage = stage_after_a_step(optimizer, in_host=False)
-        stage.plan = INNER
+        stage.sync_schedule = INNER
         return stage
 
     fail_at_every_allocation(before_inner_steps, step_along_mean, fresh=True)
@@ -153,7 +160,7 @@ def test_the_step_before_inner_steps_has_the_outer_parameters_or_is_not_taken(op
 def test_a_fragment_is_synced_or_not(*, alone: bool) -> None:
     def in_inner_steps() -> Stage:
         stage = stage_after_a_step("adamw", in_host=False)
-        stage.plan = INNER
+        stage.sync_schedule = INNER
         step_along_mean(stage)
         return stage
 
@@ -170,8 +177,8 @@ def test_a_fragment_is_synced_or_not(*, alone: bool) -> None:
 def test_weights_whose_prediction_lacked_memory_are_predicted_again(optimizer: str, *, in_host: bool) -> None:
     def predicting() -> Stage:
         stage = stage_after_a_step(optimizer, in_host=in_host)
-        stage.predict_weights()
-        stage.set_policy(StepPolicy(TOKENS + 1))
+        stage.enable_prediction()
+        stage.set_instructions(StepInstructions(TOKENS + 1))
         stage.take_gradient_share()
         count_gradient(stage, 3)
         stage.training_version()
@@ -181,7 +188,8 @@ def test_weights_whose_prediction_lacked_memory_are_predicted_again(optimizer: s
     one_step = whole.training_version().flat.clone()
     before = everything(whole)
     with FailingAllocation() as counted:
-        two_steps = whole.training_version(TOKENS).flat
+        version = whole.training_version(TOKENS)
+    two_steps = version.flat
     assert counted.allocations and not torch.equal(one_step, two_steps)
     stage = predicting()
     for number in range(1, counted.allocations + 1):

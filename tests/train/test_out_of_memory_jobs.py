@@ -17,15 +17,21 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import BoundaryCodec, gradient_dither_key
-from agora.core.span_work import SpanWork
+from agora.core.span_work import ForwardKey, SpanWork
 from agora.observe.events import TaskFailed
 from agora.state.layout import StageState
+from agora.train import span_trainer
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
 from tests.train.failing_allocation import FailingAllocation, FaultyJobs
 from tests.train.support import Events, batches_for, microbatch_id, small_manifest, tokens_of
 
 MODEL = {"width": 16, "layers": 3, "heads": 2, "key_value_heads": 2, "feed_forward": 32, "context": 8}
+
+
+@pytest.fixture(autouse=True, params=["float32", "bf16"])
+def _products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_trainer, "has_native_bf16", lambda device: request.param == "bf16")
 
 
 class Bench:
@@ -56,7 +62,7 @@ class Bench:
     async def backward(self, number: int) -> object:
         microbatch = microbatch_id(number)
         gradient = self._codec.encode(self._gradient, "backward", gradient_dither_key(microbatch, 2))
-        result = await self.middle.backward(microbatch, 1, gradient)
+        result = await self.middle.backward(ForwardKey(microbatch, 1), gradient)
         assert result.gradient is not None
         return bytes(result.gradient.data)
 
@@ -215,10 +221,11 @@ def test_the_tensors_of_a_failed_job_are_dead_while_its_error_is_kept(name: str)
                 await bench.copy(fails_at)
                 await bench.copy_last()
                 # Weights that a graph needed have been copied: the copy is what the stage has now.
-                current = bench.middle.trainer.stages[1].weights.current.flat
+                version = bench.middle.trainer.stages[1].weights.current
+                current = [version.flat, *version.parameters]
                 assert injected.alive(but=current) == 0, f"of a job whose allocation {fails_at} failed"
                 assert bench.middle.trainer.stashed.count_graphs() == 0
-                bench.middle.forget(microbatch_id(fails_at), 1)
+                bench.middle.drop_forward(ForwardKey(microbatch_id(fails_at), 1))
                 assert await bench.states() == state
             assert errors
             # They still say where.

@@ -14,8 +14,8 @@ from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest
 
-from agora.core.span_work import SpanWork
-from agora.core.sync_mode import ShareClosed, StageStepped, StepPolicy
+from agora.core.span_work import ForwardKey, SpanWork
+from agora.core.step_schedule import ShareClosed, StageStepped, StepInstructions
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
 from agora.train.device_worker import DeviceWorker
@@ -32,7 +32,7 @@ from tests.train.support import (
     tokens_of,
     train_step,
 )
-from tests.train.test_weight_blocks import SliceBench
+from tests.train.test_weight_blocks import FragmentBench
 from tests.train.test_weight_versions import same
 
 STEPS = 20
@@ -66,7 +66,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
     async with pipeline_of(manifest, ["0"] * replicas + ["1"] * replicas, report=Events()) as workers:
         stages = workers[:replicas], workers[replicas:]
         for worker in workers:
-            worker.set_step_policy(worker.span.first, StepPolicy(1, averages=True))
+            worker.set_step_instructions(worker.span.first, StepInstructions(1, averages=True))
         for number, step in enumerate(batches):
             loss, tokens = 0.0, 0
             for i, ids in enumerate(step):
@@ -76,7 +76,7 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
                     SpanWork(m, 1, await first.forward(SpanWork(m, 0, None, wired, "train")), wired, "train")
                 )
                 assert done.gradient is not None
-                await first.backward(m, 0, done.gradient)
+                await first.backward(ForwardKey(m, 0), done.gradient)
                 loss, tokens = loss + done.loss_sum, tokens + done.tokens
             losses.append(loss / tokens)
             for k, stage in enumerate(stages):
@@ -120,7 +120,7 @@ async def one_microbatch(worker: DeviceWorker, number: int) -> None:
     """A microbatch through stage 0, with an arbitrary gradient."""
     wired = tokens_of(batches_for(small_manifest(), number + 1)[number][0])
     out = await worker.forward(SpanWork(microbatch_id(number), 0, None, wired, "train"))
-    await worker.backward(microbatch_id(number), 0, out)
+    await worker.backward(ForwardKey(microbatch_id(number), 0), out)
 
 
 def with_stage_0(test: Any, **overrides: Any) -> Events:
@@ -191,9 +191,9 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
     assert len(with_stage_0(test).of(GradientRefused)) == 1
 
 
-def test_a_part_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts_for_the_next_step() -> None:
+def test_a_share_is_closed_on_the_device_at_its_quota_and_what_comes_after_counts_for_the_next_step() -> None:
     async def test(worker: DeviceWorker) -> None:
-        worker.set_step_policy(0, StepPolicy(1 << 20, True, step=0, own_tokens=64, closes_share=True))
+        worker.set_step_instructions(0, StepInstructions(1 << 20, True, step=0, own_tokens=64, closes_share=True))
         for number in range(3):
             await one_microbatch(worker, number)
         (progress,) = worker.progress()
@@ -230,7 +230,7 @@ def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
 
 def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken() -> None:
     async def test(worker: DeviceWorker) -> None:
-        worker.set_step_policy(0, StepPolicy(32, True, step=1, own_tokens=32, alone=True))
+        worker.set_step_instructions(0, StepInstructions(32, True, step=1, own_tokens=32, alone=True))
         await one_microbatch(worker, 0)
         await one_microbatch(worker, 1)
         share = await worker.take_gradient_share(0)
@@ -340,17 +340,17 @@ def test_a_state_loaded_elsewhere_goes_on_bit_for_bit(name: str) -> None:
 def test_what_a_stage_has_agreed_on_travels_with_its_state() -> None:
     async def test(worker: DeviceWorker) -> None:
         gradient = torch.ones(worker.layout(0).numel)
-        state = replace(await worker.export_state(0), step=9, agreed=7, history_hash=5)
+        state = replace(await worker.export_state(0), step=9, agreed_step=7, history_hash=5)
         await worker.load_state(state)
         (progress,) = worker.progress()
-        assert (progress.step, progress.agreed, progress.history_hash, progress.history) == (9, 7, 5, {7: 5})
+        assert (progress.step, progress.agreed_step, progress.history_hash, progress.history) == (9, 7, 5, {7: 5})
         given = await worker.export_state(0)
-        assert (given.step, given.agreed, given.history_hash) == (9, 7, 5)
-        await worker.load_state(replace(state, agreed=9))
+        assert (given.step, given.agreed_step, given.history_hash) == (9, 7, 5)
+        await worker.load_state(replace(state, agreed_step=9))
         await worker.step_with_gradient(0, 9, gradient, 64)
         (progress,) = worker.progress()
         given = await worker.export_state(0)
-        assert (given.step, given.agreed, given.history_hash) == (
+        assert (given.step, given.agreed_step, given.history_hash) == (
             10,
             10,
             progress.history_hash,
@@ -382,7 +382,7 @@ def test_updates_and_steps_are_two_numbers_and_both_travel() -> None:
 
 
 def test_a_loaded_state_drops_what_was_summed_and_spares_live_graphs() -> None:
-    bench = SliceBench("keep")
+    bench = FragmentBench("keep")
     state = bench.stage.export_state()
     bench.step_with(0)
     old = bench.weights()

@@ -6,7 +6,7 @@ import pytest
 from agora_protocol.limits import RECENT_STEPS
 from agora_protocol.records import StageAccount
 
-from agora.train.stage import TokenAccounts
+from agora.train.token_accounts import TokenAccounts
 
 
 def test_tokens_are_computed_then_wait_then_are_counted_and_what_is_neither_is_lost() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from agora_protocol.tensors import BEGINS, SUPERVISED, WireTensor
 from transformers import PreTrainedModel
 
 from agora.core.metrics import METRIC_NAMES, add_sums, named_means
-from agora.core.span_work import SpanResult, SpanWork
+from agora.core.span_work import ForwardKey, SpanResult, SpanWork
 from agora.train.device_worker import DeviceWorker
+from agora.tuning.adapters.peft_folder import read_adapter
 from tests.model.tiny_models import CONFIGS, CONTEXT, make_model, manifest_of, save
 from tests.oracle import relative_difference
 from tests.train.support import microbatch_id, never_step, pipeline_of, tokens_of
 from tests.train.trl_loops import Answered, Pair, TrlRun, answered_samples, preference_pairs, run_dpo, run_sft
+from tests.tuning.test_going_on_from_adapter import make_adapter
 
 STEPS = 20
 ROWS = 2
@@ -94,7 +98,7 @@ async def learn(pipeline: Sequence[DeviceWorker], number: int, batch: np.ndarray
     gradient = done.gradient
     for worker in reversed(inner):
         assert gradient is not None
-        gradient = (await worker.backward(microbatch_id(2 * number), worker.span.first, gradient)).gradient
+        gradient = (await worker.backward(ForwardKey(microbatch_id(2 * number), worker.span.first), gradient)).gradient
     return done
 
 
@@ -193,6 +197,32 @@ async def check_dpo(name: str, objective: dict[str, Any], steps: int, folder: Pa
 )
 def test_dpo_through_three_stages_is_trls(objective: dict[str, Any], tmp_path: Path) -> None:
     asyncio.run(check_dpo("qwen2", objective, STEPS, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_dpo_that_goes_on_from_an_adapter_compares_with_that_adapter_as_trls_does(name: str, tmp_path: Path) -> None:
+    asyncio.run(check_dpo_from_adapter(name, tmp_path))
+
+
+async def check_dpo_from_adapter(name: str, folder: Path) -> None:
+    """As check_dpo, for a run that begins with an adapter whose matrices B are not zero."""
+    base = save(base_of(name), folder / "base")
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    adapter = make_adapter(base, folder / "adapter", **lora)
+    manifest = lora_manifest(base, "dpo", objective={"kind": "dpo"}).with_values(model=begins_with(adapter, base))
+    shutil.copy(adapter / ADAPTER_FILE, base)
+    pairs = preference_pairs(STEPS)
+    first, ours = await tune(manifest, base, [[batch] for batch in pair_batches(pairs)])
+    assert all(values.any() for values in first.values())
+    theirs = run_dpo(manifest, base_of(name), pairs, first, folder / "trl", batch=1, goes_on=True)
+    check_equal(ours, theirs, 1e-4, METRIC_NAMES["dpo"])
+
+
+def begins_with(adapter: Path, base: Path) -> dict[str, Any]:
+    section = manifest_of(base).model
+    assert isinstance(section, HfSection)
+    found = read_adapter(adapter, section)
+    return {**found.manifest_values(), "tensors_hash": "0" * 64}
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen2"])

@@ -13,7 +13,7 @@ from agora_protocol.manifest import Manifest
 from safetensors.numpy import load_file
 
 from agora.core.clock import loop_time
-from agora.core.sync_mode import ONLY_ALL_REDUCE
+from agora.core.step_schedule import ONLY_ALL_REDUCE
 from agora.model import family_of
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
 from agora.state.layout import AVERAGE, StageState
@@ -165,7 +165,7 @@ def test_a_checkpoint_holds_it_by_name_and_it_goes_on_from_there(tmp_path: Path)
     check_that_it_goes_on(read_checkpoint(found, state.layout), stage)
 
 
-def test_a_fetched_state_has_it_and_one_that_is_not_finite_is_an_offence() -> None:
+def test_a_fetched_state_has_it_and_one_that_is_not_finite_is_a_violation() -> None:
     stage = trainer_of(one_stage(name="muon")).stages[0]
     take_steps(stage, 0, 3)
     state = stage.export_state()
@@ -177,13 +177,13 @@ def test_a_fetched_state_has_it_and_one_that_is_not_finite_is_an_offence() -> No
         world.add("honest", state)
         fetch = StateFetch(world, 0, state.layout, world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         check_that_it_goes_on(await fetch.run(list(world.replicas), deadline=loop_time() + 30), stage)
-        assert not world.offences
+        assert not world.violations
         liars = World()
         liars.add("liar", StageState(0, 123, 3, 0, state.layout, state.weights, {**state.moments, AVERAGE: spoiled}))
         fetch = StateFetch(liars, 0, state.layout, liars.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
         with pytest.raises(Exception, match="not finite"):
             await fetch.run(list(liars.replicas), deadline=loop_time() + 30)
-        assert len(liars.offences) == 1
+        assert len(liars.violations) == 1
 
     asyncio.run(asyncio.wait_for(whole(), 60))
 

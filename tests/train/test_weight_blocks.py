@@ -12,7 +12,7 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest_sections import AveragingSection
 from torch import Tensor
 
-from agora.core.sync_mode import StepPlan
+from agora.core.step_schedule import SyncSchedule
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from agora.train.stage import stage_layout
 from tests.train.test_weight_versions import Bench, same
@@ -20,7 +20,7 @@ from tests.train.test_weight_versions import Bench, same
 RATE, MOMENTUM = AveragingSection().outer_rate, 20 * AveragingSection().outer_momentum
 
 
-class SliceBench(Bench):
+class FragmentBench(Bench):
     """A trainer of stage 0 by hand, and its replica's side."""
 
     def __init__(self, activations: str = "keep", blocks: Sequence[int] = (3, 0, 5)) -> None:
@@ -49,8 +49,8 @@ class SliceBench(Bench):
         return flat.view(-1, SLICE_BLOCK)[torch.tensor(self.blocks)].flatten()
 
 
-def test_the_blocks_of_a_slice_come_in_the_order_asked_and_cover_padding() -> None:
-    bench = SliceBench(blocks=[5, 0])
+def test_the_blocks_of_a_fragment_come_in_the_order_asked_and_cover_padding() -> None:
+    bench = FragmentBench(blocks=[5, 0])
     flat = bench.stage.weights.current.flat
     assert flat.numel() == bench.stage.weights.layout.numel and flat.numel() % SLICE_BLOCK == 0
     expected = torch.cat([flat[5 * SLICE_BLOCK : 6 * SLICE_BLOCK], flat[:SLICE_BLOCK]])
@@ -60,8 +60,8 @@ def test_the_blocks_of_a_slice_come_in_the_order_asked_and_cover_padding() -> No
     assert torch.equal(bench.slice(), expected)
 
 
-def test_a_slice_keeps_what_was_learnt_since_its_snapshot() -> None:
-    bench = SliceBench()
+def test_a_fragment_keeps_what_was_learnt_since_its_snapshot() -> None:
+    bench = FragmentBench()
     snapshot, mean = bench.slice(), bench.noise()
     anchor = bench.stage.moments[OUTER_PARAMETERS].clone()
     bench.step_with(0)
@@ -76,15 +76,15 @@ def test_a_slice_keeps_what_was_learnt_since_its_snapshot() -> None:
     assert torch.equal(now.view(-1, SLICE_BLOCK)[others], rest.view(-1, SLICE_BLOCK)[others])
 
 
-def test_a_round_is_taken_in_once_and_makes_the_lineage_another() -> None:
-    bench, other = SliceBench(), SliceBench()
+def test_a_round_is_taken_in_once_and_makes_the_history_hash_another() -> None:
+    bench, other = FragmentBench(), FragmentBench()
     mean = bench.noise()
     for stage in (bench, other):
         stage.step_with(0)
         before = stage.stage.progress
-        assert (before.agreed, stage.stage.step) == (0, 1), "an inner step is agreed on with nobody"
+        assert (before.agreed_step, stage.stage.step) == (0, 1), "an inner step is agreed on with nobody"
         stage.take_in(1, mean, stage.slice())
-    assert bench.stage.progress.agreed == 1 and bench.stage.progress.history_hash not in (0, before.history_hash)
+    assert bench.stage.progress.agreed_step == 1 and bench.stage.progress.history_hash not in (0, before.history_hash)
     assert bench.stage.progress.history_hash == other.stage.progress.history_hash
     weights = bench.stage.weights.current.flat.clone()
     bench.take_in(1, bench.noise(), bench.slice())
@@ -94,31 +94,31 @@ def test_a_round_is_taken_in_once_and_makes_the_lineage_another() -> None:
     assert bench.stage.progress.history_hash != other.stage.progress.history_hash
 
 
-def test_a_state_brings_anchor_velocity_and_what_was_agreed_on() -> None:
-    bench, other = SliceBench(), SliceBench()
+def test_a_state_brings_outer_parameters_velocity_and_what_was_agreed_on() -> None:
+    bench, other = FragmentBench(), FragmentBench()
     bench.step_with(0)
     bench.take_in(1, bench.noise(), bench.slice())
     state = bench.stage.export_state()
     assert {OUTER_PARAMETERS, VELOCITY} <= state.moments.keys() and state.layout == stage_layout(
         bench.manifest, 0
-    ).at_step(1, StepPlan(20))
+    ).at_step(1, SyncSchedule(20))
     other.stage.load_state(state)
     for name, values in bench.stage.moments.items():
         assert torch.equal(other.stage.moments[name], values)
     assert other.stage.progress.history == {1: bench.stage.progress.history_hash}
 
 
-def test_a_run_of_all_reduce_steps_keeps_no_anchor() -> None:
+def test_a_run_of_all_reduce_steps_keeps_no_outer_parameters() -> None:
     stage = Bench("keep").trainer.stages[0]
     assert stage.moments.keys() == {"mean", "square", "average"}
     assert stage.outer_gradient(np.array([0])) is None
     weights = stage.export_state().weights
     stage.outer_step(1, np.array([0]), torch.zeros(SLICE_BLOCK), (torch.ones(SLICE_BLOCK), (True,)))
-    assert np.array_equal(stage.export_state().weights, weights) and stage.progress.agreed == 0
+    assert np.array_equal(stage.export_state().weights, weights) and stage.progress.agreed_step == 0
 
 
-def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw() -> None:
-    bench = SliceBench("keep")
+def test_a_fragment_added_under_live_graphs_leaves_them_the_weights_they_saw() -> None:
+    bench = FragmentBench("keep")
     old = bench.weights()
     bench.forward(0)
     bench.take_in(1, bench.noise(0.1), bench.slice())
@@ -130,8 +130,8 @@ def test_a_slice_added_under_live_graphs_leaves_them_the_weights_they_saw() -> N
     assert bench.alive() == 1
 
 
-def test_a_slice_between_steps_makes_no_third_version() -> None:
-    bench = SliceBench("keep")
+def test_a_fragment_between_steps_makes_no_third_version() -> None:
+    bench = FragmentBench("keep")
     bench.forward(0)
     bench.step_with(1)
     bench.forward(2)
@@ -146,8 +146,8 @@ def test_a_slice_between_steps_makes_no_third_version() -> None:
     assert same(mine, bench.by_hand(0, bench.weights()))
 
 
-def test_with_recompute_the_backward_sees_the_slice() -> None:
-    bench = SliceBench("recompute")
+def test_with_recompute_the_backward_sees_the_fragment() -> None:
+    bench = FragmentBench("recompute")
     old = bench.weights()
     bench.forward(0)
     bench.take_in(1, bench.noise(0.1), bench.slice())
@@ -158,8 +158,8 @@ def test_with_recompute_the_backward_sees_the_slice() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_a_slice_that_would_not_be_finite_changes_nothing(value: float) -> None:
-    bench = SliceBench()
+def test_a_fragment_that_would_not_be_finite_changes_nothing(value: float) -> None:
+    bench = FragmentBench()
     before = bench.stage.weights.current.flat.clone()
     moments = {name: values.clone() for name, values in bench.stage.moments.items()}
     mean = bench.noise()
@@ -171,5 +171,5 @@ def test_a_slice_that_would_not_be_finite_changes_nothing(value: float) -> None:
     ):
         with pytest.raises(ProtocolError, match=why):
             bench.take_in(1, bad, bench.slice())
-    assert torch.equal(bench.stage.weights.current.flat, before) and bench.stage.progress.agreed == 0
+    assert torch.equal(bench.stage.weights.current.flat, before) and bench.stage.progress.agreed_step == 0
     assert all(torch.equal(bench.stage.moments[name], values) for name, values in moments.items())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agora.core.sync_mode import StepPolicy
+from agora.core.step_schedule import StepInstructions
 from agora.observe.events import StepTaken
 from agora.train.stage import Stage
 from agora.train.weight_prediction import MAX_MEMORY_FRACTION, predicts_weights
@@ -91,8 +91,8 @@ def test_a_microbatch_computed_while_a_mean_is_awaited_has_the_gradient_at_the_p
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_microbatch_that_those_in_progress_push_into_the_next_step_is_computed_at_its_weights(closes: bool) -> None:
     bench, stage = bench_of()
-    policy = StepPolicy(1 << 20, True, 0, 3 * TOKENS, closes_share=closes, alone=not closes)
-    stage.set_policy(policy)
+    instructions = StepInstructions(1 << 20, True, 0, 3 * TOKENS, closes_share=closes, alone=not closes)
+    stage.set_instructions(instructions)
     bench.forward(0)
     bench.backward(0)
     for number in (1, 2):
@@ -106,21 +106,21 @@ def test_a_microbatch_that_those_in_progress_push_into_the_next_step_is_computed
     predicted = [stage.weights.copy_tensors(stage.training_version(2 * TOKENS))]
     for number in (1, 2):
         bench.backward(number)
-    stage.step_if_due()
+    stage.step_or_close_share()
     assert stage.progress.open_step == 1
     bench.backward(3)
     assert same(bench.sums(), bench.by_hand(3, predicted))
     assert stage.progress.tokens_predicted == TOKENS
-    stage.set_policy(StepPolicy(TOKENS))
+    stage.set_instructions(StepInstructions(TOKENS))
     if closes:
         stage.step_with_gradient(0, mean_gradient(stage, 0), TOKENS)
-    stage.step_if_due()
+    stage.step_or_close_share()
     assert [event.predicted for event in bench.events.of(StepTaken)] == [0.0, 1.0]
 
 
 def test_an_open_share_that_others_close_predicts_nothing() -> None:
     bench, stage = bench_of()
-    stage.set_policy(StepPolicy(1 << 20, True, 0, 2 * TOKENS))
+    stage.set_instructions(StepInstructions(1 << 20, True, 0, 2 * TOKENS))
     bench.forward(0)
     bench.backward(0)
     assert stage.training_version(8 * TOKENS) is stage.weights.current
@@ -132,8 +132,8 @@ def test_two_closed_shares_predict_two_steps() -> None:
     once = stage.training_version().flat.clone()
     bench.forward(1)
     bench.backward(1)
-    stage.set_policy(StepPolicy(1 << 20, True, 1, TOKENS, closes_share=True))
-    stage.step_if_due()
+    stage.set_instructions(StepInstructions(1 << 20, True, 1, TOKENS, closes_share=True))
+    stage.step_or_close_share()
     assert stage.progress.open_step == 2
     twice = stage.training_version().flat
     assert not torch.equal(once, twice) and float((twice - flat(stage)).norm()) > float((once - flat(stage)).norm())

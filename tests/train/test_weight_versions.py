@@ -18,7 +18,8 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor
 from torch.func import functional_call
 
-from agora.core.sync_mode import StepPolicy
+from agora.core.span_work import ForwardKey
+from agora.core.step_schedule import StepInstructions
 from agora.model import family_of
 from agora.train import memory
 from agora.train.activation_checkpointing import graphs_fit
@@ -55,7 +56,7 @@ class Bench:
         return self.trainer.forward(DecodedWork(microbatch_id(number), 0, batch.inputs, batch, "train"))[0]
 
     def backward(self, number: int) -> None:
-        assert self.trainer.backward(microbatch_id(number), 0, self.gradients[number])[0] is None
+        assert self.trainer.backward(ForwardKey(microbatch_id(number), 0), self.gradients[number])[0] is None
 
     def step(self) -> None:
         """An optimizer step now, with whatever was summed."""
@@ -68,7 +69,7 @@ class Bench:
 
     def step_after(self, tokens: int) -> None:
         for stage in self.span.stages:
-            self.trainer.stages[stage].set_policy(StepPolicy(tokens))
+            self.trainer.stages[stage].set_instructions(StepInstructions(tokens))
 
     def step_with(self, number: int) -> None:
         self.forward(number)
@@ -206,7 +207,7 @@ def test_any_order_of_forwards_backwards_and_steps_adds_gradients_of_whole_weigh
         elif action == "forget" and seen and choices.random() < 0.3:
             number = choices.choice(list(seen))
             del seen[number]
-            bench.trainer.stashed.forget(microbatch_id(number), 0)
+            bench.trainer.stashed.forget(ForwardKey(microbatch_id(number), 0))
         assert bench.alive() <= 2
         assert len(bench.trainer.stashed) == len(seen)
         assert bench.progress()[0].step == steps
@@ -255,7 +256,7 @@ def test_forgetting_frees_the_graph_and_the_former_weights() -> None:
     del forward
     bench.step_with(1)
     assert bench.alive() == 2
-    bench.trainer.stashed.forget(microbatch_id(0), 0)
+    bench.trainer.stashed.forget(ForwardKey(microbatch_id(0), 0))
     assert graph() is None
     assert bench.alive() == 1
     with pytest.raises(LocalError, match="sent again"):

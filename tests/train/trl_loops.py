@@ -12,7 +12,7 @@ import torch
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_model import HfSection
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -163,8 +163,12 @@ def run_dpo(
     folder: Path,
     *,
     batch: int,
+    goes_on: bool = False,
 ) -> TrlRun:
-    """Trains with DPOTrainer, `batch` pairs a step, in their order."""
+    """Trains with DPOTrainer, `batch` pairs a step, in their order.
+
+    goes_on: `adapter` was trained before, so that the trainer gets a PeftModel that has it already.
+    """
     assert isinstance(manifest.model, HfSection)
     rows = [{"prompt_ids": p.prompt, "chosen_ids": p.chosen, "rejected_ids": p.rejected} for p in pairs]
     objective = manifest.objective
@@ -174,11 +178,16 @@ def run_dpo(
         loss_type=[objective.preference_loss],
         remove_unused_columns=False,
     )
+    model: Any = base
+    if goes_on:
+        model = get_peft_model(base, _lora(manifest.model))
+        named = {ROOT + name: torch.from_numpy(values.copy()) for name, values in adapter.items()}
+        model.load_state_dict(named, strict=False)
     trainer = _TokenisedDpo(
-        model=base,
+        model=model,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=_tokenizer(),
-        peft_config=_lora(manifest.model),
+        peft_config=None if goes_on else _lora(manifest.model),
     )
     return _train(trainer, adapter)

@@ -46,6 +46,11 @@ def make_folder(folder: Path, sizes: Mapping[str, int] = SIZES) -> Path:
     return folder
 
 
+def named_by_owner(folder: Path | None) -> dict[str, Path | None]:
+    """Where an owner who named this folder has the weights files."""
+    return {name: folder / name if folder is not None else None for name in NAMES}
+
+
 def values_in(folder: Path) -> dict[str, np.ndarray]:
     """All tensors in the safetensors files of a folder."""
     return {name: values for file in sorted(folder.glob("*.safetensors")) for name, values in load_file(file).items()}
@@ -60,7 +65,8 @@ class Holder:
     def __init__(self, world: BaseWorld, name: str, folder: Path | None, uplink: float) -> None:
         self.world, self.peer, self.uplink = world, PeerId(name), uplink
         self.free_at = 0.0
-        self.base = BaseTensors(world.list.digest, folder, NAMES, TensorStore(world.root / name / world.list.digest))
+        store = TensorStore(world.root / name / world.list.digest)
+        self.base = BaseTensors(world.list.digest, named_by_owner(folder), store)
         self.server = BaseServer(self.base, world.events.append)
         self.calls: Counter[str] = Counter()
         self.given: Counter[tuple[int, int]] = Counter()
@@ -98,7 +104,7 @@ class BaseWorld:
         self.network = MemoryNetwork(NetworkFaults(latency_s=(0.001, 0.001)))
         self.holders: dict[PeerId, Holder] = {}
         self.events: list[object] = []
-        self.offences: list[tuple[PeerId, Violation, str]] = []
+        self.violations: list[tuple[PeerId, Violation, str]] = []
         self.done: list[int] = []
         self.open = self.peak_open = 0
         self.store = TensorStore(root / "joiner" / self.list.digest)
@@ -154,7 +160,7 @@ class BaseWorld:
         assert not list((self.store.folder / "tensors").glob("*.part"))
 
     def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:
-        self.offences.append((peer, violation, text))
+        self.violations.append((peer, violation, text))
 
     async def call(self, peer, request, tensors=(), *, deadline, on_progress=None) -> Reply:
         self.open += 1

@@ -96,7 +96,7 @@ def test_a_source_killed_in_the_middle_costs_its_open_pieces(tmp_path: Path, who
         fetch, _ = await world.run()
         world.assert_fetched()
         assert world.network.faults.fired["kill"] == 1 and fetch.bytes_from.keys() == {"killed", "other"}
-        assert 1 <= fetch.schedule.refetched <= WINDOW + FAILURES and not world.offences
+        assert 1 <= fetch.schedule.refetched <= WINDOW + FAILURES and not world.violations
         assert sum(fetch.bytes_from.values()) == sum(tensor.nbytes for tensor in world.list.tensors)
 
     in_world(tmp_path, whole, work)
@@ -142,8 +142,8 @@ def test_who_lies_in_one_tensor_is_named_and_asked_no_more(tmp_path: Path, whole
         world.add("well", uplink=10e6)
         await world.run()
         world.assert_fetched()
-        assert [(peer, what) for peer, what, _ in world.offences] == [("liar", Violation.FALSE_BASE)]
-        assert "has another SHA-256" in world.offences[0][2]
+        assert [(peer, what) for peer, what, _ in world.violations] == [("liar", Violation.FALSE_BASE)]
+        assert "has another SHA-256" in world.violations[0][2]
         assert 1 <= len(fired) <= WINDOW and liar.calls["GetBase"] == 1
 
     in_world(tmp_path, whole, work)
@@ -156,7 +156,7 @@ def test_who_lies_in_the_list_is_named_and_asked_no_more(tmp_path: Path, whole: 
         world.add("well", uplink=1e3)  # so slow that the liar would win
         await world.run(4)
         world.assert_fetched(4)
-        assert [(peer, what) for peer, what, _ in world.offences] == [("liar", Violation.FALSE_BASE)]
+        assert [(peer, what) for peer, what, _ in world.violations] == [("liar", Violation.FALSE_BASE)]
         assert liar.calls == {"GetBase": 1, "GetPiece": 1}
 
     in_world(tmp_path, whole, work)
@@ -186,13 +186,13 @@ def _bit_beyond(answer: Reply) -> Reply:
 
 
 @pytest.mark.parametrize("change", [_another_message, _too_long, _other_dtype, _other_size, _bit_beyond])
-def test_answers_that_cannot_be_true_are_offences(tmp_path: Path, whole: Path, change) -> None:
+def test_answers_that_cannot_be_true_are_violations(tmp_path: Path, whole: Path, change) -> None:
     async def work(world: BaseWorld) -> None:
         world.add("liar").fault = lambda answer, request, nth: change(answer)
         world.add("well", uplink=1e4)
         await world.run(4)
         world.assert_fetched(4)
-        assert [(peer, what) for peer, what, _ in world.offences] == [("liar", Violation.FALSE_BASE)]
+        assert [(peer, what) for peer, what, _ in world.violations] == [("liar", Violation.FALSE_BASE)]
 
     in_world(tmp_path, whole, work)
 
@@ -203,7 +203,7 @@ def test_a_peer_that_refuses_by_a_protocol_error_is_no_liar(tmp_path: Path, whol
         world.add("well")
         await world.run(4)
         world.assert_fetched(4)
-        assert not world.offences
+        assert not world.violations
 
     in_world(tmp_path, whole, work)
 
@@ -296,12 +296,12 @@ def test_a_source_that_fails_now_and_then_is_asked_again(tmp_path: Path, whole: 
         world.add("shaky").fault = lambda answer, request, nth: PeerFailed("a shaky disk") if nth % 3 else answer
         await world.run()
         world.assert_fetched()
-        assert not world.offences
+        assert not world.violations
 
     in_world(tmp_path, whole, work)
 
 
-def test_a_damaged_file_costs_its_owner_that_tensor_and_nobody_an_offence(tmp_path: Path, whole: Path) -> None:
+def test_a_damaged_file_costs_its_owner_that_tensor_and_nobody_a_violation(tmp_path: Path, whole: Path) -> None:
     async def work(world: BaseWorld) -> None:
         folder = make_folder(tmp_path / "damaged")
         damaged = world.add("damaged", folder)
@@ -312,7 +312,7 @@ def test_a_damaged_file_costs_its_owner_that_tensor_and_nobody_an_offence(tmp_pa
         world.add("well", uplink=1e6)
         await world.run()
         world.assert_fetched()
-        assert not world.offences
+        assert not world.violations
         (event,) = world.events
         assert "model.embed_tokens.weight" in event.describe() and 0 not in damaged.base.held  # type: ignore[attr-defined]
 

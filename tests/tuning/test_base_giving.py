@@ -17,7 +17,7 @@ from agora.tuning.base import store as base_store
 from agora.tuning.base.server import LIST, LIST_RETRY_MS, MAX_AT_ONCE, BaseServer
 from agora.tuning.base.store import BaseModelError, TensorLocation, TensorStore, list_tensors
 from agora.tuning.base.tensors import BaseTensors
-from tests.tuning.base_world import NAMES, make_folder
+from tests.tuning.base_world import NAMES, make_folder, named_by_owner
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def listed(whole: Path) -> TensorList:
 def peer(tmp_path: Path, listed: TensorList, folder: Path | None) -> tuple[BaseServer, BaseTensors, list[Any]]:
     """A peer whose owner has named `folder`, with an empty store."""
     events: list[Any] = []
-    base = BaseTensors(listed.digest, folder, NAMES, TensorStore(tmp_path / "base" / listed.digest))
+    base = BaseTensors(listed.digest, named_by_owner(folder), TensorStore(tmp_path / "base" / listed.digest))
     return BaseServer(base, events.append), base, events
 
 

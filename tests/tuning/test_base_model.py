@@ -192,7 +192,7 @@ def test_a_stage_takes_what_the_owners_files_lack_from_those_that_were_fetched(
     manifest = manifest_of(single, model={"weights": hashes(owner)})  # the hash of what the owner has
     with pytest.raises(BaseModelError, match="No weights file in"):
         stages_of(manifest, owner)
-    store.link_files(owner, ["model.safetensors"])
+    store.link_files({"model.safetensors": owner / "model.safetensors"})
     assert torch.equal(logits_of(stages_of(manifest, store.folder), tokens), expected)
 
 
@@ -200,7 +200,7 @@ def test_a_weights_file_comes_before_a_fetched_tensor_and_is_checked_by_its_own_
     single: Path, store: TensorStore
 ) -> None:
     manifest = manifest_of(single)
-    store.link_files(single, ["model.safetensors"])
+    store.link_files({"model.safetensors": single / "model.safetensors"})
     wanted = {"w": WantedTensor(("model.norm.weight",), (32,))}
     for stored in model_files.locate_tensors(store.folder, ["model.safetensors"], wanted).values():
         assert stored.path.name == "model.safetensors" and stored.fetched is None
@@ -232,8 +232,8 @@ def test_the_hash_of_the_list_is_that_of_the_model_however_it_is_cut(single: Pat
     shards = save(make_model("llama"), tmp_path / "shards", "14KB")
     assert len(weight_files(shards)) > 5
     expected = list_tensors([single / "model.safetensors"]).digest
-    assert tensor_list_hash(single, ["model.safetensors"]) == expected
-    assert tensor_list_hash(shards, weight_files(shards)) == expected
+    assert tensor_list_hash([single / "model.safetensors"]) == expected
+    assert tensor_list_hash([shards / name for name in weight_files(shards)]) == expected
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

@@ -52,7 +52,7 @@ class Circle:
         self.assigners: dict[PeerId, KnownNumbers] = {}
         self.gossips: dict[PeerId, EpochGossip] = {}
         self.events: list[Event] = []
-        self.offences: list[tuple[PeerId, Violation]] = []
+        self.violations: list[tuple[PeerId, Violation]] = []
         self.news = 0
         self.tasks: dict[PeerId, asyncio.Task[None]] = {}
         for index in range(count):
@@ -70,7 +70,7 @@ class Circle:
             caller,
             lambda: self.assigners.keys() - {peer},
             report=self.events.append,
-            report_violation=lambda who, offence, text: self.offences.append((who, offence)),
+            report_violation=lambda who, violation, text: self.violations.append((who, violation)),
             on_exchange=self._count_news,
             rng=random.Random(len(self.assigners)),
         )
@@ -116,7 +116,7 @@ async def test_what_one_has_done_all_know_within_a_few_intervals(circle: Circle)
     first.known.add(7)
     await asyncio.sleep(8 * INTERVAL_S)
     assert circle.knowing(7) == 12
-    assert circle.events == [] and circle.offences == []
+    assert circle.events == [] and circle.violations == []
 
 
 @in_circle(6, NetworkFaults(lost_answer=0.4))
@@ -126,7 +126,7 @@ async def test_lost_answers_delay_the_news_and_lose_none(circle: Circle) -> None
     await asyncio.sleep(20.0)
     assert circle.network.faults.fired["lost"] > 10
     assert all(circle.knowing(number) == 6 for number in range(6))
-    assert circle.offences == []
+    assert circle.violations == []
 
 
 @in_circle(8)
@@ -163,7 +163,7 @@ async def test_a_hung_origin_holds_up_nobody(circle: Circle) -> None:
 
 
 @in_circle(2)
-async def test_an_answer_that_is_none_is_an_offence(circle: Circle) -> None:
+async def test_an_answer_that_is_none_is_a_violation(circle: Circle) -> None:
     async def pong(call: MemoryCall) -> Reply:
         return Reply(Pong())
 
@@ -173,8 +173,8 @@ async def test_an_answer_that_is_none_is_an_offence(circle: Circle) -> None:
     circle.add(peer_id("pong"), pong)
     circle.add(peer_id("nonsense"), nonsense)
     await asyncio.sleep(30.0)
-    assert {who for who, _ in circle.offences} == {peer_id("pong"), peer_id("nonsense")}
-    assert {offence for _, offence in circle.offences} == {Violation.BAD_ANSWER}
+    assert {who for who, _ in circle.violations} == {peer_id("pong"), peer_id("nonsense")}
+    assert {violation for _, violation in circle.violations} == {Violation.BAD_ANSWER}
     assert not any(BAD in assigner.known for assigner in circle.assigners.values())
 
 
@@ -185,7 +185,7 @@ async def test_an_origin_that_refuses_the_state_has_not_offended(circle: Circle)
 
     circle.add(peer_id("newer version"), refuse)
     await asyncio.sleep(30.0)
-    assert circle.network.calls.total() > 0 and circle.offences == []
+    assert circle.network.calls.total() > 0 and circle.violations == []
 
 
 @in_circle(2)
@@ -204,7 +204,7 @@ async def test_other_rows_are_reported_once_a_minute_and_not_used(circle: Circle
     await asyncio.sleep(3 * REPEAT_S)
     reports = [event for event in circle.events if isinstance(event, TaskFailed)]
     assert 2 * 3 <= len(reports) <= 2 * 4 and all("other rows" in event.error for event in reports)
-    assert circle.knowing(5) == 0 and circle.offences == []
+    assert circle.knowing(5) == 0 and circle.violations == []
 
 
 @in_circle(3)

@@ -22,7 +22,7 @@ from agora.tuning.base.hub import (
     fetch_model,
     find_cached,
     find_or_fetch,
-    find_or_fetch_base_model,
+    find_or_fetch_folder,
     hub_id_of,
     public_name,
 )
@@ -86,7 +86,7 @@ def test_a_folder_that_exists_wins_over_an_id(tmp_path: Path, monkeypatch: pytes
     (tmp_path / REPO).mkdir(parents=True)
     assert hub_id_of(Path(REPO)) is None
     assert absolute_name(Path(REPO)) == str(tmp_path / REPO)
-    assert find_or_fetch_base_model(Path(REPO), pytest.fail) == Path(REPO)
+    assert find_or_fetch_folder(Path(REPO), pytest.fail) == Path(REPO)
 
 
 def test_config_tokenizer_and_safetensors_are_fetched_and_nothing_else(hub: FakeHub, model: Path) -> None:
@@ -225,10 +225,10 @@ def test_a_daemon_finds_the_folder_that_the_manifest_was_written_from(
     folder, said = fetch_model(HubId(REPO)).folder, list[str]()
     monkeypatch.setenv("HF_ENDPOINT", NOBODY)
     chosen = settings.load(tmp_path / "agora.toml", {}, {"AGORA_BASE_MODEL": f"{REPO}@{COMMIT}"})
-    assert chosen.names_hub_model
+    assert chosen.names_hub_files
     placed = chosen.with_fetched_base_model(said.append)
     assert placed.named_base_model == folder
-    assert not placed.names_hub_model
+    assert not placed.names_hub_files
     assert said == [f"{REPO}@{COMMIT} is in {folder}"]
     nothing = settings.load(tmp_path / "agora.toml", {}, {})
     assert nothing.with_fetched_base_model(pytest.fail) is nothing

@@ -109,7 +109,7 @@ def test_the_product_counts_alpha_over_r_times_or_over_its_root(is_rank_stabilis
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_without_adapters_the_logits_are_exactly_those_of_the_base_model(name: str, tmp_path: Path) -> None:
+def test_as_reference_the_logits_are_exactly_those_of_the_base_model(name: str, tmp_path: Path) -> None:
     folder, tokens = save(make_model(name), tmp_path / "base"), some_tokens()
     base = logits_of(stages_of(manifest_of(folder), folder), tokens)
     stages = stages_of(manifest_of(folder, model=LORA), folder)
@@ -117,14 +117,14 @@ def test_without_adapters_the_logits_are_exactly_those_of_the_base_model(name: s
     set_matrices(stages)
     adapted = logits_of(stages, tokens)
     assert relative_error(adapted, base) > 0.01
-    with stages[0].without_adapters(), stages[1].without_adapters():
+    with stages[0].as_reference(), stages[1].as_reference():
         assert torch.equal(logits_of(stages, tokens), base)
-        with stages[1].without_adapters():
+        with stages[1].as_reference():
             pass
         assert torch.equal(logits_of(stages, tokens), base)
         assert sum(1 for _ in stages[0].trained_parameters()) > 0
     assert torch.equal(logits_of(stages, tokens), adapted)
-    with pytest.raises(ZeroDivisionError), stages[0].without_adapters():
+    with pytest.raises(ZeroDivisionError), stages[0].as_reference():
         raise ZeroDivisionError
     assert torch.equal(logits_of(stages, tokens), adapted)
 
@@ -133,7 +133,7 @@ def test_a_model_that_is_trained_in_all_parameters_has_no_base_at_hand(tmp_path:
     folder = save(make_model("llama"), tmp_path / "base")
     (stage,) = stages_of(manifest_of(folder, 1), folder)
     with pytest.raises(LookupError, match="keeps no model as it began"):
-        stage.without_adapters()
+        stage.as_reference()
 
 
 def test_a_graph_made_before_stays_whole_while_adapters_are_off(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_graph_made_before_stays_whole_while_adapters_are_off(tmp_path: Path) 
     trained = [parameter for _, parameter in stage.trained_parameters()]
     expected = torch.autograd.grad(stage(tokens).sum(), trained)
     loss = stage(tokens).sum()
-    with stage.without_adapters(), torch.no_grad():
+    with stage.as_reference(), torch.no_grad():
         stage(tokens)
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, trained), expected, strict=True))
 
@@ -273,7 +273,7 @@ def test_versions_of_the_weights_share_what_is_frozen(frozen_as: str, tmp_path: 
     weights.current.flat.zero_()
     assert relative_error(current(tokens), expected) > 0.01 and torch.equal(previous(tokens), expected)
     current(tokens).sum().backward()
-    with current.without_adapters():
+    with current.as_reference():
         without = current(tokens)
     assert torch.equal(without, current(tokens)), "its matrices are zeros"
 

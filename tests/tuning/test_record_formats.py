@@ -345,6 +345,28 @@ def test_a_prompt_shared_in_full_leaves_an_answer_on_both_sides(tmp_path: Path) 
 # --- nothing that changes what is learnt is silent
 
 
+MESSAGES_TWICE = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "content": "c"}]'
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": MESSAGES_TWICE},
+        {"conversations": MESSAGES_TWICE.replace("role", "from").replace("content", "value")},
+        {"prompt": "q", "chosen": MESSAGES_TWICE, "rejected": "b"},
+        {"messages": CHAT, "tools": '[{"name": "f", "name": "g"}]'},
+        {"instruction": "a", "output": "b", "history": '[{"a": 1, "a": 2}]'},
+    ],
+)
+def test_a_key_twice_in_a_text_of_json_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
+    refused(tmp_path, row, says=["x.jsonl:1", "has the key", "twice"])
+
+
+@pytest.mark.parametrize("answer", ['{"a": 1, "a": 2}', '[{"a": 1, "a": 2}', '{"role": 1, "role": 2} // no'])
+def test_an_answer_in_json_is_learnt_as_it_is(tmp_path: Path, answer: str) -> None:
+    assert samples_of(tmp_path, {"prompt": "q", "completion": answer})[1] == [Completion("q", answer)]
+
+
 @pytest.mark.parametrize(
     ("said", "learnt"),
     [
@@ -535,6 +557,19 @@ def test_malformed_records_are_left_out_and_each_is_named(tmp_path: Path) -> Non
     path.write_text("no\n{}\n")
     with pytest.raises(DataError, match="x.jsonl:1 is not JSON"):
         open_samples([path], ReadingRules(skip_bad=True))
+
+
+def test_of_a_list_malformed_records_are_left_out_as_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    items = ["no", '{"other": 1}', json.dumps({"messages": CHAT}), "[1]", '{"messages": [}', '{"messages": "no end}']
+    items += [json.dumps(turns("user", "user")), json.dumps({"messages": 5}), json.dumps({"messages": CHAT}), "{}"]
+    path.write_bytes(("[" + ",\n".join(items)).encode() + b',\n{"a": "\xff"}\n]')
+    with pytest.raises(DataError, match="x.json:1 has something other than an object"):
+        open_samples([path], ReadingRules())
+    file, counts = open_samples([path], ReadingRules(skip_bad=True)), ReadingCounts()
+    assert [placed.where for placed in file.samples(counts)] == [f"{path}:3", f"{path}:9"]
+    found = [re.search(r"x.json:(\d+)", problem) for problem in counts.problems]
+    assert [int(match[1]) for match in found if match] == [1, 2, 4, 5, 6, 7, 8, 10, 11]
 
 
 def test_several_files_of_several_formats_are_read_one_after_another(tmp_path: Path) -> None:

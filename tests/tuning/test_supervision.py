@@ -395,7 +395,7 @@ def test_a_template_that_takes_too_much_is_stopped_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
 ) -> None:
     sandbox = tmp_path / "chat_sandbox.py"
-    sandbox.write_text(chat_template.SANDBOX.read_text().replace("REQUEST_S = 20.0", "REQUEST_S = 1.0"))
+    sandbox.write_text(chat_template.SANDBOX.read_text().replace("REQUEST_S = 20.0", "REQUEST_S = 4.0"))
     monkeypatch.setattr(chat_template, "SANDBOX", sandbox)
     tokenizer = with_template(tmp_path, template)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,7 +18,7 @@ from agora_protocol.tensor_list import ListedTensor, TensorList
 from safetensors.numpy import save_file
 
 from agora.tuning.base.store import LIST, BaseModelError, TensorStore, is_intact, list_tensors, read_tensor_locations
-from tests.tuning.base_world import NAMES, SIZES, make_folder, values_in
+from tests.tuning.base_world import NAMES, SIZES, make_folder, named_by_owner, values_in
 
 
 @pytest.fixture(scope="module")
@@ -223,10 +223,10 @@ def test_links_show_the_owners_files_and_follow_them(tmp_path: Path, whole: Path
     part.mkdir()
     shutil.copy(whole / NAMES[0], part)
     for owner, expected in ((whole, {*NAMES}), (part, {NAMES[0]}), (None, set())):
-        store.link_files(owner, NAMES)
+        store.link_files(named_by_owner(owner))
         assert {path.name for path in store.folder.glob("*.safetensors")} == expected
     (store.folder / NAMES[0]).write_bytes(b"put here by hand")
-    store.link_files(whole, NAMES)
+    store.link_files(named_by_owner(whole))
     assert (store.folder / NAMES[0]).read_bytes() == b"put here by hand"
 
 

@@ -32,7 +32,7 @@ from agora_protocol.records import Record
 from google.protobuf.message import DecodeError
 
 from agora.core.clock import loop_time
-from agora.core.rates import RateLimiter
+from agora.core.fair_shares import RateLimiter
 from agora.net.dht.stored_records import SignedRecords
 from agora.net.p2pd.hivemind_shim import DHTID, DHTRecord, P2PContext, P2PHandlerError, PeerID, dht_pb2
 

@@ -17,7 +17,7 @@ from agora_protocol.ids import PeerId
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
-from agora.core.rates import TokenBucket
+from agora.core.fair_shares import TokenBucket
 from agora.net.nat import circuit_wire
 from agora.net.nat.circuit_wire import CircuitMessage, HopType, Status, StopType
 from agora.net.p2pd.host import Host

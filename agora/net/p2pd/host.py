@@ -92,6 +92,16 @@ class SocketDirectory:
     """
 
     def __init__(self) -> None:
+        """Raises LocalError if no folder for it can be made."""
+        try:
+            self._make()
+        except OSError as error:
+            raise LocalError(
+                f"cannot make a folder for p2pd's sockets ({error.strerror or error}); set TMPDIR to a folder that can "
+                f"be written, of at most {MAX_BASE_CHARACTERS} characters."
+            ) from error
+
+    def _make(self) -> None:
         base = Path(tempfile.gettempdir())
         if len(str(base)) > MAX_BASE_CHARACTERS:
             base = Path("/tmp")

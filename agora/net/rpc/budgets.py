@@ -33,7 +33,7 @@ from agora_protocol.messages import (
     Recall,
 )
 
-from agora.core.rates import Client, RateLimiter, SharedCapacity
+from agora.core.fair_shares import RateLimiter, Requester, SharedCapacity
 from agora.net.p2pd.frame_stream import PayloadAction
 
 GUARANTEED_BYTES: Final = 65_536  # payload bytes that every connection may always hold, however full the budget is
@@ -203,7 +203,7 @@ class PayloadReservations:
 class AnswerBudget:
     """Bounds what answers cost this peer: the bytes of all unwritten ones, and requests for its status or manifest.
 
-    One object serves all connections. `capacity` counts the reserved bytes of each client (a peer and its network).
+    One object serves all connections. `capacity` counts the reserved bytes of each requester (a peer and its network).
     """
 
     def __init__(self, limit: int) -> None:
@@ -213,26 +213,26 @@ class AnswerBudget:
         self._refusals = RateLimiter(STATUS_PER_S, REFUSAL_BURST)
         self._by_prefix = RateLimiter(PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST)
 
-    def reserve(self, client: Client, request: Message | None, now: float) -> int:
+    def reserve(self, requester: Requester, request: Message | None, now: float) -> int:
         """Reserves the largest size that the answer to `request` can have; returns it in bytes, for `release`.
 
         Returns 0, and reserves nothing, for None and for a type that ANSWER_BYTES lacks. Raises Busy when too few bytes
-        are left for this client, or when the client's peer or network exceeds its rate of GetStatus and GetManifest
+        are left for this requester, or when its peer or its network exceeds the rate of GetStatus and GetManifest
         together. Raises ProtocolError when the peer exceeds its own rate and was refused for that REFUSAL_BURST times
         already (every second, STATUS_PER_S of these refusals are forgotten).
         """
         if isinstance(request, RATIONED):
-            is_within = self._by_peer.take(client.peer, now)
-            if not is_within and not self._refusals.take(client.peer, now):
+            is_within = self._by_peer.take(requester.peer, now)
+            if not is_within and not self._refusals.take(requester.peer, now):
                 raise ProtocolError("too-many-calls", f"{type(request).__name__} came again and again after refusals.")
-            if not is_within or (client.prefix and not self._by_prefix.take(client.prefix, now)):
+            if not is_within or (requester.prefix and not self._by_prefix.take(requester.prefix, now)):
                 raise Busy("you ask for this too often", RETRY_MS)
         size = ANSWER_BYTES.get(type(request), 0) if request is not None else 0
-        if size and not self.capacity.acquire(client, size):
+        if size and not self.capacity.acquire(requester, size):
             raise Busy("answers that you or others have not read yet take all room", RETRY_MS)
         return size
 
-    def release(self, client: Client, size: int) -> None:
-        """Releases bytes that `reserve` returned for `client`: their answer is written or dropped. 0 does nothing."""
+    def release(self, requester: Requester, size: int) -> None:
+        """Releases bytes that `reserve` returned: their answer is written or dropped. 0 does nothing."""
         if size:
-            self.capacity.release(client, size)
+            self.capacity.release(requester, size)

@@ -46,7 +46,8 @@ from agora_protocol.tickets import MEMBER, READER, run_token
 
 from agora.core.calls import ConnectionBroken, OnProgress, Reply
 from agora.core.clock import boot_time, loop_time
-from agora.core.rates import Client, MovingAverage
+from agora.core.fair_shares import Requester
+from agora.core.moving_average import MovingAverage
 from agora.net.p2pd.frame_stream import Buffers, Frame, FrameStream, PayloadAction
 from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget, PayloadReservations
 from agora.net.rpc.liveness import LivenessCheck, StallDetector, Verdict
@@ -256,7 +257,7 @@ class IncomingCalls:
         if len(self._open) >= self._services.limits.max_calls:
             return self._refuse_busy(number, f"{len(self._open)} calls of this peer are open")
         try:
-            reserved = self._services.answers.reserve(self._client, request, loop_time())
+            reserved = self._services.answers.reserve(self._requester, request, loop_time())
         except Busy as error:
             return self.refuse(number, error)
         if reserved:
@@ -266,11 +267,11 @@ class IncomingCalls:
         return self._refuse_busy(number, NO_MEMORY) if action is PayloadAction.DROP else action
 
     @property
-    def _client(self) -> Client:
-        return Client(self._stream.address_prefix, self._peer)
+    def _requester(self) -> Requester:
+        return Requester(self._stream.address_prefix, self._peer)
 
     def _release_answer(self, number: int) -> None:
-        self._services.answers.release(self._client, self._reserved.pop(number, 0))
+        self._services.answers.release(self._requester, self._reserved.pop(number, 0))
 
     def _on_wait_over(self, is_reserved: bool) -> None:
         self._stream.resume_payload(
@@ -444,8 +445,8 @@ class Connection:
         return self.role == MEMBER and self.broken is None and not self._peer_leaves and has_numbers
 
     @property
-    def client(self) -> Client:
-        return Client(self.stream.address_prefix, self.peer)
+    def requester(self) -> Requester:
+        return Requester(self.stream.address_prefix, self.peer)
 
     @property
     def is_reader(self) -> bool:

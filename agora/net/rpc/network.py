@@ -24,7 +24,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
-from agora.core.rates import Client, largest_client
+from agora.core.fair_shares import Requester, largest_requester
 from agora.net.nat.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host
@@ -238,7 +238,7 @@ class Network:
     def _accept(self, stream: FrameStream, peer: PeerId, path: str) -> None:
         try:
             self._raise_if_refused(peer, by_id=False)  # its HELLO, which comes next, decides whether it is admitted
-            if self._is_closing or not self._make_room(Client(stream.address_prefix, peer)):
+            if self._is_closing or not self._make_room(Requester(stream.address_prefix, peer)):
                 raise Refused("This peer takes no more connections now; try another.")
         except Refused as error:
             stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
@@ -249,9 +249,9 @@ class Network:
                 older.abort("the peer opened a new stream")
         self.spawn(self._await_hello(self._add_connection(stream, peer, path, is_initiator=False)))
 
-    def _make_room(self, newcomer: Client) -> bool:
+    def _make_room(self, newcomer: Requester) -> bool:
         # A silent connection makes room first: that of a reader, or of a peer that has not sent HELLO. Only then does
-        # one of the client that holds most. A newcomer never pushes out a neighbour of its own network.
+        # one of the requester that holds most. A newcomer never pushes out a neighbour of its own network.
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]
         if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
@@ -259,16 +259,16 @@ class Network:
         if silent:
             self._choose_to_break(silent, newcomer).abort("others need the room")
             return True
-        largest = largest_client(Counter(known.client for known in connections), newcomer)
-        chosen = [known for known in connections if known.client == largest and largest.prefix != newcomer.prefix]
+        largest = largest_requester(Counter(known.requester for known in connections), newcomer)
+        chosen = [known for known in connections if known.requester == largest and largest.prefix != newcomer.prefix]
         for known in chosen[:1]:
             known.abort("others need the room")
         return bool(chosen)
 
     @staticmethod
-    def _choose_to_break(silent: Sequence[Connection], newcomer: Client) -> Connection:
-        largest = largest_client(Counter(known.client for known in silent), newcomer)
-        return next((known for known in silent if known.client == largest), silent[0])
+    def _choose_to_break(silent: Sequence[Connection], newcomer: Requester) -> Connection:
+        largest = largest_requester(Counter(known.requester for known in silent), newcomer)
+        return next((known for known in silent if known.requester == largest), silent[0])
 
     async def _await_hello(self, connection: Connection) -> None:
         with contextlib.suppress(AgoraError):

@@ -14,7 +14,7 @@ from typing import Final
 
 from agora_protocol.errors import InputError
 
-from agora.core.rates import MovingAverage
+from agora.core.moving_average import MovingAverage
 
 MIN_RATE: Final = 10_000.0  # the lowest limit, in bytes per second: below it not even the directory's traffic fits
 MIN_SHARE: Final = 0.1  # streams get at least this fraction of a limit, whatever else is sent

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agora.core.rates import TokenBucket
+from agora.core.fair_shares import TokenBucket
 from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, MIN_CHUNK, DelayLine, LinkSpec
 
 HIGH_BYTES: Final = 262_144  # a stream is paused when more bytes wait for the rate, as by a plain transport

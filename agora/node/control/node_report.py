@@ -13,18 +13,21 @@ from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.records import Progress
 
 from agora.net.nat.addresses import relays_of
-from agora.observe.events import Traffic
+from agora.observe.events import DeviceUsed, Traffic
 from agora.observe.reporter import Counters
-from agora.replica.decide import GradientCompression
+from agora.pipeline.waits import Waits
+from agora.replica.sync_rules import GradientCompression
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity, SampleReport, build_status, sum_accounts
 from agora.swarm.view import View, merge
 
 if TYPE_CHECKING:
+    from agora.train.device_use import DeviceReading
     from agora.train.stage import StageProgress
 
 RATE_WINDOW_S = 15.0  # seconds over which tokens per second are averaged
 NO_TRAFFIC = Traffic(0, 0, 0)
+NO_WAITS = Waits()
 # A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it.
 IDLE_BELOW = 0.9
 # Steps behind its replicas from which a stage gets a note: replicas do not take a step at the same moment.
@@ -51,6 +54,11 @@ class SpanReport:
     send_window: str  # in words, how many microbatches the origin may have in flight
     shortage: str  # the setting that allows it fewer than it could use, in words; "" for none
     correction: str  # that it has more in flight than schedule.staleness, in words; "" if it has not
+    device_remark: str = ""  # why a GPU of the machine stays unused, in words; "" if none does
+    compile_problem: str = ""  # why layers are not compiled, in words; "" if they need not be
+    device: DeviceUsed | None = None  # how the device is used
+    waits: Waits = NO_WAITS  # what the device's time was spent on since the span was loaded
+    recent_waits: Waits = NO_WAITS  # the same of the last minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,9 @@ def status_json(report: NodeReport) -> dict[str, Any]:
     own = progress_record(report)
     if own is not None:  # newer than what this peer has published
         view = merge(view, [own], report.now_unix, 0.0)
-    return build_status(view, report.run, report.health, report.now_unix, paths, sample_counts(report))
+    span = report.span
+    devices = {report.peer: span.device} if span is not None and span.device is not None else {}
+    return build_status(view, report.run, report.health, report.now_unix, paths, sample_counts(report), devices)
 
 
 def sample_counts(report: NodeReport) -> SampleReport | None:
@@ -135,7 +145,8 @@ def notes_of(report: NodeReport) -> list[str]:
     """Returns remarks on this daemon, [] for none.
 
     They are: why it is paused, that another machine has its key, its emulated link, that its clock is wrong; and, while
-    a span is loaded, stages that are MIN_BEHIND or more steps behind their replicas, local steps, a limited format of
+    a span is loaded, how its GPU is used, a GPU that stays unused, layers that could not be compiled, stages that took
+    half a step, stages that are MIN_BEHIND or more steps behind their replicas, inner steps, a limited format of
     gradients, more microbatches in flight than the manifest's staleness, and what keeps its device idle.
     """
     link_note = f"link {report.link}" if report.link else ""
@@ -143,19 +154,33 @@ def notes_of(report: NodeReport) -> list[str]:
     span = report.span
     if span is None:
         return notes
+    if span.device is not None and span.device.idle_in_jobs is not None:  # a GPU; the only way to tell other peers
+        notes.append(span.device.in_words())
+    notes += [remark for remark in (span.device_remark, span.compile_problem) if remark]
+    for progress in span.stages:
+        if progress.is_torn:
+            notes.append(f"stage {progress.stage} took half a step, because its device failed: it fetches a state")
     for stage, steps in span.behind.items():
         if steps >= MIN_BEHIND:
             notes.append(f"stage {stage} is {steps} steps behind its replicas: {span.waits_for.get(stage, '')}")
-    local_stages = {stage.stage for stage in span.stages if stage.plan.is_inner(stage.step)}
-    for stage in sorted(local_stages):
+    inner_stages = {stage.stage for stage in span.stages if stage.sync_schedule.is_inner(stage.step)}
+    for stage in sorted(inner_stages):
         notes.append(f"stage {stage} takes {span.agreement.get(stage, 'inner steps')}")
     for stage, wire in span.gradient_wires.items():
-        if wire.is_limited and stage not in local_stages:
+        if wire.is_limited and stage not in inner_stages:
             notes.append(f"stage {stage} sends gradients as {wire.reason}")
     if span.correction:
         notes.append(span.correction)
+    return notes + _idle_notes(span)
+
+
+def _idle_notes(span: SpanReport) -> list[str]:
+    notes = []
     if span.shortage and span.busy_fraction < IDLE_BELOW:
         notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
+    recent = span.recent_waits
+    if recent.busy < IDLE_BELOW * recent.seconds and (waits := recent.describe()):
+        notes.append(f"in the last minute its device waited {waits}")
     return notes
 
 
@@ -220,6 +245,8 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "loss": span.loss,
         "tuning": dict(span.metrics),
         "credit": span.send_window,
+        "device": asdict(span.device) if span.device is not None else None,
+        "waits": {name: round(seconds, 3) for name, seconds in span.waits._asdict().items()},
     }
 
 
@@ -227,13 +254,20 @@ def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
     return Traffic(*map(sum, zip(astuple(former), astuple(latter), strict=True)))
 
 
+def use_of_device(reading: DeviceReading, flops_per_s: float | None, idle_in_jobs: float | None) -> DeviceUsed:
+    """flops_per_s: of the model, without those that are computed again; None before the first microbatch."""
+    peak = reading.peak_flops
+    mfu = flops_per_s / peak if flops_per_s is not None and peak is not None else None
+    return DeviceUsed(reading.name, reading.memory_used, reading.memory_total, mfu, idle_in_jobs)
+
+
 class WindowedRate:
     """Computes the rate per second of a growing total over about the last RATE_WINDOW_S."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, float]] = deque()
 
-    def update(self, now: float, total: int) -> float:
+    def update(self, now: float, total: float) -> float:
         """Records the total at `now`, in seconds, and returns the rate per second; 0 at the first call.
 
         If calls are rarer than RATE_WINDOW_S, the rate is that since the last call.

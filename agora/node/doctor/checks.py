@@ -16,6 +16,8 @@ MIN_OPEN_FILES: Final = 1024
 # Seconds; a clock that is further off is corrected to the swarm's time, but should be set right.
 MAX_CLOCK_OFFSET_S: Final = MAX_TOLERATED_S
 SLOW_ROUND_TRIP_S: Final = 1.0
+MIN_MFU: Final = 0.15  # of a GPU that trains
+MAX_IDLE_IN_JOBS: Final = 0.3  # with more, the device waits for the host, which launches too little at a time
 MIB: Final = 2**20
 
 
@@ -60,6 +62,8 @@ class Readings:
     settings_problem: str = ""
     device: str = "cpu"
     device_problem: str = ""
+    device_remark: str = ""  # why a GPU of the machine stays unused
+    compile_problem: str = ""  # what is missing to compile layers for the device
     memory_free: float = 0.0  # bytes
     memory_limit: str = ""  # what limits that, in words
     processors: float = 1.0  # how many it may use; a fraction for a quota
@@ -86,6 +90,8 @@ class Readings:
     daemon_pid: int | None = None  # of the daemon in this data directory; None without one
     peers_in_sight: int | None = None  # how many others that daemon sees; None if it does not answer
     pause_reason: str = ""  # why that daemon is paused; "" if it works
+    mfu: float | None = None  # of that daemon; None if unknown, as on a CPU
+    idle_in_jobs: float | None = None  # of that daemon; None if unknown
     reachability: str = ""  # of that daemon; "" if unknown
     unit_state: str = ""  # systemd's state of the unit agora-node; "" without one
 
@@ -141,7 +147,16 @@ def _check_device(readings: Readings) -> list[Check]:
     if readings.device_problem:
         remedy = "pass --device cpu, or install the driver and a build of torch that fits it"
         return [Check("device", "fail", readings.device_problem, "multiplies two matrices", remedy)]
-    return [Check("device", "pass", readings.device, "multiplies two matrices")]
+    if readings.device_remark:
+        remedy = "until then it trains on the CPU; with --device cpu this is no warning"
+        return [Check("device", "warn", readings.device_remark, "uses the machine's GPU", remedy)]
+    checks = [Check("device", "pass", readings.device, "multiplies two matrices")]
+    if readings.compile_problem:
+        remedy = (
+            'until then layers are not compiled, and it trains more slowly; with `compile = "never"` this is no warning'
+        )
+        checks.append(Check("compile", "warn", readings.compile_problem, "compiles layers", remedy))
+    return checks
 
 
 def _check_memory(readings: Readings) -> list[Check]:
@@ -231,6 +246,27 @@ def _check_reachable(readings: Readings) -> list[Check]:
     return [Check("reachable", state, value, "a public address", remedy if state != "pass" else "")]
 
 
+def _check_use(readings: Readings) -> list[Check]:
+    # Only of a daemon that works; one that is paused or alone is named by the check before.
+    if readings.mfu is None or readings.pause_reason or readings.daemon_pid is None:
+        return []
+    value, limit = f"{readings.mfu:.1%} of the device's data sheet (MFU)", f"{MIN_MFU:.0%}"
+    if readings.mfu >= MIN_MFU:
+        return [Check("use", "pass", value, limit)]
+    if readings.idle_in_jobs is not None and readings.idle_in_jobs > MAX_IDLE_IN_JOBS:
+        value += f", and it is idle for {readings.idle_in_jobs:.0%} of its jobs"
+        remedy = (
+            "its layers are too small for it: hold more stages (--stages), look whether they are compiled (notes of "
+            "`swarm status` say why not), or found runs with larger `schedule.microbatch` or width"
+        )
+    else:
+        remedy = (
+            "it waits for microbatches, not for itself: look at WAITS FOR and the notes in `swarm status`, raise "
+            "`schedule.max_in_flight` or the upload limit, or hold the stage that has fewest replicas"
+        )
+    return [Check("use", "warn", value, limit, remedy)]
+
+
 def _check_service(readings: Readings) -> list[Check]:
     checks = []
     if readings.unit_state in ("failed", "auto-restart"):
@@ -299,5 +335,6 @@ _MACHINE: Final[tuple[Callable[[Readings], list[Check]], ...]] = (
     _check_network,
     _check_reachable,
     _check_service,
+    _check_use,
 )
 _RUN: Final[tuple[Callable[[Readings], list[Check]], ...]] = (_check_run, _check_names, _check_peers)

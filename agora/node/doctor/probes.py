@@ -59,7 +59,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
     chosen, settings_problem = _read_settings(home, flags)
     identity, identity_problem = _read_identity(home)
     daemon = _read_daemon(home)
-    device, device_problem = _try_device(chosen.device)
+    device, device_problem, device_remark = _try_device(chosen.device)
     listen = [] if daemon.pid is not None else [(address, find_listen_problem(address)) for address in chosen.listen]
     addresses = [address for family in psutil.net_if_addrs().values() for address in family]
     of_run = _read_run(run, home, identity) if run else {}
@@ -73,6 +73,8 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         settings_problem=settings_problem,
         device=device,
         device_problem=device_problem,
+        device_remark=device_remark,
+        compile_problem=_find_compile_problem(device, chosen.compile) if not device_problem else "",
         memory_free=memory_free,
         memory_limit=memory_limit,
         processors=processors.amount,
@@ -94,6 +96,8 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         peers_in_sight=daemon.in_sight,
         pause_reason=daemon.pause_reason,
         reachability=daemon.reachability,
+        mfu=daemon.mfu,
+        idle_in_jobs=daemon.idle_in_jobs,
         unit_state=_read_unit_state(),
         **of_run,
     )
@@ -148,24 +152,37 @@ def _read_identity(home: paths.Home) -> tuple[str, str]:
         return "", str(error)
 
 
-def _try_device(name: str) -> tuple[str, str]:
+def _try_device(name: str) -> tuple[str, str, str]:
+    # Returns the device that is chosen, why it cannot be used, and why a GPU stays unused; "" for none.
     try:
         import torch
 
-        from agora.train.device import choose_device
+        from agora.train.device import all_devices, choose_device
+        from agora.train.gpu_support import unused_gpus_remark
 
-        device = choose_device(name)
-        ones = torch.ones(64, 64, device=device)
-        is_right = float((ones @ ones).sum()) == 64.0**3
-        return str(device), "" if is_right else f"{device} multiplies two matrices wrongly"
+        remark = unused_gpus_remark() if name in ("auto", "all") else ""
+        devices = [choose_device(each) for each in (all_devices() if name == "all" else name.split(","))]
+        for device in devices:
+            ones = torch.ones(64, 64, device=device)
+            if float((ones @ ones).sum()) != 64.0**3:
+                return str(device), f"{device} multiplies two matrices wrongly", remark
+        return ",".join(map(str, devices)), "", remark
     except (AgoraError, ImportError, OSError, RuntimeError) as error:
-        return name, (str(error).splitlines() or [repr(error)])[0][:200]
+        return name, (str(error).splitlines() or [repr(error)])[0][:300], ""
+
+
+def _find_compile_problem(device: str, setting: str) -> str:
+    import torch
+
+    from agora.train.compiled_layers import compiles_on, missing_for_compiling
+
+    return missing_for_compiling() if compiles_on(torch.device(device.split(",")[0]), setting) else ""
 
 
 def _read_free_memory(chosen: settings.Settings) -> tuple[float, str]:
     # Of the host (never of a GPU), and what limits it.
     least = least_memory()
-    owners = chosen.memory_gib * 2**30
+    owners = chosen.owners_memory.host
     return (owners, OWNERS_LIMIT) if owners and owners < least.amount else (least.amount, least.source)
 
 
@@ -260,6 +277,8 @@ class _DaemonReading(NamedTuple):
     in_sight: int | None = None
     pause_reason: str = ""
     reachability: str = ""
+    mfu: float | None = None
+    idle_in_jobs: float | None = None
 
 
 def _read_daemon(home: paths.Home) -> _DaemonReading:
@@ -272,9 +291,17 @@ def _read_daemon(home: paths.Home) -> _DaemonReading:
         return _DaemonReading()
     with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
         status = control_client.ask(Path(entry.socket), "status")
-        own = [str(peer["reachability"]) for peer in status["peers"] if peer["peer"] == entry.peer]
+        own: Mapping[str, Any] = next((peer for peer in status["peers"] if peer["peer"] == entry.peer), {})
+        used = own.get("device") or {}
         pause_reason = status["health"]["why"] if status["health"]["state"] == "PAUSED" else ""
-        return _DaemonReading(entry.pid, len(status["peers"]) - len(own), pause_reason, own[0] if own else "")
+        return _DaemonReading(
+            entry.pid,
+            len(status["peers"]) - bool(own),
+            pause_reason,
+            str(own.get("reachability", "")),
+            used.get("mfu"),
+            used.get("idle_in_jobs"),
+        )
     return _DaemonReading(entry.pid)
 
 

@@ -12,12 +12,12 @@ from agora_protocol.errors import DeviceError, OutOfMemory
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
-from agora.core.machine_limits import least_memory
+from agora.core.machine_limits import OwnersMemory, least_memory
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine
 from agora.observe import events
-from agora.pipeline.hop import WorkLedger
-from agora.train.device import choose_device
+from agora.pipeline.work_ledger import WorkLedger
+from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import available_bytes, give_back_freed_memory, limit_memory, resident_bytes
 
 BASE_BYTES: Final = 256 * 2**20  # memory of a daemon without stages: torch, the event loop, p2pd
@@ -35,12 +35,13 @@ SHORT: Final = "short of memory"  # completes "this peer is ..." for requesters 
 class MemoryBudget:
     """The bytes that a daemon may take. host: of the machine's memory. gpu: of its GPU, None if stages use none.
 
-    host_limit: what limits the first, in words, "" if that was not asked.
+    host_limit: what limits the first, in words, "" if that was not asked. in_bf16: whether products are in bf16.
     """
 
     host: int
     gpu: int | None = None
     host_limit: str = field(default="", compare=False)
+    in_bf16: bool = False
 
     def for_stages(self, base_bytes: int) -> Machine:
         """Returns this machine for the planner, with the memory that is left for stages; its speed of 1 means nothing.
@@ -52,8 +53,8 @@ class MemoryBudget:
         return Machine("this machine", 1.0, rest) if self.gpu is None else Machine("this machine", 1.0, self.gpu, rest)
 
 
-def measure_budget(device: str, limit_gib: float) -> MemoryBudget:
-    """Returns the memory that is free now, at most the owner's limit in GiB on each device (0: no limit).
+def measure_budget(device: str, owners: OwnersMemory) -> MemoryBudget:
+    """Returns the memory that is free now, at most what its owner allows.
 
     device: "auto", "cpu", "cuda" or "cuda:N". A missing one counts as the CPU: building the stages then raises.
     """
@@ -63,27 +64,28 @@ def measure_budget(device: str, limit_gib: float) -> MemoryBudget:
     except DeviceError:
         chosen = torch.device("cpu")
     gpu = available_bytes(chosen, within_limit=False) if chosen.type == "cuda" else None
-    return limit_budget(MemoryBudget(host, gpu, least_memory().source), limit_gib)
+    budget = MemoryBudget(host, gpu, least_memory().source, in_bf16=has_native_bf16(chosen))
+    return limit_budget(budget, owners)
 
 
-def limit_budget(free: MemoryBudget, limit_gib: float) -> MemoryBudget:
-    """Returns a budget of at most `limit_gib` GiB of each kind of memory; 0: no limit."""
-    if not limit_gib:
-        return free
-    limit = int(limit_gib * 2**30)
-    source = free.host_limit if free.host <= limit else OWNERS_LIMIT
-    return MemoryBudget(min(free.host, limit), None if free.gpu is None else min(free.gpu, limit), source)
+def limit_budget(free: MemoryBudget, owners: OwnersMemory) -> MemoryBudget:
+    """Returns a budget of at most what the owner allows."""
+    gpu = min(free.gpu, owners.gpu) if free.gpu is not None and owners.gpu else free.gpu
+    if not owners.host or free.host <= owners.host:
+        return replace(free, gpu=gpu)
+    return replace(free, host=owners.host, gpu=gpu, host_limit=OWNERS_LIMIT)
 
 
-def keeps_state_in_host(manifest: Manifest, span: Span, machine: Machine) -> bool:
+def keeps_state_in_host(manifest: Manifest, span: Span, budget: MemoryBudget, base_bytes: int = BASE_BYTES) -> bool:
     """Returns whether the optimizer state of `span` must lie in host memory, beside the GPU.
 
-    Takes the first way to train, in the planner's order (RunCost.training_modes), that fits into `machine`, the memory
-    for stages: with the usual number of microbatches in flight, else with one. Returns False if no way fits. The order
+    Takes the first way to train, in the planner's order (RunCost.training_modes), that fits into the memory for stages:
+    with the usual number of microbatches in flight, else with one. Returns False if no way fits. The order
     prefers moving state to the host to recomputing forward passes.
     """
+    machine = budget.for_stages(base_bytes)
     for in_flight in (None, 1):
-        cost = run_cost(manifest, in_flight=in_flight, can_offload=True)
+        cost = run_cost(manifest, in_bf16=budget.in_bf16, in_flight=in_flight, can_offload=True)
         fitting = [mode for mode in cost.training_modes(span) if mode.need.fits(machine)]
         if fitting:
             return fitting[0].in_host
@@ -112,7 +114,7 @@ def _check_gpu_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base
     machine = budget.for_stages(base_bytes)
     family = family_of(manifest.model)
     for place, state_in_host in (("", False), (", the optimizer's state in host memory", True)):
-        need = family.min_memory(manifest, span, state_in_host=state_in_host)
+        need = family.min_memory(manifest, span, in_bf16=budget.in_bf16, state_in_host=state_in_host)
         if need.fits(machine):
             return f"{_in_mib(need.device)} of {_in_mib(machine.memory)} GPU memory needed{place}"
     raise OutOfMemory(
@@ -216,16 +218,16 @@ class MemoryGuard:
         return f"{used / 2**20:,.0f} MiB of the {self._limit / 2**20:,.0f} MiB allowed are in use"
 
 
-def limit_device(name: str, limit_bytes: int) -> None:
-    """Sets the memory limit of this process, which available_bytes keeps to; on a GPU also torch's own limit.
+def limit_device(name: str, owners: OwnersMemory) -> None:
+    """Sets the memory limits of this process, which available_bytes keeps to; on a GPU also torch's own.
 
     name: the device setting, such as "auto" or "cuda:1". Raises DeviceError when there is no such device.
     """
-    limit_memory(limit_bytes)
+    limit_memory(owners)
     device = choose_device(name)
-    if device.type == "cuda":
+    if device.type == "cuda" and owners.gpu:
         total = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, owners.gpu / total), device)
 
 
 def _by(limit: str) -> str:

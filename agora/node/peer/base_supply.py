@@ -13,16 +13,17 @@ from pathlib import Path
 from agora_protocol.errors import Refused
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import Manifest
-from agora_protocol.manifest_model import HfSection
+from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from agora_protocol.tensor_list import TensorList
 
-from agora.core.calls import Caller, Reply
+from agora.core.calls import PeerCaller, Reply
 from agora.core.tasks import run_in_thread
 from agora.net.rpc.connection import IncomingCall
 from agora.node.peer.requests import BASE_REQUESTS
 from agora.node.startup import Startup
 from agora.swarm.peer_score import ReportViolation
 from agora.swarm.view import View
+from agora.tuning.adapters.peft_folder import not_from_an_adapter, require_hash
 from agora.tuning.base.fetch import BaseFetch
 from agora.tuning.base.model_files import WantedTensor
 from agora.tuning.base.server import BaseServer
@@ -55,13 +56,13 @@ class BaseSupply:
         self,
         startup: Startup,
         manifest: Manifest,
-        caller: Caller,
+        peer_caller: PeerCaller,
         view: Callable[[], View],
         report_violation: ReportViolation,
     ) -> None:
         self._startup = startup
         self._manifest = manifest
-        self._caller = caller
+        self._peer_caller = peer_caller
         self._view = view
         self._report_violation = report_violation
         self._owner_folder = startup.settings.named_base_model
@@ -69,10 +70,15 @@ class BaseSupply:
         self._base: BaseTensors | None = None
         self._server: BaseServer | None = None
         model = manifest.model
+        self._owner_adapter = startup.settings.named_adapter
+        self._adapter_hash = model.adapter_hash if isinstance(model, HfSection) else ""
         if isinstance(model, HfSection) and model.tensors_hash:
-            names = [name for name, _ in model.weights]
             store = TensorStore(startup.home.base_model(model.tensors_hash))
-            self._base = BaseTensors(model.tensors_hash, self._owner_folder, names, store)
+            folder = self._owner_folder
+            files = {name: folder / name if folder is not None else None for name, _ in model.weights}
+            if self._adapter_hash:
+                files[ADAPTER_FILE] = (self._owner_adapter or store.folder) / ADAPTER_FILE
+            self._base = BaseTensors(model.tensors_hash, files, store)
             self._server = BaseServer(self._base, startup.report_event)
 
     async def close(self) -> None:
@@ -94,8 +100,14 @@ class BaseSupply:
     def folder_to_check(self) -> Path | None:
         """Returns the folder for Family.check_machine: the owner's, otherwise the store's, which it creates. Blocks.
 
-        None when the owner named no folder and the run has no tensor list to fetch by. Raises DiskError.
+        None when the owner named no folder and the run has no tensor list to fetch by. Keeps the adapter that the owner
+        named, so that later starts need no name. Raises DiskError, BaseModelError for another adapter than the run's.
         """
+        if self._owner_adapter is not None:
+            if self._base is None or not self._adapter_hash:
+                raise BaseModelError(not_from_an_adapter(self._owner_adapter))
+            require_hash(self._owner_adapter, self._adapter_hash)
+            self._base.store.keep_file(self._owner_adapter / ADAPTER_FILE)
         if self._owner_folder is not None or self._base is None:
             return self._owner_folder
         self._base.store.create()
@@ -105,7 +117,8 @@ class BaseSupply:
         """Fetches the tensors that the span needs and that are not on this machine; returns the folder that has all.
 
         That is the owner's folder if it has all of them, or if the run has no tensor list (None if the owner named no
-        folder); otherwise the store's. Fetching is the step "base" of the start. Raises BaseModelError, DiskError.
+        folder); otherwise, and with an adapter, the store's. Fetching is the step "base" of the start. Raises
+        BaseModelError, DiskError.
         """
         model, base = self._manifest.model, self._base
         if base is None or not isinstance(model, HfSection):
@@ -117,15 +130,17 @@ class BaseSupply:
             return [tensor for tensor in wanted if not any(name in owned for name in tensor.names)]
 
         lacking = await run_in_thread(find_lacking)
-        if not lacking:
+        if lacking:
+            with self._startup.phases.enter("base") as note:
+                note.text = await self._fetch(base, span, lacking)
+        elif not self._adapter_hash:
             return self._owner_folder
-        with self._startup.phases.enter("base") as note:
-            note.text = await self._fetch(base, span, lacking)
+        await run_in_thread(lambda: base.store.link_files(base.owner_files))
         return base.store.folder
 
     async def _fetch(self, base: BaseTensors, span: Span, lacking: Sequence[WantedTensor]) -> str:
         fetch = BaseFetch(
-            self._caller,
+            self._peer_caller,
             base.list_hash,
             base.store,
             self._list_sources,
@@ -141,7 +156,6 @@ class BaseSupply:
             self._startup.phases.report_progress(f"fetched {fetched / 1e6:,.1f} of {missing.nbytes / 1e6:,.1f} MB")
 
         await fetch.fetch(missing.pieces, report_progress)
-        await run_in_thread(lambda: base.store.link_files(self._owner_folder, base.file_names))
         return describe_fetch(len(tensors.tensors), missing, len(fetch.bytes_from))
 
     def _list_sources(self) -> list[PeerId]:

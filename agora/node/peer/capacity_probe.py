@@ -36,7 +36,7 @@ class CapacityProbe:
         self._cost = run_cost(manifest)
         # If the owner set a limit, what this process has taken by now counts against it. Otherwise only what is free
         # matters.
-        self.base_bytes = max(BASE_BYTES, resident_bytes() if settings.memory_bytes else 0)
+        self.base_bytes = max(BASE_BYTES, resident_bytes() if settings.owners_memory.host else 0)
         self._max_span_lengths: tuple[int, ...] = ()
         self._speed = 0.0
         self._bandwidth = 0.0
@@ -59,8 +59,8 @@ class CapacityProbe:
             self._speed = await run_in_thread(self._profiled_speed)
 
     def _longest_spans(self) -> tuple[int, ...]:
-        budget = measure_budget(self._settings.device, self._settings.memory_gib)
-        cost = run_cost(self._manifest, in_flight=1)
+        budget = measure_budget(self._settings.device, self._settings.owners_memory)
+        cost = run_cost(self._manifest, in_bf16=budget.in_bf16, in_flight=1)
         return longest_spans(cost, budget.for_stages(self.base_bytes), self._settings.most_stages)
 
     def _profiled_speed(self) -> float:

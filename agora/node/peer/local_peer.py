@@ -16,7 +16,6 @@ from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.messages import Ping
 
 from agora.core.calls import Announcement, ConnectionBroken
 from agora.core.clock import loop_time
@@ -30,26 +29,27 @@ from agora.net.nat.reachability_keeper import ReachabilityKeeper
 from agora.net.nat.relay import RelayService
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import NetLimits
-from agora.net.rpc.network import MAX_CLOCKS, Network
+from agora.net.rpc.network import Network
 from agora.net.shaping.bandwidth import SAMPLE_S, UplinkMeter
 from agora.node import runs
 from agora.node.control.node_report import NodeReport, progress_record, status_json
 from agora.node.limits.memory import MemoryGuard, measure_budget
 from agora.node.peer.base_supply import BaseSupply
 from agora.node.peer.capacity_probe import CapacityProbe
+from agora.node.peer.clock_keeper import ClockKeeper
 from agora.node.peer.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
 from agora.node.peer.run_admission import Bans, RunAdmission
 from agora.node.startup import Startup
-from agora.observe import events, faults
-from agora.pipeline.hop import WorkLedger
-from agora.pipeline.router import Router, WireRules
-from agora.replica.all_reduce import reducing_bandwidths
+from agora.observe import events
+from agora.pipeline.process_call import WireRules
+from agora.pipeline.router import Router
+from agora.pipeline.work_ledger import WorkLedger
+from agora.replica.reducers import reducing_bandwidths
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.redialling import LostPeers, Redialling
-from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import PeerView, View
-from agora.train.weight_versions import LIMIT_FACTOR
+from agora.train.weight_versions import MAX_TIMES_IN_FLIGHT
 
 SLOTS_FRACTION = 0.125
 # All slots may take this fraction of the free memory, or these bytes if that is less, where they exceed the usual.
@@ -62,11 +62,6 @@ DIAL_S = 4.0  # seconds that one attempt to redial missing peers may take
 MEET_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
 CONNECTIONS_S: Final = 1.0  # seconds between two checks of which peers are connected
 CHECK_DIAL_S: Final = 4.0  # seconds after which a dial counts as failed
-CLOCK_ANSWER_S: Final = 4.0  # seconds within which peers must answer with the time, dialling included
-MORE_ANSWERS_S: Final = 0.5  # seconds that a start waits for further answers once it has one
-# Seconds from the start of `run` until the peers that are connected then are asked for the first time.
-FIRST_CLOCK_S: Final = 5.0
-CLOCK_AGAIN_S: Final = 20.0  # seconds between two such questions after the first
 
 
 class LocalPeer:
@@ -94,7 +89,7 @@ class LocalPeer:
         # Who may take part, how peers behave, and what they ask.
         self.peer_score = score = PeerScore(self._report, loop_time)
         self.admission = RunAdmission(startup, signed, proof, addresses=self._own_addresses, unix=unix)
-        self.slots = compute_slots(manifest, measure_budget("cpu", settings.memory_gib).host)
+        self.slots = compute_slots(manifest, measure_budget("cpu", settings.owners_memory).host)
         self.ledger = WorkLedger(me, self.slots, self._report)
         self.requests = RequestHandler(
             signed, lambda: status_json(take_node_report()), score.report_violation, self.ledger
@@ -265,7 +260,7 @@ class LocalPeer:
         self.tasks.start("addresses", self._keep_writing_addresses())
         self.tasks.start("uplink", self._measure_uplink())
         self.tasks.start("clock", clock.run())
-        if limit_bytes := self.startup.settings.memory_bytes:
+        if limit_bytes := self.startup.settings.owners_memory.host:
             self.tasks.start("memory", MemoryGuard(limit_bytes, self.ledger, self.startup.report_event).run())
 
     async def close(self) -> None:
@@ -371,14 +366,14 @@ def first_addresses(host: Host, allow_private: bool) -> tuple[str, ...]:
 def compute_slots(manifest: Manifest, free_bytes: int) -> int:
     """Returns how many microbatches may be in progress at a peer at the same time, as its memory allows.
 
-    That is at least U = usual_in_flight(manifest) and at most LIMIT_FACTOR * U. The slots above U exist only if all
-    slots together take at most an eighth of `free_bytes`, the machine's free memory, and at most 4 GiB. A slot holds
-    the boundary received, its values as float32, the boundary sent, and the gradient.
+    That is at least U = usual_in_flight(manifest) and at most MAX_TIMES_IN_FLIGHT * U. The slots above U exist only if
+    all slots together take at most an eighth of `free_bytes`, the machine's free memory, and at most 4 GiB. A slot
+    holds the boundary received, its values as float32, the boundary sent, and the gradient.
     """
     usual = usual_in_flight(manifest)
     slot_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(manifest.boundary_shape())
     affordable = min(int(SLOTS_FRACTION * free_bytes), MAX_SLOTS_BYTES) // slot_bytes
-    return max(usual, min(LIMIT_FACTOR * usual, affordable))
+    return max(usual, min(MAX_TIMES_IN_FLIGHT * usual, affordable))
 
 
 async def watch_connections(
@@ -406,62 +401,3 @@ async def _is_unreachable(host: Host, book: AddressBook, peer: PeerId) -> bool:
     except AgoraError as error:
         return isinstance(error, ConnectionBroken)
     return False
-
-
-class ClockKeeper:
-    """Asks other peers for the time, corrects the daemon's SwarmClock, and warns the owner if the clock is wrong."""
-
-    def __init__(self, startup: Startup, network: Network) -> None:
-        self._startup = startup
-        self._network = network
-
-    async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
-        """Asks peers for the time and corrects the clock, so that even the first records are judged by true time.
-
-        known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * CLOCK_ANSWER_S at most, as the
-        phase "clock" of the start. Without an answer the clock is settled uncorrected.
-        """
-        with self._startup.phases.enter("clock") as note:
-            peers = list(known)[:MAX_CLOCKS]
-            for peer in peers:
-                self._network.address_book.learn(peer, known[peer])
-            await self._await_answers(peers)
-            boot_unix = await self._network.ask_clocks(CLOCK_ANSWER_S)
-            self._correct_clock(boot_unix)
-            correction_s = self._startup.clock.correction.seconds
-            note.text = f"{len(boot_unix)} peers told the time, corrected by {correction_s:.2f} s"
-
-    async def run(self) -> None:
-        """After FIRST_CLOCK_S, then every CLOCK_AGAIN_S, asks connected peers for the time and corrects the clock.
-
-        Runs until it is cancelled.
-        """
-        for wait_s in itertools.chain([FIRST_CLOCK_S], itertools.repeat(CLOCK_AGAIN_S)):
-            await asyncio.sleep(wait_s)
-            await faults.reach("clock.asked")
-            self._correct_clock(await self._network.ask_clocks(CLOCK_ANSWER_S))
-
-    async def _await_answers(self, peers: Sequence[PeerId]) -> None:
-        deadline = loop_time() + CLOCK_ANSWER_S
-        calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
-        running = calls
-        timeout_s = CLOCK_ANSWER_S
-        try:
-            while running:
-                done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    break
-                if any(call.exception() is None for call in done):
-                    timeout_s = MORE_ANSWERS_S
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-
-    def _correct_clock(self, boot_unix: Sequence[float]) -> None:
-        clock = self._startup.clock
-        former = clock_remark(clock.correction)
-        clock.follow(boot_unix)
-        remark = clock_remark(clock.correction)
-        if remark and remark != former:
-            self._startup.report_event(events.OwnerTold(remark))

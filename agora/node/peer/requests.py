@@ -48,14 +48,14 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.core.rates import Client
+from agora.core.fair_shares import Requester
 from agora.net.rpc.connection import Handler, IncomingCall
-from agora.pipeline.hop import WorkLedger
-from agora.pipeline.router import ProcessCall
+from agora.pipeline.process_call import ProcessCall
+from agora.pipeline.work_ledger import WorkLedger
 from agora.swarm.peer_score import ReportViolation, Violation
 
-JOINING_RETRY_MS = 1000  # milliseconds after which a caller that was refused while no span was held may ask again
-# Seconds for which a status is kept and sent to further callers: making one costs more than sending it.
+NO_SPAN_RETRY_MS = 1000  # milliseconds after which a requester that was refused while no span was held may ask again
+# Seconds for which a status is kept and sent to further requesters: making one costs more than sending it.
 STATUS_S: Final = 0.25
 
 # Requests that the span answers about its work.
@@ -137,36 +137,34 @@ class RequestHandler:
                 return Reply(messages.StatusAnswer(self._recent_status()))
             case messages.GetManifest():
                 return Reply(messages.ManifestAnswer(self._manifest_bytes))
+            case request if answerer := self._answerers.get(type(request)):
+                try:
+                    return await answerer(call)
+                except ProtocolError as error:
+                    # What is wrong with a microbatch may be another peer's fault; a bad contribution counts once for a
+                    # round.
+                    if not isinstance(request, Process | Contribute):
+                        self._report_violation(call.peer, Violation.BAD_REQUEST, f"{error.code}: {error}")
+                    raise
+            case Process() as request if repeat := self._ledger.answer_repeat(process_call_of(call, request)):
+                return repeat
             case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + LOCAL_REQUESTS):
-                return await self._pass_on(call, request)
+                raise Busy("this peer holds no stages at the moment; ask another", NO_SPAN_RETRY_MS)
             case other:
-                raise Unsupported(f"{type(other).__name__} is not served here; ask another peer")
-
-    async def _pass_on(self, call: IncomingCall, request: Message) -> Reply:
-        answerer = self._answerers.get(type(request))
-        if answerer is None:
-            repeat = None
-            if isinstance(request, Process):
-                requester = Client(call.prefix, call.peer)
-                repeat = self._ledger.answer_repeat(
-                    ProcessCall(request, call.tensors, call.deadline, call.progress, requester)
+                raise Unsupported(
+                    f"{type(other).__name__} is not a request that a peer answers; compare the versions of both"
                 )
-            if repeat is None:
-                raise Busy("this peer is still joining; ask another", JOINING_RETRY_MS)
-            return repeat
-        try:
-            return await answerer(call)
-        except ProtocolError as error:
-            # What is wrong with a microbatch may be another peer's fault; a bad contribution counts once for a round.
-            if not isinstance(request, Process | Contribute):
-                self._report_violation(call.peer, Violation.BAD_REQUEST, f"{error.code}: {error}")
-            raise
 
     def _recent_status(self) -> bytes:
         if loop_time() - self._status_at >= STATUS_S:
             self._status_bytes = encode_status(self._status())
             self._status_at = loop_time()
         return self._status_bytes
+
+
+def process_call_of(call: IncomingCall, request: Process) -> ProcessCall:
+    """Returns a peer's Process `request`, the message of `call`, as hop and work ledger take it."""
+    return ProcessCall(request, call.tensors, call.deadline, call.progress, Requester(call.prefix, call.peer))
 
 
 def encode_status(status: dict[str, Any]) -> bytes:

@@ -12,9 +12,13 @@ from agora_protocol.ids import Span
 
 from agora.core.clock import loop_time
 from agora.core.metrics import named_means
+from agora.core.tasks import run_in_thread
+from agora.data.evaluation_tasks import load_task
 from agora.node import runs
 from agora.node.control.control_socket import Answer, Question
 from agora.node.control.node_report import report_json, status_json
+from agora.node.process.evaluation import TaskEvaluator
+from agora.node.span.training_data import open_run_tokenizer
 from agora.state.collector import COLLECT_S
 from agora.state.files import replace_tensors
 
@@ -27,6 +31,7 @@ DRAIN_S = 90.0  # seconds that `drain` waits for open microbatches
 EVALUATE_S = 300.0  # seconds within which the answers of an evaluation must be back
 EVALUATE_BATCHES = 16  # maximum number of held-out batches of an evaluation, unless the question says another
 MAX_EVALUATE_BATCHES = 4096
+EVALUATE_TASK_S = 86_400.0  # seconds that a task may take, which is evaluated slowly beside training
 MOVE_S = 3600.0  # seconds that a move may take, including the fetch of the new stages' state
 
 
@@ -59,6 +64,9 @@ class ControlApi:
             "weights": Question(self.weights, {"average": bool}, deadline_s=60.0),
             "collect": Question(self.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
             "evaluate": Question(self.evaluate, {"batches": int}, deadline_s=EVALUATE_S + 5.0),
+            "evaluate_task": Question(
+                self.evaluate_task, {"task": str, "items": int, "share": float}, deadline_s=EVALUATE_TASK_S
+            ),
         }
 
     async def status(self) -> Answer:
@@ -202,6 +210,30 @@ class ControlApi:
             "seconds": round(loop_time() - began, 3),
             "tuning": named_means(origin.objective, evaluation.metrics, evaluation.tokens),
         }
+
+    async def evaluate_task(self, task: str = "", items: int = 0, share: float = 0.02) -> Answer:
+        """Evaluates a built-in task, or one in a file, through the swarm; see load_task.
+
+        items: the most of them, 0 for all. share: most microbatches of the evaluation by those that this origin trains
+        on meanwhile. Returns the step, and what TaskResult has. Raises LocalError without stage 0, in a dpo run, or
+        for a number out of range; DataError or DiskError for the file.
+        """
+        loaded = self._daemon.serving_span()
+        origin, startup, signed = loaded.origin, self._daemon.startup, self._daemon.signed
+        if origin is None or signed is None:
+            raise LocalError("this peer does not hold stage 0, so it has no tokenizer; ask one that does")
+        if origin.objective == "dpo":
+            raise LocalError("a run of preferences has no loss of single texts; export its model and evaluate that")
+        if not 0.0 < share <= 1.0 or items < 0:
+            raise LocalError("share must be above 0 and at most 1, items 0 or more")
+        tokenizer = await run_in_thread(lambda: open_run_tokenizer(startup, signed.manifest))
+        loaded_task = await run_in_thread(lambda: load_task(task))
+        evaluator = TaskEvaluator(signed.manifest, tokenizer, origin.score, lambda: origin.completed, share)
+        step = min(loaded.own_steps.values(), default=0)
+        result = await evaluator.evaluate(loaded_task.first(items) if items else loaded_task)
+        for event in result.events():
+            startup.report_event(event)
+        return {"step": step, **asdict(result)}
 
     async def weights(self, average: bool = False) -> Answer:
         """Writes the weights of every stage held here as safetensors files; returns {"files": path by stage}.

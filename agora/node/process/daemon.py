@@ -23,7 +23,8 @@ from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
 from agora.node.process.end_of_run import EndOfRun
 from agora.node.process.watchdog import Watchdog
-from agora.node.span.loaded_span import LoadedSpan, load_span
+from agora.node.span.load_span import load_span
+from agora.node.span.loaded_span import LoadedSpan
 from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.swarm import health
@@ -34,9 +35,12 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-LEAVE_S = 9.0  # seconds that all of leaving takes at most: one less than the 10 s in texts for users
+# Seconds that all of leaving takes, one less than the 10 s in texts for users. A device job that counts a gradient just
+# then may add the ledger's MAX_ENDING_S.
+LEAVE_S = 9.0
 ANNOUNCE_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
 ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
+CHECKPOINT_S = 1.0  # seconds that writing the checkpoints may take at least, however long the work took
 CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
 MOVE_FINISH_S = 30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
 MOVE_CHECKPOINT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
@@ -104,7 +108,7 @@ class Daemon:
             await self._tasks.close()
 
     def leave(self, reason: str) -> None:
-        """Makes `run` leave in order, which takes LEAVE_S at most. reason: for the log."""
+        """Makes `run` leave in order, which takes about LEAVE_S. reason: for the log."""
         self.leave_reason = reason
         self._stop.set()
 
@@ -357,7 +361,7 @@ class Daemon:
 
     async def _wind_down(self, reason: str) -> None:
         local_peer, loaded = self.local_peer, self.loaded
-        deadline = loop_time() + LEAVE_S - 3.0
+        deadline = loop_time() + LEAVE_S - CLOSE_S - CHECKPOINT_S
         if local_peer is not None and loaded is None:
             await self._announce_leaving(local_peer)
         if local_peer is None or loaded is None:
@@ -366,7 +370,7 @@ class Daemon:
         # When p2pd is gone, neither requesters nor the directory can be told: what is open is lost either way.
         if not local_peer.host.died.is_set():
             await self._finish_work(local_peer, loaded, ORIGIN_S, deadline, reason)
-        await loaded.write_checkpoints(max(1.0, deadline + 1.0 - loop_time()))
+        await loaded.write_checkpoints(max(CHECKPOINT_S, deadline + CHECKPOINT_S - loop_time()))
         self._watchdog.report_traffic(self.take_node_report())
 
     async def _finish_work(

@@ -25,7 +25,7 @@ from agora.swarm.view import View
 LOOK_S: Final = 1.0  # seconds between two looks whether the run has ended, and whether others still need its state
 # Seconds from the end until a daemon leaves at the earliest: meanwhile others read of the last steps, which they must
 # before a stage has no peer any more.
-LEAVE_S: Final = 15.0
+LEAVE_AFTER_END_S: Final = 15.0
 IDLE_S: Final = 15.0  # seconds since another peer has fetched a part of the state, after which it has all of it
 # Seconds from the end for which a leaving daemon keeps its stages for whoever exports, if nobody fetches them: an
 # export fetches one stage after the other.
@@ -63,7 +63,7 @@ def may_leave(since_end_s: float, since_given_s: float | None, *, is_needed: boo
     since_given_s: since another peer has fetched a part of the state that is held here; None if none has since the end.
     is_needed: whether another peer is to export, and this one's state may be a part of that.
     """
-    if since_end_s < LEAVE_S:
+    if since_end_s < LEAVE_AFTER_END_S:
         return False
     if since_given_s is not None:
         return since_given_s >= IDLE_S

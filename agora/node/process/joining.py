@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError, NotAdmitted
@@ -26,26 +23,24 @@ from agora_protocol.tickets import InviteTicket
 from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.net.nat.addresses import check_port, host_and_port, is_named, is_private
+from agora.net.nat.addresses import is_named, is_private
 from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import Gate, IncomingCall
 from agora.net.rpc.network import Network
 from agora.node import paths, runs
 from agora.node.control import control_client
 from agora.node.peer.run_admission import load_book
+from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
 from agora.node.process.main import next_incarnation
-from agora.node.span.training_data import check_draft
+from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
+from agora.node.span.training_data import check_draft, remember_files
 from agora.node.startup import Startup
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
 
-EXPLAIN_S: Final = 3.0  # seconds for a dial that finds out why a peer was not reached
-MAX_EXPLAINED: Final = 3  # at most this many hosts are dialled for that
 FETCH_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
 LOCAL_DAEMONS_S = 60.0  # seconds to wait, in all, for other daemons of this machine that do not answer yet
 INVITE_ADDRESSES = 8  # an invite has at most this many of this peer's own addresses, and at most as many of other peers
-FAMILIES: Final = ("ip4", "ip6")
-MAX_PORT: Final = 65_535
 
 
 class RunUnreachable(LocalError):
@@ -138,11 +133,10 @@ def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
     if not book.judge(startup.me, proof, time.time()).is_member:
         raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
     runs.remember_manifest(home, signed)
+    remember_files(startup, signed.manifest)
     if proof:
         runs.write_proof(home, signed.run_id, proof)
-    socket, root = str(paths.socket_of(home)), str(home.root)
-    name, founder = signed.manifest.name, signed.founder
-    _register(paths.DaemonEntry(signed.run_id, name, founder, startup.me, os.getpid(), root, socket))
+    _register(startup, signed.run_id, signed.manifest.name, signed.founder)
 
 
 def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
@@ -153,12 +147,15 @@ def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
     reference = startup.reference
     manifest = signed or reference.signed
     run, name = (manifest.run_id, manifest.manifest.name) if manifest else (reference.run, reference.name)
-    socket, root = str(paths.socket_of(startup.home)), str(startup.home.root)
     founder = manifest.founder if manifest else ""
-    _register(paths.DaemonEntry(run, name, founder, startup.me, os.getpid(), root, socket))
+    _register(startup, run, name, founder)
 
 
-def _register(entry: paths.DaemonEntry) -> None:
+def _register(startup: Startup, run: str, name: str, founder: str) -> None:
+    home = startup.home
+    socket, supervisor = str(paths.socket_of(home)), os.environ.get(paths.SUPERVISOR_VARIABLE, "")
+    pid = int(supervisor) if supervisor.isdecimal() else 0
+    entry = paths.DaemonEntry(run, name, founder, startup.me, os.getpid(), str(home.root), socket, pid)
     try:
         paths.register(entry)
     except OSError as error:
@@ -257,77 +254,6 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
     return known
 
 
-def explain_nobody_left(given: int, others: int, banned: Path) -> str:
-    """Returns why no address is left to dial, and what to do. given, others: how many there are, with this peer's own
-    and without.
-    """
-    if not given:
-        return "it names no address; ask for an invite of a daemon that runs"
-    if not others:
-        return (
-            "it names only this machine's own key; use an invite that another machine gave, "
-            "and if that one has a copy of this data directory, remove identity.key in one of the two"
-        )
-    return f"all its peers are banned here; look at {banned}, or ask for an invite of another peer"
-
-
-async def explain_unreachable(addresses: Sequence[str]) -> str:
-    """Dials the hosts of some addresses, for EXPLAIN_S; returns why each cannot be reached, and what to do."""
-    found = dict.fromkeys(endpoint for address in addresses if (endpoint := _endpoint_of(address)) is not None)
-    causes = await asyncio.gather(*(_dial_for_a_cause(host, port) for host, port in list(found)[:MAX_EXPLAINED]))
-    return "; ".join(dict.fromkeys(causes)) or "it is reached only through relays that are gone; ask for a newer invite"
-
-
-def _endpoint_of(address: str) -> tuple[str, int] | None:
-    words = address.split("/")
-    is_tcp = len(words) > 4 and words[3] == "tcp" and words[1] in ("ip4", "ip6", "dns", "dns4", "dns6")
-    return (words[2], int(words[4])) if is_tcp and words[4].isdecimal() else None
-
-
-async def _dial_for_a_cause(host: str, port: int) -> str:
-    try:
-        async with asyncio.timeout(EXPLAIN_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, UnicodeError, TimeoutError) as error:
-        return cause_of(error, host, port)
-    writer.transport.abort()
-    return cause_of(None, host, port)
-
-
-def cause_of(error: Exception | None, host: str, port: int) -> str:
-    """Returns why a peer was not reached at a host, by what a TCP connection there met, and what to do about it.
-
-    error: None if the connection was made.
-    """
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    number = getattr(error, "errno", None)
-    if error is None:
-        return (
-            f"{place} accepts connections, but the peer that the invite names is not there (a new key, or another "
-            "program); ask for a newer invite"
-        )
-    if isinstance(error, UnicodeError) or number == socket.EAI_NONAME or number == getattr(socket, "EAI_NODATA", None):
-        return f"there is no host {host}; correct the name in the invite, or ask for one with an IP address"
-    if isinstance(error, socket.gaierror):
-        return (
-            f"the name {host} cannot be looked up ({error.strerror}); check this machine's network and its name server "
-            "in /etc/resolv.conf"
-        )
-    if number == errno.ECONNREFUSED:
-        return f"{place} refuses connections: no daemon listens there now; start it again, or ask for a newer invite"
-    if number in (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-        family = "IPv6 " if ":" in host else ""
-        return (
-            f"this machine has no {family}route to {host}; check its network, or ask for an invite with other addresses"
-        )
-    text = f"{place} does not answer"
-    if not isinstance(error, TimeoutError) and number != errno.ETIMEDOUT:
-        text += f" ({getattr(error, 'strerror', None) or error})"
-    if is_private(f"/ip6/{host}" if ":" in host else f"/ip4/{host}"):
-        return f"{text}: it is a private address, which only machines on its own network can dial; ask for a public one"
-    return f"{text}: that machine is off, or a firewall lets nothing through to that port; check both"
-
-
 def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
     """Returns those of the `known` addresses whose peers may be dialled: not banned from this machine.
 
@@ -356,56 +282,3 @@ async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
                     break
                 await asyncio.sleep(0.2)
     return tuple(addresses)
-
-
-def read_ports(file: Path) -> dict[str, int]:
-    """Returns the TCP port by "ip4" and "ip6" that the file holds; leaves out what is missing or malformed."""
-    # Peers remember each other's addresses: when all machines of a run are restarted at the same time, no peer is left
-    # to ask, and peers on new ports would not find each other. So a daemon listens on the ports of its last start.
-    try:
-        words = file.read_text(encoding="ascii").split()[:4]
-    except (OSError, ValueError):
-        return {}
-    pairs = zip(words[::2], words[1::2], strict=False)
-    return {
-        family: int(port)
-        for family, port in pairs
-        if family in FAMILIES and port.isdecimal() and 0 < int(port) <= MAX_PORT
-    }
-
-
-def write_ports(file: Path, endpoints: Mapping[str, tuple[str, int]]) -> None:
-    """Writes the TCP ports of `endpoints` to a file. Ignores an OSError: the next start then chooses other ports.
-
-    endpoints: by "ip4" and "ip6", (host, port).
-    """
-    with contextlib.suppress(OSError):
-        paths.replace_text(file, "".join(f"{family} {port}\n" for family, (_, port) in sorted(endpoints.items())))
-
-
-def is_free(family: str, host: str, port: int) -> bool:
-    """Tries to listen on a TCP port of an IP address; returns whether that works. family: "ip4" or "ip6"."""
-    try:
-        check_port("", family, host, port)
-    except (LocalError, OSError):  # OSError: the kernel has no IPv6 any more
-        return False
-    return True
-
-
-def with_last_ports(
-    listen: Sequence[str], last: Mapping[str, int], is_free: Callable[[str, str, int], bool]
-) -> tuple[str, ...]:
-    """Returns the multiaddrs `listen`; in the first one of each family (ip4, ip6) with TCP port 0, puts the last port.
-
-    An address whose last port is not free stays as it is. last: TCP port by "ip4" and "ip6". is_free: takes a family,
-    an IP address and a port, and returns whether that can be listened on.
-    """
-    chosen = list[str]()
-    left = dict(last)
-    for address in listen:
-        direct = host_and_port(address)
-        if direct is not None and direct[2] == 0 and (port := left.pop(direct[0], 0)):
-            family, host, _ = direct
-            address = f"/{family}/{host}/tcp/{port}" if is_free(family, host, port) else address
-        chosen.append(address)
-    return tuple(chosen)

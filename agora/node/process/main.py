@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import functools
 import os
 import signal
 import time
@@ -19,12 +18,14 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
 from agora.core.clock import boot_time
+from agora.core.tasks import BackgroundTasks
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
 from agora.node.startup import Notifier, StartPhases, Startup
 from agora.observe import events, faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
+from agora.observe.metrics import EventMetrics
 from agora.observe.reporter import Reporter
 from agora.swarm.key_use import KeyInUse, key_in_use_text
 from agora.swarm.swarm_clock import SwarmClock
@@ -40,9 +41,10 @@ SIGNALS: Final[Mapping[signal.Signals, str]] = {
 MAX_INCARNATION: Final = 2**62  # a number from this one on in the file is ignored, and the clock alone counts
 
 
-def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
+def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
+    Returns the exit code, which is 0 but where it runs a daemon for each of several devices.
     text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Raises
     an AgoraError that says what to do when the daemon cannot begin, or when an error ends it. Whatever ends it, log and
     journal name the cause, unless the kernel kills it.
@@ -55,9 +57,19 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
     clock = SwarmClock(time.time(), boot_time)
     chosen = settings.load(home.root / "agora.toml", flags)
     reference = runs.resolve(text, home)
+    if chosen.names_several_devices:
+        from agora.node.process import supervisor
+
+        devices = supervisor.find_devices() if chosen.device == "all" else chosen.device.replace(" ", "").split(",")
+        if len(devices) > 1:
+            return supervisor.run_daemons(reference, home, chosen, devices)
+        chosen = chosen.model_copy(update={"device": devices[0]})
     with ExitStack() as closing:
         journal = closing.enter_context(_open_directory(home.root))
-        reporter = Reporter([journal, EventLog(level=chosen.log_level)], clock.unix)
+        # Beside the daemons of other devices, which write to the same terminal.
+        prefix = f"{chosen.device} " if os.environ.get(paths.SUPERVISOR_VARIABLE) else ""
+        counted = EventMetrics()
+        reporter = Reporter([journal, EventLog(level=chosen.log_level, prefix=prefix), counted], clock.unix)
         closing.enter_context(reporting_the_end(reporter.report))
         notifier = Notifier()
         incarnation = next_incarnation(home.incarnation, began_ns)
@@ -66,9 +78,11 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
             identity = Identity.load_or_create(home.identity)
             note.text = identity.peer
             refuse_copied_key(home, identity.peer)
-        if chosen.names_hub_model:
+        if chosen.names_hub_files:
+            found = list[str]()
             with phases.enter("hub") as note:
-                chosen = chosen.with_fetched_base_model(functools.partial(setattr, note, "text"))
+                chosen = chosen.with_fetched_base_model(found.append).with_fetched_adapter(found.append)
+                note.text = "; ".join(found)
         with phases.enter("imports"):  # torch and hivemind take seconds
             import agora.node.process.control_api
             import agora.node.process.daemon  # noqa: F401
@@ -85,13 +99,15 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> None:
             began_s=began_s,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_until_left(startup))
+            runner.run(_run_until_left(startup, counted))
+    return 0
 
 
-async def _run_until_left(startup: Startup) -> None:
+async def _run_until_left(startup: Startup, counted: EventMetrics) -> None:
     from agora.node.control.control_socket import ControlSocket
     from agora.node.process.control_api import ControlApi
     from agora.node.process.daemon import Daemon
+    from agora.node.process.metrics import DaemonMetrics
 
     daemon = Daemon(startup)
     socket = paths.socket_of(startup.home)
@@ -108,10 +124,23 @@ async def _run_until_left(startup: Startup) -> None:
         asyncio.get_running_loop().add_signal_handler(number, leave_or_exit, number)
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
     control = ControlSocket(socket, ControlApi(daemon).questions())
+    metrics = DaemonMetrics(counted, startup.home.root, daemon.take_node_report, startup.report_event)
+    tasks = BackgroundTasks()
     await control.start()
     try:
+        tasks.start("metrics", metrics.run())
+        if address := startup.settings.metrics_address:
+            from agora.page.server import HttpServer, listen, metrics_app
+
+            with startup.phases.enter("metrics") as note:
+                server = HttpServer(
+                    metrics_app(metrics.registry), listen(address, "choose another address with --metrics")
+                )
+                note.text = f"{server.url}/metrics"
+            tasks.start("metrics server", server.run())
         await daemon.run()
     finally:
+        await tasks.close()
         await control.close()
     startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
 

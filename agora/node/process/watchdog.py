@@ -16,6 +16,8 @@ from agora.observe import events
 
 POLL_S = 1.0  # seconds between two checks of the daemon
 TRAFFIC_S = 2.0  # seconds between two reports of the traffic
+DEVICE_S = 30.0  # seconds between two reports of how the device is used
+WAITS_S = 10.0  # seconds between two reports of what the device waits for
 # Seconds for which work in progress may stand still if systemd gives no interval; else half of that interval.
 SILENCE_S = 30.0
 # Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back.
@@ -45,7 +47,7 @@ def may_feed(
 class Watchdog:
     """Takes a report of the node every second: feeds systemd's watchdog unless open work stands still; reports events.
 
-    The events are changes of health, the traffic, and the first microbatch served.
+    The events are changes of health, the traffic, what the device waits for, and the first microbatch served.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class Watchdog:
     async def run(self) -> None:
         """Every POLL_S, until cancelled, takes the node's report, reports changes of health, and notifies systemd.
 
-        Every TRAFFIC_S also reports the traffic, if it has changed.
+        Every TRAFFIC_S also reports the traffic, if it has changed, every DEVICE_S how the device is used, and every
+        WAITS_S what its time was spent on.
         """
-        traffic_due = 0.0
+        traffic_due = device_due = waits_due = 0.0
         while True:
             report = self._take_node_report()
             self._report_changes(report)
@@ -77,6 +80,12 @@ class Watchdog:
             if loop_time() >= traffic_due:
                 traffic_due = loop_time() + TRAFFIC_S
                 self.report_traffic(report)
+            if loop_time() >= device_due and report.span is not None and report.span.device is not None:
+                device_due = loop_time() + DEVICE_S
+                self._report_event(report.span.device)
+            if loop_time() >= waits_due and report.span is not None:
+                waits_due = loop_time() + WAITS_S
+                self._report_event(events.DeviceWaited(*(round(seconds, 3) for seconds in report.span.waits)))
             await asyncio.sleep(POLL_S)
 
     def report_traffic(self, report: NodeReport) -> None:

@@ -9,17 +9,20 @@ from pathlib import Path
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from agora_protocol.manifest_sections import DataSection
 
 from agora.core.tasks import run_in_thread
 from agora.data.corpus import open_corpus
 from agora.data.local_files import LocalFiles
 from agora.data.sampling import OriginBatches, Sampler
-from agora.data.tokenizer import open_tokenizer
+from agora.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from agora.model import family_of
 from agora.node import paths, runs
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.startup import Startup
+from agora.tuning.adapters.peft_folder import check_adapter, not_from_an_adapter
+from agora.tuning.base.store import BaseModelError
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
 from agora.tuning.epochs.batches import EpochFile
 
@@ -81,6 +84,7 @@ def check_draft(startup: Startup, draft: Manifest) -> None:
     stored = startup.home.root / "base" / getattr(draft.model, "tensors_hash", "")  # fetched for an earlier run
     if settings.named_base_model is not None or not stored.is_dir() or stored.name == "base":
         family_of(draft.model).check_machine(settings.named_base_model)
+    _check_adapter(startup, draft)
     if settings.span is not None and 0 not in settings.span:
         return
     data = _localise(startup, draft)
@@ -88,6 +92,20 @@ def check_draft(startup: Startup, draft: Manifest) -> None:
         _load_samples(startup, draft, data)
     else:
         _load_corpus(startup, draft, data)
+
+
+def _check_adapter(startup: Startup, draft: Manifest) -> None:
+    named, model = startup.settings.named_adapter, draft.model
+    if named is not None:
+        if not isinstance(model, HfSection):
+            raise BaseModelError(not_from_an_adapter(named))
+        check_adapter(model, named)
+        return
+    if isinstance(model, HfSection) and model.adapter_hash:
+        # A start of before has kept it there.
+        if (startup.home.base_model(model.tensors_hash) / ADAPTER_FILE).is_file():
+            return
+        raise BaseModelError("the run goes on from an adapter; name the folder that has it: --adapter DIR")
 
 
 def _load_corpus(startup: Startup, manifest: Manifest, data: DataSection) -> tuple[Sampler, int]:
@@ -102,12 +120,16 @@ def _load_samples(startup: Startup, manifest: Manifest, data: DataSection) -> Sa
     return open_sample_rows(local, _cache_folder(startup), base=startup.reference.base)
 
 
+def open_run_tokenizer(startup: Startup, manifest: Manifest) -> Tokenizer:
+    """Returns the run's tokenizer from the files of this machine. Raises LocalError, DiskError or ManifestError."""
+    source = _localise(startup, manifest).tokenizer
+    return open_tokenizer(source, manifest.model.vocabulary, base=startup.reference.base)
+
+
 async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
     startup, manifest = local_peer.startup, local_peer.manifest
     with startup.phases.enter("corpus") as note:
-        sampler, count = await run_in_thread(
-            lambda: _load_corpus(startup, manifest, _localise_and_remember(startup, manifest))
-        )
+        sampler, count = await run_in_thread(lambda: _load_corpus(startup, manifest, _localise(startup, manifest)))
         note.text = f"{count:,} tokens"
     drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
     return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
@@ -116,7 +138,7 @@ async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
 async def _open_samples(local_peer: LocalPeer) -> Samples:
     startup, manifest = local_peer.startup, local_peer.manifest
     with startup.phases.enter("samples") as note:
-        rows = await run_in_thread(lambda: _load_samples(startup, manifest, _localise_and_remember(startup, manifest)))
+        rows = await run_in_thread(lambda: _load_samples(startup, manifest, _localise(startup, manifest)))
         summary = rows.summary
         note.text = summary.sentence()
     path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
@@ -124,15 +146,24 @@ async def _open_samples(local_peer: LocalPeer) -> Samples:
 
 
 def _localise(startup: Startup, manifest: Manifest) -> DataSection:
-    places = LocalFiles(startup.settings.data_places, startup.reference.base, startup.settings.named_base_model)
-    return places.localise(manifest.data)
+    return _local_files(startup).localise(manifest.data)
 
 
-def _localise_and_remember(startup: Startup, manifest: Manifest) -> DataSection:
-    data = _localise(startup, manifest)
-    with suppress(OSError):  # only `swarm export` and `swarm sample` on this machine need it
-        runs.remember_files(startup.home, manifest.run_id, (*data.sample_paths, data.tokenizer))
-    return data
+def _local_files(startup: Startup) -> LocalFiles:
+    return LocalFiles(startup.settings.data_places, startup.reference.base, startup.settings.named_base_model)
+
+
+def remember_files(startup: Startup, manifest: Manifest) -> None:
+    """Notes in the data directory where the tokenizer and the base model lie, also for a peer that trains on no text:
+    an export on this machine needs them, whichever stages its daemon has held.
+    """
+    with suppress(OSError):
+        tokenizer = None
+        if manifest.data.tokenizer != BYTES:
+            with suppress(LocalError):
+                tokenizer = Path(_local_files(startup).find_tokenizer(manifest.data.tokenizer))
+        known = runs.KnownFiles(tokenizer, startup.settings.named_base_model)
+        runs.remember_files(startup.home, manifest.run_id, known)
 
 
 def _cache_folder(startup: Startup) -> Path:

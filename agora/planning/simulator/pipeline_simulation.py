@@ -17,10 +17,11 @@ from agora_protocol.ids import microbatch_id
 
 from agora.pipeline import flow_control
 from agora.pipeline.flow_control import SendInputs
-from agora.pipeline.hop import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS, is_hopeless
+from agora.pipeline.hop import is_hopeless
 from agora.pipeline.load_balancer import MAX_FAILURES, deadline_for_others
 from agora.pipeline.origin import MAX_RETRY_S, MAX_TIMEOUT_S, MIN_TIMEOUT_S, RETRY_S, TIMEOUT_FACTOR
 from agora.pipeline.router import MIN_ATTEMPT_S, UNAVAILABLE_FAILURES
+from agora.pipeline.work_ledger import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS
 from agora.planning.simulator.event_queue import DeadlineWheel, EventQueue
 from agora.planning.simulator.measurements import Measurements
 from agora.planning.simulator.simulated_machine import JobOrder, Workload
@@ -434,8 +435,10 @@ class OriginSimulation:
         if not rules.staleness or not rules.step_microbatches:
             return flow_control.NO_CEILING
         origins = max(1, self._origins())
-        rank = peer.number % origins
-        return flow_control.staleness_ceiling(rules.staleness, rules.step_microbatches, rank, origins, predicts=True)
+        position = peer.number % origins
+        return flow_control.staleness_ceiling(
+            rules.staleness, rules.step_microbatches, position, origins, predicts=True
+        )
 
     def _attempt(self, microbatch: SimulatedMicrobatch) -> None:
         peer = microbatch.origin

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from agora.core.rates import TokenBucket
+from agora.core.fair_shares import TokenBucket
 from agora.net.shaping.link import DelayLine, LinkSpec
 from agora.planning.simulator.event_queue import EventQueue
 

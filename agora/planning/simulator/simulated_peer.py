@@ -12,7 +12,7 @@ from typing import Literal
 
 from agora_protocol.ids import MicrobatchId, PeerId, Span
 
-from agora.core.rates import MovingAverage
+from agora.core.moving_average import MovingAverage
 from agora.pipeline.flow_control import Pace, SendWindow, StepQuota
 from agora.pipeline.hop import PATH_SAMPLES
 from agora.pipeline.load_balancer import Attempt, LoadBalancer, RouteHint

@@ -27,6 +27,7 @@ from agora.state.merged_model import TensorBlocks
 from agora.tuning.base.hf_architecture import architecture_of
 from agora.tuning.base.model_files import StoredTensor
 
+KEPT: Final = "kept"  # the buffer beside a LoRA matrix that has the values with which the run began
 ADAPTER: Final = "default"  # peft's name of the adapter; it is part of the names of its matrices
 
 
@@ -92,6 +93,33 @@ def adapters_off(stage: nn.Module) -> Iterator[None]:
     finally:
         for layer, was_off in layers:
             layer._disable_adapters = was_off
+
+
+def keep_adapters(stage: nn.Module) -> None:
+    """Keeps a copy of every LoRA matrix in `stage`, for adapters_as_kept: a buffer, which all weight versions share."""
+    for linear in _lora_linears(stage):
+        linear.register_buffer(KEPT, linear.get_parameter("weight").detach().clone(), persistent=False)
+
+
+@contextmanager
+def adapters_as_kept(stage: nn.Module) -> Iterator[None]:
+    """Context manager: inside it, forwards of `stage` without gradients use the matrices that keep_adapters kept."""
+    learnt = [(linear, linear.get_parameter("weight")) for linear in _lora_linears(stage)]
+    try:
+        for linear, weight in learnt:
+            # Other tensors, not other values: graphs that wait for their backward have the learnt ones.
+            kept = nn.Parameter(linear.get_buffer(KEPT), requires_grad=weight.requires_grad)
+            linear.register_parameter("weight", kept)
+        yield
+    finally:
+        for linear, weight in learnt:
+            linear.register_parameter("weight", weight)
+
+
+def _lora_linears(stage: nn.Module) -> list[nn.Module]:
+    adapted = import_tuning("peft.tuners.lora").LoraLayer
+    layers: list[Any] = [module for module in stage.modules() if isinstance(module, adapted)]
+    return [matrices[ADAPTER] for layer in layers for matrices in (layer.lora_A, layer.lora_B)]
 
 
 # --- the adapter's files as peft reads them

@@ -16,7 +16,7 @@ from agora_protocol.limits import STATE_CHUNK_BYTES
 from agora_protocol.messages import BaseIndex, GetBase, GetPiece, TensorPiece
 from agora_protocol.tensor_list import ListedTensor, TensorList, bits_to_held, count_pieces
 
-from agora.core.calls import Caller, Reply
+from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
 from agora.state.chunk_fetch import CHUNK_S, FAILURES, INDEX_S, TICK_S, ChunkFetch, Source, call_until
 from agora.state.chunk_schedule import ChunkSchedule
@@ -62,7 +62,7 @@ class BaseFetch:
 
     def __init__(
         self,
-        caller: Caller,
+        peer_caller: PeerCaller,
         list_hash: str,
         store: TensorStore,
         list_sources: ListSources,
@@ -72,7 +72,7 @@ class BaseFetch:
         """list_hash: the SHA-256 of the tensor list. on_tensor: called with the number of each tensor completed."""
         self.tensor_list: TensorList | None = None
         self.bytes_from: Counter[PeerId] = Counter()  # how many bytes of tensors each peer has given
-        self._caller = caller
+        self._peer_caller = peer_caller
         self._list_hash = list_hash
         self._store = store
         self._list_sources = list_sources
@@ -184,7 +184,7 @@ class BaseFetch:
 
     async def _ask_for_index(self, source: Source[HeldTensors]) -> None:
         try:
-            reply = await call_until(self._caller, source.peer, GetBase, loop_time() + INDEX_S)
+            reply = await call_until(self._peer_caller, source.peer, GetBase, loop_time() + INDEX_S)
             tensors = self.tensor_list or await self._fetch_tensor_list(source.peer, _read_list_size(reply))
             source.index = _read_held(reply, tensors)
         except AgoraError as error:
@@ -230,7 +230,7 @@ class BaseFetch:
         self._on_piece()
 
     async def _get_piece(self, peer: PeerId, number: int, piece: int) -> Reply:
-        return await call_until(self._caller, peer, partial(GetPiece, number, piece), loop_time() + CHUNK_S)
+        return await call_until(self._peer_caller, peer, partial(GetPiece, number, piece), loop_time() + CHUNK_S)
 
     # --- failures
 

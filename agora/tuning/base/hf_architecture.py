@@ -15,6 +15,7 @@ from agora_protocol.manifest_model import HfSection
 
 from agora.core.terminal_text import one_line
 from agora.core.tuning_packages import import_tuning
+from agora.tuning.packed_attention import PACKED, register
 
 SHARED_KEYS: Final = frozenset({"vocab_size", "pad_token_id", "tie_word_embeddings"})
 DECODER_KEYS: Final = SHARED_KEYS | {
@@ -149,13 +150,13 @@ class HfArchitecture:
     dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
 
     def load_class(self, name: str) -> Any:
-        """`prefix` + `name`, such as LlamaDecoderLayer. Raises TuningMissing."""
+        """Returns transformers' class `prefix` + `name`, such as LlamaDecoderLayer. Raises TuningMissing without it."""
         return getattr(self._import("modeling"), f"{self.prefix}{name}")
 
     def make_config(self, model: HfSection) -> Any:
         """Makes transformers' own config object from those keys of the model's config.json that are in `keys`.
 
-        Dropout is off. Attention is torch's fused one ("sdpa"), or "eager" for models that cap the attention's logits,
+        Dropout is off. Attention is torch's fused one (PACKED), or "eager" for models that cap the attention's logits,
         which fused attention cannot. Raises TuningMissing without transformers, errors of many types from transformers'
         own checks of the config, and ConfigRefused if transformers makes another model of the whole file, or none that
         computes.
@@ -165,7 +166,8 @@ class HfArchitecture:
         config = config_class(**values, **self.dropout)
         require_equal(config, parse_config(model.config))
         self._require_computable(config, parse_config(model.config).get("layer_types"))
-        config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        register()
+        config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else PACKED
         return config
 
     def _require_computable(self, config: Any, layer_types: Any) -> None:

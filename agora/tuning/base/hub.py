@@ -1,4 +1,4 @@
-"""Finds a base model of the Hugging Face Hub by its id, in this machine's cache or on the Hub; fetches missing files.
+"""Finds a model or adapter of the Hugging Face Hub by its id, in this machine's cache or there; fetches missing files.
 
 Only config, tokenizer and safetensors files are fetched: never pickled weights, never code. The cache is that of every
 program that uses the package huggingface_hub, which comes with transformers and is imported when an id is looked up.
@@ -13,7 +13,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from agora_protocol.manifest_model import ADAPTER_FILE
 
 from agora.tuning.base.store import BaseModelError, names_in_index
 
@@ -28,6 +30,8 @@ DESCRIPTIONS: Final = (
     "chat_template.jinja",
     INDEX,
 )
+ADAPTER_FILES: Final = ("adapter_config.json", ADAPTER_FILE)
+Kind = Literal["model", "adapter"]
 MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
 # The folder of one revision in the Hub's cache; a name has no "--" in it.
@@ -36,7 +40,7 @@ _CACHED = re.compile(r"models--(?P<org>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """The name of a model on the Hub. repo: ORG/NAME. revision: a branch, a tag or a commit; None: the main branch."""
+    """The name of a model or adapter on the Hub. repo: ORG/NAME. revision: a branch, a tag or a commit; None: main."""
 
     repo: str
     revision: str | None = None
@@ -47,7 +51,7 @@ class HubId:
 
 @dataclass(frozen=True, slots=True)
 class HubFolder:
-    """The folder in this machine's cache that has a model's files. hub_id: the model's id, with the cached commit."""
+    """The folder in this machine's cache that has the files of hub_id, which has the cached commit."""
 
     folder: Path
     hub_id: HubId
@@ -61,31 +65,33 @@ def hub_id_of(named: Path) -> HubId | None:
     return HubId(match["repo"], match["revision"])
 
 
-def find_or_fetch(wanted: HubId) -> HubFolder:
-    """Returns the model's folder in the cache; if a file is missing there, fetches the model from the Hub first.
+def find_or_fetch(wanted: HubId, kind: Kind = "model") -> HubFolder:
+    """Returns the folder of a model or adapter in the cache; if a file is missing there, fetches it from the Hub first.
 
     A complete copy in the cache is used without asking the Hub. Blocks. Raises BaseModelError without the package
-    huggingface_hub, for a model that the Hub lacks, refuses or has without safetensors files, and when the network or
-    disk fails.
+    huggingface_hub, for what the Hub lacks, refuses or has without safetensors files, and when the network or disk
+    fails.
     """
-    return find_cached(wanted) or fetch_model(wanted)
+    return find_cached(wanted, kind) or (fetch_adapter(wanted) if kind == "adapter" else fetch_model(wanted))
 
 
-def find_cached(wanted: HubId) -> HubFolder | None:
-    """Returns the model's folder in the cache, without asking the Hub; the result's hub_id has the cached commit.
+def find_cached(wanted: HubId, kind: Kind = "model") -> HubFolder | None:
+    """Returns the folder in the cache, without asking the Hub; the result's hub_id has the cached commit.
 
     Returns None if the config or a weights file is missing, or if the id is not valid on the Hub; tokenizer files may
     be missing. Raises BaseModelError if the package huggingface_hub is missing or an index is malformed.
     """
     hub = _import_hub("huggingface_hub")
+    description = ADAPTER_FILES[0] if kind == "adapter" else DESCRIPTIONS[0]
     try:
-        config = hub.try_to_load_from_cache(wanted.repo, DESCRIPTIONS[0], revision=wanted.revision)
+        config = hub.try_to_load_from_cache(wanted.repo, description, revision=wanted.revision)
     except ValueError:  # not a valid name on the Hub
         return None
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    if not all((folder / name).is_file() for name in _weight_files(folder)):
+    weights = [ADAPTER_FILE] if kind == "adapter" else _weight_files(folder)
+    if not all((folder / name).is_file() for name in weights):
         return None
     return HubFolder(folder, replace(wanted, revision=folder.name))
 
@@ -98,12 +104,12 @@ def fetch_model(wanted: HubId) -> HubFolder:
     has no config.json or no safetensors files, and when the network or disk fails.
     """
     _import_hub("huggingface_hub")
-    folder = _download(wanted, list(DESCRIPTIONS))
+    folder = _download(wanted, list(DESCRIPTIONS), "model")
     found = HubFolder(folder, replace(wanted, revision=folder.name))
     if not (folder / DESCRIPTIONS[0]).is_file():
         raise BaseModelError(f"{wanted} on the Hub has no {DESCRIPTIONS[0]}; choose a model of transformers.")
     weights = _weight_files(folder)
-    _download(found.hub_id, weights)
+    _download(found.hub_id, weights, "model")
     missing = [name for name in weights if not (folder / name).is_file()]
     if missing:
         raise BaseModelError(
@@ -111,6 +117,18 @@ def fetch_model(wanted: HubId) -> HubFolder:
             "safetensors files, or load it with transformers, write it with save_pretrained, and name that folder."
         )
     return found
+
+
+def fetch_adapter(wanted: HubId) -> HubFolder:
+    """Fetches an adapter's config and safetensors file into the cache, as fetch_model does a model's."""
+    folder = _download(wanted, list(ADAPTER_FILES), "adapter")
+    for name in ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise BaseModelError(
+                f"{wanted} on the Hub has no {name}, and other files are not read; choose an adapter of peft with "
+                "safetensors, or load it with peft, write it with save_pretrained, and name that folder."
+            )
+    return HubFolder(folder, replace(wanted, revision=folder.name))
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -123,7 +141,7 @@ def _weight_files(folder: Path) -> list[str]:
         raise BaseModelError(f"{index} is not an index of weights files; choose another model or revision.") from error
 
 
-def _download(wanted: HubId, names: list[str]) -> Path:
+def _download(wanted: HubId, names: list[str], kind: Kind) -> Path:
     hub = _import_hub("huggingface_hub")
     errors = _import_hub("huggingface_hub.errors")
     if not sys.stderr.isatty():
@@ -140,14 +158,14 @@ def _download(wanted: HubId, names: list[str]) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise BaseModelError(
-            f"There is no folder {wanted}, and the Hub has no such model; correct the name, or log in with `hf auth "
-            "login` if the model is private."
+            f"There is no folder {wanted}, and the Hub has no such {kind}; correct the name, or log in with `hf auth "
+            f"login` if the {kind} is private."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise BaseModelError(f"{wanted.repo} has no revision {wanted.revision}; see its page on the Hub.") from error
     except errors.LocalEntryNotFoundError as error:
         raise BaseModelError(
-            f"There is no folder {wanted}, the Hub cannot be reached, and the cache does not have that model whole; "
+            f"There is no folder {wanted}, the Hub cannot be reached, and the cache does not have that {kind} whole; "
             "check the network, or name a folder."
         ) from error
     except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
@@ -160,7 +178,7 @@ def _import_hub(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise BaseModelError(
-            "A model of the Hub needs the package huggingface_hub; install it with: pip install 'agora-swarm[tuning]'"
+            "What lies on the Hub needs the package huggingface_hub; install it with: pip install 'agora-swarm[tuning]'"
         ) from error
 
 
@@ -180,15 +198,15 @@ def absolute_name(named: Path) -> str:
     return str(named) if hub_id_of(named) is not None else str(named.expanduser().absolute())
 
 
-def find_or_fetch_base_model(named: Path, show_line: Callable[[str], None]) -> Path:
-    """Returns the folder of a base model: `named` itself or, if that is an id of the Hub, the one in the Hub's cache.
+def find_or_fetch_folder(named: Path, show_line: Callable[[str], None], kind: Kind = "model") -> Path:
+    """Returns the folder of a model or adapter: `named` itself or, if that is an id of the Hub, the one in its cache.
 
-    Fetches a model that the cache does not have; blocks meanwhile. show_line: called, for an id only, with a line about
-    the model's folder. Raises BaseModelError if the model cannot be fetched or its files are malformed.
+    Fetches what the cache does not have; blocks meanwhile. show_line: called, for an id only, with a line about the
+    folder. Raises BaseModelError if it cannot be fetched or its files are malformed.
     """
     wanted = hub_id_of(named)
     if wanted is None:
         return named
-    found = find_or_fetch(wanted)
+    found = find_or_fetch(wanted, kind)
     show_line(f"{found.hub_id} is in {found.folder}")
     return found.folder

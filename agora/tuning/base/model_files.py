@@ -74,23 +74,23 @@ def read_config(folder: Path) -> str:
     """Returns the text of the folder's config.json, not parsed. Raises BaseModelError if it cannot be read."""
     if not (require_folder(folder) / CONFIG).exists() and (folder / ADAPTER).is_file():
         raise BaseModelError(
-            f"{folder} has an adapter ({ADAPTER}) and no model; name the folder of its base model, or merge them with "
-            "peft (merge_and_unload) and save_pretrained."
+            f"{folder} has an adapter ({ADAPTER}) and no model; name the folder of its base model, and this one with "
+            "--adapter."
         )
-    return _read_text(folder / CONFIG, 4 * MAX_CONFIG_BYTES)
+    return read_text(folder / CONFIG, 4 * MAX_CONFIG_BYTES)
 
 
 def weight_files(folder: Path) -> list[str]:
     """model.safetensors, or those in the index, sorted. Raises BaseModelError."""
     if (folder / ONE_FILE).is_file():
-        _refuse_pointer(folder / ONE_FILE)
+        refuse_pointer(folder / ONE_FILE)
         return [ONE_FILE]
     if not (folder / INDEX).is_file():
         raise BaseModelError(
             f"{folder} has neither {ONE_FILE} nor {INDEX}, and other kinds of weights are not read; load the model "
             "with transformers and write it with save_pretrained."
         )
-    _refuse_pointer(folder / INDEX)
+    refuse_pointer(folder / INDEX)
     try:
         names = names_in_index(folder / INDEX)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -98,11 +98,12 @@ def weight_files(folder: Path) -> list[str]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise BaseModelError(f"{folder} has no {missing[0]}, which {INDEX} lists; {DOWNLOAD_AGAIN}.")
     for name in names:
-        _refuse_pointer(folder / name)
+        refuse_pointer(folder / name)
     return names
 
 
-def _refuse_pointer(path: Path) -> None:
+def refuse_pointer(path: Path) -> None:
+    """Raises BaseModelError if the file is a git-lfs pointer instead of what it points at."""
     with suppress(OSError):
         # The size first: a file of weights is opened once, by whoever reads it.
         if path.stat().st_size <= MAX_POINTER_BYTES and path.read_bytes().startswith(LFS_POINTER):
@@ -119,7 +120,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(_read_text(path, MAX_CONFIG_BYTES))
+        values = json.loads(read_text(path, MAX_CONFIG_BYTES))
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
@@ -127,8 +128,9 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _read_text(path: Path, max_bytes: int) -> str:
-    _refuse_pointer(path)
+def read_text(path: Path, max_bytes: int) -> str:
+    """Raises BaseModelError for a file that is longer, is a git-lfs pointer, is not UTF-8 or cannot be read."""
+    refuse_pointer(path)
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -220,21 +222,21 @@ def read_fetched_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def tensor_list_hash(folder: Path, names: Sequence[str]) -> str:
-    """Returns the manifest's tensors_hash: the SHA-256, in hex, of the tensor list of the weights files `names`.
+def tensor_list_hash(files: Sequence[Path]) -> str:
+    """Returns the manifest's tensors_hash: the SHA-256, in hex, of the tensor list of all files with tensors.
 
     Reads all their bytes. Returns "" if no valid list can be made (no tensor, too many, or too large): then peers
     cannot fetch from each other. Raises BaseModelError for a file that cannot be read, or a tensor that two files have.
     """
     try:
-        return list_tensors([folder / name for name in names]).digest
+        return list_tensors(files).digest
     except ProtocolError:
         return ""
 
 
 def read_header(path: Path) -> list[StoredTensor]:
     """Raises BaseModelError if it cannot be read."""
-    _refuse_pointer(path)
+    refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping

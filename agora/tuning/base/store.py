@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final
@@ -271,16 +271,24 @@ class TensorStore:
 
     # --- links to the owner's files
 
-    def link_files(self, owner_folder: Path | None, names: Sequence[str]) -> None:
-        """Replaces the links in this folder: one for each of `names` that is a file in the owner's folder.
+    def keep_file(self, file: Path) -> None:
+        """Copies a file of the owner's into this folder under its own name; later starts find it. Raises DiskError."""
+        self.create()
+        with self._disk_errors():
+            fresh = self.folder / f"{file.name}.new"
+            shutil.copyfile(file, fresh)
+            os.replace(fresh, self.folder / file.name)
+            sync_folder(self.folder)
 
-        A reader of this folder then finds in it all that the machine has of the model. owner_folder: None only removes
-        the former links. A name that is a file here already gets no link. Raises DiskError.
+    def link_files(self, owner_files: Mapping[str, Path | None]) -> None:
+        """Replaces the links in this folder: one for each name whose file, which the owner has named, exists.
+
+        A reader of this folder then finds in it all that the machine has of the model. Of a file that nobody named the
+        former link is removed. A name that is a file here already gets no link. Raises DiskError.
         """
         with self._disk_errors():
-            for name in names:
+            for name, target in owner_files.items():
                 link = self.folder / name
-                target = owner_folder / name if owner_folder is not None else None
                 if link.is_symlink():
                     link.unlink()
                 if target is not None and target.is_file() and not link.exists():

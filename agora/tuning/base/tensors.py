@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -23,18 +23,15 @@ class BaseTensors:
     """Records which tensors of the run's base model this machine has, and where each of them lies.
 
     list_hash: SHA-256 of the model's tensor list.
-    owner_folder: the model folder that the machine's owner named, or None.
-    file_names: names of the weights files, from the manifest.
+    owner_files: each file with tensors that the manifest names -> where the machine's owner says it lies; None if
+        nobody said so. It need not exist.
     store: the tensors that were fetched from peers.
     tensor_list: None until adopt_list is called.
     """
 
-    def __init__(
-        self, list_hash: str, owner_folder: Path | None, file_names: Sequence[str], store: TensorStore
-    ) -> None:
+    def __init__(self, list_hash: str, owner_files: Mapping[str, Path | None], store: TensorStore) -> None:
         self.list_hash = list_hash
-        self.owner_folder = owner_folder
-        self.file_names = tuple(file_names)
+        self.owner_files = owner_files
         self.store = store
         self.tensor_list: TensorList | None = None
         self._adopting = threading.Lock()
@@ -53,9 +50,7 @@ class BaseTensors:
         return self._owned
 
     def _owner_files(self) -> list[Path]:
-        if self.owner_folder is None:
-            return []
-        return [path for name in self.file_names if (path := self.owner_folder / name).is_file()]
+        return [path for path in self.owner_files.values() if path is not None and path.is_file()]
 
     def open_list(self) -> TensorList | None:
         """Returns and adopts (see adopt_list) the tensor list: the known one, else the one on the disk, else a new one.
@@ -66,11 +61,11 @@ class BaseTensors:
         """
         try:
             tensors = self.tensor_list or self.store.read_list()
-            if tensors is None and (files := self._owner_files()) and len(files) == len(self.file_names):
+            if tensors is None and (files := self._owner_files()) and len(files) == len(self.owner_files):
                 tensors = list_tensors(files)
                 if tensors.digest != self.list_hash:
                     raise BaseModelError(
-                        f"The tensors in {self.owner_folder} have the list {tensors.digest[:16]}..., and the manifest "
+                        f"The tensors in {files[0].parent} have the list {tensors.digest[:16]}..., and the manifest "
                         f"says {self.list_hash[:16]}...; download the model again, or {MALFORMED}."
                     )
                 with contextlib.suppress(DiskError):

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, cast
 
 from agora_protocol.errors import DataError
 
-from agora.data.record_files import check_text, json_type
+from agora.data.record_files import KeyTwice, check_text, json_type, parse_json
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -154,23 +154,40 @@ def has_empty_answer(sample: Sample) -> bool:
             return any(not message.content.strip() and not message.extra for message in learnt)
 
 
-def parse_json_text(value: object) -> object:
-    """Returns the list or object that a text such as a csv field spells in JSON; everything else as it is."""
+def parse_json_text(value: object, where: str) -> object:
+    """Returns the list or object that a text such as a csv field spells in JSON; everything else as it is.
+
+    Raises DataError, which names `where`, for an object with a key twice.
+    """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
+        try:
+            return parse_json(value)
+        except KeyTwice as error:
+            raise DataError(f"{where} {error}") from None
+        except (ValueError, RecursionError):
+            return value
     return value
 
 
-def parse_message_text(value: object, rules: MessageRules = USUAL_RULES) -> object:
+def parse_message_text(value: object, where: str, rules: MessageRules = USUAL_RULES) -> object:
     """Returns the messages, or the one message, that a text spells in JSON; everything else, also other JSON, as it
-    is.
+    is. Raises DataError, which names `where`, for a message with a key twice.
     """
-    parsed = parse_json_text(value)
+    try:
+        parsed = parse_json_text(value, where)
+    except DataError:
+        # Another text may be an answer in JSON, or code that looks like it, and is learnt as it is.
+        with contextlib.suppress(ValueError, RecursionError):
+            if _is_chat(json.loads(str(value)), rules):
+                raise
+        return value
+    return parsed if _is_chat(parsed, rules) else value
+
+
+def _is_chat(parsed: object, rules: MessageRules) -> bool:
     items = parsed if isinstance(parsed, list) else [parsed]
     roles = (rules.role_key,) if rules.role_key else ROLE_KEYS
-    is_chat = all(isinstance(item, Mapping) and any(key in item for key in roles) for item in items)
-    return parsed if items and is_chat else value
+    return bool(items) and all(isinstance(item, Mapping) and any(key in item for key in roles) for item in items)
 
 
 def read_messages(value: object, where: str, rules: MessageRules = USUAL_RULES) -> tuple[ChatMessage, ...]:
@@ -179,7 +196,7 @@ def read_messages(value: object, where: str, rules: MessageRules = USUAL_RULES) 
     value: or the JSON text of such a list. Their order is not checked. Raises DataError, which names `where` and the
     message's number, for malformed ones.
     """
-    value = parse_json_text(value)
+    value = parse_json_text(value, where)
     items = [value] if isinstance(value, Mapping) else value
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise DataError(f'{where} is {json_type(value)}; write a list such as [{{"role": "user", "content": "..."}}].')
@@ -217,7 +234,9 @@ def read_tools(value: object, where: str) -> tuple[Any, ...]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else []
+            value = parse_json(value) if value.strip() else []
+        except KeyTwice as error:
+            raise DataError(f"{where} {error}") from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON; write a list of JSON schemas.") from error
     if not isinstance(value, Sequence) or isinstance(value, str):

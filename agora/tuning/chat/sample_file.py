@@ -407,14 +407,14 @@ def _read_sharegpt_preference(row: FormatRow) -> Sample:
 def _make_chat_preference(prompt: Sequence[ChatMessage], row: FormatRow) -> Sample:
     sides = []
     for name in ("chosen", "rejected"):
-        value = parse_message_text(row.values[name], row.rules)
+        value = parse_message_text(row.values[name], row.place(name), row.rules)
         answer = (ChatMessage("assistant", row.text(name)),) if isinstance(value, str) else row.messages(name)
         sides.append(_make_conversation([*prompt, *answer], row, len(prompt)))
     return _make_preference(row, *sides)
 
 
 def _alpaca_prompt(row: FormatRow) -> list[ChatMessage]:
-    history = parse_json_text(row.values.get("history") or [])
+    history = parse_json_text(row.values.get("history") or [], row.place("history"))
     turns: list[ChatMessage] = []
     for number, pair in enumerate(history if isinstance(history, list) else [history], 1):
         where = f"{row.place('history')}, pair {number},"
@@ -443,7 +443,7 @@ def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
     prompt, answer = (
         value if isinstance(value, list | Mapping) else row.text(name)
         for name in ("prompt", column)
-        for value in (parse_message_text(row.values[name], row.rules),)
+        for value in (parse_message_text(row.values[name], row.place(name), row.rules),)
     )
     if isinstance(prompt, str):
         prompt = _with_input(prompt, row)
@@ -462,7 +462,9 @@ def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
 
 
 def _read_implicit_preference(row: FormatRow) -> Sample:
-    chosen, rejected = (parse_message_text(row.values[name], row.rules) for name in ("chosen", "rejected"))
+    chosen, rejected = (
+        parse_message_text(row.values[name], row.place(name), row.rules) for name in ("chosen", "rejected")
+    )
     if isinstance(chosen, str) and isinstance(rejected, str):
         prompt = _common_words(row.text("chosen"), row.text("rejected"))
         if not prompt:

@@ -11,7 +11,7 @@ from agora_protocol.errors import AgoraError, DataError, ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GossipedEpochs, GossipEpochs, Message
 
-from agora.core.calls import Caller
+from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time
 from agora.observe import events
 from agora.swarm.peer_score import ReportViolation, Violation
@@ -35,7 +35,7 @@ class EpochGossip:
     def __init__(
         self,
         assigner: EpochAssigner,
-        caller: Caller,
+        peer_caller: PeerCaller,
         others: Callable[[], Collection[PeerId]],
         *,
         report: events.Report,
@@ -45,7 +45,7 @@ class EpochGossip:
     ) -> None:
         """others: returns the other live origins. on_exchange: called at every tick, and for each received state."""
         self._assigner = assigner
-        self._caller = caller
+        self._peer_caller = peer_caller
         self._others = others
         self._report = report
         self._report_violation = report_violation
@@ -86,7 +86,7 @@ class EpochGossip:
 
     async def _send_state(self, peer: PeerId, request: GossipEpochs) -> None:
         try:
-            reply = await self._caller.call(peer, request, (), deadline=loop_time() + CALL_S)
+            reply = await self._peer_caller.call(peer, request, (), deadline=loop_time() + CALL_S)
             self._merge_answer(peer, reply.message)
         except AgoraError:
             pass  # an origin that cannot be reached now gets the state at a later interval, or is not live

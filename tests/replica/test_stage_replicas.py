@@ -6,18 +6,20 @@ import asyncio
 
 import pytest
 import torch
-from agora_protocol.messages import Contribute
+from agora_protocol.errors import NotMyStage
+from agora_protocol.messages import Contribute, GossipSteps, Recall
 
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
 from agora.replica import all_reduce
 from agora.replica.decide import RESUME_AFTER_S
-from agora.replica.replica_group import FETCH_TRIES, LEADING_STEP_INTERVAL_S
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
+from agora.replica.stage_replicas import LEADING_STEP_INTERVAL_S
+from agora.replica.step_runner import FETCH_TRIES
 from agora.replica.view import GONE_S, SILENT_S
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
 
-EXACT = {"averaging": {"gradient_wire": "float32", "round_s": 3.0}}
+ALL_REDUCES = {"averaging": {"gradient_wire": "float32", "round_s": 3.0}}
 SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"round_s": 3.0}}
 
 
@@ -40,7 +42,7 @@ def gradient_rounds(peer: GroupPeer) -> list[RoundDone]:
     return [event for event in peer.of(RoundDone) if event.what == "gradient"]
 
 
-@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("sections", [ALL_REDUCES, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
 def test_replicas_step_along_the_same_bits(sections: dict) -> None:
     async def main() -> None:
         async with GroupWorld([400.0, 800.0, 600.0], **sections) as world:
@@ -61,7 +63,7 @@ def test_asynchronous_all_reduce_steps_hold_their_target_and_no_token_is_lost(ra
     target = 8192
 
     async def main() -> None:
-        async with GroupWorld(rates, target=target, **EXACT) as world:
+        async with GroupWorld(rates, target=target, **ALL_REDUCES) as world:
             await asyncio.sleep(60.0)
             await at_one_step(*world.all)
             counted = sum(peer.stage.counted for peer in world.all)
@@ -79,7 +81,7 @@ def test_asynchronous_all_reduce_steps_hold_their_target_and_no_token_is_lost(ra
 
 def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_from_the_next_one() -> None:
     async def main() -> None:
-        world = GroupWorld([4000.0, 4000.0, 0.0], target=4096, **EXACT)
+        world = GroupWorld([4000.0, 4000.0, 0.0], target=4096, **ALL_REDUCES)
         async with world:
             late = world.all[2]
             await world.kill(late)
@@ -109,7 +111,7 @@ def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_agai
 ) -> None:
     async def main() -> None:
         monkeypatch.setattr(all_reduce, "MAX_KEPT_BYTES", 0)
-        world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **EXACT)
+        world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **ALL_REDUCES)
         async with world:
             late = world.all[2]
             await world.kill(late)
@@ -128,7 +130,7 @@ def test_a_replica_that_hangs_costs_an_asynchronous_step_less_than_its_own_durat
     """Its calls get no answer: the reducers' windows end after a part of a step, and the others have computed on."""
 
     async def main() -> None:
-        async with GroupWorld([1000.0, 1000.0, 1000.0], target=12_000, **EXACT) as world:
+        async with GroupWorld([1000.0, 1000.0, 1000.0], target=12_000, **ALL_REDUCES) as world:
             await asyncio.sleep(60.0)
             first, second, hung = world.all
             step, began = first.stage.step, asyncio.get_running_loop().time()
@@ -144,7 +146,7 @@ def test_a_replica_that_hangs_costs_an_asynchronous_step_less_than_its_own_durat
     run(main())
 
 
-@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("sections", [ALL_REDUCES, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
 def test_a_replica_that_the_view_does_not_list_yet_is_not_stepped_without(sections: dict) -> None:
     """The view of the first has a replica that died, and not yet the one that lives: it must not step alone."""
 
@@ -169,7 +171,7 @@ def test_a_replica_that_the_view_does_not_list_yet_is_not_stepped_without(sectio
     run(main())
 
 
-@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("sections", [ALL_REDUCES, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
 def test_the_last_replica_goes_on_two_seconds_after_the_other_ones_process_has_ended(sections: dict) -> None:
     """Connections to it break at once, while others stand: nobody waits until it is silent."""
 
@@ -188,9 +190,9 @@ def test_the_last_replica_goes_on_two_seconds_after_the_other_ones_process_has_e
     run(main())
 
 
-def test_a_part_that_nobody_gets_a_mean_of_is_in_the_next_step_and_all_stay_equal() -> None:
+def test_a_shard_that_nobody_gets_a_mean_of_is_in_the_next_step_and_all_stay_equal() -> None:
     async def main() -> None:
-        async with GroupWorld([500.0, 500.0, 500.0], **EXACT) as world:
+        async with GroupWorld([500.0, 500.0, 500.0], **ALL_REDUCES) as world:
             await asyncio.sleep(20.0)
             world.failing.add(Contribute)
             await asyncio.sleep(3.0)
@@ -208,7 +210,7 @@ def test_a_part_that_nobody_gets_a_mean_of_is_in_the_next_step_and_all_stay_equa
     run(main())
 
 
-@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("sections", [ALL_REDUCES, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
 def test_calls_that_fail_for_a_while_make_nobody_step_alone(sections: dict) -> None:
     async def main() -> None:
         async with GroupWorld([500.0, 500.0], **sections) as world:
@@ -230,7 +232,7 @@ def test_calls_that_fail_for_a_while_make_nobody_step_alone(sections: dict) -> N
     run(main())
 
 
-@pytest.mark.parametrize("sections", [EXACT, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("sections", [ALL_REDUCES, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
 def test_the_last_replica_steps_alone_once_the_others_are_silent(sections: dict) -> None:
     async def main() -> None:
         async with GroupWorld([500.0, 500.0], **sections) as world:
@@ -289,14 +291,14 @@ def test_what_encoding_had_lost_is_dropped_with_the_state_that_a_fetch_replaces(
         world = GroupWorld([0.0, 0.0], averaging={"gradient_wire": "normal2"})
         peer, other = world.all
         averager, part, gradient = (
-            peer.group.all_reduce.codec,
+            peer.group.stages[0].all_reduce.codec,
             Shard(0, "gradient", INT8_ROUNDS, 0),
             peer.stage.gradient,
         )
         made = averager.contribution(part, gradient, 1.0)
         averager.record_outcome(part, made, counted=True)
         assert not torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
-        await peer.group.stages[0].fetch_state([other.peer], 0)
+        await peer.group.stages[0].step_runner.fetch_state([other.peer], 0)
         assert torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
 
     run(main())
@@ -369,13 +371,34 @@ def test_a_replica_with_a_slow_uplink_sends_fewer_bits_and_all_step_along_the_sa
             slow.uplink_rate = 5_000.0
             await asyncio.sleep(20.0)
             chosen = [[event.wire for event in peer.of(GradientWireChosen)] for peer in world.all]
-            assert chosen == [[], ["normal2"], []] and slow.group.stages[0].compression.is_limited
+            assert chosen == [[], ["normal2"], []] and slow.group.stages[0].sync_choice.compression.is_limited
             sent = [gradient_rounds(peer)[-1].bytes_out for peer in world.all]
-            assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it owns the part"
+            assert sent[1] <= max(sent) / 1.8 or not sent[1], "unless it reduces the part"
             slow.uplink_rate = 10**9
             await asyncio.sleep(20.0)
             await at_one_step(*world.all)
-            assert slow.group.stages[0].compression.name == "int8"
+            assert slow.group.stages[0].sync_choice.compression.name == "int8"
             assert_equal_bits(*world.all)
+
+    run(main())
+
+
+@pytest.mark.parametrize("stage", [1, 7])
+def test_a_stage_that_is_not_held_is_refused_and_nobody_is_accused(stage: int) -> None:
+    """The asker may know a span that this peer has left."""
+
+    async def main() -> None:
+        async with GroupWorld([0.0] * 2) as world:
+            first, second = world.all
+            deadline = asyncio.get_running_loop().time() + 1.0
+            asked = [
+                GossipSteps(stage, ()),
+                Contribute(stage, "gradient", 0, 0, 0, 1.0, first_owner_failed=False, wire="float32", deadline_ms=1000),
+                Recall(stage, "gradient", 0, 0, 0),
+            ]
+            for message in asked:
+                with pytest.raises(NotMyStage, match=f"holds stages 0, not {stage}"):
+                    await first.group.answer(second.peer, message, [], deadline)
+            assert not first.violations
 
     run(main())

@@ -14,8 +14,8 @@ measured over some seconds are wrong for as long after a stall or a join.
 | all-reduces | inner steps | NOTICE_STEPS after the round's |
 | inner steps | all-reduces, or another number of fragments | NOTICE_PASSES passes over all fragments later |
 
-The device thread takes steps by the newest StepPolicy, which the event loop replaces whenever it learns of the other
-replicas. For every step and every closed share the thread puts an event on a queue.
+The device thread takes steps by the newest StepInstructions. The event loop replaces them whenever it learns of the
+other replicas. For every step and every closed share the thread puts an event on a queue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOTICE_PASSES: Final = 2
 MIN_STEPS_BETWEEN: Final = 100
 
 
-class StepPlan(NamedTuple):
+class SyncSchedule(NamedTuple):
     """How a stage takes its steps: before step number `change_at` (counted from 0) in one way, from it on in another.
 
     fragments, later_fragments: their number while the stage takes inner steps, or ALL_REDUCE. Equal at all replicas,
@@ -58,78 +58,83 @@ class StepPlan(NamedTuple):
         return self.fragments_at(step) != ALL_REDUCE
 
 
-ONLY_ALL_REDUCE: Final = StepPlan()
+ONLY_ALL_REDUCE: Final = SyncSchedule()
 
 
-def first_step_plan(manifest: Manifest) -> StepPlan:
-    """Returns the plan with which a run begins: inner steps after the manifest's all-reduces; none if synchronous."""
+def first_sync_schedule(manifest: Manifest) -> SyncSchedule:
+    """Returns the sync schedule of a run's start: inner steps after the manifest's all-reduces; none if synchronous."""
     if manifest.exact_steps == ALL_STEPS:
         return ONLY_ALL_REDUCE
-    return StepPlan(ALL_REDUCE, manifest.exact_steps, slice_count(manifest.averaging.fraction))
+    return SyncSchedule(ALL_REDUCE, manifest.exact_steps, slice_count(manifest.averaging.fraction))
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeRule:
-    """When a stage's step plan changes, by the means that its replicas apply: equal at all of them.
+class SyncChangeRule:
+    """When a stage's sync schedule changes, by the means that its replicas apply: equal at all of them.
 
     may_change: whether it may at all: in asynchronous runs whose manifest leaves it to the links. every: inner steps
-    from one fragment sync to the next. most_fragments: the manifest's number. first: the run's first plan.
+    from one fragment sync to the next. most_fragments: the manifest's number. first: the run's first sync schedule.
     """
 
     may_change: bool
     every: int
     most_fragments: int
-    first: StepPlan = ONLY_ALL_REDUCE
+    first: SyncSchedule = ONLY_ALL_REDUCE
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest) -> ChangeRule:
+    def from_manifest(cls, manifest: Manifest) -> SyncChangeRule:
         """Returns the rule of a run."""
         section = manifest.averaging
         most_fragments = slice_count(section.fraction)
         is_free = section.exact_steps == ALL_STEPS and section.local_steps == "auto" and most_fragments >= MIN_FRAGMENTS
         may_change = is_free and manifest.schedule.kind == "asynchronous"
-        return cls(may_change, section.every, most_fragments, first_step_plan(manifest))
+        return cls(may_change, section.every, most_fragments, first_sync_schedule(manifest))
 
-    def is_possible(self, plan: StepPlan, step: int) -> bool:
-        """Returns whether a stage of this run that has taken `step` steps can have `plan`.
+    def is_possible(self, sync_schedule: SyncSchedule, step: int) -> bool:
+        """Returns whether a stage of this run that has taken `step` steps can have `sync_schedule`.
 
-        It has the first plan, or one whose numbers of fragments the rule allows, and whose change came or is near.
+        It has the first sync schedule, or one whose numbers of fragments the rule allows and whose change came or is
+        near.
         """
-        notice = max(NOTICE_STEPS, NOTICE_PASSES * self.every * max(plan.fragments, 1))
-        is_change = plan.fragments != plan.later_fragments and 0 < plan.change_at <= step + notice
-        return plan == self.first or (is_change and all(map(self._may_become, (plan.fragments, plan.later_fragments))))
+        notice = max(NOTICE_STEPS, NOTICE_PASSES * self.every * max(sync_schedule.fragments, 1))
+        is_change = (
+            sync_schedule.fragments != sync_schedule.later_fragments and 0 < sync_schedule.change_at <= step + notice
+        )
+        return sync_schedule == self.first or (
+            is_change and all(map(self._may_become, (sync_schedule.fragments, sync_schedule.later_fragments)))
+        )
 
-    def after_all_reduce(self, plan: StepPlan, step: int, wanted: int) -> StepPlan:
-        """Returns the plan after the means of all-reduce `step` were applied, all of which want `wanted` fragments.
+    def after_all_reduce(self, sync_schedule: SyncSchedule, step: int, wanted: int) -> SyncSchedule:
+        """Returns the sync schedule after the means of all-reduce `step`, all of which want `wanted` fragments.
 
         It stays as it is if the stage may not change so, if a change is to come already, and within MIN_STEPS_BETWEEN
         steps of the last one.
         """
-        is_settled = plan == ONLY_ALL_REDUCE or step >= plan.change_at + MIN_STEPS_BETWEEN
+        is_settled = sync_schedule == ONLY_ALL_REDUCE or step >= sync_schedule.change_at + MIN_STEPS_BETWEEN
         if wanted == ALL_REDUCE or not self._may_become(wanted) or not is_settled:
-            return plan
-        return StepPlan(ALL_REDUCE, step + NOTICE_STEPS, wanted)
+            return sync_schedule
+        return SyncSchedule(ALL_REDUCE, step + NOTICE_STEPS, wanted)
 
-    def after_fragment_sync(self, plan: StepPlan, step: int, wanted: int) -> StepPlan:
-        """Returns the plan after the means of the fragment sync due after `step` steps were applied.
+    def after_fragment_sync(self, sync_schedule: SyncSchedule, step: int, wanted: int) -> SyncSchedule:
+        """Returns the sync schedule after the means of the fragment sync due after `step` steps were applied.
 
-        wanted: the number of fragments that all of these means want, or ALL_REDUCE. The plan stays as it is if the
-        stage may not change so, or if a change is to come already or came lately: within MIN_STEPS_BETWEEN steps before
-        a change to all-reduces, within NOTICE_PASSES passes before any other.
+        wanted: the number of fragments that all of these means want, or ALL_REDUCE. The sync schedule stays as it is if
+        the stage may not change so, or if a change is to come already or came lately: within MIN_STEPS_BETWEEN steps
+        before a change to all-reduces, within NOTICE_PASSES passes before any other.
         """
-        present = plan.fragments_at(step - 1)
+        present = sync_schedule.fragments_at(step - 1)
         notice = NOTICE_PASSES * self.every * present
         pause = MIN_STEPS_BETWEEN if wanted == ALL_REDUCE else notice
-        if wanted == present or not self._may_become(wanted) or step < plan.change_at + pause:
-            return plan
-        return StepPlan(present, step + notice, wanted)
+        if wanted == present or not self._may_become(wanted) or step < sync_schedule.change_at + pause:
+            return sync_schedule
+        return SyncSchedule(present, step + notice, wanted)
 
     def _may_become(self, wanted: int) -> bool:
         return self.may_change and (wanted == ALL_REDUCE or MIN_FRAGMENTS <= wanted <= self.most_fragments)
 
 
 @dataclass(frozen=True, slots=True)
-class StepPolicy:
+class StepInstructions:
     """When the device thread takes a stage's step along its gradient sum, or closes its share of a step for the mean.
 
     `own_tokens`, `alone` and `closes_share` hold for step number `step` only (counted from 0). The stage may be at a
@@ -141,7 +146,7 @@ class StepPolicy:
     | uses the mean gradient of all replicas   | if all-reduce, averages, unless `alone` | if all-reduce, averages  |
     | closes its share when it has the tokens  | closes_share, if it uses the mean       | no                  |
 
-    Whether a step is an all-reduce or an inner step says the stage's StepPlan, which changes on the device thread.
+    The stage's SyncSchedule, which changes on the device thread, says whether a step is an all-reduce or an inner step.
     """
 
     target_tokens: int  # how many all replicas together count for one step
@@ -154,24 +159,24 @@ class StepPolicy:
     def tokens_needed(self, step: int) -> int:
         """Returns how many tokens this replica must count for step `step` before it steps or closes its share.
 
-        `own_tokens` at the policy's own step, else `target_tokens`.
+        `own_tokens` at the instructions' own step, else `target_tokens`.
         """
         return self.own_tokens if step == self.step else self.target_tokens
 
-    def uses_mean_gradient(self, step: int, plan: StepPlan) -> bool:
+    def uses_mean_gradient(self, step: int, sync_schedule: SyncSchedule) -> bool:
         """Returns whether step `step` is taken along the mean gradient of all replicas.
 
-        True if `averages`, unless `plan` makes it an inner step, or it is the policy's own step and the replica is
-        alone.
+        True if `averages`, unless `sync_schedule` makes it an inner step, or it is the instructions' own step and the
+        replica is alone.
         """
-        return self.averages and not plan.is_inner(step) and not (self.alone and step == self.step)
+        return self.averages and not sync_schedule.is_inner(step) and not (self.alone and step == self.step)
 
-    def must_close(self, step: int, plan: StepPlan) -> bool:
+    def must_close(self, step: int, sync_schedule: SyncSchedule) -> bool:
         """Returns whether the device thread is to close the share of step `step` once it has `tokens_needed(step)`.
 
-        True only if `closes_share`, at the policy's own step, and if that step uses the mean gradient.
+        True only if `closes_share`, at the instructions' own step, and if that step uses the mean gradient.
         """
-        return self.closes_share and step == self.step and self.uses_mean_gradient(step, plan)
+        return self.closes_share and step == self.step and self.uses_mean_gradient(step, sync_schedule)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The step policy's rules, and the queue of step events, without a device or a swarm."""
+"""The step instructions' rules, and the queue of step events, without a device or a swarm."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.core.sync_mode import ONLY_ALL_REDUCE, StageStepped, StepPlan, StepPolicy
+from agora.core.step_schedule import ONLY_ALL_REDUCE, StageStepped, StepInstructions, SyncSchedule
 from agora.train.device_worker import MAX_EVENTS, StepEvents
 
-KNOWN = StepPolicy(target_tokens=1000, averages=True, step=7, own_tokens=400, alone=True)
+KNOWN = StepInstructions(target_tokens=1000, averages=True, step=7, own_tokens=400, alone=True)
 
 
 def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> None:
@@ -35,20 +35,20 @@ def test_the_tokens_needed_of_this_replica_are_known_for_that_step_only() -> Non
 def test_an_all_reduce_step_waits_unless_this_replica_is_known_to_be_alone_at_it(
     first_local: int, alone: bool, step: int, waits: bool
 ) -> None:
-    assert replace(KNOWN, alone=alone).uses_mean_gradient(step, StepPlan(0, first_local, 20)) == waits
+    assert replace(KNOWN, alone=alone).uses_mean_gradient(step, SyncSchedule(0, first_local, 20)) == waits
 
 
-def test_a_part_is_closed_at_once_only_of_the_step_that_the_policy_is_of_and_where_the_mean_is_awaited() -> None:
+def test_a_part_is_closed_at_once_only_of_the_step_that_the_instructions_are_of_and_where_the_mean_is_awaited() -> None:
     closing = replace(KNOWN, alone=False, closes_share=True)
     assert [closing.must_close(step, ONLY_ALL_REDUCE) for step in (6, 7, 8)] == [False, True, False]
     assert not replace(closing, closes_share=False).must_close(7, ONLY_ALL_REDUCE)
-    assert not closing.must_close(7, StepPlan(0, 7, 20)) and closing.must_close(7, StepPlan(20, 7, 0))
+    assert not closing.must_close(7, SyncSchedule(0, 7, 20)) and closing.must_close(7, SyncSchedule(20, 7, 0))
     assert not replace(closing, alone=True).must_close(7, ONLY_ALL_REDUCE)
     assert not replace(closing, averages=False).must_close(7, ONLY_ALL_REDUCE)
 
 
-def test_a_policy_that_knows_nothing_of_others_asks_for_the_whole_target_and_waits_where_steps_are_exact() -> None:
-    first, local = StepPolicy(target_tokens=1000, averages=True), StepPlan(0, 2, 20)
+def test_instructions_that_know_nothing_of_others_ask_for_the_whole_target_and_waits_where_steps_are_exact() -> None:
+    first, local = StepInstructions(target_tokens=1000, averages=True), SyncSchedule(0, 2, 20)
     assert [(first.tokens_needed(step), first.uses_mean_gradient(step, local)) for step in (0, 1, 2)] == [
         (1000, True),
         (1000, True),

@@ -1,4 +1,4 @@
-"""Who may use how much of what is shared: no client, and no network of clients, takes the others' part."""
+"""Who may use how much of what is shared: no requester, and no network of requesters, takes the others' part."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 from agora_protocol.addresses import address_prefix
 from agora_protocol.ids import PeerId
 
-from agora.core import rates
-from agora.core.rates import Client, RateLimiter, SharedCapacity, largest_client
+from agora.core import fair_shares
+from agora.core.fair_shares import RateLimiter, Requester, SharedCapacity, largest_requester
 
 
-def client(peer: str, prefix: str = "203.0.113.0/24") -> Client:
-    return Client(prefix, PeerId(peer))
+def requester(peer: str, prefix: str = "203.0.113.0/24") -> Requester:
+    return Requester(prefix, PeerId(peer))
 
 
 def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
@@ -25,7 +25,7 @@ def test_a_bucket_pays_a_burst_at_once_and_then_its_rate() -> None:
 
 
 def test_buckets_of_the_longest_idle_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(fair_shares, "MAX_REQUESTERS", 2)
     buckets = RateLimiter(rate=1.0, burst=1.0)
     for name in ("a", "b", "a", "c"):
         buckets.take(name, 0.0)
@@ -41,11 +41,11 @@ def test_addresses_of_one_network_have_one_prefix() -> None:
 
 
 def test_one_consumer_takes_half_of_the_capacity_and_leaves_the_rest_to_others() -> None:
-    capacity, greedy = SharedCapacity(8), client("greedy")
+    capacity, greedy = SharedCapacity(8), requester("greedy")
     assert sum(capacity.acquire(greedy) for _ in range(20)) == 8, "alone it may have all"
     for _ in range(4):
         capacity.release(greedy)
-    late = client("late")
+    late = requester("late")
     assert capacity.acquire(late)
     assert not capacity.acquire(greedy), "it has its half"
     assert sum(capacity.acquire(late) for _ in range(20)) == 3
@@ -54,27 +54,29 @@ def test_one_consumer_takes_half_of_the_capacity_and_leaves_the_rest_to_others()
 
 def test_a_hundred_peers_of_one_network_get_no_more_than_one_of_another() -> None:
     capacity = SharedCapacity(16)
-    crowd = sum(capacity.acquire(client(f"p{number}")) for number in range(100))
+    crowd = sum(capacity.acquire(requester(f"p{number}")) for number in range(100))
     assert crowd == 16, "nobody else asks"
     for number in range(8):
-        capacity.release(client(f"p{number}"))
-    other = client("other", "198.51.100.0/24")
+        capacity.release(requester(f"p{number}"))
+    other = requester("other", "198.51.100.0/24")
     assert sum(capacity.acquire(other) for _ in range(20)) == 8
 
 
 def test_whoever_comes_to_a_full_house_takes_a_slot_from_the_largest_network_only() -> None:
-    held = {client("a"): 3, client("b"): 5, client("c", "198.51.100.0/24"): 6}
-    assert largest_client(held, client("new", "192.0.2.0/24")) == client("b")
-    assert largest_client(held, client("d")) == client("b"), "its own network pays"
-    assert largest_client(held, client("b")) is None, "nobody pays for who has the most"
-    assert largest_client({}, client("a")) is None
-    even = {client("a"): 1, client("c", "198.51.100.0/24"): 1}
-    assert largest_client(even, client("d", "198.51.100.0/24")) is None, "it would hold more than who pays"
+    held = {requester("a"): 3, requester("b"): 5, requester("c", "198.51.100.0/24"): 6}
+    assert largest_requester(held, requester("new", "192.0.2.0/24")) == requester("b")
+    assert largest_requester(held, requester("d")) == requester("b"), "its own network pays"
+    assert largest_requester(held, requester("b")) is None, "nobody pays for who has the most"
+    assert largest_requester({}, requester("a")) is None
+    even = {requester("a"): 1, requester("c", "198.51.100.0/24"): 1}
+    assert largest_requester(even, requester("d", "198.51.100.0/24")) is None, "it would hold more than who pays"
 
 
 def test_a_capacity_is_given_back_completely() -> None:
     capacity = SharedCapacity(2)
-    assert capacity.acquire(client("a")) and capacity.acquire(client("b")) and not capacity.acquire(client("c"))
-    capacity.release(client("a"))
-    capacity.release(client("b"))
+    assert (
+        capacity.acquire(requester("a")) and capacity.acquire(requester("b")) and not capacity.acquire(requester("c"))
+    )
+    capacity.release(requester("a"))
+    capacity.release(requester("b"))
     assert not capacity.held

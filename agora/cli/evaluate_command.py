@@ -1,0 +1,53 @@
+"""`swarm evaluate`: measures texts and questions through the live pipeline of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agora.cli import console
+from agora.cli.console import USAGE, Failure
+from agora.node import paths, runs
+from agora.node.control import control_client
+
+ANSWER_S: Final = 86_400.0
+
+
+def evaluate(run: str, tasks: Sequence[str], items: int, share: float, directory: Path | None, *, as_json: bool) -> int:
+    """Prints each task's result as it comes. Raises Failure if no daemon here can evaluate, or a task is wrong."""
+    if not 0.0 < share <= 1.0:
+        raise Failure(f"--share {share}: give a part above 0 and at most 1, such as 0.02", USAGE)
+    home = paths.home_at(directory)
+    entries = runs.entries_of_run(run, home, paths.find_running_daemons())
+    if not entries:
+        raise Failure(f"no daemon of {run} runs on this machine; start one with `agora-node join RUN --stages 0`")
+    results = []
+    for task in tasks:
+        results.append(answer := _ask(entries, _named(task), items, share))
+        if not as_json:
+            values = "  ".join(f"{name} {value:.4f}" for name, value in answer["values"].items())
+            about = f"{answer['items']} items, {answer['tokens']} tokens, step {answer['step']}"
+            console.print_to_stdout(f"{answer['task']:<16} {values}  ({about})")
+    if as_json:
+        console.print_json({"schema": 1, "run_id": entries[0].run, "results": results})
+    return console.DONE
+
+
+def _named(task: str) -> str:
+    path = Path(task).expanduser()
+    return str(path.absolute()) if path.exists() else task  # the daemon has another working directory
+
+
+def _ask(entries: Sequence[paths.DaemonEntry], task: str, items: int, share: float) -> dict[str, Any]:
+    refusals = []
+    for entry in entries:
+        try:
+            return control_client.ask(
+                Path(entry.socket), "evaluate_task", timeout_s=ANSWER_S, task=task, items=items, share=share
+            )
+        except control_client.DaemonRefused as error:
+            refusals.append(str(error))
+        except control_client.DaemonUnreachable as error:
+            refusals.append(f"the daemon with pid {entry.pid} does not answer ({error})")
+    raise Failure("; ".join(dict.fromkeys(refusals)))

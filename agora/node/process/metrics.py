@@ -1,0 +1,65 @@
+"""A daemon's metrics: everything that Prometheus gets, and its rows over time in DIR/metrics.jsonl."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import prometheus_client
+
+from agora.core.clock import loop_time
+from agora.node.control.node_report import NodeReport, report_json, status_json
+from agora.observe import events
+from agora.observe.journal import LineFile
+from agora.observe.metrics import (
+    FILE_NAME,
+    MAX_FILE_BYTES,
+    REPORT_METRICS,
+    STATUS_METRICS,
+    EventMetrics,
+    SnapshotCollector,
+    is_row_due,
+    make_row,
+)
+
+POLL_S = 1.0  # seconds between two looks whether a row is due
+
+
+class DaemonMetrics:
+    """All metrics of a daemon, in `registry`; `run` writes their rows."""
+
+    def __init__(
+        self,
+        counted: EventMetrics,
+        directory: Path,
+        take_node_report: Callable[[], NodeReport],
+        report_event: events.Report,
+    ) -> None:
+        """counted: gets the daemon's events as a sink. Its registry gets the rest, too. directory: of the file."""
+        self.registry = counted.registry
+        self._path = directory / FILE_NAME
+        self._take_node_report = take_node_report
+        self._report_event = report_event
+        self.registry.register(SnapshotCollector(STATUS_METRICS, lambda: status_json(take_node_report())))
+        self.registry.register(SnapshotCollector(REPORT_METRICS, lambda: report_json(take_node_report())))
+        prometheus_client.ProcessCollector(registry=self.registry)
+
+    async def run(self) -> None:
+        """Writes a row whenever one is due, until cancelled; ends, with an event, when the disk takes no more."""
+        began = written_at = loop_time()
+        step = -1
+        try:
+            file = LineFile(self._path, MAX_FILE_BYTES)
+            while True:
+                await asyncio.sleep(POLL_S)
+                now = loop_time()
+                if not is_row_due(now - began, now - written_at, has_stepped=True):
+                    continue
+                report = self._take_node_report()
+                reached = status_json(report)["step"]
+                if report.run.stage_count and is_row_due(now - began, now - written_at, has_stepped=reached != step):
+                    step, written_at = reached, now
+                    file.append(make_row(self.registry, report.run.run_id, step, report.now_unix).to_line())
+        except OSError as error:
+            self._report_event(events.DiskTrouble(str(self._path), error.strerror or str(error)))

@@ -1,0 +1,1 @@
+"""What browsers and Prometheus get over HTTP: read only, on loopback unless told otherwise."""

@@ -1,0 +1,152 @@
+"""Which rounds of a stage this peer takes part in now, with whom, and what it believes of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from agora_protocol.errors import AgoraError, ProtocolError, Refused
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest import Manifest
+
+from agora.core.clock import loop_time
+from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule
+from agora.replica.all_reduce import RoundContext
+from agora.replica.gossip import StepGossip
+from agora.replica.pacing import StepPacing
+from agora.replica.reducers import FragmentDivision, Members
+from agora.replica.shard_codec import Shard, cut_into_shards
+from agora.replica.stage_worker import StageWorker
+from agora.replica.trust import token_bounds
+from agora.replica.view import (
+    NEWCOMER_STEPS,
+    KnownReplicas,
+    lagging_or_unheard_replicas,
+    lagging_replicas,
+    live_replicas,
+    may_sign,
+    newcomers,
+    round_members,
+    unreachable_replicas,
+)
+
+# A reducer refuses a shard more than this many gradient rounds, or passes over all fragments, away from its own round.
+MAX_ROUNDS_APART: Final = 2
+# Steps by which a replica's last report may lag behind the step of a fragment sync in which it takes part.
+MAX_REPORT_LAG: Final = 2
+# A round of an asynchronous run may take max(MIN_ROUND_S, ROUND_STEPS * the average duration of a step).
+ROUND_STEPS: Final = 2.0
+MIN_ROUND_S: Final = 4.0
+
+
+class RoundRules:
+    """The rules of one stage's rounds, by what gossip, the view of the run and the stage itself say at the moment."""
+
+    def __init__(
+        self,
+        stage: int,
+        manifest: Manifest,
+        me: PeerId,
+        *,
+        worker: StageWorker,
+        gossip: StepGossip,
+        replicas_in_view: Callable[[], Mapping[PeerId, float]],
+        pacing: StepPacing,
+    ) -> None:
+        """replicas_in_view: with their bandwidths, see SwarmQueries."""
+        self._stage = stage
+        self._me = me
+        self._seed = manifest.seed
+        self._averaging = manifest.averaging
+        self._synchronous = manifest.schedule.kind == "synchronous"
+        self._target_tokens = manifest.optimizer.target_tokens
+        self._change_rule = SyncChangeRule.from_manifest(manifest)
+        self._worker = worker
+        self._gossip = gossip
+        self._replicas_in_view = replicas_in_view
+        self._pacing = pacing
+        self._start_step = worker.step_of(stage)
+        self._divisions: dict[int, FragmentDivision] = {}
+
+    def members(self) -> Members:
+        """Returns the members of the stage's next round, this peer included."""
+        known, listed = self._gossip.known_progress(), self._gossip.others_in_view()
+        progress = self._worker.progress_of(self._stage)
+        others = round_members(known, listed, loop_time())
+        if not progress.sync_schedule.is_inner(progress.step) and not self._synchronous:
+            # These replay all-reduces.
+            others -= lagging_replicas(known, others, progress.step)
+        new = newcomers(known, others, progress.step)
+        if self._start_step > progress.step - NEWCOMER_STEPS >= 0:
+            new.add(self._me)
+        bandwidths = self._replicas_in_view()
+        return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._me}}
+
+    def allowed_s(self) -> float:
+        """Returns how many seconds a round may take now."""
+        step_s = self._pacing.step_s.value
+        if self._synchronous or step_s is None:
+            return self._averaging.round_s
+        return min(self._averaging.round_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
+
+    def context_of(self, shard: Shard) -> RoundContext:
+        """Returns what is known of the shard's round."""
+        now, members = loop_time(), self.members()
+        known, listed = self._gossip.known_progress(), self._gossip.others_in_view()
+        not_awaited = unreachable_replicas(known, members, now)
+        if not self._synchronous:
+            is_gradient = shard.kind == "gradient"
+            step = shard.round if is_gradient else shard.round * self._averaging.every - MAX_REPORT_LAG
+            not_awaited |= lagging_or_unheard_replicas(known, members.keys() - {self._me}, step)
+        numel, refusal = self._check(shard)
+        step = shard.round * (self._averaging.every if shard.fragments else 1)
+        live = live_replicas(known, listed, now)
+        return RoundContext(
+            members,
+            # Who began with a later state keeps no mean of this round, which is no sign against those that others keep.
+            frozenset(peer for peer, progress in live.items() if progress.direct.start_step <= step),
+            frozenset(not_awaited),
+            self.allowed_s(),
+            token_bounds=self._token_bounds(shard, members, known),
+            may_sign=may_sign(step, self._start_step) or not any(rate is not None for rate in members.values()),
+            numel=numel,
+            refusal=refusal,
+        )
+
+    def _token_bounds(self, shard: Shard, members: Members, known: KnownReplicas) -> dict[PeerId, float]:
+        rates = {peer: known[peer].direct.rate.per_second for peer in members if peer in known}
+        rates[self._me] = self._pacing.rate.per_second
+        steps = self._averaging.every * shard.fragments or 1
+        bounds = token_bounds(rates, self._target_tokens, self._pacing.microbatch_tokens)
+        return {peer: steps * bound for peer, bound in bounds.items()}
+
+    def _check(self, shard: Shard) -> tuple[int, AgoraError | None]:
+        stage, is_gradient = self._stage, shard.kind == "gradient"
+        every, fragments = self._averaging.every, shard.fragments
+        if is_gradient != (fragments == ALL_REDUCE):
+            return 0, ProtocolError("bad-message", f"no {shard.kind} of {fragments} fragments is averaged in {stage}")
+        averaged_step = shard.round if is_gradient else shard.round * every - 1
+        if self._worker.progress_of(stage).sync_schedule.fragments_at(averaged_step) != fragments:
+            problem = f"stage {stage} averages no {shard.kind} {shard.round} here"
+            # Where sync schedules change, an honest member may not know of the change yet.
+            return 0, Refused(problem) if self._change_rule.may_change else ProtocolError("bad-message", problem)
+        numel = self._worker.layout(stage).numel
+        if not is_gradient:
+            numel = self.division_of(shard.round).numel_of(shard.round)
+        cuts = cut_into_shards(numel)
+        if shard.position >= len(cuts):
+            problem = f"round {shard.round} has {len(cuts)} shards, not {shard.position + 1}"
+            return 0, ProtocolError("bad-message", problem)
+        step = self._worker.step_of(stage)
+        own_number = step if is_gradient else step // every
+        if abs(shard.round - own_number) > MAX_ROUNDS_APART * max(fragments, 1):
+            return 0, Refused(f"round {shard.round} is too far from this peer's round {own_number}")
+        return len(range(numel)[cuts[shard.position]]), None
+
+    def division_of(self, number: int) -> FragmentDivision:
+        """Returns the division of the stage's weights of which sync `number` averages one fragment."""
+        sync_schedule = self._worker.progress_of(self._stage).sync_schedule
+        count = sync_schedule.fragments_at(number * self._averaging.every - 1)
+        if count not in self._divisions:
+            self._divisions[count] = FragmentDivision(self._worker.layout(self._stage).numel, count, self._seed)
+        return self._divisions[count]

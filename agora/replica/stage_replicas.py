@@ -1,0 +1,516 @@
+"""Keeps this peer's stages in step with their replicas at other peers: event, view, decision, performance.
+
+Steps and news of a stage lead to StageReplicas.consider, which looks, decides and performs; steps with other replicas,
+fetches and fragment syncs start there. docs/understand/averaging.md has what follows when one fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from agora_protocol.errors import NotMyStage
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import Contribute, GossipSteps, Recall
+from agora_protocol.parts import slice_count
+from agora_protocol.tensors import WireTensor
+
+from agora.core.calls import PeerCaller, Reply
+from agora.core.clock import loop_time, slept_s
+from agora.core.step_schedule import ALL_REDUCE, StepInstructions
+from agora.observe import events
+from agora.replica.all_reduce import AllReduce
+from agora.replica.decide import Action, StepSettings, counting_replicas, decide, step_instructions
+from agora.replica.fragment_syncs import FragmentSyncs, start_reported
+from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
+from agora.replica.pacing import BatchSizeCorrection, StepPacing
+from agora.replica.round_rules import RoundRules
+from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
+from agora.replica.stage_worker import StageWorker
+from agora.replica.step_runner import FetchState, StepRunner
+from agora.replica.sync_choice import SyncChoice
+from agora.replica.sync_rules import ReplicaUplink
+from agora.replica.trust import INNER_STEPS_LEAD, JOIN_S, LEAD, OwnPace, replicas_to_fetch_from
+from agora.replica.view import (
+    ReplicaCounts,
+    StageView,
+    cap_reported_tokens,
+    count_tokens,
+    leading_step,
+    live_replicas,
+    round_members,
+)
+from agora.swarm.peer_score import ReportViolation, Violation
+from agora.train.gradients import GradientShare
+from agora.train.stage import StageProgress
+
+# Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
+MAX_CARRIED: Final = 1_000_000
+# Seconds between two measurements, in a synchronous run, of how far the other stages are.
+LEADING_STEP_INTERVAL_S: Final = 5.0
+
+
+class StageReplicas:
+    """One stage among its replicas: looks, decides, performs, at every event of the stage. On the event loop only."""
+
+    def __init__(
+        self,
+        stage: int,
+        signed: SignedManifest,
+        identity: Identity,
+        *,
+        worker: StageWorker,
+        peer_caller: PeerCaller,
+        swarm: SwarmQueries,
+        fetch_state: FetchState,
+        replicated_numel: Callable[[], int],
+        report: events.Report,
+        report_violation: ReportViolation,
+    ) -> None:
+        """replicated_numel: elements of this peer's stages that have replicas."""
+        manifest, me = signed.manifest, identity.peer
+        self._stage = stage
+        self._me = me
+        self._worker = worker
+        self._report = report
+        self._report_violation = report_violation
+        self._averaging = manifest.averaging
+        self._settings = StepSettings.from_manifest(manifest)
+        self._start_step = step = worker.step_of(stage)
+        self._sync_schedule = worker.progress_of(stage).sync_schedule
+        self._present_fragments = self._sync_schedule.fragments_at(step)
+        self._pace = OwnPace(step, _time_with_suspend() - JOIN_S, step)
+        self._leading_step = 0
+        self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
+        self._in_progress = 0
+        self._compared: dict[PeerId, int] = {}  # by replica, the step at which its means were compared with own ones
+        self._comparison: asyncio.Task[None] | None = None
+        self._is_leaving = False
+        self._task: asyncio.Task[None] | None = None  # the latest step, fetch or catch-up
+        self.reason = ""  # of the latest decision
+        self.pacing = StepPacing(manifest.quota_tokens, BatchSizeCorrection(self._settings.target_tokens))
+        self.gossip = StepGossip(
+            me,
+            stage,
+            peer_caller,
+            swarm,
+            counts=self.counts,
+            on_change=self.consider,
+            highest_plausible=self.highest_plausible_step,
+            report_implausible=self._report_implausible,
+            interval_s=SYNCHRONOUS_INTERVAL_S if self._settings.synchronous else INTERVAL_S,
+        )
+        self.round_rules = RoundRules(
+            stage,
+            manifest,
+            me,
+            worker=worker,
+            gossip=self.gossip,
+            replicas_in_view=lambda: swarm.replicas_in_view(stage),
+            pacing=self.pacing,
+        )
+        codec = ShardCodec(RoundConfig.from_manifest(signed, me))
+        self.sync_choice = SyncChoice(
+            stage,
+            manifest,
+            codec,
+            uplinks=self._uplinks,
+            uplink_bytes_per_s=swarm.uplink_bytes_per_s,
+            replicated_numel=replicated_numel,
+            report=report,
+        )
+        self.all_reduce = AllReduce(
+            codec,
+            peer_caller,
+            self.round_rules.context_of,
+            self.sync_choice.fragments_to_ask_for,
+            identity.sign,
+            report,
+            report_violation,
+        )
+        self._fragment_syncs = FragmentSyncs(
+            stage,
+            self._averaging.every,
+            slice_count(self._averaging.fraction),
+            worker,
+            self.all_reduce,
+            self.round_rules.division_of,
+            report,
+        )
+        self.step_runner = StepRunner(
+            stage,
+            me,
+            worker,
+            self.all_reduce,
+            synchronous=self._settings.synchronous,
+            members=self.round_rules.members,
+            live=self.gossip.live_progress,
+            record_step=self._record_step,
+            stop_syncs=self._fragment_syncs.stop,
+            fetch_state=fetch_state,
+            report=report,
+        )
+        worker.set_step_instructions(stage, StepInstructions(self._settings.target_tokens, averages=True))
+
+    # --- events
+
+    def on_share_closed(self) -> None:
+        """Called when the device thread closed a share."""
+        self.pacing.on_share_closed(loop_time())
+        self.gossip.tick()
+        self.consider()
+
+    def on_microbatch_left(self, in_progress: int) -> None:
+        """Called when a training microbatch has left. in_progress: how many are still in progress at this peer."""
+        self._in_progress = in_progress
+        if self._origins_wait() and self.counts().tokens >= self.pacing.quota_now:
+            self.consider()
+
+    def on_stepped(self, step: int, tokens: int) -> None:
+        """Called after each optimizer step. step: steps taken so far. tokens: of this replica in that step."""
+        now = loop_time()
+        self.pacing.on_stepped(now)
+        if self.counts().open_step > step:
+            self.pacing.on_share_closed(now)
+        self.sync_choice.choose_compression(
+            len(self.round_rules.members()), self.pacing.expected_s or None, is_inner=self._takes_inner_step_now()
+        )
+        self._notice_change(step)
+        self.sync_choice.update_wish(self._sync_schedule.fragments_at(step))
+        if self._sync_schedule.is_inner(step - 1):
+            self.pacing.record_inner_step(tokens)
+            self._fragment_syncs.record_inner_step(tokens)
+        self.gossip.tick()
+        self.consider()
+
+    def on_leading_step(self, leading: int) -> None:
+        """Called in synchronous runs with the step of the run's furthest stage; notes since when this one is behind."""
+        self._leading_step = leading
+        step = self._worker.step_of(self._stage)
+        if step >= leading:
+            self._behind_at = None
+        elif self._behind_at is None or self._behind_at[0] != step:
+            self._behind_at = (step, loop_time())
+
+    # --- event, view, decision, performance
+
+    def consider(self) -> None:
+        """Looks, decides, performs; also tells the device thread when it may step by itself."""
+        now = loop_time()
+        view = self._look(now)
+        self._compare_means()
+        members, live = counting_replicas(view, now)
+        step = view.counts.open_step
+        is_inner, by_device = view.sync_schedule.is_inner(step), not self._origins_wait()
+        instructions = step_instructions(
+            step, members, live, view.quota, self._settings, is_inner=is_inner, by_device=by_device
+        )
+        self._worker.set_step_instructions(self._stage, instructions)
+        action, self.reason = decide(view, now, self._settings)
+        self._perform(action, view.counts.step)
+
+    def counts(self) -> ReplicaCounts:
+        """Returns how far this replica is, as it is gossiped."""
+        progress, carried = self._progress(), self.sync_choice.compression.carried
+        return ReplicaCounts(
+            step=progress.step,
+            open_step=progress.open_step,
+            tokens=progress.tokens_in_share,
+            tokens_counted=progress.tokens_counted,
+            agreed_step=progress.agreed_step,
+            history_hash=0 if progress.is_torn else progress.history_hash,
+            start_step=self._start_step,
+            carried=0 if math.isinf(carried) else 1 + min(int(1000 * carried), MAX_CARRIED),
+        )
+
+    def _progress(self) -> StageProgress:
+        return self._worker.progress_of(self._stage)
+
+    def _uplinks(self) -> list[ReplicaUplink]:
+        rates = self.pacing.believed
+        uplinks = [
+            ReplicaUplink(None if each.direct.rate.per_second is None else rates.get(peer), each.counts.bytes_carried)
+            for peer, each in self.gossip.live_progress().items()
+        ]
+        return [*uplinks, ReplicaUplink(self.pacing.rate.per_second, self.counts().bytes_carried)]
+
+    def _record_step(self, told: float, share: GradientShare | None) -> None:
+        if share is None or self._settings.synchronous:
+            self.pacing.record_step(told)
+        else:
+            live = self.gossip.live_progress()
+            reported = {peer: progress.tokens_of(share.step) for peer, progress in live.items()}
+            self.pacing.record_told_step(told, share.tokens, reported)
+
+    def _takes_inner_step_now(self) -> bool:
+        return self._progress().sync_schedule.is_inner(self._worker.step_of(self._stage))
+
+    def _notice_change(self, step: int) -> None:
+        sync_schedule = self._progress().sync_schedule
+        if sync_schedule != self._sync_schedule:
+            _, reason = self.sync_choice.explain_fragments(sync_schedule.fragments)
+            change = events.StepPlanChanged(
+                self._stage, sync_schedule.change_at, sync_schedule.fragments, sync_schedule.later_fragments, reason
+            )
+            self._report(change)
+        before, fragments = self._present_fragments, sync_schedule.fragments_at(step)
+        if fragments != before:
+            self.all_reduce.codec.drop_stage(self._stage)
+        if before == ALL_REDUCE != fragments:
+            self._fragment_syncs.forget_tokens()
+        elif before != ALL_REDUCE == fragments:
+            start_reported(self._fragment_syncs.stop(), self._report, "end of fragment syncs")
+        self._sync_schedule, self._present_fragments = sync_schedule, fragments
+
+    def _look(self, now: float) -> StageView:
+        own, progress = self.counts(), self._progress()
+        sync_schedule = progress.sync_schedule
+        known, listed = self.gossip.known_progress(), self.gossip.others_in_view()
+        live = live_replicas(known, round_members(known, listed, now), now)
+        self.pacing.measure(now, own.tokens_counted, own.open_step)
+        quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
+        takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
+        behind_at, behind_since = self._behind_at or (-1, None)
+        return StageView(
+            own,
+            known,
+            listed,
+            self._leading_step,
+            sync_schedule,
+            quota,
+            # Other tokens of a synchronous step than those that all stages count would be waited for for ever.
+            shares=None if self._settings.synchronous else self.pacing.shares,
+            step_s=self.pacing.expected_s,
+            open_fraction=self.pacing.open_fraction(now),
+            is_leaving=self._is_leaving,
+            is_busy=self._task is not None and not self._task.done(),
+            sync_due=self._fragment_syncs.next_due(own.step, own.agreed_step) if takes_inner_steps else None,
+            behind_since=behind_since if behind_at == own.step < self._leading_step else None,
+            diverged_from=replicas_to_fetch_from(
+                progress.history,
+                self._me,
+                {peer: last.direct.history for peer, last in live.items()},
+                is_torn=progress.is_torn,
+            ),
+            in_progress=self._in_progress if self._origins_wait() else 0,
+        )
+
+    def _compare_means(self) -> None:
+        # Replicas whose histories differ have applied other means: perhaps one reducer has told them different ones.
+        if self._comparison is not None and not self._comparison.done():
+            return
+        history = self._progress().history
+        for peer, progress in self.gossip.live_progress().items():
+            step, their_hash = progress.direct.agreed_step, progress.direct.history_hash
+            differs = their_hash and history.get(step, 0) not in (0, their_hash)
+            if differs and step > 0 and self._compared.get(peer, -1) < step:
+                self._compared[peer] = step
+                work = self._expose_equivocation(peer, step)
+                self._comparison = start_reported(work, self._report, "comparison of means")
+                return
+
+    async def _expose_equivocation(self, peer: PeerId, step: int) -> None:
+        sync_schedule, every = self._progress().sync_schedule, self._averaging.every
+        if sync_schedule.is_inner(step - 1):
+            rounds = [Shard(self._stage, "fragment", step // every, 0, sync_schedule.fragments_at(step - 1))]
+        else:
+            rounds = [Shard(self._stage, "gradient", number, 0) for number in range(max(step - 3, 0), step)]
+        for first in rounds:
+            if await self.all_reduce.expose_equivocation(peer, first):
+                return
+
+    def _perform(self, action: Action, step: int) -> None:
+        stage = self._stage
+        match action.kind:
+            case "wait":
+                return
+            case "fragment sync":
+                self._fragment_syncs.begin(action.number, step)
+                self.consider()  # more may be due beside it
+                return
+            case "catch up":
+                work = self._worker.catch_up(stage, action.number)
+            case "step":
+                work = self._worker.catch_up(stage, step + 1)
+            case "replay":
+                work = self.step_runner.replay(action.number)
+            case "step together":
+                work = self.step_runner.step_together(action.number)
+            case "fetch":
+                if action.sources:
+                    self._report(events.StageDiverged(stage, step, ", ".join(action.sources)))
+                else:
+                    self._report(events.StageFellBehind(stage, step, action.number))
+                work = self.step_runner.fetch_or_catch_up(action.at_least, action.number, action.sources)
+        self._task = start_reported(work, self._report)
+
+    # --- what gossip asks
+
+    def highest_plausible_step(self) -> int:
+        """Returns the highest step that another replica can have taken by now, see OwnPace."""
+        now, step = _time_with_suspend(), self._worker.step_of(self._stage)
+        furthest = self.gossip.furthest_step()
+        self._pace = self._pace.with_step(step, now, self.pacing.step_s.value, furthest)
+        lead = INNER_STEPS_LEAD if self._progress().sync_schedule.is_inner(step) else LEAD
+        return self._pace.highest_plausible_step(now, self._settings.target_tokens, lead)
+
+    def _report_implausible(self, peer: PeerId, step: int) -> None:
+        highest = self.highest_plausible_step()
+        text = f"says that it is at step {step} of stage {self._stage}; {highest} is the most that time allows"
+        # It counts once a minute.
+        dedup_key = f"stage {self._stage}, minute {loop_time() // 60:.0f}"
+        self._report_violation(peer, Violation.IMPLAUSIBLE_STEP, text, dedup_key)
+
+    # --- what origins and the status ask
+
+    def missing_tokens(self) -> int:
+        """Returns how many tokens this replica and the other live ones must together still count for the open step."""
+        own = self.counts()
+        if own.open_step > own.step:
+            return 0
+        known, listed = self.gossip.known_progress(), self.gossip.others_in_view()
+        now = loop_time()
+        live = live_replicas(known, round_members(known, listed, now), now)
+        if not self._settings.synchronous:
+            live = dict(cap_reported_tokens(live, own, self.pacing.shares))
+        return max(0, self._settings.target_tokens - own.tokens - count_tokens(live, own.open_step))
+
+    def is_awaiting_mean(self) -> bool:
+        """Returns whether origins wait now because a share closed here lacks its mean."""
+        own = self.counts()
+        return own.open_step > own.step and self._origins_wait()
+
+    def tokens_until_origins_wait(self) -> int | None:
+        """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit."""
+        own = self.counts()
+        if not self._origins_wait():
+            return None
+        return -own.tokens if own.open_step > own.step else self.pacing.quota_now - own.tokens
+
+    def _origins_wait(self) -> bool:
+        if self._settings.synchronous or self._takes_inner_step_now():
+            return False
+        return self.pacing.quota_now > 0 and self.pacing.should_origins_wait(loop_time())
+
+    def agreement(self) -> str:
+        """Returns in words how the stage agrees with its replicas now: by gradients or by fragments, and why."""
+        step = self._worker.step_of(self._stage)
+        return self.sync_choice.describe(self._progress().sync_schedule.fragments_at(step))
+
+    # --- the end
+
+    def leave(self) -> asyncio.Task[None] | None:
+        """Starts no more steps or syncs; returns the running step or fetch, if there is one."""
+        self._is_leaving = True
+        return self._task
+
+    async def run(self) -> None:
+        """Gossips, steps and averages until cancelled."""
+        try:
+            await self.gossip.run()
+        finally:
+            tasks = [task for task in (self._task, self._comparison) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._fragment_syncs.stop()
+            await self.all_reduce.close()
+
+
+class SpanReplicas:
+    """This peer's stages among their replicas; `stages` are told of events by their `on_...` methods, on the loop."""
+
+    def __init__(
+        self,
+        signed: SignedManifest,
+        identity: Identity,
+        *,
+        worker: StageWorker,
+        peer_caller: PeerCaller,
+        swarm: SwarmQueries,
+        fetch_state: FetchState,
+        report: events.Report,
+        report_violation: ReportViolation,
+    ) -> None:
+        self._worker = worker
+        self._swarm = swarm
+        self._report = report
+        self._synchronous = signed.manifest.schedule.kind == "synchronous"
+        self.stages: Mapping[int, StageReplicas] = {
+            stage: StageReplicas(
+                stage,
+                signed,
+                identity,
+                worker=worker,
+                peer_caller=peer_caller,
+                swarm=swarm,
+                fetch_state=fetch_state,
+                replicated_numel=self._replicated_numel,
+                report=report,
+                report_violation=report_violation,
+            )
+            for stage in worker.span.stages
+        }
+
+    async def run(self) -> None:
+        """Gossips, steps and averages until cancelled."""
+        tasks = [asyncio.create_task(stage.run()) for stage in self.stages.values()]
+        tasks.append(start_reported(self._watch_other_stages(), self._report, "steps of other stages"))
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def leave(self, within_s: float) -> None:
+        """Starts no more steps or rounds; waits up to `within_s` seconds for steps and fetches, then cancels them."""
+        # Running fragment syncs go on: a state that is exported afterwards may lack their means.
+        if running := [task for stage in self.stages.values() if (task := stage.leave()) is not None]:
+            _, unfinished = await asyncio.wait(running, timeout=within_s)
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+
+    async def answer(
+        self, peer: PeerId, message: GossipSteps | Contribute | Recall, tensors: Sequence[WireTensor], deadline: float
+    ) -> Reply:
+        """Answers what another replica of a stage asks; raises what AllReduce.contribute raises.
+
+        Raises NotMyStage for a stage that this peer does not hold.
+        """
+        if (stage := self.stages.get(message.stage)) is None:
+            span = self._worker.span
+            raise NotMyStage(f"this peer holds stages {span}, not {message.stage}; read the directory again")
+        match message:
+            case GossipSteps():
+                return Reply(stage.gossip.answer(peer, message))
+            case Contribute():
+                return await stage.all_reduce.answer_contribution(peer, message, tensors, deadline)
+            case Recall():
+                return stage.all_reduce.answer_recall(message)
+
+    def _replicated_numel(self) -> int:
+        replicated = [number for number, stage in self.stages.items() if len(stage.round_rules.members()) > 1]
+        return sum(self._worker.layout(number).numel for number in replicated)
+
+    async def _watch_other_stages(self) -> None:
+        # Without this, stages that begin from checkpoints of different steps would wait for one another forever.
+        while self._synchronous:
+            await asyncio.sleep(LEADING_STEP_INTERVAL_S)
+            # All stages step together, so the bound is the highest step that is plausible in any stage here.
+            highest = max(stage.highest_plausible_step() for stage in self.stages.values())
+            leading = leading_step(
+                [[step for step in steps if step <= highest] for steps in self._swarm.steps_of_run()]
+            )
+            for stage in self.stages.values():
+                stage.on_leading_step(leading)
+
+
+def _time_with_suspend() -> float:
+    # The others go on while this machine sleeps.
+    return loop_time() + slept_s()

@@ -1,0 +1,45 @@
+"""`./scripts/bench gpu` runs on a machine without a GPU, in small sizes, and keeps what it has found."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from agora_protocol.errors import InputError
+from benchmarks import gpu
+from benchmarks.gpu import TARGETS, run_parts, run_with_options
+
+
+def test_every_part_measures_and_the_counts_are_the_contracts_ratios() -> None:
+    report = run_parts(True, tuple(gpu.PARTS))
+    assert not [row for row in report.rows if str(row["what"]).startswith("failed")]
+    assert {row["part"] for row in report.rows} == set(gpu.PARTS)
+    assert all(isinstance(row["value"], (int, float)) and row["value"] > 0 for row in report.rows)
+    counted = {"syncs_per_job", "copies_per_hop", "kernels_per_layer_eager"}
+    assert counted | {"bytes_moved_per_parameter", "bytes_kept_per_parameter"} <= report.ratios.keys() <= TARGETS.keys()
+
+
+def test_a_part_that_fails_or_hangs_becomes_a_row_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(part: str, quick: bool) -> dict[str, object]:
+        if part == "stage":
+            raise subprocess.TimeoutExpired("stage", 180)
+        if part == "codec":
+            raise ValueError("CUDA error: out of memory")
+        return {"figures": [{"what": part, "value": 1.0, "unit": ""}], "ratios": {}}
+
+    monkeypatch.setattr(gpu, "run_part", fake)
+    rows = run_parts(False, ("machine", "stage", "codec", "counts")).rows
+    assert [row["what"] for row in rows if row["value"]] == ["machine", "counts"]
+    assert "timed out" in str(rows[1]["what"]) and "out of memory" in str(rows[2]["what"])
+
+
+def test_parts_are_chosen_by_name(tmp_path: Path) -> None:
+    assert {row["part"] for row in run_with_options(True, tmp_path, ["--part", "codec"]).rows} == {"codec"}
+    for options, reason in (
+        (["--part", "codek"], "no part 'codek'"),
+        (["--parts"], "takes --part"),
+        ([], "takes --part"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            run_with_options(True, tmp_path, options)
