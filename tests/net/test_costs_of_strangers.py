@@ -79,9 +79,9 @@ class Watch:
         self.growth_mb = self._most - self._before
 
     def judge(self, attack: str) -> None:
-        """Prints the figures, and fails above the bounds."""
+        """Prints the figures, and fails if memory grew by too much."""
         sys.stdout.write(f"\n| {attack} | {1000 * self.lag_s:.0f} ms | {self.growth_mb:.0f} MB |")
-        assert self.growth_mb < MAX_GROWTH_MB and self.lag_s < MAX_LAG_S
+        assert self.growth_mb < MAX_GROWTH_MB
 
 
 @asynccontextmanager
@@ -304,6 +304,7 @@ async def beside(attack: Callable[[Peer, Peer], Any], name: str, calls: int = 15
         async with Watch() as watch, attack(attacker, victim):
             beside_it = await honest_calls(honest, victim, calls)
         watch.judge(f"{name}; honest calls {100 * beside_it / alone:.0f} %")
+        assert watch.lag_s < MAX_LAG_S  # a time, so only in the slow tier, where all callers of this function are
         return beside_it / alone
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,9 +62,8 @@ def test_a_plan_reads_as_written() -> None:
 def test_faults_fire_at_their_turn_and_are_counted(tmp_path: Path) -> None:
     log = tmp_path / "faults.log"
     faults.set_active_faults(faults.Faults(faults.parse("device.job:sleep=0.05:2+"), str(log)))
-    began = time.monotonic()
     faults.reach_blocking("device.job")
-    assert time.monotonic() - began < 0.05
+    assert not log.exists() or not log.read_text()
     for _ in range(2):
         faults.reach_blocking("device.job")
     asyncio.run(faults.reach("hop.accepted"))
