@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -253,12 +254,15 @@ class GroupPeer:
         for source in sources:
             other = self.world.peers[source].stage
             if other.step >= at_least and not self.world.network.is_cut_between(self.peer, source):
-                self.stage.weights, self.stage.step = other.weights, other.step
+                given = copy.copy(other)
+                moments = {name: values.clone() for name, values in other.outer.moments.items()}
+                await asyncio.sleep(self.world.transfer_s)
+                self.stage.weights, self.stage.step = given.weights, given.step
                 self.stage.share, self.stage.tokens = None, 0
-                self.stage.history = {other.agreed_step: other.history[other.agreed_step]}
-                self.stage.sync_schedule = other.sync_schedule
+                self.stage.history = {given.agreed_step: given.history[given.agreed_step]}
+                self.stage.sync_schedule = given.sync_schedule
                 for name, values in self.stage.outer.moments.items():
-                    values.copy_(other.outer.moments[name])
+                    values.copy_(moments[name])
                 return
         raise Unavailable(stage, ["nobody is that far"])
 
@@ -287,6 +291,7 @@ class GroupWorld:
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
         self.bandwidths: dict[PeerId, float] = {}
+        self.transfer_s = 0.0  # seconds from a source's snapshot of its state to the end of the transfer
         self.suspends = False  # whether peers refuse those that they have suspended
         self.has_connections = False
         """Whether peers have connections to peers that are not in this world, of other stages."""

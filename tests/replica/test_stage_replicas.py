@@ -106,6 +106,30 @@ def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_
     run(main())
 
 
+def test_a_lone_replica_keeps_the_means_of_its_steps_for_a_newcomer_whose_fetch_takes_longer_than_they_do() -> None:
+    """It fetches once more than a state that was there at once would need, and replays what was taken meanwhile."""
+
+    async def main() -> None:
+        world = GroupWorld([2048.0, 2048.0], target=1024, **ALL_REDUCES)
+        world.transfer_s = 6.0
+        lone, newcomer = world.all
+        async with world:
+            await world.kill(newcomer)
+            await asyncio.sleep(30.0)
+            missed = lone.stage.step
+            assert missed >= 40
+            world.network.dead.clear()
+            newcomer.start()
+            await asyncio.sleep(30.0)
+            assert 1 <= len(newcomer.fetches) <= 2
+            assert world.calls["Recall"] >= 8, "what the lone one stepped along during the fetch"
+            assert len(gradient_rounds(newcomer)) >= 3
+            await at_one_step(lone, newcomer)
+            assert_equal_bits(lone, newcomer)
+
+    run(main())
+
+
 def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
