@@ -7,7 +7,7 @@ and some 60 MB.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,25 @@ def checkpoint(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Te
     Gradients reach `hidden` and the layer's trained parameters, and nothing else that `compute` uses. The second run
     has the same random numbers and the same autocast.
     """
+    return checkpoint_chunks(layer, [(compute, hidden)])
+
+
+def checkpoint_chunks(layer: nn.Module, chunks: Sequence[tuple[Callable[[Tensor], Tensor], Tensor]]) -> Tensor:
+    """As `checkpoint` of each chunk, one after the other: returns their results as one tensor, along dimension 0.
+
+    The gradients of several chunks by a parameter are summed in float32, and rounded once to the parameter's dtype.
+    """
     if not torch.is_grad_enabled():
-        return compute(hidden)
-    recorded = _RecordedFunction.record(compute, hidden)
+        return _joined([compute(hidden) for compute, hidden in chunks])
+    recorded = [_RecordedFunction.record(compute, hidden) for compute, hidden in chunks]
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    output: Tensor = _CheckpointedLayer.apply(recorded, hidden, *trained)  # type: ignore[no-untyped-call]
+    hiddens = [hidden for _, hidden in chunks]
+    output: Tensor = _CheckpointedChunks.apply(recorded, *hiddens, *trained)  # type: ignore[no-untyped-call]
     return output
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +121,40 @@ class _RecordedFunction:
             return self.compute(hidden)
 
 
-class _CheckpointedLayer(torch.autograd.Function):
-    # A layer that keeps only its input; its backward computes the output again, with a graph.
+class _CheckpointedChunks(torch.autograd.Function):
+    # A layer that keeps only its inputs; its backward computes the outputs again, with one chunk's graph at a time.
 
     @staticmethod
-    def forward(context: Any, recorded: _RecordedFunction, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(context: Any, recorded: list[_RecordedFunction], *tensors: Tensor) -> Tensor:
         context.recorded = recorded
         # The parameters are saved, so that autograd raises if they change before the backward.
-        context.save_for_backward(hidden, *trained)
-        return recorded.compute(hidden)
+        context.save_for_backward(*tensors)
+        outputs = [function.compute(hidden) for function, hidden in zip(recorded, tensors, strict=False)]
+        context.sizes = [len(output) for output in outputs]
+        return _joined(outputs)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *trained = context.saved_tensors
-        needs_input = context.needs_input_grad[1]
-        layer_input = hidden.detach().requires_grad_(needs_input)
-        output = context.recorded.recompute(layer_input)
-        inputs = [layer_input, *trained] if needs_input else trained
-        computed = list(torch.autograd.grad([output], inputs, gradients))
-        input_gradient = computed.pop(0) if needs_input else None
-        return None, input_gradient, *computed
+        (gradient,) = gradients
+        count = len(context.recorded)
+        hiddens, trained = context.saved_tensors[:count], context.saved_tensors[count:]
+        parts = gradient.split(context.sizes) if count > 1 else [gradient]
+        of_hiddens: list[Tensor | None] = []
+        sums: list[Tensor] = []
+        chunks = zip(context.recorded, hiddens, context.needs_input_grad[1 : 1 + count], parts, strict=True)
+        for function, hidden, needs_input, part in chunks:
+            chunk = hidden.detach().requires_grad_(needs_input)
+            output = function.recompute(chunk)
+            computed = list(torch.autograd.grad([output], [chunk, *trained] if needs_input else trained, [part]))
+            of_hiddens.append(computed.pop(0) if needs_input else None)
+            if sums:
+                for total in sums:
+                    total += computed.pop(0)
+            else:
+                sums = [found.float() for found in computed] if count > 1 else computed
+            del output, computed  # or they would be in memory together with those of the next chunk
+        rounded = (total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
+        return None, *of_hiddens, *rounded
 
 
 class GraphMeasure:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from agora.codec.transfer import CPU
 from agora.codec.uncompressed import IGNORED
 from agora.cost.activation_bytes import head_chunk_tokens
-from agora.train.activation_checkpointing import checkpoint
+from agora.train.activation_checkpointing import checkpoint_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +175,12 @@ def row_log_probabilities(head: Head, hidden: Tensor, batch: TokenBatch) -> Tens
     hidden: [b, s, d].
     """
     supervised = _SupervisedTokens.of(head, hidden, batch)
-    parts = []
-    for chunk, ids in supervised.chunks():
-        compute = partial(_log_probabilities, head, ids)
-        # One chunk alone keeps its graph, which is what its backward would compute again.
-        is_whole = len(ids) == len(supervised.targets)
-        parts.append(compute(chunk) if is_whole else checkpoint(head.modules, compute, chunk))
+    chunks = [(partial(_log_probabilities, head, ids), chunk) for chunk, ids in supervised.chunks()]
+    (compute, whole), *others = chunks
+    # One chunk alone keeps its graph, which is what its backward would compute again.
+    found = checkpoint_chunks(head.modules, chunks) if others else compute(whole)
     rows = torch.zeros(len(batch.targets), device=hidden.device)
-    return rows.index_add(0, supervised.places // batch.targets.shape[1], torch.cat(parts))
+    return rows.index_add(0, supervised.places // batch.targets.shape[1], found)
 
 
 def _log_probabilities(head: Head, targets: Tensor, hidden: Tensor) -> Tensor:

@@ -160,8 +160,9 @@ def test_under_autocast_the_products_are_in_bf16_and_the_losses_in_float32(kind:
 
 
 @pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("kind", ["lm", "dpo"])
 @pytest.mark.parametrize("supervised", [1.0, 0.6, 0.05])
-def test_gradients_of_a_head_in_bf16_are_summed_in_float32_and_rounded_once(supervised: float) -> None:
+def test_gradients_of_a_head_in_bf16_are_summed_in_float32_and_rounded_once(supervised: float, kind: str) -> None:
     batch, hidden = some_batch(supervised), some_hidden()
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -170,7 +171,7 @@ def test_gradients_of_a_head_in_bf16_are_summed_in_float32_and_rounded_once(supe
         for matrix in matrices:
             matrix.data = matrix.data.bfloat16().to(dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss, _ = losses_of("lm", head, hidden, batch)
+            loss, _ = losses_of(kind, head, hidden, batch)
         found[dtype] = torch.autograd.grad(loss, matrices)
     for rounded, exact in zip(found[torch.bfloat16], found[torch.float32], strict=True):
         assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, exact.bfloat16())
