@@ -37,13 +37,15 @@ from agora.cost.activation_bytes import (
     loss_peak_bytes,
 )
 from agora.cost.decoder_sizes import DecoderSizes, decoder_sizes
-from agora.cost.run_cost import Activations, MemoryNeed, RunCost, StageCost
+from agora.cost.run_cost import Activations, MemoryNeed, RunCost, StageCost, graphs_fraction
 
 # What the trainer does with graphs, by the manifest's schedule.activations; auto is left to each machine.
 ACTIVATIONS_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "recompute": "layers"}
 MIN_IN_FLIGHT: Final = 32  # microbatches that a peer is assumed to hold between forward and backward at least
 # Microbatches for each stage of the run that a peer is assumed to hold, if that is more than MIN_IN_FLIGHT.
 IN_FLIGHT_PER_STAGE: Final = 4
+# Where weights are predicted, this many times schedule.staleness may be in flight.
+PREDICTED_FACTOR: Final = 2
 NF4_BLOCK: Final = 64  # values of a matrix in NF4 that share a scale of one byte
 NF4_BLOCKS_OF_SCALE: Final = 256  # scales of an NF4 matrix that share a float32
 NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)  # bytes of the tables that each NF4 matrix has
@@ -71,7 +73,7 @@ def run_cost(
     in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU.
     activations: how peers keep graphs if the manifest says auto; None: each chooses by its memory. Without effect if
         the manifest says keep or recompute.
-    in_flight: microbatches that a peer holds between forward and backward; None: `usual_in_flight`.
+    in_flight: microbatches that a peer holds between forward and backward; None: `most_in_flight`.
     can_offload: optimizer state may be in host memory, as on machines with a GPU; False: all of it is on the device.
     """
     sizes = decoder_sizes(manifest.model)
@@ -82,9 +84,10 @@ def run_cost(
         forward_bytes=codec.bytes_of(shape, "forward") + TOKEN_BYTES * math.prod(manifest.tokens_shape()),
         backward_bytes=codec.bytes_of(shape, "backward"),
         tokens=manifest.tokens_per_microbatch,
-        in_flight=usual_in_flight(manifest) if in_flight is None else in_flight,
+        in_flight=most_in_flight(manifest) if in_flight is None else in_flight,
         activations=ACTIVATIONS_OF_SETTING.get(manifest.schedule.activations, activations),
         can_offload=can_offload,
+        graphs_fraction=graphs_fraction(is_gpu=in_bf16),
     )
 
 
@@ -95,6 +98,22 @@ def min_memory(manifest: Manifest, span: Span, *, in_bf16: bool = False, state_i
 
 def usual_in_flight(manifest: Manifest) -> int:
     return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
+
+
+def most_in_flight(manifest: Manifest) -> int:
+    """Returns how many microbatches a peer holds between forward and backward at most: all that the swarm may have.
+
+    That is the manifest's staleness, or a step of a synchronous run; `usual_in_flight` if that is less, or where what a
+    step takes is not known.
+    """
+    usual, schedule = usual_in_flight(manifest), manifest.schedule
+    if schedule.max_in_flight or manifest.objective.kind == "sft":
+        return usual
+    of_step = math.ceil(manifest.optimizer.target_tokens / manifest.tokens_per_microbatch)
+    if schedule.kind == "synchronous":
+        return min(usual, of_step)
+    factor = PREDICTED_FACTOR if schedule.predict_weights else 1
+    return min(usual, max(1, round(factor * schedule.staleness * of_step)))
 
 
 def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:

@@ -16,8 +16,18 @@ ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers"
 # How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it. With
 # "layers" a span without the last stage keeps the graph of its last layer in the second pass: that has no third one.
 FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
+# Where daemons choose which graphs they keep: what part of the memory that is free without them these may fill. Of a
+# host's memory less, since other programs use it, too.
+GRAPHS_FRACTION_OF_GPU: Final = 0.85
+GRAPHS_FRACTION_OF_HOST: Final = 0.5
+# In how many steps a machine's kept graphs are counted, from those of all microbatches in flight down to none.
+KEPT_PARTS: Final = 8
 # What bounds the rate of a machine at a span; memory: the span does not fit, so that its rate is 0.
 Limit = Literal["compute", "upload", "download", "memory"]
+
+
+def graphs_fraction(*, is_gpu: bool) -> float:
+    return GRAPHS_FRACTION_OF_GPU if is_gpu else GRAPHS_FRACTION_OF_HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +109,15 @@ class SpanRate:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """One way to train a span. flops: of a microbatch, recomputed forwards included. need: may be more than the mode
-    fills.
+    """One way to train a span. flops: of a microbatch, recomputed forwards included, the mean over all. need: may be
+    more than the mode fills. kept: how many microbatches' graphs are kept; the others are as in `activations`.
     """
 
     activations: Activations
     in_host: bool
     flops: float
     need: MemoryNeed
+    kept: int = 0
 
 
 class RunCost:
@@ -115,8 +126,9 @@ class RunCost:
     forward_bytes, backward_bytes: of one microbatch's boundary, and of the boundary's gradient.
     tokens: of one microbatch.
     in_flight: how many microbatches a peer holds between forward and backward.
-    activations: how all peers keep graphs; with None each peer chooses the fastest way that fits its memory, its graphs
-        taking at most half of what is free, as daemons do.
+    activations: how all peers keep graphs; with None each peer keeps those of as many microbatches as its memory has
+        room for, as daemons do.
+    graphs_fraction: the part of the free memory that graphs may take where each peer chooses.
     can_offload: optimizer state may be in host memory.
     """
 
@@ -130,7 +142,9 @@ class RunCost:
         in_flight: int,
         activations: Activations | None = "recompute",
         can_offload: bool = True,
+        graphs_fraction: float = GRAPHS_FRACTION_OF_HOST,
     ) -> None:
+        self.graphs_fraction = graphs_fraction
         self.stages = tuple(stages)
         self.forward_bytes = forward_bytes
         self.backward_bytes = backward_bytes
@@ -189,14 +203,43 @@ class RunCost:
 
     def training_modes(self, span: Span) -> Iterator[TrainingMode]:
         """Yields the ways to train `span` that peers may choose: fewest operations first, then state on the device."""
+        for kept in self._kept_choices(span):
+            for in_host in self._offloads:
+                yield self._keeping_mode(span, kept, in_host=in_host)
         for activations in self.activation_choices:
-            # Daemons that choose for themselves let graphs fill only half of the free memory.
-            counts_twice = self.activations is None and activations != "layers"
-            reserve = self._autograd_graph_bytes(span, activations) if counts_twice else 0.0
+            if self.activations is None and activations == "keep":
+                continue
+            # Daemons that choose for themselves let graphs fill only a part of the free memory.
+            reserve = self._reserve(self._autograd_graph_bytes(span, activations)) if activations != "layers" else 0.0
             for in_host in self._offloads:
                 need = self.memory(span, activations, in_host=in_host)
                 need = MemoryNeed(need.device + reserve, need.host)
-                yield TrainingMode(activations, in_host, self.flops(span, activations), need)
+                kept = self.in_flight if activations == "keep" else 0
+                yield TrainingMode(activations, in_host, self.flops(span, activations), need, kept)
+
+    def _kept_choices(self, span: Span) -> list[int]:
+        # Where daemons choose, how many graphs are kept of those of all microbatches in flight, from all down to one.
+        # As many for each span: arrays of rates have a row for each.
+        if self.activations is not None:
+            return []
+        return [max(1, self.in_flight * part // KEPT_PARTS) for part in range(KEPT_PARTS, 0, -1)]
+
+    def _keeping_mode(self, span: Span, kept: int, *, in_host: bool) -> TrainingMode:
+        # With the last stage, a backward follows its forward at once: never more than one graph, which is never given
+        # up. In other spans there is room for one more graph, in which the others are computed again.
+        graph = _sum_over(self._kept_bytes, span)
+        graphs, is_whole = graph, kept == self.in_flight
+        if not self._has_last_stage(span):
+            graphs = (kept + 1) * graph + _sum_over(self._version_bytes, span)
+        need = self.memory(span, "recompute", in_host=in_host)  # with one graph
+        need = MemoryNeed(need.device - graph + graphs + self._reserve(graphs), need.host)
+        once, again = self.flops(span, "keep"), self.flops(span, "recompute")
+        flops = once + (again - once) * (1 - kept / self.in_flight)
+        return TrainingMode("keep" if is_whole else "recompute", in_host, flops, need, kept)
+
+    def _reserve(self, graphs_bytes: float) -> float:
+        # What must be free beside graphs.
+        return graphs_bytes * (1 / self.graphs_fraction - 1) if self.activations is None else 0.0
 
     def rate(self, machine: Machine, span: Span) -> SpanRate:
         """Returns the rate of `machine` at `span`, in the first of `training_modes` that fits the machine."""

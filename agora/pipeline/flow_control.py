@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agora.core.moving_average import MovingAverage
+from agora.cost.manifest_cost import PREDICTED_FACTOR
 
 SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight
 PER_STAGE = 2  # at least this many are in flight for each stage: one is computed while one travels
 MAX_GAP_PERIODS = 10.0  # a longer gap between two completions is a stall, not a pace
-PREDICTED_FACTOR = 2  # where weights are predicted, this many times schedule.staleness may be in flight
 # An origin of a synchronous run that has had nothing open for this many seconds opens what the step still lacks.
 GRACE_S = 3.0
 

@@ -6,29 +6,38 @@ and some 60 MB.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from agora.cost.run_cost import graphs_fraction
 from agora.train import memory
 
-GRAPHS_FRACTION = 0.5  # the fraction of the available memory that graphs may take; the rest is left to all other uses
 MEASURE_MEMORY_S = 1.0  # for which a measurement of the available memory is used
+# After memory has not sufficed, at most this part of the graphs that were kept then; with each one that is given up for
+# it, the bound rises by this part of one.
+SHORTAGE_FRACTION: Final = 0.75
+RISE_FRACTION: Final = 1 / 8
 
 
 class GraphBudget:
-    """Whether graphs are kept: with "keep" all, with "recompute" none, with "auto" those for which memory suffices."""
+    """Which graphs are kept: with "keep" all, with "recompute" none, with "auto" those for which memory suffices.
 
-    def __init__(self, activations: str, device: torch.device, in_flight: int) -> None:
-        """in_flight: microbatches that are usually between forward and backward."""
+    With "auto", graphs fill graphs_fraction of the memory that would be available without them, and leave room for one
+    more, in which a second forward may keep all its layers.
+    """
+
+    def __init__(self, activations: str, device: torch.device) -> None:
         self._activations = activations
         self._device = device
-        self._in_flight = in_flight
-        self._available_bytes, self._measured_at = 0, -MEASURE_MEMORY_S
+        self._fraction = graphs_fraction(is_gpu=device.type == "cuda")
+        self._limit_bytes, self._measured_at = 0.0, -MEASURE_MEMORY_S
+        self._most_bytes = math.inf  # after a shortage
         # With "auto": of one microbatch's graph, by the stage that it entered, once measured.
         self.bytes_by_entry: dict[int, int] = {}
 
@@ -38,32 +47,49 @@ class GraphBudget:
     def record_measured(self, entry_stage: int, graph_bytes: int) -> None:
         self.bytes_by_entry[entry_stage] = graph_bytes
 
-    def keeps_one(self, entry_stage: int) -> bool:
+    def record_shortage(self, kept_bytes: int) -> None:
+        """Call it when memory has not sufficed. kept_bytes: of the graphs that were kept then."""
+        if kept_bytes:
+            self._most_bytes = min(self._most_bytes, SHORTAGE_FRACTION * kept_bytes)
+        self._measured_at = -MEASURE_MEMORY_S
+
+    def keeps_one(self, entry_stage: int, kept_bytes: int = 0) -> bool:
         """Returns whether to keep the graph of a forward whose backward follows immediately."""
         if self._activations != "auto":
             return self._activations == "keep"
-        return graphs_fit(self.bytes_by_entry[entry_stage], 1, 0, self._available())
+        return kept_bytes + self.bytes_by_entry[entry_stage] <= self._limit(kept_bytes)
 
-    def keeps_another(self, entry_stage: int, kept: int, version_bytes: int) -> bool:
+    def keeps_another(self, entry_stage: int, kept_bytes: int, version_bytes: int) -> bool:
         """Returns whether to keep the graph of a forward whose backward comes later.
 
-        With "auto" if memory suffices for the graphs of all microbatches in flight of which none is kept yet, at least
-        one. kept: how many are. version_bytes: of second versions of the weights that may become necessary.
+        kept_bytes: of the graphs that are kept. version_bytes: of second versions of the weights that may become
+        necessary.
         """
         if self._activations != "auto":
             return self._activations == "keep"
-        to_come = max(self._in_flight - kept, 1)
-        return graphs_fit(self.bytes_by_entry[entry_stage], to_come, version_bytes, self._available())
+        graph_bytes = self.bytes_by_entry[entry_stage]
+        wanted = kept_bytes + graph_bytes
+        if wanted > self._most_bytes:
+            self._most_bytes += RISE_FRACTION * graph_bytes
+            return False
+        return wanted + self._spare_bytes() + version_bytes <= self._limit(kept_bytes)
 
-    def _available(self) -> int:
+    def excess_bytes(self, kept_bytes: int) -> float:
+        """Returns how many bytes of the kept graphs no longer fit, since others have taken memory; 0 if all fit."""
+        if self._activations != "auto" or not kept_bytes:
+            return 0.0
+        return max(0.0, kept_bytes + self._spare_bytes() - self._limit(kept_bytes))
+
+    def _spare_bytes(self) -> int:
+        return max(self.bytes_by_entry.values())
+
+    def _limit(self, kept_bytes: int) -> float:
         now = time.monotonic()
         if now - self._measured_at >= MEASURE_MEMORY_S:
-            self._available_bytes, self._measured_at = memory.available_bytes(self._device), now
-        return self._available_bytes
-
-
-def graphs_fit(graph_bytes: int, graphs_to_come: int, version_bytes: int, available_bytes: int) -> bool:
-    return graph_bytes * graphs_to_come + version_bytes <= GRAPHS_FRACTION * available_bytes
+            # Without the graphs that are kept: what they leave changes with each of them.
+            free = memory.available_bytes(self._device) + kept_bytes
+            self._limit_bytes, self._measured_at = self._fraction * free, now
+        return self._limit_bytes
 
 
 def checkpoint(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -138,7 +164,7 @@ class _CheckpointedChunks(torch.autograd.Function):
         (gradient,) = gradients
         count = len(context.recorded)
         hiddens, trained = context.saved_tensors[:count], context.saved_tensors[count:]
-        parts = gradient.split(context.sizes) if count > 1 else [gradient]
+        parts = torch.split(gradient, context.sizes) if count > 1 else (gradient,)
         of_hiddens: list[Tensor | None] = []
         sums: list[Tensor] = []
         chunks = zip(context.recorded, hiddens, context.needs_input_grad[1 : 1 + count], parts, strict=True)

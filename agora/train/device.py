@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, TypeVarTuple
 
 import torch
 from agora_protocol.errors import Busy, DeviceError, OutOfMemory
 
 from agora.train.gpu_support import unused_gpus_remark, why_cuda_device_unsupported
 
+# Frees memory of the device that is not needed: a part of it, or with True all.
+FreeMemory: TypeAlias = Callable[[bool], None]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -54,7 +56,7 @@ class _DeviceJob:
     priority: Priority
     call: Callable[[], Any]
     afterwards: Callable[[], None]
-    free_memory: Callable[[], None] | None
+    free_memory: FreeMemory | None
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
     queued_at: float = field(default_factory=time.monotonic)
 
@@ -159,7 +161,7 @@ class DeviceQueue:
         function: Callable[[*Ts], T],
         *args: *Ts,
         afterwards: Callable[[], None] = lambda: None,
-        free_memory: Callable[[], None] | None = None,
+        free_memory: FreeMemory | None = None,
         on_abandoned: Callable[[T], None] = lambda result: None,
         keeps_result: bool = False,
     ) -> T:
@@ -167,12 +169,13 @@ class DeviceQueue:
 
         afterwards: called on the device thread after the result was handed back, before any other job, for work that
         no caller waits for; not called if the function raised. free_memory: if given, function and afterwards must
-        change nothing when memory does not suffice; then it is called, and what failed is tried once more. When the
-        caller is cancelled, a queued job never runs; the result of a running one is passed to `on_abandoned` on the
-        event loop. With keeps_result, for what cannot be undone, the first cancellation of a running job does nothing,
-        and its result is returned. Raises the function's own exception, but torch's as OutOfMemory or DeviceError; Busy
-        without waiting when `limit` jobs of this priority wait; DeviceError when the queue is closed or the thread has
-        ended. No error keeps a tensor of the job alive.
+        change nothing when memory does not suffice; then it is called with False, and what failed is tried once more;
+        should that fail, too, with True, and it is tried a last time. When the caller is cancelled, a queued job never
+        runs; the result of a running one is passed to `on_abandoned` on the event loop. With keeps_result, for what
+        cannot be undone, the first cancellation of a running job does nothing, and its result is returned. Raises the
+        function's own exception, but torch's as OutOfMemory or DeviceError; Busy without waiting when `limit` jobs of
+        this priority wait; DeviceError when the queue is closed or the thread has ended. No error keeps a tensor of the
+        job alive.
         """
         job = _DeviceJob(priority, lambda: function(*args), afterwards, free_memory)
         queue = self._queues[priority]
@@ -304,9 +307,9 @@ class DeviceQueue:
                 job.future.set_exception(failure)
 
     def _attempt(
-        self, call: Callable[[], T], free_memory: Callable[[], None] | None = None
+        self, call: Callable[[], T], free_memory: FreeMemory | None = None
     ) -> tuple[T, None] | tuple[None, Exception]:
-        for _ in range(1 if free_memory is None else 2):
+        for frees_everything in (False, True, None):
             try:
                 with _device_errors():
                     self._call_started, self._least_s = self._work_clock(), 0.0
@@ -319,9 +322,9 @@ class DeviceQueue:
                 failure = error
             # Its traceback keeps all that the job's frames hold, and the caller may keep the error for long.
             drop_frames(failure)
-            if free_memory is None or not isinstance(failure, OutOfMemory):
+            if free_memory is None or frees_everything is None or not isinstance(failure, OutOfMemory):
                 break
-            self._attempt(free_memory)
+            self._attempt(partial(free_memory, frees_everything))
         return None, failure
 
     def _sleep_s(self, taken_s: float) -> float:

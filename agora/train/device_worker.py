@@ -94,8 +94,8 @@ class DeviceWorker:
     | Busy                         | a full queue                                                           |
     | NotMyStage                   | a stage that is not held here                                          |
 
-    and have then added nothing to any gradient sum. OutOfMemory is raised only after all kept graphs were dropped and
-    the job was tried once more.
+    and have then added nothing to any gradient sum. OutOfMemory is raised only after half of the kept graphs were
+    dropped, then all, and the job was tried once more each time.
     """
 
     def __init__(

@@ -79,12 +79,14 @@ class SpanTrainer:
     |-------------|------------------------|---------------------------------------------------------------------------|
     | recompute   | its entry              | of a second forward, on the weights at the time of the backward           |
     | keep        | its entry, its graph   | of the first forward, on its weights; see weight_versions for the limit   |
-    | auto        | as keep while the graphs of all microbatches in flight fit into memory, else as recompute          |
+    | auto        | as keep for as many microbatches as memory has room for, as recompute for the others               |
 
-    A backward that follows its forward immediately uses a graph of all layers with "keep", and with "auto" if one such
-    graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the backward runs each layer once
-    more, see activation_checkpointing; but not the last one of a second forward, whose graph is the first to be needed.
-    When memory has not sufficed, all kept graphs are dropped, see free_memory.
+    With "auto", when memory falls short, the newest graphs are given up, whose backwards come last: these run the
+    forward again. A backward that follows its forward immediately uses a graph of all layers with "keep", and with
+    "auto" if one more such graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the
+    backward runs each layer once more, see activation_checkpointing; but not the last one of a second forward, whose
+    graph is the first to be needed.
+    When memory has not sufficed, kept graphs are dropped, see free_memory.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class SpanTrainer:
         self.compiler = None if manifest.model.dropout else compiler
         self._report = report
         self._dtype = torch.bfloat16 if has_native_bf16(device) else torch.float32  # of products
-        self.graphs = GraphBudget(manifest.schedule.activations, device, in_flight)
+        self.graphs = GraphBudget(manifest.schedule.activations, device)
         self.stashed = StashedForwards(MAX_TIMES_IN_FLIGHT * in_flight)
         self.stages = HeldStages()
         self._layer_counts = {number: len(manifest.layers_of(number)) for number in span.stages}
@@ -160,7 +162,8 @@ class SpanTrainer:
             # Of the stages without a second version of their weights, which a step before the backward would make.
             single = [stage.weights.current for stage in self.stages.values() if stage.weights.previous is None]
             version_bytes = sum(version.own_bytes for version in single)
-            keeps_graph = self.graphs.keeps_another(work.entry_stage, self.stashed.count_graphs(), version_bytes)
+            kept_bytes = self._give_up_graphs_beyond_limit()
+            keeps_graph = self.graphs.keeps_another(work.entry_stage, kept_bytes, version_bytes)
             with torch.set_grad_enabled(keeps_graph):
                 output = self._run(work, keep_graph, versions)
         boundary = output.detach()
@@ -171,6 +174,7 @@ class SpanTrainer:
             steps=tuple(stage.step for stage in stages),
             output=output if keeps_graph else None,
             versions=versions if keeps_graph else (),
+            graph_bytes=self.graphs.bytes_by_entry.get(work.entry_stage, 0) if keeps_graph else 0,
         )
         self.stashed.add(forward)
         return boundary, forward
@@ -247,9 +251,14 @@ class SpanTrainer:
         self.stashed.forget(key, only=forward)
         return gradients.of_entry, forward
 
-    def free_memory(self) -> None:
-        """Drops all kept graphs, whose backwards run the forward again, and gives freed memory back to the device."""
-        self.stashed.drop_graphs()
+    def free_memory(self, everything: bool) -> None:
+        """Drops the newer half of the kept graphs, or with `everything` all, and gives freed memory to the device.
+
+        Their backwards run the forward again.
+        """
+        self.graphs.record_shortage(self.stashed.graph_bytes)
+        kept = self.stashed.count_graphs()
+        self.stashed.drop_graphs(kept if everything else (kept + 1) // 2)
         # A backward that failed on the CPU leaves its next nodes, with what they saved, in autograd's queue of this
         # thread, behind all newer ones. A backward of the oldest graph comes after them, and so clears the queue.
         leaf, output, gradient = self._oldest_graph
@@ -257,6 +266,14 @@ class SpanTrainer:
         for stage in self.stages.values():
             stage.free_memory()
         memory.give_back_freed_memory()
+
+    def _give_up_graphs_beyond_limit(self) -> int:
+        # Returns how many bytes the graphs take that are kept.
+        kept_bytes = self.stashed.graph_bytes
+        if (excess := self.graphs.excess_bytes(kept_bytes)) <= 0:
+            return kept_bytes
+        self.stashed.drop_graph_bytes(excess)
+        return self.stashed.graph_bytes
 
     def _stages_of(self, work: DecodedWork) -> list[Stage]:
         return [self.stages[number] for number in range(work.entry_stage, self.span.last + 1)]
@@ -311,7 +328,7 @@ class SpanTrainer:
         versions = tuple(stage.training_version() for stage in self._stages_of(work))
         if self.graphs.must_measure(work.entry_stage):
             self._measure_graph(work, versions)
-        if self.graphs.keeps_one(work.entry_stage):
+        if self.graphs.keeps_one(work.entry_stage, self._give_up_graphs_beyond_limit()):
             return self._run(work, keep_graph, versions), versions
         layers_left = sum(self._layer_counts[stage.number] for stage in self._stages_of(work))
 

@@ -252,10 +252,11 @@ class StashedForward:
     steps: tuple[int, ...]  # of each stage from the entry stage on, its step at the forward
     output: Tensor | None = None  # None if the backward has to run the forward again
     versions: tuple[WeightVersion, ...] = ()  # the graph's weights
+    graph_bytes: int = 0  # that the graph takes, as measured; 0 without one
     device_s: float = 0.0  # that the forward took
 
     def drop_graph(self) -> None:
-        self.output, self.versions = None, ()
+        self.output, self.versions, self.graph_bytes = None, (), 0
 
     def record_device_time(self, seconds: float) -> None:
         # Known only when the forward is over, and stashed.
@@ -306,8 +307,22 @@ class StashedForwards:
     def count_graphs(self) -> int:
         return sum(forward.output is not None for forward in list(self._forwards.values()))
 
-    def drop_graphs(self) -> None:
-        for forward in list(self._forwards.values()):
+    @property
+    def graph_bytes(self) -> int:
+        return sum(forward.graph_bytes for forward in list(self._forwards.values()))
+
+    def drop_graphs(self, count: int | None = None) -> None:
+        """Drops the graphs of the newest forwards, whose backwards come last. count: how many; None: all."""
+        kept = [forward for forward in list(self._forwards.values()) if forward.output is not None]
+        for forward in kept[len(kept) - (len(kept) if count is None else count) :]:
+            forward.drop_graph()
+
+    def drop_graph_bytes(self, wanted: float) -> None:
+        """Drops graphs of at least `wanted` bytes, as far as there are any, the newest first."""
+        for forward in reversed(list(self._forwards.values())):
+            if wanted <= 0:
+                return
+            wanted -= forward.graph_bytes
             forward.drop_graph()
 
     def with_graph_on(self, version: WeightVersion | None) -> list[StashedForward]:

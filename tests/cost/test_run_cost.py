@@ -72,18 +72,32 @@ def test_graphs_take_the_memory_of_all_in_flight_of_one_or_of_one_layer(
     assert cost.memory(AT_END).device == weights + boundaries + at_end
 
 
-def test_a_machine_that_chooses_takes_the_fastest_way_that_leaves_half_of_what_is_free() -> None:
-    cost = run_of(None)
-    rest = 2 * 150.0 + 3 * 2.0 + 5.0
-    for memory, way, flops in (
-        (rest + 2 * (3 * 80 + 60), "keep", 60),
-        (rest + 2 * (3 * 80 + 60) - 1, "recompute", 80),
-        (rest + 2 * 80, "recompute", 80),
-        (rest + 2 * 80 - 1, "layers", 100),
-        (cost.memory(INSIDE).device, "layers", 100),
+@pytest.mark.parametrize("fraction", [0.5, 0.85])
+def test_a_machine_that_chooses_keeps_what_fits_and_leaves_room_for_one_graph_and_for_others(fraction: float) -> None:
+    """Of three microbatches in flight; each that is not kept costs a second forward."""
+    cost = RunCost(
+        [STAGE, STAGE, LAST],
+        forward_bytes=1.0,
+        backward_bytes=1.0,
+        tokens=1,
+        in_flight=3,
+        activations=None,
+        can_offload=False,
+        graphs_fraction=fraction,
+    )
+    rest, graph, versions = 2 * 150.0 + 3 * 2.0 + 5.0, 80, 60
+    for graphs, way, flops in (
+        ((3 + 1) * graph + versions, "keep", 60),
+        ((2 + 1) * graph + versions, "recompute", 60 + 20 / 3),
+        ((1 + 1) * graph + versions, "recompute", 60 + 40 / 3),
+        (graph, "recompute", 80),
     ):
-        rate = cost.rate(Machine("m", 600.0, memory), INSIDE)
+        rate = cost.rate(Machine("m", 600.0, rest + graphs / fraction + 1e-6), INSIDE)
         assert (rate.activations, rate.microbatches) == (way, pytest.approx(600.0 / flops))
+        below = cost.rate(Machine("m", 600.0, rest + graphs / fraction - 1), INSIDE)
+        assert below.microbatches < rate.microbatches
+    assert (below.activations, below.microbatches) == ("layers", pytest.approx(6.0))
+    assert cost.rate(Machine("m", 600.0, cost.memory(INSIDE).device), INSIDE).activations == "layers"
     assert cost.rate(Machine("m", 600.0, cost.memory(INSIDE).device - 1), INSIDE).limit == "memory"
 
 

@@ -19,7 +19,6 @@ from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
 from tests.cost.training_memory import measured_peak
 from tests.model.tiny_models import CONFIGS, manifest_of, save
 
-NEVER_KEPT = 10**9
 """Microbatches in flight whose graphs fit into no memory: then a daemon that chooses for itself keeps none."""
 SETTINGS: dict[Activations, str] = {"keep": "keep", "recompute": "auto", "layers": "recompute"}
 FORMATS = ("float32", "bf16", "nf4")
@@ -57,8 +56,8 @@ def check_peak(manifest: Manifest, way: Activations, span: Span, in_flight: int,
     """Compares the peak of a span in training with the formula's, to 15 %."""
     manifest = manifest.with_values(schedule={"activations": SETTINGS[way]})
     expected = run_cost(manifest, in_flight=in_flight, activations=way).memory(span).device
-    limit = NEVER_KEPT if way == "recompute" else in_flight
-    assert measured_peak(manifest, span, in_flight, folder, limit=limit) == pytest.approx(expected, rel=0.15), span
+    measured = measured_peak(manifest, span, in_flight, folder, keeps=way == "keep")
+    assert measured == pytest.approx(expected, rel=0.15), span
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +116,8 @@ def test_the_resident_memory_of_a_span_is_within_15_percent(frozen_as: str, way:
         file = folder / "run.toml"
         file.write_text(manifest.to_toml())
         files.append(str(file))
-    limit = NEVER_KEPT if way == "recompute" else in_flight
-    command = [sys.executable, "-m", "tests.cost.resident_memory", *files, "1", str(in_flight), str(limit)]
+    keeps = "1" if way == "keep" else "0"
+    command = [sys.executable, "-m", "tests.cost.resident_memory", *files, "1", str(in_flight), keeps]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -40,8 +40,11 @@ def random_tokens(manifest: Manifest) -> Tensor:
     return ids
 
 
-def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
-    """Takes `in_flight` microbatches through their forwards, then through their backwards, and steps; twice."""
+def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int, *, keeps: bool = True) -> None:
+    """Takes `in_flight` microbatches through their forwards, then through their backwards, and steps; twice.
+
+    keeps: False: no graph waits for its backward, as where memory has no room for any.
+    """
     span = trainer.span
     for turn in range(2):
         names = [MicrobatchId(bytes([turn, number]) * 8) for number in range(in_flight)]
@@ -52,22 +55,26 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int) -> None:
                 trainer.run_last_stages(DecodedWork(name, span.first, entry, batch, "train"))
             else:
                 trainer.forward(DecodedWork(name, span.first, entry, batch, "train"))
+                if not keeps:
+                    trainer.stashed.drop_graphs()
         while trainer.stashed.count_graphs() or len(trainer.stashed):
             trainer.backward(ForwardKey(names.pop(), span.first), torch.randn(manifest.boundary_shape()))
         trainer.take_due_steps()
 
 
-def measured_peak(manifest: Manifest, span: Span, in_flight: int, base_model: Path | None = None, *, limit: int) -> int:
+def measured_peak(
+    manifest: Manifest, span: Span, in_flight: int, base_model: Path | None = None, *, keeps: bool = True
+) -> int:
     """The most bytes that torch had for a span in training, its weights included.
 
-    limit: how many microbatches the trainer expects to have between forward and backward.
+    keeps: as in `train`.
     """
 
     def make() -> SpanTrainer:
         """Builds the stages with their weights, gradient sums and moments."""
         cpu = torch.device("cpu")
-        return SpanTrainer(manifest, span, cpu, report=lambda event: None, in_flight=limit, base_model=base_model)
+        return SpanTrainer(manifest, span, cpu, report=lambda event: None, in_flight=in_flight, base_model=base_model)
 
     trainer, held, _ = allocated_bytes(make)
-    _, _, peak = allocated_bytes(lambda: train(trainer, manifest, in_flight))
+    _, _, peak = allocated_bytes(lambda: train(trainer, manifest, in_flight, keeps=keeps))
     return held + peak

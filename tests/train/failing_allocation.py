@@ -14,14 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class FailingAllocation(TorchDispatchMode):
     """Context manager: allocation number `fails_at` (1 is the first) of new tensor memory raises OutOfMemoryError.
 
-    persists: all later ones, too.
+    persists: all later ones, too. times: in how many attempts of the job, if it begins with that allocation.
     """
 
-    def __init__(self, fails_at: int = 0, *, persists: bool = False) -> None:
+    def __init__(self, fails_at: int = 0, *, persists: bool = False, times: int = 1) -> None:
         super().__init__()
         self.allocations = 0
         self._fails_at = fails_at
         self._persists = persists
+        self._last = fails_at + times - 1
         self._storages: list[StorageWeakRef] = []
 
     @property
@@ -43,7 +44,7 @@ class FailingAllocation(TorchDispatchMode):
         result = func(*args, **kwargs or {}) if allocates_inside else None
         if allocates or allocates_inside:
             self.allocations += 1
-            if self.allocations == self._fails_at or (self._persists and self.has_fired):
+            if self._fails_at <= self.allocations <= self._last or (self._persists and self.has_fired):
                 raise torch.OutOfMemoryError(f"injected at {func}")
         if not allocates_inside:
             result = func(*args, **kwargs or {})

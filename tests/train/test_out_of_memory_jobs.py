@@ -1,4 +1,4 @@
-"""Out of memory at any allocation of a job: it is tried once more without kept graphs, and no microbatch is lost."""
+"""Out of memory at any allocation of a job: it is tried again with fewer kept graphs, and no microbatch is lost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,9 @@ class Bench:
     async def evaluate(self, number: int) -> object:
         work = SpanWork(microbatch_id(number), 2, self._boundary, self._tokens, "evaluate")
         return (await self.last.run_last_stages(work)).loss_sum
+
+    async def evaluate_middle(self, number: int) -> object:
+        return bytes((await self.middle.forward(replace(self.work(number, 1), purpose="evaluate"))).data)
 
     async def share(self, number: int) -> object:
         return (await self.middle.take_gradient_share(1)).values.numpy().tobytes()
@@ -175,6 +179,33 @@ def test_whatever_allocation_fails_in_a_job_it_gives_the_same_result_and_the_sam
                 assert fails_at > 1, f"{failing.__name__} allocates"
                 assert await faulty.states() == await sound.states(), failing.__name__
             assert not faulty.middle.trainer.stashed and not faulty.events.of(TaskFailed)
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("activations", ["keep", "auto"])
+def test_a_job_that_lacks_memory_takes_that_of_the_newest_graphs_first_and_of_all_if_it_must(activations: str) -> None:
+    async def whole() -> None:
+        no_step = {"name": "adamw", "target_tokens": 1600}
+        schedule = {"activations": activations, "microbatch": 2}
+        async with bench_of(schedule=schedule, optimizer=no_step) as faulty, bench_of(optimizer=no_step) as sound:
+            for bench in (faulty, sound):
+                await bench.forward(0)
+                await bench.backward(0)  # with "auto", its graph was measured
+                for number in range(1, 6):
+                    await bench.forward(number)
+            stashed = faulty.middle.trainer.stashed
+            assert stashed.count_graphs() == 5
+            faulty.faults.next_job = injected = FailingAllocation(1)
+            assert await faulty.evaluate_middle(9) == await sound.evaluate_middle(9) and injected.has_fired
+            kept = [forward.output is not None for forward in stashed._forwards.values()]
+            assert kept == [True, True, False, False, False]
+            faulty.faults.next_job = injected = FailingAllocation(1, times=2)
+            assert await faulty.evaluate_middle(9) == await sound.evaluate_middle(9) and injected.has_fired
+            assert stashed.count_graphs() == 0
+            for number in range(1, 6):
+                assert await faulty.backward(number) == await sound.backward(number)
+            assert await faulty.states() == await sound.states()
 
     asyncio.run(whole())
 

@@ -21,8 +21,8 @@ from torch.func import functional_call
 from agora.core.span_work import ForwardKey
 from agora.core.step_schedule import StepInstructions
 from agora.model import family_of
-from agora.train import memory
-from agora.train.activation_checkpointing import graphs_fit
+from agora.train import activation_checkpointing, memory
+from agora.train.activation_checkpointing import GraphBudget
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import StageProgress
@@ -288,10 +288,85 @@ def test_auto_keeps_graphs_when_memory_allows_and_recomputes_otherwise(
     assert 10 * b * s * width * 4 < measured < 100 * b * s * width * 4
 
 
-def test_graphs_fit_counts_what_is_still_to_come_and_a_second_version() -> None:
-    assert graphs_fit(graph_bytes=10, graphs_to_come=4, version_bytes=10, available_bytes=100)
-    assert not graphs_fit(graph_bytes=10, graphs_to_come=4, version_bytes=11, available_bytes=100)
-    assert not graphs_fit(graph_bytes=10, graphs_to_come=5, version_bytes=10, available_bytes=100)
+class OtherPrograms:
+    """Memory of which graphs and other programs take their parts; read anew at each job."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench.forward(0)  # its graph is measured
+        bench.backward(0)
+        self.graph_bytes = bench.trainer.graphs.bytes_by_entry[0]
+        self.version_bytes = bench.trainer.stages[0].weights.current.own_bytes
+        self.left = 0  # for graphs and what must be free beside them
+        self._bench = bench
+        monkeypatch.setattr(activation_checkpointing, "MEASURE_MEMORY_S", 0.0)
+        monkeypatch.setattr(memory, "available_bytes", lambda device: self.left - bench.trainer.stashed.graph_bytes)
+
+    def leave_room_for(self, graphs: float) -> None:
+        """For so many graphs in the half of the memory that graphs may take, and a second version of the weights."""
+        self.left = int(2 * (graphs * self.graph_bytes + self.version_bytes))
+
+    def kept(self) -> list[bool]:
+        """Of each microbatch that waits for its backward, the oldest first."""
+        stashed = self._bench.trainer.stashed
+        assert 2 * (stashed.graph_bytes + self.version_bytes) <= self.left or not stashed.graph_bytes
+        return [forward.output is not None for forward in stashed._forwards.values()]
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0.5, 0), (1.99, 0), (2.01, 1), (4.5, 3), (6.99, 5), (7.01, 6), (100, 6)])
+def test_auto_keeps_as_many_graphs_as_memory_has_room_for_and_leaves_room_for_one(
+    monkeypatch: pytest.MonkeyPatch, room: float, kept: int
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 0)
+    bench = Bench("auto")
+    others = OtherPrograms(bench, monkeypatch)
+    others.leave_room_for(room)
+    for number in range(1, 7):
+        bench.forward(number)
+        assert sum(others.kept()) == min(number, kept)
+    # A backward makes room for the graph of the next forward.
+    bench.backward(1)
+    bench.forward(7)
+    assert others.kept() == [number < kept for number in range(1, 6)] + [kept > 0]
+
+
+def test_graphs_whose_memory_others_take_are_given_up_the_newest_first_and_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 0)
+    bench, all_kept = Bench("auto"), Bench("keep")
+    all_kept.forward(0)
+    all_kept.backward(0)
+    others = OtherPrograms(bench, monkeypatch)
+    others.leave_room_for(8)
+    for number in range(1, 6):
+        bench.forward(number)
+        all_kept.forward(number)
+    assert others.kept() == [True] * 5
+    others.leave_room_for(3)
+    bench.forward(6)
+    all_kept.forward(6)
+    assert others.kept() == [True, True, False, False, False, False]
+    others.leave_room_for(0.5)
+    for number in (4, 6, 1, 2, 3, 5):
+        bench.backward(number)
+        all_kept.backward(number)
+    for name, total in all_kept.sums().items():
+        assert torch.equal(total, bench.sums()[name])
+
+
+def test_after_a_shortage_fewer_graphs_are_kept_until_some_have_been_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 40)
+    budget = GraphBudget("auto", CPU)
+    budget.record_measured(0, 100)
+    assert budget.keeps_another(0, 700, 0)
+    budget.record_shortage(800)
+    assert budget.keeps_another(0, 500, 0)
+    answers = [budget.keeps_another(0, 600, 0) for _ in range(10)]
+    assert answers == [False] * 8 + [True] * 2
+    budget.record_shortage(0)
+    assert budget.keeps_another(0, 600, 0), "without graphs, it was not they that lacked memory"
 
 
 def test_available_memory_is_what_the_machine_has_at_most() -> None:
