@@ -121,6 +121,11 @@ METRICS = Annotated[
 ]
 
 
+PAGE = Annotated[
+    bool, typer.Option("--page", help="Show the run in a browser, at http://127.0.0.1:8800; see docs/use/page.md.")
+]
+
+
 @app.command()
 def join(
     run: console.RUN,
@@ -144,6 +149,7 @@ def join(
     at_end: AT_END = None,
     export_at_end: EXPORT_AT_END = None,
     metrics: METRICS = None,
+    page: PAGE = False,
     log_level: LOG_LEVEL = None,
 ) -> None:
     """Join a run and train until stopped.
@@ -177,7 +183,7 @@ def join(
     flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
     flags |= {"compile": compile_layers}
     flags |= {"at_end": at_end, "export_at_end": export_at_end}
-    flags |= {"metrics": metrics}
+    flags |= {"metrics": metrics, "page": page or None}
     raise typer.Exit(run_daemon(run, paths.home_at(directory), flags))
 
 

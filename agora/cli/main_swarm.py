@@ -172,6 +172,31 @@ def status(
 
 
 @app.command()
+def page(
+    run: console.RUN,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 lets the system choose.")] = 8800,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; others than loopback see it.")] = (
+        "127.0.0.1"
+    ),
+    directory: console.DIRECTORY = None,
+) -> None:
+    """Show a run live in a browser.
+
+    Stages and why they wait, loss, throughput, peers, averaging, what has happened, what the model writes, and how to
+    join. A daemon of the run on this machine is asked, otherwise a peer of the invite. The page can only be read, and
+    the run goes on without it. There is no password: --host 0.0.0.0 shows it to everyone who can reach this machine.
+
+    \b
+    Examples:
+      swarm page run.toml
+      swarm page agora://... --port 8801
+    """
+    from agora.cli import page_command
+
+    raise typer.Exit(page_command.serve(run, directory, (host, port)))
+
+
+@app.command()
 def track(
     run: console.RUN,
     to: Annotated[

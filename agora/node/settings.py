@@ -110,6 +110,8 @@ class Settings(pydantic.BaseModel):
     export_at_end: Literal["auto", "always", "never"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     metrics: Annotated[str, AfterValidator(_check_endpoint)] = ""  # HOST:PORT where Prometheus gets them; "" is nowhere
+    page: bool = False  # whether browsers are shown the run
+    page_address: Annotated[str, AfterValidator(_check_endpoint)] = "127.0.0.1:8800"
 
     @pydantic.field_validator("listen", "announce", mode="before")
     @classmethod
@@ -138,6 +140,10 @@ class Settings(pydantic.BaseModel):
     @property
     def metrics_address(self) -> tuple[str, int] | None:
         return _split_endpoint(self.metrics) if self.metrics else None
+
+    @property
+    def page_endpoint(self) -> tuple[str, int] | None:
+        return _split_endpoint(self.page_address) if self.page else None
 
     @property
     def disk_bytes(self) -> int:

@@ -114,6 +114,22 @@ class Follower:
                     values.append(json.loads(line))
         return [value for value in values if isinstance(value, dict)]
 
+    def skip_to_tail(self, most_bytes: int) -> None:
+        """Leaves out all but the last `most_bytes` of what is not read yet."""
+        for number in range(KEPT_FILES):
+            try:
+                status = rotated_path(self.directory / self.name, number).stat()
+            except OSError:
+                return
+            is_read = status.st_ino == self._inode
+            unread = status.st_size - (self._offset if is_read else 0)
+            if unread > most_bytes:
+                self._inode, self._offset = status.st_ino, status.st_size - most_bytes
+                return
+            if is_read:
+                return
+            most_bytes -= unread
+
     def _unread(self) -> list[Path]:
         # The file that was read last, under its present name, and every newer one; all if that one was removed.
         files: list[Path] = []

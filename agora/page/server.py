@@ -27,7 +27,8 @@ MAX_CONNECTIONS = 64
 CLOSE_S = 1  # seconds that open answers get when the server is closed
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "connect-src 'self'; require-trusted-types-for 'script'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -60,6 +61,9 @@ def _refuse(method: str, headers: Headers) -> PlainTextResponse | None:
     if not is_own_host(host):
         return PlainTextResponse("Ask by an address, localhost, or this machine's name.\n", 421)
     if headers.get("origin", f"http://{host}") != f"http://{host}":
+        return PlainTextResponse("Other web pages get nothing here.\n", 403)
+    is_foreign = headers.get("sec-fetch-site", "none") in ("cross-site", "same-site")
+    if is_foreign and headers.get("sec-fetch-mode") != "navigate":  # a link to the page is no harm
         return PlainTextResponse("Other web pages get nothing here.\n", 403)
     if method not in ("GET", "HEAD"):
         return PlainTextResponse("Everything here is read only.\n", 405, {"Allow": "GET, HEAD"})

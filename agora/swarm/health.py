@@ -19,8 +19,8 @@ read again.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from agora.swarm.view import PeerView, View
@@ -33,11 +33,12 @@ LIMIT_STEPS = 10.0  # A stage that took no step for this many usual step times, 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The swarm's state as one peer sees it. why, advice: sentences for people."""
+    """The swarm's state as one peer sees it. why, advice: sentences for people. stages: of each; () if unknown."""
 
     state: str
     why: str
     advice: str | None = None
+    stages: tuple[Health, ...] = field(default=(), compare=False)
 
 
 def has_ended(
@@ -74,23 +75,47 @@ def assess_health(
     if not view.peers:
         advice = "check the invite's addresses and this machine's network"
         return Health(UNREACHABLE, "no peer of the run can be found", advice)
+    judged = [_judge_stage(view, stage, now_unix, since_unix) for stage in range(stage_count)]
     empty = [stage for stage in range(stage_count) if not view.replicas(stage)]
-    if empty:
-        return _judge_vacant(view, empty)
-    if has_ended(view, stage_count, total_steps, own_steps):
+    if not empty and has_ended(view, stage_count, total_steps, own_steps):
         why = f"the run has taken its {total_steps:,} steps, and trains no more"
-        return Health(COMPLETED, why, "export it with `swarm export RUN --out DIR`; its peers may leave then")
-    last: dict[int, float | None] = {}
-    for stage in range(stage_count):
-        replicas = view.replicas(stage)
-        stepped = last[stage] = max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)
-        limit_s = _step_limit_s(replicas) + 2.0 * view.period_s(stage)
-        if now_unix - max(stepped or 0.0, since_unix) > limit_s:
-            ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
-            why = f"stage {stage} took no step {ago}; up to {limit_s:.0f} s are usual"
-            advice = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
-            return Health(STALLED, why, advice)
-    return _judge_stepping(view, last, now_unix)
+        found = Health(COMPLETED, why, "export it with `swarm export RUN --out DIR`; its peers may leave then")
+        return replace(found, stages=(found,) * stage_count)
+    worst, found = max(judged, key=lambda pair: pair[0])  # of equals, the first stage
+    if len(empty) > 1:
+        found = _judge_vacant(view, empty)
+    elif worst == _FINE:
+        count = min(map(view.replica_count, range(stage_count)))
+        found = Health(
+            OK, f"every stage has at least {count} replicas; {_last_step(view, range(stage_count), now_unix)}"
+        )
+    return replace(found, stages=tuple(stage for _, stage in judged))
+
+
+# How much each fault of a stage weighs: the run's health is that of the stage with the heaviest.
+_FINE, _SINGLE, _NEW, _STANDING, _EMPTY = range(5)
+
+
+def _judge_stage(view: View, stage: int, now_unix: float, since_unix: float) -> tuple[int, Health]:
+    replicas = view.replicas(stage)
+    if not replicas:
+        return _EMPTY, _judge_vacant(view, [stage])
+    stepped = max((p.stepped_unix for p in replicas if p.stepped_unix is not None), default=None)
+    limit_s = _step_limit_s(replicas) + 2.0 * view.period_s(stage)
+    if now_unix - max(stepped or 0.0, since_unix) > limit_s:
+        ago = "since this peer began to look" if stepped is None else f"for {now_unix - stepped:.0f} s"
+        waits = next((f"; a peer of it says: {p.waits_for}" for p in replicas if p.waits_for), "")
+        why = f"stage {stage} took no step {ago}; up to {limit_s:.0f} s are usual{waits}"
+        advice = f"look at the logs of its peers, and start another with `agora-node join RUN --stages {stage}`"
+        return _STANDING, Health(STALLED, why, advice)
+    if stepped is None:
+        why = f"stage {stage} has not taken its first step yet"
+        return _NEW, Health(DEGRADED, why, "wait; the swarm has just started")
+    count, ago = view.replica_count(stage), _last_step(view, [stage], now_unix)
+    if count == 1:
+        advice = f"the run stalls when it leaves: add one with `agora-node join RUN --stages {stage}`"
+        return _SINGLE, Health(DEGRADED, f"stage {stage} has a single peer; {ago}", advice)
+    return _FINE, Health(OK, f"stage {stage} has {count} replicas; {ago}")
 
 
 def _judge_vacant(view: View, empty: list[int]) -> Health:
@@ -104,19 +129,9 @@ def _judge_vacant(view: View, empty: list[int]) -> Health:
     return Health(STALLED, f"{names} no peer", advice)
 
 
-def _judge_stepping(view: View, last: dict[int, float | None], now_unix: float) -> Health:
-    steps = [stepped for stepped in last.values() if stepped is not None]
-    if len(steps) < len(last):
-        waiting = next(stage for stage, stepped in last.items() if stepped is None)
-        return Health(DEGRADED, f"stage {waiting} has not taken its first step yet", "wait; the swarm has just started")
-    counts = [view.replica_count(stage) for stage in last]
-    ago = now_unix - max(steps)
-    if min(counts) == 1:
-        stage = counts.index(1)
-        why = f"stage {stage} has a single peer; last step {ago:.0f} s ago"
-        advice = f"the run stalls when it leaves: add one with `agora-node join RUN --stages {stage}`"
-        return Health(DEGRADED, why, advice)
-    return Health(OK, f"every stage has at least {min(counts)} replicas; last step {ago:.0f} s ago")
+def _last_step(view: View, stages: Iterable[int], now_unix: float) -> str:
+    stepped = [seen.stepped_unix for stage in stages for seen in view.replicas(stage) if seen.stepped_unix is not None]
+    return f"last step {now_unix - max(stepped):.0f} s ago"
 
 
 def _step_limit_s(replicas: Sequence[PeerView]) -> float:

@@ -77,11 +77,15 @@ def build_status(
     quarter at each end. Of claimed tokens per second, MAX_TIMES_USUAL times the peers' median counts. paths: by peer,
     how the asked peer reaches it: "direct", "punched", "relayed" or "self". samples: None in runs on text, and if the
     asked peer is no origin or has seen no step. devices: by peer, how its device is used; records do not have it, so
-    that the asked peer knows it of itself alone.
+    that the asked peer knows it of itself alone. A peer's "tokens_counted": those that went into a step, once for each
+    of its stages, as it says itself; "bandwidth": bytes per second, likewise. A stage's "health" is left out where the
+    run's is not that of the swarm: while the asked peer starts or is paused.
     """
     usual = _usual_rate(view)
     losses = [(peer.loss, _counted_rate(peer, usual)) for peer in view.peers.values() if peer.loss is not None]
     stages = [_stage_status(view, stage, run.target_tokens, usual) for stage in range(run.stage_count)]
+    for row, judged in zip(stages, health.stages, strict=False):
+        row["health"] = _health_status(judged)
     known = sorted(view.peers.values(), key=lambda peer: (peer.span.first, peer.span.last, peer.peer))
     return {
         "schema": SCHEMA,
@@ -90,7 +94,7 @@ def build_status(
         "step": stages[0]["step"] if stages else 0,
         "loss": _mean(losses),
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
-        "health": {"state": health.state, "why": health.why, "do": health.advice},
+        "health": _health_status(health),
         "stages": stages,
         "peers": [
             {
@@ -105,6 +109,10 @@ def build_status(
         "samples": asdict(samples) if samples is not None else None,
         "loss_spread": [round(loss, 4) for loss in _spread([loss for loss, _ in losses])] if losses else None,
     }
+
+
+def _health_status(health: Health) -> dict[str, Any]:
+    return {"state": health.state, "why": health.why, "do": health.advice}
 
 
 def _expected_path(peer: PeerView) -> str:
@@ -125,6 +133,8 @@ def _peer_status(peer: PeerView, path: str, now_unix: float) -> dict[str, Any]:
         "note": peer.note,
         "waits_for": peer.waits_for,
         "capacity": round(peer.capacity, 3),
+        "bandwidth": round(peer.bandwidth),
+        "tokens_counted": sum(account.counted for account in peer.accounts),
         "reachability": peer.reachability,
     }
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import uvloop
 from agora_protocol.errors import AgoraError, DiskError, LocalError
@@ -29,6 +29,10 @@ from agora.observe.metrics import EventMetrics
 from agora.observe.reporter import Reporter
 from agora.swarm.key_use import KeyInUse, key_in_use_text
 from agora.swarm.swarm_clock import SwarmClock
+
+if TYPE_CHECKING:
+    from agora.node.process.daemon import Daemon
+    from agora.node.process.metrics import DaemonMetrics
 
 # The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
 MOVES_NS: Final = 1_000_000_000
@@ -129,20 +133,36 @@ async def _run_until_left(startup: Startup, counted: EventMetrics) -> None:
     await control.start()
     try:
         tasks.start("metrics", metrics.run())
-        if address := startup.settings.metrics_address:
-            from agora.page.server import HttpServer, listen, metrics_app
-
-            with startup.phases.enter("metrics") as note:
-                server = HttpServer(
-                    metrics_app(metrics.registry), listen(address, "choose another address with --metrics")
-                )
-                note.text = f"{server.url}/metrics"
-            tasks.start("metrics server", server.run())
+        _serve_http(daemon, metrics, tasks)
         await daemon.run()
     finally:
         await tasks.close()
         await control.close()
     startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
+
+
+def _serve_http(daemon: Daemon, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
+    startup = daemon.startup
+    if address := startup.settings.metrics_address:
+        from agora.page.server import HttpServer, listen, metrics_app
+
+        with startup.phases.enter("metrics") as note:
+            listening = listen(address, "choose another address with --metrics")
+            server = HttpServer(metrics_app(metrics.registry), listening)
+            note.text = f"{server.url}/metrics"
+        tasks.start("metrics server", server.run())
+    if address := startup.settings.page_endpoint:
+        from agora.node.process.page import DaemonSource
+        from agora.page.feed import Feed
+        from agora.page.run_page import page_app
+        from agora.page.server import HttpServer, listen
+
+        with startup.phases.enter("page") as note:
+            feed = Feed(DaemonSource(daemon))
+            server = HttpServer(page_app(feed), listen(address, "choose another address with AGORA_PAGE_ADDRESS"))
+            note.text = server.url
+        tasks.start("page", feed.run())
+        tasks.start("page server", server.run())
 
 
 def refuse_copied_key(home: paths.Home, me: PeerId) -> None:

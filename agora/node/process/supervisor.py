@@ -79,7 +79,7 @@ def shares_of(chosen: Settings, devices: Sequence[str], home: paths.Home, free_b
     """Returns the settings of each device's daemon: equal shares of what the machine and its owner have for all.
 
     free_bytes: of the machine's memory. Ports, those of metrics too, are counted up, and only the first daemon
-    announces what the owner has: an address leads to one of them.
+    announces what the owner has, an address leads to one of them, and shows the page.
     """
     count = len(devices)
     host_gib = (chosen.host_memory_gib or chosen.memory_gib or free_bytes / 2**30) / count
@@ -96,7 +96,7 @@ def shares_of(chosen: Settings, devices: Sequence[str], home: paths.Home, free_b
             | {"disk_gib": chosen.disk_gib / count if at else chosen.disk_gib}
             | {"device": name, "listen": tuple(_port_plus(address, at) for address in chosen.listen)}
             | {"metrics": _metrics_plus(chosen.metrics, at)}
-            | ({"announce": ()} if at else {})
+            | ({"announce": (), "page": False} if at else {})
             | ({"memory_gib": host_gib} if name == "cpu" else {"host_memory_gib": host_gib})
         )
         for at, name in enumerate(devices)

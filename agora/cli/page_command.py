@@ -1,0 +1,116 @@
+"""`swarm page`: serves the page of a run from this machine, which need not take part in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agora_protocol.errors import LocalError
+from agora_protocol.ids import RunId
+from agora_protocol.invite import Invite
+from agora_protocol.limits import MAX_ADDRESSES
+
+from agora.cli import console, status_command
+from agora.core.tasks import BackgroundTasks, run_in_thread
+from agora.node import paths, runs
+from agora.node.control import control_client
+from agora.page.feed import LOOK_S, Feed, Invitation
+from agora.page.model_text import write_text
+from agora.page.run_page import page_app
+from agora.page.server import HttpServer, listen
+
+if TYPE_CHECKING:
+    from agora_protocol.manifest import Manifest
+
+ASK_S = 10.0  # seconds between two questions to a peer over the network
+
+
+def serve(run: str, directory: Path | None, address: tuple[str, int]) -> int:
+    """Serves the page until Ctrl-C or SIGTERM. Returns the exit code.
+
+    Raises InputError for an unknown run, ManifestError for a bad manifest, LocalError for an address that is taken.
+    """
+    if run == runs.STDIN:  # it is read once, and the run is looked up again and again
+        run = sys.stdin.read(runs.MAX_INVITE_CHARACTERS).strip()
+    home = paths.home_at(directory)
+    source = SwarmSource(run, home, runs.resolve(run, home))
+    asyncio.run(_serve(source, address))
+    return console.DONE
+
+
+async def _serve(source: SwarmSource, address: tuple[str, int]) -> None:
+    feed = Feed(source)
+    server = HttpServer(page_app(feed), listen(address, "choose another with --port"))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.close)
+    tasks = BackgroundTasks()
+    tasks.start("feed", feed.run())
+    console.print_to_stderr(f"the page of {source.name} is at {server.url}; end it with Ctrl-C, the run goes on")
+    try:
+        await server.run()
+    finally:
+        await tasks.close()
+
+
+class SwarmSource:
+    """A run as this machine can read it: from its daemons, else from a peer over the network."""
+
+    def __init__(self, text: str, home: paths.Home, reference: runs.RunReference) -> None:
+        """text: as the user named the run."""
+        self.look_s = LOOK_S
+        self.name = reference.name or "the run"
+        self._text = text
+        self._home = home
+        self._reference = reference
+
+    async def status(self) -> Mapping[str, Any]:
+        status = await run_in_thread(lambda: status_command.fetch(self._text, self._home))
+        self.look_s = LOOK_S if await run_in_thread(self._find_daemon) else ASK_S
+        return status
+
+    async def folder(self) -> Path | None:
+        entry = await run_in_thread(self._find_daemon)
+        return Path(entry.root) if entry is not None else None
+
+    async def invitation(self) -> Invitation | None:
+        return await run_in_thread(self._find_invitation)
+
+    async def text(self) -> str:
+        manifest = await run_in_thread(self._find_manifest)
+        if manifest is None:
+            raise LocalError("this machine does not take part in the run: `swarm sample` needs a daemon or checkpoints")
+        return await write_text(manifest, self._text, [self._home.root])
+
+    def _find_daemon(self) -> paths.DaemonEntry | None:
+        return next((entry for entry in paths.find_running_daemons() if self._reference.is_of(entry)), None)
+
+    def _find_invitation(self) -> Invitation | None:
+        manifest, reference = self._find_manifest(), self._reference
+        mode = manifest.admission.mode if manifest is not None else ""
+        if (entry := self._find_daemon()) is not None:
+            with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
+                return Invitation(str(control_client.ask(Path(entry.socket), "invite")["invite"]), mode)
+        if not (reference.run and reference.addresses):
+            return None
+        invite = Invite(RunId(reference.run), reference.addresses[:MAX_ADDRESSES], reference.name)
+        return Invitation(str(invite), mode)
+
+    def _find_manifest(self) -> Manifest | None:
+        # Of a draft there is one when its daemon has signed it.
+        entry = self._find_daemon()
+        reference = self._reference
+        if entry is not None and not reference.run:
+            reference = replace(reference, run=entry.run)
+        if reference.signed is not None:
+            return reference.signed.manifest
+        for home in (self._home, *([paths.Home(Path(entry.root))] if entry is not None else ())):
+            if reference.run and (file := home.manifest(reference.run)).is_file():
+                signed = runs.from_file(file, home).signed
+                return signed.manifest if signed is not None else None
+        return None

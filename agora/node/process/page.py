@@ -1,0 +1,45 @@
+"""The page that a daemon serves with `--page`, of the run as this daemon sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agora_protocol.errors import LocalError
+
+from agora.node.process.control_api import ControlApi
+from agora.page.feed import LOOK_S, Invitation
+from agora.page.model_text import write_text
+
+if TYPE_CHECKING:
+    from agora.node.process.daemon import Daemon
+
+
+class DaemonSource:
+    """A run as one daemon, in this process, sees it."""
+
+    look_s = LOOK_S
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    async def status(self) -> Mapping[str, Any]:
+        return await ControlApi(self._daemon).status()
+
+    async def folder(self) -> Path | None:
+        return self._daemon.startup.home.root
+
+    async def invitation(self) -> Invitation | None:
+        if self._daemon.signed is None:
+            return None
+        try:
+            return Invitation(str(self._daemon.invite()), self._daemon.signed.manifest.admission.mode)
+        except LocalError:  # it has no address yet
+            return None
+
+    async def text(self) -> str:
+        if self._daemon.signed is None or self._daemon.loaded is None:
+            raise LocalError("this daemon holds no stages yet")
+        signed = self._daemon.signed
+        return await write_text(signed.manifest, signed.run_id, [self._daemon.startup.home.root])

@@ -1,0 +1,396 @@
+"""What the page shows: the run's status while somebody looks, its history, and what has happened.
+
+It looks only while a browser does, and the less often the larger the run is, so that the daemon that is asked spends
+less than half a percent of a core on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from agora_protocol.errors import AgoraError
+from agora_protocol.ids import PeerId, peer_name
+
+from agora.core.tasks import run_in_thread
+from agora.core.terminal_text import one_line, printable
+from agora.observe import events
+from agora.observe.journal import Follower, from_json
+from agora.observe.metrics import FILE_NAME, Row
+
+LOOK_S: Final = 2.0  # seconds between two looks at the status of a small run
+# A status takes 12 microseconds of a processor for each peer, so that looks take less than half a percent of a core.
+LOOK_S_PER_PEER: Final = 0.003
+FRESH_S: Final = 1.0  # a status is not asked for again within this time
+TEXT_S: Final = 600.0  # seconds between two texts of the model
+TEXT_RETRY_S: Final = 60.0
+TAIL_BYTES: Final = 4 * 2**20  # of journal and metrics, so much is read when somebody begins to look
+MAX_POINTS: Final = 2000
+MAX_HAPPENINGS: Final = 200
+MAX_TASKS: Final = 400
+MAX_PEERS: Final = 100  # a run with more is shown by stage, and its peers so many at a time
+MAX_COMPARED: Final = 256  # a run with more peers is read in part: who is missing from one look may be there
+MAX_TEXT: Final = 1024  # characters of one text that a peer wrote
+MAX_INT: Final = 2**53  # a browser's numbers are exact up to here
+
+Status = Mapping[str, Any]
+
+# What the time line has of a daemon's journal.
+SHOWN: Final = (
+    events.HealthChanged,
+    events.PeerSeen,
+    events.PeerGone,
+    events.PeerBanned,
+    events.OffenceRecorded,
+    events.MoveChosen,
+    events.StateChanged,
+    events.StageDiverged,
+    events.StageFellBehind,
+    events.StateFetched,
+    events.StepPlanChanged,
+    events.StepsSkipped,
+    events.StepTorn,
+    events.MicrobatchDropped,
+    events.EvaluationDone,
+    events.TaskEvaluated,
+    events.ResultExported,
+    events.OwnerTold,
+    events.TaskFailed,
+    events.DiskTrouble,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """How others can join. mode: of the manifest's [admission], "" if unknown. invite: without any ticket."""
+
+    invite: str
+    mode: str = ""
+
+
+class Source(Protocol):
+    """Where the page gets what it shows: a daemon itself, or `swarm page`, which asks daemons and peers."""
+
+    look_s: float  # seconds between two looks at least
+
+    async def status(self) -> Status:
+        """Returns what `swarm status --json` prints. Raises AgoraError."""
+
+    async def folder(self) -> Path | None:
+        """Returns the data directory of a daemon of the run on this machine; None without one."""
+
+    async def invitation(self) -> Invitation | None:
+        """None while there is no invite."""
+
+    async def text(self) -> str:
+        """Returns text that the model writes now. Raises AgoraError, which says why it cannot."""
+
+
+class Feed:
+    """Looks at a Source while anybody follows, see `run`; keeps what has changed for those who come later."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._followers = 0
+        self._is_wanted = asyncio.Event()
+        self._looked = asyncio.Event()  # replaced at every look
+        self._asking = asyncio.Lock()
+        self._status: Status | None = None
+        self._asked_at = -FRESH_S
+        self._history = History()
+        self._join: Mapping[str, str] | None = None
+        self._text: Mapping[str, Any] = {"text": "", "why": "", "step": 0}
+
+    async def run(self) -> None:
+        """Looks until cancelled, while anybody follows."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._look_again_and_again())
+            group.create_task(self._write_again_and_again())
+
+    async def status(self) -> Status:
+        """Returns the source's status, FRESH_S old at most; if the source raises, one with its reason."""
+        async with self._asking:
+            if self._status is None or time.monotonic() - self._asked_at >= FRESH_S:
+                try:
+                    self._status = await self._source.status()
+                except AgoraError as error:
+                    self._status = _unreachable(self._status, str(error))
+                self._asked_at = time.monotonic()
+        return self._status
+
+    async def peers(self, stage: int | None, start: int) -> dict[str, Any]:
+        """Returns MAX_PEERS peers of the status from number `start` on, of one stage or of all, and how many it has."""
+        held = [peer for peer in (await self.status())["peers"] if stage is None or _holds(peer, stage)]
+        return {"total": len(held), "start": start, "peers": shown(held[start : start + MAX_PEERS])}
+
+    async def follow(self) -> AsyncIterator[str]:
+        """Yields JSON after each look: the status in short and what is new; the first one has all that is kept."""
+        self._followers += 1
+        self._is_wanted.set()
+        seen = 0
+        try:
+            while True:
+                looked = self._looked
+                if self._status is not None and self._history.looks:
+                    yield json.dumps(self._update(self._status, seen), separators=(",", ":"), allow_nan=False)
+                    seen = self._history.looks
+                await looked.wait()
+        finally:
+            self._followers -= 1
+            if not self._followers:
+                self._is_wanted.clear()
+
+    @property
+    def followers(self) -> int:
+        return self._followers
+
+    def _update(self, status: Status, seen: int) -> dict[str, Any]:
+        return {
+            "is_first": not seen,
+            "status": shown(in_short(status)),
+            "join": self._join,
+            "text": self._text,
+            **self._history.since(seen),
+        }
+
+    async def _look_again_and_again(self) -> None:
+        while True:
+            await self._is_wanted.wait()
+            status = await self.status()
+            folder = await self._source.folder()
+            try:
+                await run_in_thread(partial(self._history.take, status, folder, time.time()))
+            except (AttributeError, LookupError, TypeError, ValueError):  # a peer of the network wrote it
+                self._status = status = _unreachable(None, "the peer that was asked sent a malformed status")
+            if self._join is None and (invitation := await self._source.invitation()) is not None:
+                self._join = how_to_join(invitation)
+            self._looked.set()
+            self._looked = asyncio.Event()
+            await asyncio.sleep(pause_s(len(status["peers"]), self._source.look_s))
+
+    async def _write_again_and_again(self) -> None:
+        while True:
+            await self._is_wanted.wait()
+            step = (await self.status())["step"]
+            try:
+                self._text = {"text": shown(await self._source.text()), "why": "", "step": step}
+                await asyncio.sleep(TEXT_S)
+            except AgoraError as error:
+                self._text = {**self._text, "why": shown(str(error))}
+                await asyncio.sleep(TEXT_RETRY_S)
+
+
+def pause_s(peers: int, least_s: float = LOOK_S) -> float:
+    """Returns the seconds until the next look at a run in whose status there are so many peers."""
+    return max(least_s, LOOK_S_PER_PEER * peers)
+
+
+def in_short(status: Status) -> dict[str, Any]:
+    """Returns the status with MAX_PEERS peers at most; `peer_count` has their number, `states` and `paths` counts."""
+    peers = status["peers"]
+    return {
+        **{name: value for name, value in status.items() if name != "peers"},
+        "peers": peers[:MAX_PEERS],
+        "peer_count": len(peers) + int(status.get("peers_left_out", 0)),
+        "states": _counts(peers, "state"),
+        "paths": _counts(peers, "path"),
+    }
+
+
+def _counts(peers: Iterable[Mapping[str, Any]], name: str) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for peer in peers:
+        key = str(peer.get(name))
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def _holds(peer: Mapping[str, Any], stage: int) -> bool:
+    match peer.get("span"):
+        case [int(first), int(last)]:
+            return first <= stage <= last
+    return False
+
+
+def _unreachable(before: Status | None, why: str) -> Status:
+    known: dict[str, Any] = dict(before or {"schema": 1, "run_id": "", "name": "", "step": 0})
+    known |= {"loss": None, "tokens_per_second": 0.0, "stages": [], "peers": []}
+    return known | {"health": {"state": "UNREACHABLE", "why": why, "do": "start `swarm page` again"}}
+
+
+def shown(value: Any) -> Any:
+    """Returns a value of JSON whose texts are bounded and have no signs that hide or reorder others.
+
+    Numbers that a browser cannot represent become None.
+    """
+    match value:
+        case str():
+            return printable(value)[:MAX_TEXT]
+        case dict():
+            return {shown(str(name)): shown(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [shown(inner) for inner in value]
+        case bool() | None:
+            return value
+        case int():
+            return value if abs(value) <= MAX_INT else None
+    return value
+
+
+def how_to_join(invitation: Invitation) -> dict[str, str]:
+    """Returns the command that joins the run, and a sentence on who may."""
+    command = f"agora-node join {invitation.invite}"
+    match invitation.mode:
+        case "open":
+            note = "Everyone who has this invite may take part."
+        case "ticket":
+            command = "agora-node join INVITE"
+            note = "Take part with an invite that carries a ticket: its founder makes one with `swarm invite RUN`."
+        case "listed":
+            note = "Only the machines that the manifest lists may take part; this is the command for them."
+        case _:
+            note = "If the run asks for a ticket, its founder makes an invite that carries one: `swarm invite RUN`."
+    return {"command": command, "note": note, "mode": invitation.mode, "invite": invitation.invite}
+
+
+# --- history
+
+
+class Kept:
+    """What is kept of one kind, with the look that found it."""
+
+    def __init__(self, most: int, *, thins: bool = False) -> None:
+        """most: how much is kept at most. thins: whether of the older half then every other one stays, or none."""
+        self._most = most
+        self._step = 2 if thins else 0
+        self._found: list[tuple[int, list[Any]]] = []
+
+    def add(self, look: int, value: list[Any]) -> None:
+        self._found.append((look, value))
+        if len(self._found) > self._most:
+            half = self._most // 2
+            self._found[:half] = self._found[: half : self._step] if self._step else []
+
+    def since(self, look: int) -> list[list[Any]]:
+        return [value for found, value in self._found if found > look]
+
+
+class History:
+    """What the page shows over time, `looks` looks so far: points, happenings, results of tasks; the last rounds.
+
+    With a daemon's data directory it comes from the daemon's journal and metrics, otherwise from what the statuses say.
+    """
+
+    def __init__(self) -> None:
+        self.looks = 0
+        # [unix, step, loss, held-out loss, tokens per second]; losses in nats per token, None if unknown
+        self._points = Kept(MAX_POINTS, thins=True)
+        self._happenings = Kept(MAX_HAPPENINGS)  # [unix, name of the event, sentence]
+        self._tasks = Kept(MAX_TASKS)  # [unix, task, metric, value]
+        self._rounds: dict[tuple[Any, Any], dict[str, Any]] = {}
+        self._work: dict[str, float] = {}
+        self._followers: tuple[Follower, Follower] | None = None
+        self._before: Status | None = None
+
+    def since(self, look: int) -> dict[str, Any]:
+        """Returns what looks after number `look` have found, for JSON; rounds and work as they are now."""
+        return {
+            "points": self._points.since(look),
+            "happenings": self._happenings.since(look),
+            "tasks": self._tasks.since(look),
+            "rounds": list(self._rounds.values()),
+            "work": self._work,
+        }
+
+    def take(self, status: Status, folder: Path | None, unix: float) -> None:
+        """Takes in one look. folder: of a daemon of the run on this machine, None without one. unix: now."""
+        look = self.looks + 1
+        if folder is not None:
+            self._read(look, folder, str(status["run_id"]))
+        elif self._before is not None:
+            for name, sentence in changes(self._before, status):
+                self._happenings.add(look, [unix, name, sentence])
+        if status["stages"]:
+            heldout = self._work.get("heldout_loss_nats")
+            self._points.add(
+                look, [round(unix, 1), status["step"], status["loss"], heldout, status["tokens_per_second"]]
+            )
+        self._before = status
+        self.looks = look
+
+    def _read(self, look: int, folder: Path, run: str) -> None:
+        if self._followers is None or self._followers[0].directory != folder:
+            self._followers = Follower(folder), Follower(folder, FILE_NAME)
+        journal, metrics = self._followers
+        is_first = look == 1  # later points come from the statuses, which are newer
+        metrics.skip_to_tail(TAIL_BYTES)
+        for fields in metrics.read_new():
+            if (row := Row.from_json(fields)) is None or row.run != run:
+                continue
+            self._work = work_of(row)
+            if is_first:
+                names = ("run_loss_nats", "heldout_loss_nats", "run_tokens_per_second")
+                self._points.add(look, [row.unix, row.step, *(row.metrics.get(name) for name in names)])
+        journal.skip_to_tail(TAIL_BYTES)
+        for fields in journal.read_new():
+            self._take_event(look, fields)
+
+    def _take_event(self, look: int, fields: Mapping[str, Any]) -> None:
+        event, unix = from_json(fields), fields.get("at_unix")
+        match event:
+            case events.RoundDone():
+                self._rounds[event.stage, event.what] = dict(fields)
+            case events.TaskEvaluated():
+                self._tasks.add(look, [unix, event.task, event.metric, event.value])
+        if isinstance(event, SHOWN):
+            self._happenings.add(look, [unix, type(event).__name__, shown(in_words(event))])
+
+
+def work_of(row: Row) -> dict[str, float]:
+    """Returns what a daemon has counted of its own microbatches, and its last held-out loss, as far as it is known."""
+    names = ("microbatches_started", "microbatches_completed", "microbatches_dropped", "microbatches_rerouted")
+    found = {
+        name: sum(value for tag, value in row.metrics.items() if tag.startswith(f"{name}/") and "evaluate" not in tag)
+        for name in names
+    }
+    heldout = row.metrics.get("heldout_loss_nats")
+    return found | ({"heldout_loss_nats": heldout} if heldout is not None else {})
+
+
+def in_words(event: events.Event) -> str:
+    """Returns a sentence for the time line."""
+    match event:
+        case events.PeerSeen(peer, first, last, state):
+            held = f"stage {first}" if first == last else f"stages {first}-{last}"
+            return f"{peer_name(PeerId(peer))} is {state} at {held}"
+        case events.PeerGone(peer, reason):
+            return f"{peer_name(PeerId(peer))} has gone: {reason}"
+        case events.PeerBanned(peer, by):
+            return f"{peer_name(PeerId(peer))} is banned {by}"
+    return one_line(event.describe())
+
+
+def changes(before: Status, after: Status) -> Iterator[tuple[str, str]]:
+    """Yields in what two statuses differ, as events' names and sentences: health, and peers of a run read whole."""
+    health = after["health"]
+    if health["state"] != before["health"]["state"]:
+        yield "HealthChanged", shown(f"health {health['state']}: {health['why']}")
+    if max(len(before["peers"]), len(after["peers"])) > MAX_COMPARED or not (before["stages"] and after["stages"]):
+        return
+    former, present = ({peer["peer"]: peer for peer in status["peers"]} for status in (before, after))
+    for peer, row in present.items():
+        if peer not in former or former[peer]["state"] != row["state"]:
+            yield "PeerSeen", shown(f"{row['name']} is {row['state']} at {_stages_in_words(row)}")
+    for peer in former.keys() - present.keys():
+        yield "PeerGone", shown(f"{former[peer]['name']} has gone: it is not in the status any more")
+
+
+def _stages_in_words(peer: Mapping[str, Any]) -> str:
+    held = list(dict.fromkeys(peer["span"]))
+    return f"stage {held[0]}" if len(held) == 1 else "stages " + "-".join(map(str, held))
