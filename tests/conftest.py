@@ -38,6 +38,7 @@ NOT_QUICK = (
     "model",
     "net",
     "node",
+    "page/test_browser.py",
     "pipeline/test_chaos.py",
     "pipeline/test_long_links.py",
     "planning/test_search.py",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,8 @@ from agora.observe.journal import Follower, from_json
 from agora.observe.metrics import FILE_NAME, Row
 
 LOOK_S: Final = 2.0  # seconds between two looks at the status of a small run
-# A status takes 12 microseconds of a processor for each peer, so that looks take less than half a percent of a core.
-LOOK_S_PER_PEER: Final = 0.003
+# A look takes up to 15 microseconds of a processor for each peer (python -m tests.page.figures): 0.4 % of a core.
+LOOK_S_PER_PEER: Final = 0.004
 FRESH_S: Final = 1.0  # a status is not asked for again within this time
 TEXT_S: Final = 600.0  # seconds between two texts of the model
 TEXT_RETRY_S: Final = 60.0
@@ -95,8 +95,10 @@ class Source(Protocol):
 class Feed:
     """Looks at a Source while anybody follows, see `run`; keeps what has changed for those who come later."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, pause: Callable[[int, float], float] | None = None) -> None:
+        """pause: as pause_s, which is the default."""
         self._source = source
+        self._pause = pause or pause_s
         self._followers = 0
         self._is_wanted = asyncio.Event()
         self._looked = asyncio.Event()  # replaced at every look
@@ -172,7 +174,7 @@ class Feed:
                 self._join = how_to_join(invitation)
             self._looked.set()
             self._looked = asyncio.Event()
-            await asyncio.sleep(pause_s(len(status["peers"]), self._source.look_s))
+            await asyncio.sleep(self._pause(len(status["peers"]), self._source.look_s))
 
     async def _write_again_and_again(self) -> None:
         while True:
@@ -291,6 +293,7 @@ class History:
         self.looks = 0
         # [unix, step, loss, held-out loss, tokens per second]; losses in nats per token, None if unknown
         self._points = Kept(MAX_POINTS, thins=True)
+        self._newest_unix = 0.0
         self._happenings = Kept(MAX_HAPPENINGS)  # [unix, name of the event, sentence]
         self._tasks = Kept(MAX_TASKS)  # [unix, task, metric, value]
         self._rounds: dict[tuple[Any, Any], dict[str, Any]] = {}
@@ -311,6 +314,8 @@ class History:
     def take(self, status: Status, folder: Path | None, unix: float) -> None:
         """Takes in one look. folder: of a daemon of the run on this machine, None without one. unix: now."""
         look = self.looks + 1
+        if folder is not None and isinstance(told := status.get("unix"), int | float):
+            unix = told  # the swarm's clock, as in the daemon's files
         if folder is not None:
             self._read(look, folder, str(status["run_id"]))
         elif self._before is not None:
@@ -318,11 +323,16 @@ class History:
                 self._happenings.add(look, [unix, name, sentence])
         if status["stages"]:
             heldout = self._work.get("heldout_loss_nats")
-            self._points.add(
+            self._add_point(
                 look, [round(unix, 1), status["step"], status["loss"], heldout, status["tokens_per_second"]]
             )
         self._before = status
         self.looks = look
+
+    def _add_point(self, look: int, point: list[Any]) -> None:
+        if point[0] > self._newest_unix:  # a chart's times grow
+            self._newest_unix = point[0]
+            self._points.add(look, point)
 
     def _read(self, look: int, folder: Path, run: str) -> None:
         if self._followers is None or self._followers[0].directory != folder:
@@ -336,7 +346,7 @@ class History:
             self._work = work_of(row)
             if is_first:
                 names = ("run_loss_nats", "heldout_loss_nats", "run_tokens_per_second")
-                self._points.add(look, [row.unix, row.step, *(row.metrics.get(name) for name in names)])
+                self._add_point(look, [row.unix, row.step, *(row.metrics.get(name) for name in names)])
         journal.skip_to_tail(TAIL_BYTES)
         for fields in journal.read_new():
             self._take_event(look, fields)

@@ -51,6 +51,7 @@ def test_cards_share_what_the_machine_and_its_owner_have() -> None:
         listen=("0.0.0.0:31330", "/ip6/::/tcp/0"),
         announce=("/dns4/home.example/tcp/31330",),
         metrics="127.0.0.1:9464",
+        page=True,
     )
     shares = shares_of(chosen, CARDS, HOME, free_bytes=2.0**36)
     assert [each.device for each in shares] == CARDS
@@ -62,6 +63,7 @@ def test_cards_share_what_the_machine_and_its_owner_have() -> None:
     assert [each.listen[0] for each in shares] == [f"/ip4/0.0.0.0/tcp/{31330 + at}" for at in range(4)]
     assert {each.listen[1] for each in shares} == {"/ip6/::/tcp/0"}
     assert [each.metrics_address for each in shares] == [("127.0.0.1", 9464 + at) for at in range(4)]
+    assert [each.page_endpoint for each in shares] == [("127.0.0.1", 8800), None, None, None]
     assert [len(each.announce) for each in shares] == [1, 0, 0, 0]
     assert {each.corpus_cache for each in shares} == {"/data/agora/corpus"}
     assert sum(each.disk_gib for each in shares[1:]) < shares[0].disk_gib == 100.0

@@ -100,6 +100,24 @@ def test_a_swarm_that_has_just_started_is_degraded_then_stalled() -> None:
     assert health(two_each(2), since=NOW - 61.0).state == "STALLED"
 
 
+def test_each_stage_has_its_own_health_and_the_run_has_that_of_the_worst() -> None:
+    peers = view(
+        *two_each(1, stepped_unix=NOW).peers.values(), seen("c", "1", stepped_unix=NOW - 100.0), seen("d", "2")
+    )
+    found = assess_health(peers, 4, NOW, since_unix=NOW - 1e3)
+    assert [stage.state for stage in found.stages] == ["OK", "STALLED", "STALLED", "STALLED"]
+    assert found.why == found.stages[3].why == "stage 3 has no peer"
+    assert found.stages[1].why == "stage 1 took no step for 100 s; up to 60 s are usual"
+    rows = build_status(peers, RunIdentity("ab" * 32, "demo", 4, 256), found, NOW)["stages"]
+    assert rows[1]["health"] == {"state": "STALLED", "why": found.stages[1].why, "do": found.stages[1].advice}
+
+
+def test_a_stage_that_stands_still_says_what_it_waits_for() -> None:
+    waits = {"waits_for": "0 of the 512 tokens of its share are counted"}
+    found = health(view(seen("a", "0", stepped_unix=NOW - 90.0, **waits), seen("b", "1", stepped_unix=NOW)))
+    assert found.why.endswith("; a peer of it says: 0 of the 512 tokens of its share are counted")
+
+
 def test_without_any_peer_in_sight_it_is_unreachable() -> None:
     assert health(View()).state == "UNREACHABLE" and health(View()).advice
 

@@ -101,8 +101,7 @@ function showTiles(status, work) {
     ["Loss", fixed(status.loss, 3), isNumber(low) && low !== high ? `${fixed(low, 3)} to ${fixed(high, 3)}` : ""],
     ["Held-out loss", fixed(work.heldout_loss_nats, 3), "of this machine's last evaluation"],
     ["Tokens/s", whole(status.tokens_per_second), "of the slowest stage"],
-    ["Peers", whole(status.peer_count), counts(status.states)],
-    ["Paths", whole(Object.keys(status.paths ?? {}).length), counts(status.paths)],
+    ["Peers", whole(status.peer_count), [counts(status.states), counts(status.paths)].filter(Boolean).join("; ")],
   ];
   for (const [name, value] of Object.entries(status.tuning ?? {})) tiles.push([name, fixed(value, 3), ""]);
   const { samples, result } = status;
