@@ -85,9 +85,7 @@ async def look_ms(source: Fixed) -> float:
 
 
 def main() -> None:
-    print(
-        "| peers | first paint, ms | update, ms of the main thread | longest script, ms | look, ms | every s | of a core |"
-    )
+    print("| peers | first paint, ms | update, main thread's ms | script at most, ms | look, ms | every s | a core's |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
         write_history(Path(place))
