@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from agora_protocol import (
     addresses,
+    amendments,
     errors,
     identity,
     ids,
@@ -69,6 +70,12 @@ LIMITS: Final = {
     "MAX_SHARED_REVOCATIONS": "revocations in a ShareRevocations or a BanList",
     "MAX_REVOCATIONS": "revocations that a peer keeps of a run",
     "SALT_BYTES": "salt of a Hello",
+    "MAX_AMENDMENT_BYTES": "one sealed amendment",
+    "MAX_CHANGES_BYTES": "the new values in one amendment",
+    "MAX_AMENDMENTS": "amendments of a run, in one chain",
+    "MAX_RIVALS": "different amendments of one number that a peer keeps",
+    "MAX_KEPT_AMENDMENTS": "amendments that a peer keeps of a run, and that one KnownAmendments has",
+    "MAX_SHARED_AMENDMENTS": "amendments in one ShareAmendments",
     "MAX_MANIFEST_BYTES": "one signed manifest",
     "MAX_CONFIG_BYTES": "the config.json of a base model, inside a manifest",
     "MAX_WEIGHT_FILES": "weights files of a base model",
@@ -121,6 +128,7 @@ def tags_table() -> str:
         ["shard hash tag", f"`{shards.SHARD_TAG.hex()}` = `agora shard 1` and a zero byte"],
         ["ticket signature tag", f"`{tickets.TICKET_TAG.hex()}` = `agora ticket 1` and a zero byte"],
         ["revocation signature tag", f"`{tickets.REVOCATION_TAG.hex()}` = `agora revocation 1` and a zero byte"],
+        ["amendment signature tag", f"`{amendments.AMENDMENT_TAG.hex()}` = `agora amendment 1` and a zero byte"],
         ["hello tag", f"`{tickets.HELLO_TAG.hex()}` = `agora hello 1` and a zero byte"],
     ]
     return _table(["what", "bytes (hex)"], rows)
@@ -199,6 +207,16 @@ def tickets_tables() -> str:
     return _structure(tickets.Ticket, "Ticket") + _structure(tickets.Revocation, "Revocation")
 
 
+def amendments_tables() -> str:
+    """Returns the section for amendments."""
+    return _structure(amendments.Amendment, "Amendment")
+
+
+def amendable_table() -> str:
+    """Returns the table of every key that an amendment may change."""
+    return _table(["key"], [[f"`{key}`"] for key in amendments.AMENDABLE])
+
+
 def _bounds(field: Any) -> str:
     words = []
     for item in field.metadata:
@@ -252,6 +270,8 @@ TABLES: Final = {
     "answers": answers_table,
     "records": records_tables,
     "tickets": tickets_tables,
+    "amendments": amendments_tables,
+    "amendable": amendable_table,
     "manifest": manifest_table,
     "base_model": base_model_table,
 }

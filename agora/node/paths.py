@@ -16,6 +16,7 @@ Layout of a data directory (mode 0700):
     base/<list hash>/           fetched tensors of a base model, by its tensor list
     runs/<run id>/run.toml      the signed manifest of each run that this machine has joined
     runs/<run id>/ticket        the tickets that admit this machine, mode 0600
+    runs/<run id>/amendments    amendments of the run's manifest, mode 0600
     runs/<run id>/revocations   which peers are banned from the run, and by which key, mode 0600
     runs/<run id>/peers.txt     addresses that answered last time
     runs/<run id>/drawn.txt     how many microbatches the origin has drawn, in blocks
@@ -98,6 +99,9 @@ class Home:
 
     def revocations(self, run: str) -> Path:
         return self.runs / run / "revocations"
+
+    def amendments(self, run: str) -> Path:
+        return self.runs / run / "amendments"
 
     def checkpoints(self, run: str) -> Path:
         return self.runs / run / "checkpoints"

@@ -22,7 +22,13 @@ from agora_protocol.addresses import address_problem
 from agora_protocol.errors import DiskError, InputError, LocalError, ManifestError
 from agora_protocol.ids import PeerId, RunId, is_peer_id, is_run_id
 from agora_protocol.invite import SCHEME, Invite
-from agora_protocol.limits import MAX_PROOF_BYTES, MAX_REVOCATION_BYTES, MAX_REVOCATIONS
+from agora_protocol.limits import (
+    MAX_AMENDMENT_BYTES,
+    MAX_KEPT_AMENDMENTS,
+    MAX_PROOF_BYTES,
+    MAX_REVOCATION_BYTES,
+    MAX_REVOCATIONS,
+)
 
 from agora.node import paths
 
@@ -321,6 +327,20 @@ def read_revocations(home: paths.Home, run: str) -> list[bytes]:
 def write_revocations(home: paths.Home, run: str, sealed: Iterable[bytes]) -> None:
     """Writes the sealed revocations of a run to disk, in place of all earlier ones. Raises DiskError."""
     _write_private(home.revocations(run), "".join(f"{data.hex()}\n" for data in sealed))
+
+
+def read_amendments(home: paths.Home, run: str) -> list[bytes]:
+    """Returns the sealed amendments of a run that are on disk, lowest number first; leaves out lines that are not hex.
+
+    Raises DiskError if the file cannot be read.
+    """
+    lines = _read_text(home.amendments(run), MAX_KEPT_AMENDMENTS * (2 * MAX_AMENDMENT_BYTES + 1)).split()
+    return [bytes.fromhex(line) for line in lines if _is_hex(line)]
+
+
+def write_amendments(home: paths.Home, run: str, sealed: Iterable[bytes]) -> None:
+    """Writes the sealed amendments of a run to disk, in place of all earlier ones. Raises DiskError."""
+    _write_private(home.amendments(run), "".join(f"{data.hex()}\n" for data in sealed))
 
 
 def read_banned(home: paths.Home) -> list[PeerId]:

@@ -470,6 +470,59 @@ class OffenceRecorded(Event, level="warning", template="offence of {peer}: {offe
     suspended_s: float = 0.0  # seconds for which the peer is suspended from now on
 
 
+class AmendmentTaken(
+    Event, level="info", template="amendment {number} counts, from step {from_step} on: {changes}; signed by {issuer}"
+):
+    """Event: an amendment of the manifest counts from now on, and is in force once its step is reached.
+
+    changes: the new values in words. digest: its hash, in hex.
+    """
+
+    number: int
+    from_step: int
+    issuer: str
+    changes: str
+    digest: str
+
+
+class AmendmentDropped(
+    Event,
+    level="warning",
+    template="amendment {number}, from step {from_step} on, counts no more ({changes}): another goes before it",
+):
+    """Event: an amendment that counted does not any more: another of its number goes first, or its delegate is banned.
+
+    The fields are those of AmendmentTaken.
+    """
+
+    number: int
+    from_step: int
+    issuer: str
+    changes: str
+    digest: str
+
+
+class AmendmentRefused(Event, level="warning", template="{count} amendments are refused: {reason}"):
+    """Event: amendments that `peer` has sent (empty: this machine's owner) are false, or not allowed in this run.
+
+    reason: that of the first.
+    """
+
+    peer: str
+    count: int
+    reason: str
+
+
+class AmendmentInForce(
+    Event, level="info", template="stage {stage} has taken {step} steps, and takes the next by amendment {number}"
+):
+    """Event: a stage has come to the step from which an amendment is in force; 0: from which none is any more."""
+
+    stage: int
+    step: int
+    number: int
+
+
 class PeerBanned(Event, level="warning", template="{peer} is banned {by}: it is neither called nor answered"):
     """Event: a peer, or the key of a bearer ticket, was banned for good."""
 

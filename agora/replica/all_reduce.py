@@ -404,7 +404,7 @@ class AllReduce:
         context = self.context_of(shard)
         if context.refusal is not None:
             raise context.refusal
-        if message.weight > self.config.max_weight:
+        if message.weight > self.config.weight_limit:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
         values = self.codec.decode(shard, EncodedShard(cast("WireName", message.wire), tensors), context.numel)
         self._record_contribution(peer, shard)

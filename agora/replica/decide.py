@@ -86,6 +86,7 @@ class StepSettings:
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> StepSettings:
+        """manifest: as the step has it that is decided about."""
         synchronous = manifest.schedule.kind == "synchronous"
         return cls(manifest.optimizer.target_tokens, synchronous, 1 if synchronous else MAX_STEPS_BEHIND)
 

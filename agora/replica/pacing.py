@@ -134,6 +134,11 @@ class StepPacing:
     _stepped_at: float | None = None
     _uncorrected_quota: int = 0
 
+    def set_target(self, target: int) -> None:
+        """Sets the tokens that a step should have on average; an amendment may have changed them."""
+        if target != self.batch_size.target:
+            self.batch_size = BatchSizeCorrection(target).after_step(target + self.batch_size.surplus)
+
     def measure(self, now: float, tokens_counted: int, open_step: int) -> None:
         """Updates this replica's `rate` by the time and tokens since the last call; the first call only sets the start.
 

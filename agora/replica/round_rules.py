@@ -10,6 +10,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
 from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule
 from agora.replica.all_reduce import RoundContext
 from agora.replica.gossip import StepGossip
@@ -48,6 +49,7 @@ class RoundRules:
         manifest: Manifest,
         me: PeerId,
         *,
+        live: LiveManifest,
         worker: StageWorker,
         gossip: StepGossip,
         replicas_in_view: Callable[[], Mapping[PeerId, float]],
@@ -59,7 +61,7 @@ class RoundRules:
         self._seed = manifest.seed
         self._averaging = manifest.averaging
         self._synchronous = manifest.schedule.kind == "synchronous"
-        self._target_tokens = manifest.optimizer.target_tokens
+        self._live = live
         self._change_rule = SyncChangeRule.from_manifest(manifest)
         self._worker = worker
         self._gossip = gossip
@@ -117,7 +119,8 @@ class RoundRules:
         rates = {peer: known[peer].direct.rate.per_second for peer in members if peer in known}
         rates[self._me] = self._pacing.rate.per_second
         steps = self._averaging.every * shard.fragments or 1
-        bounds = token_bounds(rates, self._target_tokens, self._pacing.microbatch_tokens)
+        step = shard.round if shard.kind == "gradient" else max(shard.round * self._averaging.every - 1, 0)
+        bounds = token_bounds(rates, self._live.target_tokens(step), self._pacing.microbatch_tokens)
         return {peer: steps * bound for peer, bound in bounds.items()}
 
     def _check(self, shard: Shard) -> tuple[int, AgoraError | None]:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, cast
 
@@ -33,6 +33,7 @@ from torch.nn.functional import pad
 
 from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 from agora.codec.bit_packing import pack, unpack
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE
 from agora.replica.trust import MAX_RATIO, MAX_RATIO_EXACT, MagnitudeBound, fair_size
 
@@ -140,15 +141,20 @@ class RoundConfig:
     run: RunId
     aggregation: Aggregation
     round_s: float  # seconds that a round may take
-    max_weight: float  # tokens above which a contribution is refused
+    max_weight: float  # tokens above which a contribution is refused, unless amendments allow more
     synchronous: bool = False  # means are exact: no weight is capped, nothing is clipped
     gradient_wire: WireName = "float32"
     fragment_wire: WireName = "float32"
-    step_tokens: float = math.inf  # that an all-reduce step should have
-    pass_tokens: float = math.inf  # of the steps from one sync of a fragment to its next, if it has most fragments
+    # Returns how many tokens the step of a number should have.
+    step_tokens: Callable[[int], float] = lambda _: math.inf
+    pass_steps: int = 1  # from one sync of a fragment to its next, if the stage has most fragments
+    every: int = 1  # steps from one sync to the next
+    amended_weight: Callable[[], float] = lambda: 0.0
 
     @classmethod
-    def from_manifest(cls, signed: SignedManifest, me: PeerId) -> RoundConfig:
+    def from_manifest(cls, signed: SignedManifest, me: PeerId, live: LiveManifest | None = None) -> RoundConfig:
+        """live: what holds at each step; None: the signed manifest at all."""
+        live = live or LiveManifest(signed.manifest)
         averaging = signed.manifest.averaging
         # A pass over all fragments is the longest time from one contribution of a weight to the next.
         pass_steps = averaging.every * slice_count(averaging.fraction)
@@ -159,20 +165,28 @@ class RoundConfig:
             averaging.aggregation,
             averaging.round_s,
             max_weight=MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * pass_steps,
+            amended_weight=lambda: MAX_WEIGHT_ROUNDS * live.greatest_target_tokens * pass_steps,
             synchronous=synchronous,
             gradient_wire="float32" if synchronous else averaging.gradient_wire,
             fragment_wire="float32" if synchronous else averaging.slice_wire,
-            step_tokens=signed.manifest.optimizer.target_tokens,
-            pass_tokens=signed.manifest.optimizer.target_tokens * pass_steps,
+            step_tokens=live.target_tokens,
+            pass_steps=pass_steps,
+            every=averaging.every,
         )
+
+    @property
+    def weight_limit(self) -> float:
+        return max(self.max_weight, self.amended_weight())
 
     def planned_tokens(self, shard: Shard) -> float:
         """Returns how many tokens should be behind all contributions to a shard together."""
-        return self.step_tokens if shard.kind == "gradient" else self.pass_tokens
+        if shard.kind == "gradient":
+            return self.step_tokens(shard.round)
+        return self.pass_steps * self.step_tokens(max(shard.round * self.every - 1, 0))
 
     def believed_weight(self, shard: Shard, reported: float) -> float:
         """Returns the tokens behind a mean, as `reported` by its reducer, at most MAX_TIMES_TARGET of the planned."""
-        return min(reported, MAX_TIMES_TARGET * self.planned_tokens(shard), self.max_weight)
+        return min(reported, MAX_TIMES_TARGET * self.planned_tokens(shard), self.weight_limit)
 
     def dither_label(self, shard: Shard) -> str:
         """Returns the seed of the shard's dither (random rounding), the same at all members of the round."""

@@ -21,6 +21,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time, slept_s
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE, StepInstructions
 from agora.observe import events
 from agora.replica.all_reduce import AllReduce
@@ -70,16 +71,21 @@ class StageReplicas:
         replicated_numel: Callable[[], int],
         report: events.Report,
         report_violation: ReportViolation,
+        live: LiveManifest | None = None,
     ) -> None:
-        """replicated_numel: elements of this peer's stages that have replicas."""
+        """replicated_numel: elements of this peer's stages that have replicas.
+
+        live: what holds at each step; None: the signed manifest at all.
+        """
         manifest, me = signed.manifest, identity.peer
+        self._live = live = live or LiveManifest(manifest)
         self._stage = stage
         self._me = me
         self._worker = worker
         self._report = report
         self._report_violation = report_violation
         self._averaging = manifest.averaging
-        self._settings = StepSettings.from_manifest(manifest)
+        self._settings = StepSettings.from_manifest(live.at(worker.progress_of(stage).open_step))
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
         self._present_fragments = self._sync_schedule.fragments_at(step)
@@ -108,12 +114,13 @@ class StageReplicas:
             stage,
             manifest,
             me,
+            live=live,
             worker=worker,
             gossip=self.gossip,
             replicas_in_view=lambda: swarm.replicas_in_view(stage),
             pacing=self.pacing,
         )
-        codec = ShardCodec(RoundConfig.from_manifest(signed, me))
+        codec = ShardCodec(RoundConfig.from_manifest(signed, me, live))
         self.sync_choice = SyncChoice(
             stage,
             manifest,
@@ -201,6 +208,7 @@ class StageReplicas:
     def consider(self) -> None:
         """Looks, decides, performs; also tells the device thread when it may step by itself."""
         now = loop_time()
+        self._settings = StepSettings.from_manifest(self._live.at(self._progress().open_step))
         view = self._look(now)
         self._compare_means()
         members, live = counting_replicas(view, now)
@@ -271,6 +279,7 @@ class StageReplicas:
         sync_schedule = progress.sync_schedule
         known, listed = self.gossip.known_progress(), self.gossip.others_in_view()
         live = live_replicas(known, round_members(known, listed, now), now)
+        self.pacing.set_target(self._settings.target_tokens)
         self.pacing.measure(now, own.tokens_counted, own.open_step)
         quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
         takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
@@ -435,7 +444,9 @@ class SpanReplicas:
         fetch_state: FetchState,
         report: events.Report,
         report_violation: ReportViolation,
+        live: LiveManifest | None = None,
     ) -> None:
+        """live: what holds at each step; None: the signed manifest at all."""
         self._worker = worker
         self._swarm = swarm
         self._report = report
@@ -452,6 +463,7 @@ class SpanReplicas:
                 replicated_numel=self._replicated_numel,
                 report=report,
                 report_violation=report_violation,
+                live=live,
             )
             for stage in worker.span.stages
         }

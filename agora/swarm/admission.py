@@ -290,6 +290,9 @@ class AdmissionBook:
         self._revocations = self._revocations.with_new(*key)
         return revocation
 
+    def has_founder_banned(self, peer: PeerId) -> bool:
+        return self._revocations.is_banned(peer, by_founder=True)
+
     def signed_revocations(self) -> list[bytes]:
         """Returns the accepted revocations as they were signed, the oldest first."""
         return list(self._signed_revocations.values())

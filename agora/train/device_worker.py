@@ -24,6 +24,7 @@ from torch import Tensor
 
 from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key
 from agora.codec.transfer import Upload, is_apart
+from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import ForwardKey, SpanResult, SpanWork
 from agora.core.step_schedule import StageStepped, StepEvent, StepInstructions
 from agora.observe.events import Report, TaskFailed
@@ -135,13 +136,15 @@ class DeviceWorker:
         in_flight: int = 32,
         base_model: Path | None = None,
         gauge: DeviceGauge | None = None,
+        live: LiveManifest | None = None,
     ) -> DeviceWorker:
         """Starts the device thread, and builds the span's stages on it with their initial weights.
 
         in_flight: microbatches that are usually between forward and backward; at most MAX_TIMES_IN_FLIGHT times as many
         forwards are stashed, or jobs of one priority queued. base_model: its folder, if the run has one. gauge: None
-        makes that of the device. Raises DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is
-        missing or another one.
+        makes that of the device. live: what holds at each step; None: `manifest` at all.
+
+        Raises DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is missing or another one.
         """
         chosen = choose_device(device.name)
         events = StepEvents()
@@ -173,6 +176,7 @@ class DeviceWorker:
             on_step=on_step,
             base_model=base_model,
             state_in_host=device.state_in_host,
+            live=live,
             compiler=(
                 LayerCompiler(report, cache=device.compiled_code) if compiles_on(chosen, device.compile) else None
             ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -83,8 +83,11 @@ class StageOptimizer:
         layout: Layout,
         weights: Tensor,
         offload: OptimizerOffload | None = None,
+        section_at: Callable[[int], OptimizerSection] | None = None,
     ) -> None:
         """layout: of the weights; the moments are added to it here. weights: the initial ones [numel].
+
+        section_at: returns the section with the learning rates of a step; None: they are those of `section`.
 
         offload: None: moments are on the weights' device. Raises TuningMissing for adamw8bit without bitsandbytes.
         """
@@ -99,6 +102,7 @@ class StageOptimizer:
         self.updates = 0
         self.is_changing = False  # True after a step that raised when it had begun to change something
         self.section = section
+        self._section_at = section_at or (lambda _: section)
         self._clip = section.clip / math.sqrt(stage_count)
         self._muon = MuonMatrices(section, layout, self._held[MEAN], offload) if section.name == "muon" else None
         self._parts = []
@@ -157,7 +161,7 @@ class StageOptimizer:
         if not math.isfinite(norm):
             return
         gradient.mul_(self._clip_factor(norm))
-        rate = learning_rate(step, self.section)
+        rate = learning_rate(step, self._section_at(step))
         self._update_parts(weights, gradient, rate, self._offload.trial_access(self._part_bytes), self._scratch())
         if self._muon:
             self._muon.move(weights, self._muon.directions(gradient), rate)
@@ -174,7 +178,7 @@ class StageOptimizer:
         changes.
         """
         # No control flow depends on a value, so that weights and gradient may be on the meta device.
-        rate = learning_rate(step, self.section)
+        rate = learning_rate(step, self._section_at(step))
         # All that needs new memory comes before the first change.
         access = self._offload.access(self._bytes_on_device())
         scratch = self._scratch()

@@ -17,6 +17,7 @@ from agora_protocol.manifest import Manifest
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import ForwardKey
 from agora.core.step_schedule import StepEvent
 from agora.model import RunLayer, StageModule, family_of, keep_graph
@@ -101,13 +102,16 @@ class SpanTrainer:
         base_model: Path | None = None,
         state_in_host: bool = False,
         compiler: LayerCompiler | None = None,
+        live: LiveManifest | None = None,
     ) -> None:
         """Builds the span's stages with their initial weights.
 
         in_flight: microbatches that are usually between forward and backward; a forward beyond MAX_TIMES_IN_FLIGHT
         times as many is refused. on_step: called with each step event, on the device thread. compiler: None: layers are
-        not compiled; nor are those with dropout. Raises ManifestError for a model config that cannot be built,
-        LocalError when this machine lacks a package or cannot read the weights.
+        not compiled; nor are those with dropout. live: what holds at each step; None: `manifest` at all.
+
+        Raises ManifestError for a model config that cannot be built, LocalError when this machine lacks a package or
+        cannot read the weights.
         """
         leaf = torch.zeros((), requires_grad=True)
         self._oldest_graph = (leaf, leaf.view(()), torch.zeros(()))
@@ -129,7 +133,9 @@ class SpanTrainer:
             if manifest.objective.kind == "dpo":
                 module.keep_reference()
             offload = OptimizerOffload(device, state_in_host)
-            self.stages[number] = Stage(number, module, offload, manifest, self.stashed, report, on_step, self._dtype)
+            self.stages[number] = Stage(
+                number, module, offload, manifest, self.stashed, report, on_step, self._dtype, live
+            )
         weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
         self.predicts_weights = predicts_weights(manifest, weights_bytes, memory.available_bytes(device))
         if self.predicts_weights:

@@ -22,6 +22,7 @@ from agora_protocol.records import StageAccount
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import (
     ALL_REDUCE,
     ShareClosed,
@@ -33,7 +34,15 @@ from agora.core.step_schedule import (
     first_sync_schedule,
 )
 from agora.model import StageModule, family_of
-from agora.observe.events import GradientLate, GradientRefused, Report, StepsSkipped, StepTaken, StepTorn
+from agora.observe.events import (
+    AmendmentInForce,
+    GradientLate,
+    GradientRefused,
+    Report,
+    StepsSkipped,
+    StepTaken,
+    StepTorn,
+)
 from agora.state.layout import OUTER_PARAMETERS, Flat, Layout, StageState, lay_out
 from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import ClosedShare, GradientShare, GradientSum, SumTotals
@@ -102,15 +111,24 @@ class Stage:
         report: Report,
         on_step: Callable[[StepEvent], None],
         dtype: torch.dtype = torch.float32,
+        live: LiveManifest | None = None,
     ) -> None:
         """module: gives the initial weights. on_step: called on the device thread after each step and closed share.
 
-        dtype: of products.
+        dtype: of products. live: what holds at each step; None: `manifest` at all.
         """
+        self._live = live or LiveManifest(manifest)
         self.number = number
         self.weights = StageWeights(module, offload.device, module.hidden_matrices(), stashed, dtype)
         layout, flat = self.weights.layout, self.weights.current.flat
-        self.optimizer = StageOptimizer(manifest.optimizer, manifest.stage_count, layout, flat, offload)
+        self.optimizer = StageOptimizer(
+            manifest.optimizer,
+            manifest.stage_count,
+            layout,
+            flat,
+            offload,
+            section_at=lambda step: self._live.at(step).optimizer,
+        )
         self.layout = self.optimizer.layout
         self._averaging = manifest.averaging
         self._change_rule = SyncChangeRule.from_manifest(manifest)
@@ -123,7 +141,7 @@ class Stage:
         self._average = None if average is None else WeightVersion(average, layout, module)
         self.prediction: WeightPrediction | None = None
         self.sum = GradientSum(layout, offload.device)
-        self._instructions = StepInstructions(manifest.optimizer.target_tokens)
+        self._instructions = StepInstructions(self._live.target_tokens(0))
         self.step = 0
         self._history = {0: INITIAL_HASH}
         self._is_torn = False
@@ -231,7 +249,7 @@ class Stage:
         ends_here = self._instructions.must_close(
             step, self.sync_schedule
         ) or not self._instructions.uses_mean_gradient(step, self.sync_schedule)
-        return ends_here and counted + tokens >= self._instructions.tokens_needed(step)
+        return ends_here and counted + tokens >= self._tokens_needed(step)
 
     def free_memory(self) -> None:
         """Gives up the previous versions of the weights that no graph needs."""
@@ -245,7 +263,7 @@ class Stage:
         """Takes a step along the own gradients, or closes the share of a mean's step, if its tokens are counted."""
         tokens = self.sum.totals.tokens
         open_step = self._open_step
-        if tokens == 0 or tokens < self._instructions.tokens_needed(open_step):
+        if tokens == 0 or tokens < self._tokens_needed(open_step):
             return
         if not self._closed_shares and not self._instructions.uses_mean_gradient(open_step, self.sync_schedule):
             self._step_with_sum()
@@ -253,6 +271,12 @@ class Stage:
             open_step, self.sync_schedule
         ):
             self._close_share()
+
+    def _tokens_needed(self, step: int) -> int:
+        # The instructions may be of a step before an amendment: then the whole target of this step holds.
+        if self._live.number_at(step) != self._live.number_at(max(self._instructions.step, 0)):
+            return self._live.target_tokens(step)
+        return self._instructions.tokens_needed(step)
 
     def catch_up(self, step: int) -> None:
         """Raises the step count to `step`, that of the other replicas; not while a share is closed.
@@ -334,7 +358,8 @@ class Stage:
         self._count_step(totals, result, tokens or None, checksum)
 
     def _record_fragment_sync(self, step: int, checksum: int, wanted_fragments: int) -> None:
-        self._history = extend_history(self._history, step, checksum, last=self.progress.agreed_step)
+        amended = self._live.hash_at(step - 1)
+        self._history = extend_history(self._history, step, checksum, last=self.progress.agreed_step, amended=amended)
         self.sync_schedule = self._change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
         self._update_progress()
 
@@ -411,8 +436,11 @@ class Stage:
         now = time.monotonic()
         staleness = totals.staleness(self.step)
         if not self.sync_schedule.is_inner(self.step):
-            self._history = extend_history(self._history, self.step + 1, checksum)
+            amended = self._live.hash_at(self.step)
+            self._history = extend_history(self._history, self.step + 1, checksum, amended=amended)
         self.step += 1
+        if (number := self._live.number_at(self.step)) != self._live.number_at(self.step - 1):
+            self._report(AmendmentInForce(self.number, self.step, number))
         if self.sync_schedule.is_inner(self.step) and self.outer is None:
             self.outer, self._spare_outer = self._spare_outer or self._new_outer(), None
             self.outer.moments[OUTER_PARAMETERS].copy_(self.weights.current.flat)
@@ -556,12 +584,17 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
 # The history hash (`lineage` on the wire) of a stage: a digest of the means that it has applied. Equal hashes show
 # equal means, not equal bytes of weights: equal steps round differently on different hardware. Inner steps do not enter
 # it; means of fragments do.
-def extend_history(history: Mapping[int, int], step: int, checksum: int, last: int | None = None) -> dict[int, int]:
+def extend_history(
+    history: Mapping[int, int], step: int, checksum: int, last: int | None = None, amended: bytes = b""
+) -> dict[int, int]:
     """Returns a copy of `history` (step -> hash) with that of `step` added; only the last KEPT_STEPS steps remain.
 
     step: 1 is the first. checksum: hash_of the step's mean. last: the agreed step before this one, by default step - 1.
+    amended: hash of the amendment in force, by which replicas that took the step by others are told apart; b"": none.
     hash(step) = SHA-256(hash(last), step, checksum), or 0 (unknown) if hash(last) is unknown.
     """
+    if amended:
+        checksum = hash_of(checksum.to_bytes(32, "big"), amended)
     # A CRC could be kept the same by whoever sends replicas different means: the split would never be noticed.
     parent = history.get(step - 1 if last is None else last, 0)
     child = hash_of(parent.to_bytes(32, "big"), step.to_bytes(8, "big"), checksum.to_bytes(32, "big"))

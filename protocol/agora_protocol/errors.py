@@ -3,6 +3,7 @@
     AgoraError
     |-- InputError           what a person typed (an invite, a span) cannot be read
     |-- ManifestError        the run's description is malformed, or is not what its hash or signature says
+    |-- AmendmentError       a change of a live run is not one that this run, or this signer, allows
     |-- DataError            a data file has no known format, or a record is not what its format says
     |-- ProtocolError        a peer sent what the protocol forbids (a violation)
     |-- Refused              a peer refused before working: Busy | NotMyStage | NotAdmitted | WrongRun | Unsupported
@@ -23,6 +24,7 @@ PROTOCOL_CODES: Final[dict[str, str]] = {
     "bad-tensor": "a tensor's dtype, shape or byte count is not allowed, or not what the message or manifest implies",
     "bad-record": "a DHT record is malformed, or published under a key it does not belong to",
     "bad-ticket": "a ticket, a proof or a revocation is malformed",
+    "bad-amendment": "an amendment is malformed, or changes what no amendment may",
     "bad-signature": "a signature does not verify",
     "wrong-key": "a record is signed by, or speaks for, another peer than its subkey names",
     "expired": "a record has expired",
@@ -53,6 +55,12 @@ class ManifestError(AgoraError):
     """The run's description is malformed, or is not what its hash or signature says."""
 
     code: ClassVar[str] = "bad-manifest"
+
+
+class AmendmentError(AgoraError):
+    """A change of a live run is not one that this run, or this signer, allows; the text says what to do."""
+
+    code: ClassVar[str] = "bad-amendment"
 
 
 class DataError(AgoraError):

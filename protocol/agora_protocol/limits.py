@@ -52,6 +52,14 @@ MAX_SHARED_REVOCATIONS: Final = 12  # in one ShareRevocations, or one BanList re
 MAX_REVOCATIONS: Final = 1024  # that a peer keeps of a run
 SALT_BYTES: Final = 16
 
+# Amendments
+MAX_AMENDMENT_BYTES: Final = 6144
+MAX_CHANGES_BYTES: Final = 4096  # the new values in one amendment
+MAX_AMENDMENTS: Final = 64  # of a run, in one chain
+MAX_RIVALS: Final = 4  # different amendments of one number that a peer keeps
+MAX_KEPT_AMENDMENTS: Final = 128  # that a peer keeps of a run, and that one KnownAmendments has
+MAX_SHARED_AMENDMENTS: Final = 8  # in one ShareAmendments
+
 # Documents
 MAX_MANIFEST_BYTES: Final = 65_536
 MAX_CONFIG_BYTES: Final = 16_384  # the config.json of a base model, inside a manifest

@@ -1,7 +1,7 @@
 """Every message that peers send each other: its fields, their bounds, its frame types, and its tensors.
 
 SPEC.md sections 4, 9 and 10. In order: how two peers meet (Hello, Ping, Refusal), a microbatch, averaging, state,
-epochs, revocations, and how peers find out where they can be dialled.
+epochs, revocations, amendments, and how peers find out where they can be dialled.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from agora_protocol.fields import (
 )
 from agora_protocol.ids import MICROBATCH_BYTES, PEER_ID_CHARACTERS, MicrobatchId, PeerId
 from agora_protocol.limits import (
+    MAX_AMENDMENT_BYTES,
     MAX_BASE_TENSORS,
     MAX_DEADLINE_MS,
     MAX_EPOCH_STATE,
     MAX_GOSSIPED_REPLICAS,
     MAX_HINTS,
+    MAX_KEPT_AMENDMENTS,
     MAX_MANIFEST_BYTES,
     MAX_METRICS,
     MAX_NAME_BYTES,
@@ -46,6 +48,7 @@ from agora_protocol.limits import (
     MAX_REFERENCES,
     MAX_REVOCATION_BYTES,
     MAX_SEEN_BYTES,
+    MAX_SHARED_AMENDMENTS,
     MAX_SHARED_REVOCATIONS,
     MAX_SKETCHED_CHUNKS,
     MAX_SLICES,
@@ -487,6 +490,45 @@ class TookRevocations(Message, kind=29, frames=(FrameType.ANSWER,)):
     refused: int = int_field(0, MAX_SHARED_REVOCATIONS, doc="how many do not count: malformed, or of no delegate")
 
 
+class ShareAmendments(Message, kind=32, frames=(FrameType.REQUEST,)):
+    """Passes on amendments, section 4: all that the sender knows when a connection begins, then each new one.
+
+    Answered by TookAmendments. Readers may send it too: an amendment counts by its signature, whoever passes it on.
+    """
+
+    amendments: tuple[bytes, ...] = list_field(
+        bytes_field(most=MAX_AMENDMENT_BYTES), MAX_SHARED_AMENDMENTS, doc="sealed amendments, the lowest number first"
+    )
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
+
+
+class TookAmendments(Message, kind=33, frames=(FrameType.ANSWER,)):
+    """Answers ShareAmendments."""
+
+    new: int = int_field(0, MAX_SHARED_AMENDMENTS, doc="how many of them the receiver did not know and keeps")
+    refused: int = int_field(0, MAX_SHARED_AMENDMENTS, doc="how many it does not keep: malformed, or of no delegate")
+    why: str = text_field(MAX_TEXT_BYTES, default="", doc="why the first of them is not kept, for people")
+
+
+class GetAmendments(Message, kind=34, frames=(FrameType.REQUEST,)):
+    """Asks for the amendments that the receiver knows. Answered by KnownAmendments."""
+
+    known: bytes = bytes_field(
+        32, doc="SHA-256 of the hashes of all amendments that the sender knows, joined in rising order"
+    )
+    deadline_ms: int = int_field(1, MAX_DEADLINE_MS, default=10_000, doc=_DEADLINE_DOC)
+
+
+class KnownAmendments(Message, kind=35, frames=(FrameType.ANSWER,)):
+    """Answers GetAmendments."""
+
+    amendments: tuple[bytes, ...] = list_field(
+        bytes_field(most=MAX_AMENDMENT_BYTES),
+        MAX_KEPT_AMENDMENTS,
+        doc="sealed amendments, the lowest number first; none where both know the same",
+    )
+
+
 _NOT_AN_ADDRESS: Final = "must be empty, or like /ip4/ADDRESS/tcp/PORT"
 
 
@@ -584,6 +626,8 @@ Request = (
     | GetBase
     | GetPiece
     | ShareRevocations
+    | ShareAmendments
+    | GetAmendments
     | DialBack
     | Introduce
     | Meet
@@ -604,6 +648,8 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     GetBase: BaseIndex,
     GetPiece: TensorPiece,
     ShareRevocations: TookRevocations,
+    ShareAmendments: TookAmendments,
+    GetAmendments: KnownAmendments,
     DialBack: DialedBack,
     Introduce: Meeting,
     Meet: Meeting,

@@ -70,7 +70,7 @@ class Revocation(Structure):
 
 
 _DAMAGED: Final = "The invite's ticket is damaged; copy the whole line that `swarm invite` printed."
-Signed = TypeVar("Signed", Ticket, Revocation)
+Sealed = TypeVar("Sealed", bound=Structure)
 
 
 def run_token(run: RunId, salt: bytes, sender: PeerId, receiver: PeerId) -> bytes:
@@ -80,7 +80,7 @@ def run_token(run: RunId, salt: bytes, sender: PeerId, receiver: PeerId) -> byte
 
 def seal_ticket(ticket: Ticket, run: RunId, issuer: Identity) -> bytes:
     """Returns the signed bytes of a ticket. Raises ProtocolError "wrong-key" unless `issuer` is the ticket's."""
-    return _seal(ticket, TICKET_TAG, run, issuer)
+    return seal(ticket, TICKET_TAG, run, issuer)
 
 
 def make_proof(*tickets: bytes) -> bytes:
@@ -99,12 +99,12 @@ def open_proof(data: bytes, run: RunId) -> tuple[Ticket, ...]:
     Returns () for b"". Raises ProtocolError: "too-large", "bad-ticket", "bad-signature". Whether an issuer may issue
     its ticket is not judged here.
     """
-    return tuple(_open(sealed, Ticket, TICKET_TAG, run, MAX_PROOF_BYTES) for sealed in _tickets_in(data))
+    return tuple(open_sealed(sealed, Ticket, TICKET_TAG, run, MAX_PROOF_BYTES)[0] for sealed in _tickets_in(data))
 
 
 def seal_revocation(revocation: Revocation, run: RunId, issuer: Identity) -> bytes:
     """Returns the signed bytes of a revocation. Raises ProtocolError "wrong-key" unless `issuer` is its issuer."""
-    return _seal(revocation, REVOCATION_TAG, run, issuer)
+    return seal(revocation, REVOCATION_TAG, run, issuer)
 
 
 def open_revocation(data: bytes, run: RunId) -> Revocation:
@@ -112,7 +112,7 @@ def open_revocation(data: bytes, run: RunId) -> Revocation:
 
     Raises ProtocolError: "too-large", "bad-ticket", "bad-signature".
     """
-    return _open(data, Revocation, REVOCATION_TAG, run, MAX_REVOCATION_BYTES)
+    return open_sealed(data, Revocation, REVOCATION_TAG, run, MAX_REVOCATION_BYTES)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,9 @@ class InviteTicket:
         return extend_proof(self.proof, seal_ticket(bound, run, key))
 
 
-def _pair(value: object) -> tuple[bytes, bytes]:
+def _pair(value: object, code: str = "bad-ticket") -> tuple[bytes, bytes]:
     if not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(part, bytes) for part in value):
-        raise ProtocolError("bad-ticket", "It must be a list of two byte strings.")
+        raise ProtocolError(code, "It must be a list of two byte strings.")
     return value
 
 
@@ -182,21 +182,34 @@ def _tickets_in(proof: bytes) -> tuple[bytes, ...]:
     return parts
 
 
-def _seal(structure: Ticket | Revocation, tag: bytes, run: RunId, issuer: Identity) -> bytes:
-    if structure.issuer != issuer.peer:
-        raise ProtocolError("wrong-key", f"A {type(structure).__name__} can only be sealed by its issuer.")
-    payload = pack((TICKET_VERSION, structure.to_fields()))
+def seal(structure: Structure, tag: bytes, run: RunId, issuer: Identity) -> bytes:
+    """Returns the signed bytes of a structure with a field `issuer`. Raises ProtocolError "wrong-key" for another key.
+
+    tag: begins what is signed, so that no signature can be taken for one of something else.
+    """
+    fields = structure.to_fields()
+    if fields["issuer"] != issuer.peer:
+        raise ProtocolError("wrong-key", f"{_a(type(structure))} can only be sealed by its issuer.")
+    payload = pack((TICKET_VERSION, fields))
     return pack((payload, issuer.sign(tag + bytes.fromhex(run) + payload)))
 
 
-def _open(data: bytes, kind: type[Signed], tag: bytes, run: RunId, most: int) -> Signed:
-    payload, signature = _pair(unpack(data, most, "bad-ticket"))
+def open_sealed(data: bytes, kind: type[Sealed], tag: bytes, run: RunId, most: int) -> tuple[Sealed, bytes]:
+    """Returns what `seal` has sealed, once its issuer's signature is verified, and the payload that was signed.
+
+    most: bytes of `data`. Raises ProtocolError: "too-large", "bad-signature", and the kind's own code.
+    """
+    payload, signature = _pair(unpack(data, most, kind.ERROR), kind.ERROR)
     if len(signature) != SIGNATURE_BYTES:
         raise ProtocolError("bad-signature", f"A signature has {SIGNATURE_BYTES} bytes.")
-    parts = unpack(payload, most, "bad-ticket")
+    parts = unpack(payload, most, kind.ERROR)
     if not isinstance(parts, tuple) or len(parts) != 2 or not is_version(parts[0], TICKET_VERSION):
-        raise ProtocolError("bad-ticket", f"A {kind.__name__} must be a list of 1 and fields.")
+        raise ProtocolError(kind.ERROR, f"{_a(kind)} must be a list of 1 and fields.")
     opened = kind.from_fields(parts[1])
-    if not verify(opened.issuer, tag + bytes.fromhex(run) + payload, signature):
+    if not verify(opened.to_fields()["issuer"], tag + bytes.fromhex(run) + payload, signature):
         raise ProtocolError("bad-signature", f"The {kind.__name__}'s signature is not its issuer's for this run.")
-    return opened
+    return opened, payload
+
+
+def _a(kind: type[Structure]) -> str:
+    return f"{'An' if kind.__name__.startswith('A') else 'A'} {kind.__name__}"

@@ -25,6 +25,7 @@ from agora_protocol.messages import Message
 from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record, record_key, seal_record
 from agora_protocol.shards import shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
+from amendment_vectors import amendment_frames, amendment_vectors, bad_amendments
 from averaging_vectors import averaging_frames
 from base_model_vectors import adapted_manifest, base_model_frames, tensor_lists
 from ticket_vectors import admission_frames, bad_proofs, invite_vectors, proofs, revocations, ticket_vectors
@@ -160,6 +161,7 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
     kind = FrameType
     return [
         *admission_frames(RUN, FIRST, SECOND, int(NOW_UNIX), ADDRESS),
+        *amendment_frames(SIGNED, FIRST, SECOND, int(NOW_UNIX)),
         (kind.REQUEST, 1, messages.Ping(5_000), []),
         (kind.ANSWER, 1, messages.Pong(), []),
         (kind.ANSWER, 1, messages.Pong(1_790_000_000.25), []),
@@ -353,6 +355,7 @@ def refused() -> dict[str, Any]:
     """Returns bytes that a reader must refuse, and the code it must refuse them with."""
     claim = {"run": RUN, "key": record_key(RUN, Claim, 0), "subkey": FIRST.peer, "now_unix": NOW_UNIX}
     lists = {"frames": _bad_frames(), "records": _bad_records(), "manifests": _bad_manifests()}
+    lists["amendments"] = bad_amendments(SIGNED, FIRST, SECOND, int(NOW_UNIX))
     lists["proofs"] = bad_proofs(RUN, FIRST, SECOND, int(NOW_UNIX))
     rows = {
         name: [{"why": why, "code": code, "bytes": data} for why, code, data in rows] for name, rows in lists.items()
@@ -370,6 +373,7 @@ def build() -> dict[str, str]:
         "frames": frames(),
         "tensor_lists": tensor_lists(),
         "tickets": ticket_vectors(RUN, FIRST, SECOND, int(NOW_UNIX)),
+        "amendments": amendment_vectors(SIGNED, FIRST, SECOND, int(NOW_UNIX)),
         "sketches": sketches(),
         "refused": refused(),
     }

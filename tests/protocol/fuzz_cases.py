@@ -14,8 +14,9 @@ from typing import Any
 
 import msgpack
 import torch
+from agora_protocol.amendments import AMENDMENT_TAG, check_follows, open_amendment, seal_amendment
 from agora_protocol.codec_names import WIRE_NAMES
-from agora_protocol.errors import AgoraError, InputError, ManifestError, ProtocolError
+from agora_protocol.errors import AgoraError, AmendmentError, InputError, ManifestError, ProtocolError
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
@@ -63,6 +64,7 @@ LIMITS = FrameLimits(max_payload_bytes=1 << 20)
 MAX_CASE_S = 2.0  # of processor time; the dearest case measured takes some milliseconds
 MEMORY_SAMPLE = 400
 RECEIVER_CASES = 50_000  # after which a receiver is replaced: a failure is repeated from there
+FUZZ_CORE = Manifest()
 CODECS = ("float32", "bf16", "int8", "int6/int4h", "int3", "top16:bf16")
 
 
@@ -200,6 +202,30 @@ def ticket_case(
     except ProtocolError as error:
         assert len(str(error)) < 1000
         return len(data), error.code
+    return len(data), "accepted"
+
+
+def amendment_case(run: RunId, seeds: list[bytes], signers: list[Identity], mutator: Mutator) -> tuple[int, str]:
+    """An amendment, mutated as bytes, or its fields or new values, signed again by some key."""
+    data = mutator.choice(seeds)
+    if mutator.random() < 0.3:
+        data = mutator.bytes_of(data, seeds)
+    elif mutator.random() < 0.9:
+        version, fields = msgpack.unpackb(msgpack.unpackb(data)[0])
+        if mutator.random() < 0.5:
+            fields["changes"] = mutator.packed(mutator.value_of(msgpack.unpackb(fields["changes"])))
+            payload = msgpack.packb([version, fields])
+        else:
+            payload = mutator.packed(mutator.value_of([version, fields]))
+        data = msgpack.packb([payload, mutator.choice(signers).sign(AMENDMENT_TAG + bytes.fromhex(run) + payload)])
+    try:
+        opened = open_amendment(data, run)
+        again = [seal_amendment(opened.amendment, run, key) for key in signers if key.peer == opened.amendment.issuer]
+        assert [open_amendment(sealed, run).hash for sealed in again] == [opened.hash] * len(again)
+        check_follows(opened.amendment, FUZZ_CORE, [])
+    except (ProtocolError, AmendmentError) as error:
+        assert len(str(error)) < 1500
+        return len(data), error.code if isinstance(error, ProtocolError) else "refused"
     return len(data), "accepted"
 
 
@@ -457,6 +483,9 @@ def make_cases(vectors: Vectors, make_script: Any) -> dict[str, Case]:
         "bits": bits_case,
         "tickets": partial(ticket_case, *ticket_seeds(vectors("tickets")), [*signers.values()]),
         "proofs": partial(proof_case, vectors("tickets")["run"], [it["bytes"] for it in vectors("tickets")["proofs"]]),
+        "amendments": partial(
+            amendment_case, signed.run_id, [it["sealed"] for it in vectors("amendments")["chain"]], [*signers.values()]
+        ),
         "messages": MessageCases(signed.run_id, make_script.FIRST, [it["bytes"] for it in vectors("frames")]),
         "directory": DirectoryCases(vectors("records"), signers),
         "codecs": partial(codec_case, codec_seeds()),
@@ -476,15 +505,18 @@ EXPECTED = {
     "bits": {"accepted", "bad-tensor"},
     "tickets": {"accepted", "bad-ticket", "bad-signature", "too-large"},
     "proofs": {"accepted", "bad-ticket", "bad-signature", "too-large"},
-    "messages": {"accepted", "bad-message", "bad-tensor", "refused", "not-admitted", "wrong-run", "not-my-stage"},
+    "amendments": {"accepted", "bad-amendment", "bad-signature", "refused"},
+    "messages": {"accepted", "bad-message", "bad-tensor", "refused", "not-admitted", "wrong-run"},
     "directory": {"accepted", "bad-record"},
     "codecs": {"accepted", "bad-tensor"},
     "circuits": {"accepted", "bad-circuit"},
 }  # fmt: skip
 # What a few thousand cases may lack.
 RARE = {
+    "amendments": {"too-large"},
     "messages": {
         "bad-ticket",
+        "bad-amendment",
         "bad-signature",
         "wrong-version",
         "too-large",
@@ -492,6 +524,7 @@ RARE = {
         "failed",
         "unavailable",
         "deadline",
+        "not-my-stage",
     },
     "directory": {"wrong-run", "wrong-key", "too-large", "bad-signature", "expired", "lives-too-long"},
 }
@@ -504,6 +537,7 @@ SHARE = {
     "bits": 0.02,
     "tickets": 0.05,
     "proofs": 0.05,
+    "amendments": 0.05,
     "messages": 0.4,
     "directory": 0.15,
     "codecs": 0.15,

@@ -19,6 +19,7 @@ from agora_protocol.codec_names import WIRE_NAMES
 from agora_protocol.errors import ProtocolError
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
+from agora_protocol.manifest import Manifest
 from agora_protocol.messages import CallProgress, Contribute, Message, Process, Processed, Recall
 from agora_protocol.refusals import refusal_from_wire
 from agora_protocol.tensor_list import bits_to_held
@@ -28,6 +29,7 @@ from agora.cli.status_command import check_status
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.core.fair_shares import Requester
+from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import ForwardKey, SpanResult, SpanWork
 from agora.core.step_schedule import ONLY_ALL_REDUCE
 from agora.net.nat.addresses import host_and_port, is_private
@@ -47,6 +49,7 @@ from agora.state.layout import StageState, chunk_hashes, pack_chunk
 from agora.state.snapshot import SnapshotServer
 from agora.state.state_fetch import check_chunk, check_offer, check_sketches
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
+from agora.swarm.amendments import AmendmentBook
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
 from agora.train.gradients import GradientNormBound
@@ -177,6 +180,8 @@ class Receiver:
 
         self.snapshots = SnapshotServer(export, lambda _: self.state.layout.nbytes, lambda _: 10)
         self.admission = AdmissionBook(run, AdmissionPolicy(founder, "ticket"))
+        core = Manifest(name="tiny", seed=7, founder=founder)
+        self.amendments, self.live = AmendmentBook(run, core), LiveManifest(core)
         now = lambda: 1_790_000_000.0 + loop_time()  # noqa: E731
         self._now = now
         self.gate = Gate(ME, run, "receiver", judge=lambda peer, proof: self.admission.judge(peer, proof, now()).role)
@@ -280,6 +285,11 @@ class Receiver:
             case messages.ShareRevocations():
                 for sealed in message.revocations:
                     self.admission.add_revocation(sealed, self._now())
+            case messages.ShareAmendments() | messages.KnownAmendments():
+                for sealed in message.amendments:
+                    self.amendments.add(sealed, self._now())
+                    self.amendments.choose()
+                    self.live.amend(self.amendments.chain)
             case messages.StatusAnswer():
                 try:
                     status = json.loads(message.status)

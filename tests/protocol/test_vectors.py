@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from agora_protocol import messages
+from agora_protocol.amendments import Amendment, manifest_at, open_amendment, seal_amendment
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity, verify
@@ -79,6 +80,22 @@ def test_tickets(vectors: Vectors, make_script: ModuleType) -> None:
     assert run_token(run, hello["salt"], hello["sender"], hello["receiver"]) == hello["run"]
 
 
+def test_amendments(vectors: Vectors, make_script: ModuleType) -> None:
+    vector, keys = vectors("amendments"), {it.peer: it for it in (make_script.FIRST, make_script.SECOND)}
+    run, chain = vector["run"], []
+    for it in vector["chain"]:
+        opened = open_amendment(it["sealed"], run)
+        assert opened.amendment == Amendment(**it["fields"]) and opened.hash == it["hash"]
+        assert opened.amendment.values == it["values"]
+        assert seal_amendment(opened.amendment, run, keys[opened.amendment.issuer]) == it["sealed"]
+        chain.append(opened.amendment)
+    core = SignedManifest.from_bytes(make_script.SIGNED.to_bytes(), run).manifest
+    assert core.canonical() == vector["core"]
+    for it in vector["manifests"]:
+        assert manifest_at(core, chain, it["step"]).canonical() == it["canonical"]
+    assert len({it["canonical"] for it in vector["manifests"]}) == 3
+
+
 def test_records(vectors: Vectors, make_script: ModuleType) -> None:
     signers = {it.peer: it for it in (make_script.FIRST, make_script.SECOND)}
     seen = set()
@@ -147,6 +164,11 @@ def test_what_must_be_refused_is_refused_with_its_word(vectors: Vectors) -> None
             open_proof(vector["bytes"], how["run"])
         assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
         codes.add(vector["code"])
+    for vector in refused["amendments"]:
+        with pytest.raises(ProtocolError) as caught:
+            open_amendment(vector["bytes"], how["run"])
+        assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
+        codes.add(vector["code"])
     for vector in refused["records"]:
         with pytest.raises(ProtocolError) as caught:
             open_record(
@@ -159,5 +181,5 @@ def test_what_must_be_refused_is_refused_with_its_word(vectors: Vectors) -> None
             SignedManifest.from_bytes(vector["bytes"])
     assert codes == {
         "bad-frame", "too-large", "bad-message", "bad-tensor", "bad-record", "bad-signature", "wrong-key", "expired",
-        "lives-too-long", "bad-ticket",
+        "lives-too-long", "bad-ticket", "bad-amendment",
     }  # fmt: skip

@@ -8,7 +8,7 @@ peer holds a request of the same size for each of them.
 | GetChunk, GetPiece | a chunk | |
 | GetState, GetBase, GetSketches | an index | |
 | Recall | a part | |
-| GetStatus, GetManifest | what they may have at most | STATUS_PER_S a peer, PREFIX_STATUS_PER_S a network |
+| GetStatus, GetManifest, GetAmendments | the most they may have | STATUS_PER_S a peer, PREFIX_STATUS_PER_S a network |
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from typing import Final
 
 from agora_protocol import limits
 from agora_protocol.errors import Busy, ProtocolError
-from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PART_ELEMENTS, MAX_STATUS_BYTES, STATE_CHUNK_BYTES
+from agora_protocol.limits import (
+    MAX_AMENDMENT_BYTES,
+    MAX_KEPT_AMENDMENTS,
+    MAX_MANIFEST_BYTES,
+    MAX_PART_ELEMENTS,
+    MAX_STATUS_BYTES,
+    STATE_CHUNK_BYTES,
+)
 from agora_protocol.messages import (
+    GetAmendments,
     GetBase,
     GetChunk,
     GetManifest,
@@ -47,6 +55,7 @@ ANSWER_BYTES: Final[Mapping[type[Message], int]] = {
     Recall: 4 * MAX_PART_ELEMENTS,
     GetStatus: MAX_STATUS_BYTES,
     GetManifest: MAX_MANIFEST_BYTES,
+    GetAmendments: MAX_KEPT_AMENDMENTS * MAX_AMENDMENT_BYTES,
 }
 MAX_FRACTION_EACH: Final = 0.5  # the largest fraction of all bytes for answers that one peer's unread answers may hold
 # Rationed requests of one peer: this many a second, and this many in one burst after a pause.
@@ -55,7 +64,7 @@ STATUS_PER_S, STATUS_BURST = 2.0, 20.0
 PREFIX_STATUS_PER_S, PREFIX_STATUS_BURST = 20.0, 100.0
 # A peer that goes on asking after this many refusals in one burst breaks the protocol: refusing costs something too.
 REFUSAL_BURST: Final = 200.0
-RATIONED: Final = (GetStatus, GetManifest)
+RATIONED: Final = (GetStatus, GetManifest, GetAmendments)
 RETRY_MS: Final = 1000  # milliseconds after which a peer that was refused as Busy may ask again
 
 
@@ -217,7 +226,7 @@ class AnswerBudget:
         """Reserves the largest size that the answer to `request` can have; returns it in bytes, for `release`.
 
         Returns 0, and reserves nothing, for None and for a type that ANSWER_BYTES lacks. Raises Busy when too few bytes
-        are left for this requester, or when its peer or its network exceeds the rate of GetStatus and GetManifest
+        are left for this requester, or when its peer or its network exceeds the rate of RATIONED requests
         together. Raises ProtocolError when the peer exceeds its own rate and was refused for that REFUSAL_BURST times
         already (every second, STATUS_PER_S of these refusals are forgotten).
         """

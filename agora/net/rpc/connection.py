@@ -30,6 +30,7 @@ from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES, PR
 from agora_protocol.messages import (
     ANSWER_OF,
     CallProgress,
+    GetAmendments,
     GetManifest,
     GetStatus,
     Hello,
@@ -38,6 +39,7 @@ from agora_protocol.messages import (
     Pong,
     Refusal,
     Request,
+    ShareAmendments,
     ShareRevocations,
 )
 from agora_protocol.refusals import refusal_to_wire
@@ -57,8 +59,13 @@ MAX_GREETED: Final = 16_384
 
 # Returns the role, MEMBER or READER, that a peer's proof bytes grant it. Raises NotAdmitted or ProtocolError.
 Judge = Callable[[PeerId, bytes], str]
-READER_REQUESTS: Final = (Ping, GetStatus, GetManifest, ShareRevocations)  # the only requests of a reader
-LONG_ANSWERS: Final = (GetStatus, GetManifest)  # requests whose answers may have headers above MAX_HEADER_BYTES
+# The only requests of a reader.
+READER_REQUESTS: Final = (Ping, GetStatus, GetManifest, GetAmendments, ShareRevocations, ShareAmendments)
+LONG_ANSWERS: Final = (
+    GetStatus,
+    GetManifest,
+    GetAmendments,
+)  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
 GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, after which nothing more can be sent
 ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.round_trip

@@ -19,6 +19,7 @@ from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.core.calls import Announcement, ConnectionBroken
 from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
 from agora.core.tasks import BackgroundTasks
 from agora.cost.manifest_cost import usual_in_flight
 from agora.net.dht.bounded_dht import DhtRules
@@ -37,8 +38,16 @@ from agora.node.limits.memory import MemoryGuard, measure_budget
 from agora.node.peer.base_supply import BaseSupply
 from agora.node.peer.capacity_probe import CapacityProbe
 from agora.node.peer.clock_keeper import ClockKeeper
-from agora.node.peer.requests import ADMISSION_REQUESTS, BASE_REQUESTS, REACH_REQUESTS, RequestHandler, SentTensors
+from agora.node.peer.requests import (
+    ADMISSION_REQUESTS,
+    AMENDMENT_REQUESTS,
+    BASE_REQUESTS,
+    REACH_REQUESTS,
+    RequestHandler,
+    SentTensors,
+)
 from agora.node.peer.run_admission import Bans, RunAdmission
+from agora.node.peer.run_amendments import Amendments
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.pipeline.process_call import WireRules
@@ -156,9 +165,16 @@ class LocalPeer:
             relays_for=settings.relay_peers,
         )
         self._redialling = Redialling(me, random.Random())
-        self.bans = Bans(
-            startup, signed.run_id, self.admission.book, self.network, (self.membership, self.directory), unix=unix
+        self.amendments = Amendments(
+            startup,
+            signed,
+            self.network,
+            score.report_violation,
+            is_banned=self.admission.book.has_founder_banned,
+            unix=unix,
         )
+        holders = (self.membership, self.directory, self.amendments)
+        self.bans = Bans(startup, signed.run_id, self.admission.book, self.network, holders, unix=unix)
 
         # What a span works with, whichever it is.
         self.router = Router(
@@ -192,6 +208,7 @@ class LocalPeer:
     def _on_handshake(self, peer: PeerId) -> None:
         self.membership.promote_verified()
         self.bans.send_revocations(peer)
+        self.amendments.send_all(peer)
 
     def _on_view_change(self) -> None:
         for peer, seen in self.view.peers.items():
@@ -224,6 +241,10 @@ class LocalPeer:
         return self.signed.manifest
 
     @property
+    def live(self) -> LiveManifest:
+        return self.amendments.live
+
+    @property
     def view(self) -> View:
         return self.membership.view
 
@@ -235,6 +256,7 @@ class LocalPeer:
         """
         self._closing.enter_context(self.requests.answering(BASE_REQUESTS, self.base_supply.answer))
         self._closing.enter_context(self.requests.answering(ADMISSION_REQUESTS, self.bans.answer))
+        self._closing.enter_context(self.requests.answering(AMENDMENT_REQUESTS, self.amendments.answer))
         self._closing.enter_context(self.requests.answering(REACH_REQUESTS, self.reachability.answer))
         await self.directory.start()
         await self.network.start()
@@ -247,6 +269,8 @@ class LocalPeer:
             self._redialling.learn(loop_time(), peer, known)
         await clock.ask_at_start(by_peer)
         await self.directory.bootstrap(others)
+        await self.amendments.fetch(self.network.members())
+        self.tasks.start("amendments", self.amendments.keep_asking())
         self.tasks.start("membership", self.membership.run())
         self.tasks.start("bans", self.bans.exchange_lists(self.directory))
         self.tasks.start("redial", self._redial_missing_peers())

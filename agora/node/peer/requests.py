@@ -5,6 +5,7 @@
 | Ping | the connection, before a request comes here |
 | GetStatus, GetManifest | this module, always |
 | ShareRevocations | the local peer's admission, always |
+| ShareAmendments, GetAmendments | the local peer's amendments, always |
 | Process | the work ledger for a repeat, else the span |
 | GossipSteps, GossipEpochs, Contribute, Recall, GetState, GetChunk, GetSketches | the span |
 | GetBase, GetPiece | the local peer's files of the base model, also while no span is held |
@@ -30,6 +31,7 @@ from agora_protocol.messages import (
     Contribute,
     DialBack,
     GetAddresses,
+    GetAmendments,
     GetBase,
     GetChunk,
     GetPiece,
@@ -42,6 +44,7 @@ from agora_protocol.messages import (
     Message,
     Process,
     Recall,
+    ShareAmendments,
     ShareRevocations,
 )
 from agora_protocol.tensors import WireTensor
@@ -63,10 +66,11 @@ WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
 STATE_REQUESTS: Final = (GetState, GetChunk, GetSketches)  # requests that the span answers about its state
 BASE_REQUESTS: Final = (GetBase, GetPiece)  # requests for tensors of the base model
 ADMISSION_REQUESTS: Final = (ShareRevocations,)  # requests that the local peer's admission answers
+AMENDMENT_REQUESTS: Final = (ShareAmendments, GetAmendments)  # requests that the local peer's amendments answer
 # Requests by which members of the run find out how they can be reached, and connect; the local peer answers them.
 REACH_REQUESTS: Final = (DialBack, Introduce, Meet, GetAddresses)
 # Requests that the local peer answers, whichever stages it holds.
-LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS + ADMISSION_REQUESTS
+LOCAL_REQUESTS: Final = BASE_REQUESTS + REACH_REQUESTS + ADMISSION_REQUESTS + AMENDMENT_REQUESTS
 
 
 @dataclass

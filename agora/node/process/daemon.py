@@ -187,7 +187,8 @@ class Daemon:
             step = self.startup.phases.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
         ends = self.startup.settings.at_end != "go-on"
-        total_steps = self.signed.manifest.optimizer.total_steps if self.signed is not None and ends else 0
+        taken = min(self.loaded.own_steps.values(), default=0)
+        total_steps = self.local_peer.live.total_steps(taken) if self.local_peer is not None and ends else 0
         return health.assess_health(
             view,
             stage_count,

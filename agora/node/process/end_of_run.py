@@ -86,11 +86,11 @@ class EndOfRun:
         """Waits until every stage has taken the manifest's total_steps; then never returns, until it is cancelled."""
         local_peer, settings = self._local_peer, self._local_peer.startup.settings
         manifest = local_peer.manifest
-        total_steps = manifest.optimizer.total_steps
         while (loaded := self._held_span()) is None or not health.has_ended(  # noqa: ASYNC110
-            local_peer.view, manifest.stage_count, total_steps, loaded.own_steps
+            local_peer.view, manifest.stage_count, self._total_steps(loaded), loaded.own_steps
         ):
             await asyncio.sleep(LOOK_S)
+        total_steps = self._total_steps(loaded)
         ended_at = loop_time()
         chosen = choose_exporter(local_peer.view, local_peer.signed.founder)
         is_chosen = chosen in (None, local_peer.startup.me)
@@ -109,6 +109,9 @@ class EndOfRun:
             await self._wait_for_others(ended_at, None if is_chosen else chosen)
             self._leave(reason)
         await asyncio.Event().wait()
+
+    def _total_steps(self, loaded: LoadedSpan) -> int:
+        return self._local_peer.live.total_steps(min(loaded.own_steps.values(), default=0))
 
     async def _wait_for_others(self, ended_at: float, exporter: PeerId | None) -> None:
         while True:

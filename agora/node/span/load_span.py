@@ -153,6 +153,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             ),
             in_flight=usual_in_flight(manifest),
             base_model=base_model,
+            live=local_peer.live,
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {worker.device}, {torch.get_num_threads()} threads"
@@ -222,6 +223,7 @@ def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochF
         report=startup.report_event,
         report_violation=local_peer.peer_score.report_violation,
         on_written=on_written,
+        total_steps=local_peer.live.total_steps,
         make_room=lambda stage, nbytes: disk.make_room(manifest, stage, nbytes),
     )
 

@@ -73,6 +73,7 @@ class LoadedSpan:
             fetch_state=keeper.fetch,
             report=startup.report_event,
             report_violation=local_peer.peer_score.report_violation,
+            live=local_peer.live,
         )
         cost = run_cost(manifest)
         self._stage_flops = {stage: cost.flops(Span(stage, stage)) for stage in worker.span.stages}
@@ -208,11 +209,13 @@ class LoadedSpan:
         return (origins.index(me), len(origins)) if me in origins else (0, 1)
 
     def _microbatches_per_step(self) -> int:
-        return math.ceil(self._local_peer.manifest.optimizer.target_tokens / self._tokens_per_microbatch())
+        target_tokens = self._local_peer.live.target_tokens(self.worker.progress_of(0).open_step)
+        return math.ceil(target_tokens / self._tokens_per_microbatch())
 
     def _end_of_run(self) -> Literal["", "last", "over"]:
-        local_peer, total_steps = self._local_peer, self._local_peer.manifest.optimizer.total_steps
-        if local_peer.startup.settings.at_end == "go-on" or self.worker.step_of(0) < total_steps:
+        local_peer, step = self._local_peer, self.worker.step_of(0)
+        total_steps = local_peer.live.total_steps(step)
+        if local_peer.startup.settings.at_end == "go-on" or step < total_steps:
             return ""
         count = local_peer.manifest.stage_count
         return "over" if has_ended(local_peer.view, count, total_steps, self.own_steps) else "last"

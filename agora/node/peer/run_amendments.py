@@ -1,0 +1,186 @@
+"""The amendments of the run, for one daemon: takes them from its owner and from peers, keeps them, passes them on.
+
+One that is new is written to the disk, and sent to all neighbours. At HELLO each side sends what it knows, and every
+PULL_S a peer asks another one for what it lacks. What counts is decided by `agora.swarm.amendments`, and read by
+everything else from the LiveManifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agora_protocol.amendments import Amendment, SealedAmendment
+from agora_protocol.errors import AgoraError, AmendmentError, DiskError, ProtocolError
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.limits import MAX_SHARED_AMENDMENTS, MAX_TEXT_BYTES
+from agora_protocol.manifest import SignedManifest
+from agora_protocol.messages import GetAmendments, KnownAmendments, ShareAmendments, TookAmendments
+
+from agora.core.calls import Reply
+from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
+from agora.net.rpc.connection import IncomingCall
+from agora.net.rpc.network import Network
+from agora.node import runs
+from agora.node.paths import Home
+from agora.node.startup import Startup
+from agora.observe import events
+from agora.swarm.amendments import AmendmentBook, IsBanned
+from agora.swarm.peer_score import ReportViolation, Violation
+
+SHARE_S: Final = 10.0  # seconds within which a neighbour must answer each message of amendments
+PULL_S: Final = 10.0  # seconds between two questions to another peer for what is not known here
+FETCH_S: Final = 5.0  # seconds that a start waits for the answers of other peers
+MAX_ASKED: Final = 8  # peers that a start asks
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of sealed amendments. why: the reason of the first one that was refused."""
+
+    new: int
+    refused: int
+    why: str = ""
+
+
+def load_book(home: Home, signed: SignedManifest, now_unix: float, is_banned: IsBanned) -> AmendmentBook:
+    """Returns the amendments of a run that are on this disk, as far as they are valid. Raises DiskError."""
+    book = AmendmentBook(signed.run_id, signed.manifest, is_banned)
+    for sealed in runs.read_amendments(home, signed.run_id):
+        with contextlib.suppress(AmendmentError, ProtocolError):
+            book.add(sealed, now_unix)
+    book.choose()
+    return book
+
+
+def describe_changes(amendment: Amendment) -> str:
+    """Returns the new values in words, such as "optimizer.total_steps = 4000"."""
+    return ", ".join(f"{key} = {value}" for key, value in sorted(amendment.values.items()))
+
+
+class Amendments:
+    """Takes, keeps and passes on the amendments of a run. live: the manifest with those that count."""
+
+    def __init__(
+        self,
+        startup: Startup,
+        signed: SignedManifest,
+        network: Network,
+        report_violation: ReportViolation,
+        *,
+        is_banned: IsBanned,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        """Reads the amendments that are on this disk. Raises DiskError.
+
+        is_banned: whether the founder has banned a delegate.
+        """
+        self.book = load_book(startup.home, signed, unix(), is_banned)
+        self.live = LiveManifest(signed.manifest, self.book.chain)
+        self._startup = startup
+        self._run: RunId = signed.run_id
+        self._network = network
+        self._report_violation = report_violation
+        self._unix = unix
+
+    async def answer(self, call: IncomingCall) -> Reply:
+        """Answers ShareAmendments: takes them and says what became of them; and GetAmendments: those that are known."""
+        match call.message:
+            case ShareAmendments() as request:
+                taken = self.take(request.amendments, call.peer)
+                why = taken.why.encode("ascii", "replace").decode()[:MAX_TEXT_BYTES]
+                return Reply(TookAmendments(taken.new, taken.refused, why))
+            case GetAmendments() as request:
+                known = () if request.known == self.book.digest() else tuple(self.book.sealed())
+                return Reply(KnownAmendments(known))
+            case other:
+                raise AssertionError(f"{type(other).__name__} is not among AMENDMENT_REQUESTS")
+
+    def take(self, sealed: Sequence[bytes], peer: PeerId | None = None) -> Taken:
+        """Verifies sealed amendments, keeps those that are new, has them count, and sends them to neighbours.
+
+        peer: who sent them; None for this machine's owner. Those that are known count neither as new nor as refused.
+        One that is malformed or falsely signed is a violation of the peer's: honest peers verify what they pass on.
+        """
+        new, refused, why = 0, 0, ""
+        for data in sealed:
+            try:
+                new += self.book.add(data, self._unix()) is not None
+            except (AmendmentError, ProtocolError) as error:
+                refused, why = refused + 1, why or str(error)
+                if peer is not None and isinstance(error, ProtocolError):
+                    self._report_violation(peer, Violation.BAD_REQUEST, f"{error.code}: {error}")
+        if refused:
+            self._startup.report_event(events.AmendmentRefused(peer or "", refused, why))
+        if new:
+            self._write()
+            self.reconsider()
+            for member in self._network.members():
+                self.send_all(member)
+        return Taken(new, refused, why)
+
+    def reconsider(self) -> None:
+        """Decides anew which amendments count: after a new one, or a ban. Reports what that has changed."""
+        change = self.book.choose()
+        if not change.added and not change.dropped:
+            return
+        self.live.amend(self.book.chain)
+        for each in change.dropped:
+            self._startup.report_event(events.AmendmentDropped(*_event_fields(each)))
+        for each in change.added:
+            self._startup.report_event(events.AmendmentTaken(*_event_fields(each)))
+
+    def forget_refused(self) -> None:
+        """As PeerDataHolder: drops the amendments of delegates that are banned now."""
+        self.reconsider()
+
+    def send_all(self, peer: PeerId) -> None:
+        """Starts to send all amendments that are known to a member that has said HELLO."""
+        if sealed := self.book.sealed():
+            # A failure costs nothing: the neighbour asks, or gets them at its next HELLO.
+            self._network.spawn(self._send(peer, sealed))
+
+    async def _send(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
+        with contextlib.suppress(AgoraError):
+            for first in range(0, len(sealed), MAX_SHARED_AMENDMENTS):
+                request = ShareAmendments(tuple(sealed[first : first + MAX_SHARED_AMENDMENTS]))
+                await self._network.call(peer, request, deadline=loop_time() + SHARE_S)
+
+    async def fetch(self, peers: Collection[PeerId]) -> None:
+        """Asks up to MAX_ASKED of `peers` for what is not known here. Ignores those that do not answer in FETCH_S.
+
+        To be called before a stage is loaded: its next step may be amended already.
+        """
+        asked = random.sample(sorted(peers), min(len(peers), MAX_ASKED))
+        await asyncio.gather(*(self._ask(peer, FETCH_S) for peer in asked))
+
+    async def keep_asking(self) -> None:
+        """Every PULL_S, until cancelled, asks one member at random for what is not known here."""
+        while True:
+            await asyncio.sleep(PULL_S)
+            if members := self._network.members():
+                await self._ask(random.choice(members), SHARE_S)
+
+    async def _ask(self, peer: PeerId, within_s: float) -> None:
+        with contextlib.suppress(AgoraError):
+            request = GetAmendments(self.book.digest())
+            reply = await self._network.call(peer, request, deadline=loop_time() + within_s)
+            if isinstance(reply.message, KnownAmendments):
+                self.take(reply.message.amendments, peer)
+
+    def _write(self) -> None:
+        try:
+            runs.write_amendments(self._startup.home, self._run, self.book.sealed())
+        except DiskError as error:  # they then hold only until the daemon ends, and are fetched again
+            self._startup.report_event(events.DiskTrouble(str(self._startup.home.amendments(self._run)), str(error)))
+
+
+def _event_fields(each: SealedAmendment) -> tuple[int, int, str, str, str]:
+    amendment = each.amendment
+    return amendment.number, amendment.from_step, amendment.issuer, describe_changes(amendment), each.hash.hex()

@@ -1,0 +1,156 @@
+"""Amendments, by which a founder changes a live run: bytes and signatures, and what the manifest is at a step.
+
+An amendment is sealed like a ticket, under a tag of its own. Its hash is SHA-256(b"agora amendment 1\\0" || run (32
+bytes) || payload); each names the hash of the one before, the first the run id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from agora_protocol.errors import AmendmentError, ManifestError, ProtocolError
+from agora_protocol.fields import MAX_UINT, Structure, bytes_field, int_field, peer_id_field
+from agora_protocol.identity import Identity
+from agora_protocol.ids import PeerId, RunId
+from agora_protocol.limits import MAX_AMENDMENT_BYTES, MAX_AMENDMENTS, MAX_CHANGES_BYTES, MAX_PROOF_BYTES
+from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_errors import suggest
+from agora_protocol.packing import pack_canonical, unpack
+from agora_protocol.tickets import MAX_UNIX, open_sealed, seal
+
+AMENDMENT_TAG: Final = b"agora amendment 1\0"
+# Steps from the one that the signer knows of to the first one that an amendment may be of: it has to reach everybody.
+NOTICE: Final = 20
+# What an amendment may change. Everything else is the core of the manifest, which holds for the life of the run.
+AMENDABLE: Final = (
+    "optimizer.learning_rate",
+    "optimizer.warmup_steps",
+    "optimizer.total_steps",
+    "optimizer.minimum_ratio",
+    "optimizer.target_tokens",
+)
+
+
+class Amendment(Structure):
+    """Says that the manifest has other values from step `from_step` on. It counts only if the issuer may amend."""
+
+    ERROR: ClassVar[str] = "bad-amendment"
+    issuer: PeerId = peer_id_field(doc="who signs it: the founder or a delegate")
+    number: int = int_field(1, MAX_AMENDMENTS, doc="its place in the chain; 1 is the first")
+    previous: bytes = bytes_field(32, doc="hash of the amendment before it; of the first the run id")
+    signed_step: int = int_field(0, MAX_UINT, doc="the furthest step of the run when it was signed")
+    from_step: int = int_field(1, MAX_UINT, doc="number of the first optimizer step that it is in force at")
+    issued_unix: int = int_field(0, MAX_UNIX, doc="unix seconds when it was signed")
+    changes: bytes = bytes_field(most=MAX_CHANGES_BYTES, doc="the new values: canonical msgpack of a map by key")
+    proof: bytes = bytes_field(most=MAX_PROOF_BYTES, doc="the proof by which the issuer is a delegate; founder: empty")
+
+    def find_problem(self) -> str | None:
+        """Returns what is wrong with `changes`, which need not fit the run's manifest; None if it is well formed."""
+        try:
+            values = unpack(self.changes, MAX_CHANGES_BYTES, "bad-amendment")
+        except ProtocolError as error:
+            return f"has changes that cannot be read: {error}"
+        if not isinstance(values, dict) or not values:
+            return "changes nothing"
+        if unknown := sorted(values.keys() - set(AMENDABLE)):
+            return f"changes {unknown[0][:60]!r}, which no amendment may"
+        return None if pack_canonical(values) == self.changes else "has changes that are not in canonical form"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The new values by key, such as {"optimizer.total_steps": 4000}."""
+        values: dict[str, Any] = unpack(self.changes, MAX_CHANGES_BYTES, "bad-amendment")
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class SealedAmendment:
+    """A verified amendment, with its signed bytes and its hash. `open_amendment` makes it."""
+
+    amendment: Amendment
+    sealed: bytes
+    hash: bytes
+
+
+def seal_amendment(amendment: Amendment, run: RunId, issuer: Identity) -> bytes:
+    """Returns the signed bytes of an amendment. Raises ProtocolError "wrong-key" unless `issuer` is its issuer."""
+    return seal(amendment, AMENDMENT_TAG, run, issuer)
+
+
+def open_amendment(data: bytes, run: RunId) -> SealedAmendment:
+    """Returns an amendment whose signature is its issuer's for this run; whether the issuer may amend is not judged.
+
+    Raises ProtocolError: "too-large", "bad-amendment", "bad-signature".
+    """
+    amendment, payload = open_sealed(data, Amendment, AMENDMENT_TAG, run, MAX_AMENDMENT_BYTES)
+    digest = hashlib.sha256(AMENDMENT_TAG + bytes.fromhex(run) + payload).digest()
+    return SealedAmendment(amendment, data, digest)
+
+
+def manifest_at(core: Manifest, amendments: Sequence[Amendment], step: int) -> Manifest:
+    """Returns the manifest as optimizer step number `step` (0 is the first) has it: the core, amended in order.
+
+    amendments: those of the run's chain. Raises ManifestError if the values do not fit together.
+    """
+    in_force = [amendment for amendment in amendments if amendment.from_step <= step]
+    return with_changes(core, *(amendment.values for amendment in in_force)) if in_force else core
+
+
+def with_changes(manifest: Manifest, *changes: Mapping[str, Any]) -> Manifest:
+    """Returns the manifest with values changed by key, one map after the other. Raises ManifestError."""
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in (item for values in changes for item in values.items()):
+        section, _, name = key.partition(".")
+        nested.setdefault(section, {})[name] = value
+    return manifest.with_values(**nested)
+
+
+def check_key(key: str) -> None:
+    """Raises AmendmentError, which says what to do, for a key that no manifest has or that no amendment may change."""
+    if key in AMENDABLE:
+        return
+    section, _, name = key.partition(".")
+    fields = Manifest.model_fields
+    known = getattr(Manifest(), section, None) if section in fields else None
+    if section in ("name", "seed", "founder") or (name and hasattr(known, name)):
+        raise AmendmentError(
+            f"{key[:60]} belongs to the core of the manifest, which holds for the life of the run; an amendment may "
+            f"change {', '.join(AMENDABLE)}, anything else needs a new run."
+        )
+    raise AmendmentError(f"There is no key {key[:60]!r} in a manifest; {suggest(key, AMENDABLE)}")
+
+
+def check_follows(amendment: Amendment, core: Manifest, before: Sequence[Amendment]) -> None:
+    """Raises AmendmentError, which says what to do, unless `amendment` may follow the chain `before` in this run.
+
+    Checks notice, order and values; neither who signed it nor the hashes.
+    """
+    earliest = amendment.signed_step + NOTICE
+    if amendment.from_step < earliest and not _has_ended(core, before, amendment):
+        raise AmendmentError(
+            f"Step {amendment.from_step} is too near: the run was at step {amendment.signed_step}, and every peer must "
+            f"know an amendment before its step; use --from-step {earliest} or later."
+        )
+    if before and amendment.from_step < before[-1].from_step:
+        raise AmendmentError(
+            f"Amendment {before[-1].number} is in force from step {before[-1].from_step}, so the next cannot be from "
+            f"step {amendment.from_step}; use --from-step {before[-1].from_step} or later."
+        )
+    try:
+        amended = manifest_at(core, [*before, amendment], amendment.from_step)
+    except ManifestError as error:
+        raise AmendmentError(f"These values do not fit the run: {error}") from None
+    if amended.optimizer.total_steps < amendment.from_step:
+        raise AmendmentError(
+            f"The run would have ended after {amended.optimizer.total_steps} steps, before step {amendment.from_step}; "
+            "use more optimizer.total_steps, or an earlier --from-step."
+        )
+
+
+def _has_ended(core: Manifest, before: Sequence[Amendment], amendment: Amendment) -> bool:
+    # Nothing happens any more at a run that has ended: its next step is far enough ahead.
+    total = manifest_at(core, before, amendment.signed_step).optimizer.total_steps
+    return total <= amendment.signed_step <= amendment.from_step
