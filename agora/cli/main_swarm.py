@@ -386,6 +386,41 @@ def ban(
 
 
 @app.command()
+def amend(
+    run: console.RUN,
+    from_step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The first optimizer step that has the new values.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="A new value; may be repeated.")
+    ] = None,
+    is_list: Annotated[
+        bool, typer.Option("--list", help="Print the amendments that the run has, and sign none.")
+    ] = False,
+    directory: console.DIRECTORY = None,
+    as_json: console.JSON = False,
+) -> None:
+    """Change a live run: its learning rate, its end, the tokens of a step.
+
+    Signed with the founder's key, or a delegate's, and handed to a daemon here or to any peer of the run. All peers
+    take the values at the same step, which must be at least 20 ahead. What no amendment may change needs a new run.
+
+    \b
+    Examples:
+      swarm amend run.toml --from-step 1500 --set optimizer.total_steps=4000
+      swarm amend run.toml --from-step 1500 --set optimizer.learning_rate=1e-3 --set optimizer.warmup_steps=0
+      swarm amend run.toml --list
+    """
+    from agora.cli import amend_command as command
+
+    if is_list:
+        if sets or from_step is not None:
+            raise console.Failure("--list signs nothing; leave out --set and --from-step", console.USAGE)
+        raise typer.Exit(command.list_amendments(run, directory, as_json=as_json))
+    raise typer.Exit(command.amend(run, from_step, sets or [], directory, as_json=as_json))
+
+
+@app.command()
 def evaluate(
     run: console.RUN,
     tasks: Annotated[

@@ -49,10 +49,10 @@ class InviteRequest:
     role: str = MEMBER
 
 
-# A key of this machine that may sign tickets and bans for a run. proof: the tickets that make it a delegate's key; b""
-# for the founder's key.
 @dataclass(frozen=True, slots=True)
-class _Signer:
+class Signer:
+    """A key of this machine that may sign for a run. proof: makes it a delegate's key; b"" for the founder's."""
+
     identity: Identity
     proof: bytes
 
@@ -69,7 +69,7 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
     mode = signed.manifest.admission.mode
     until_unix = int(time.time() + request.days * DAY_S)
     if mode == TICKET or request.role == DELEGATE:
-        ticket, revoke_by = _make_ticket(signed, _find_signer(found), request, until_unix)
+        ticket, revoke_by = _make_ticket(signed, find_signer(found), request, until_unix)
     elif request.role != MEMBER:
         raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/use/admission.md")
     elif (
@@ -103,7 +103,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     found = find_run(run, [directory] if directory else [])
     if peer == found.signed.founder:
         raise Failure("the founder cannot be banned")
-    signer = _find_signer(found)
+    signer = find_signer(found)
     revocation = Revocation(signer.identity.peer, PeerId(peer), int(time.time()), signer.proof)
     sealed = seal_revocation(revocation, found.signed.run_id, signer.identity)
     receivers = _tell_daemons(found, sealed)
@@ -133,7 +133,7 @@ def _check_request(request: InviteRequest) -> None:
 
 
 def _make_ticket(
-    signed: SignedManifest, signer: _Signer, request: InviteRequest, until_unix: int
+    signed: SignedManifest, signer: Signer, request: InviteRequest, until_unix: int
 ) -> tuple[InviteTicket, str]:
     if request.role == DELEGATE and signer.proof:
         raise Failure("only the founder can name delegates; ask it, or leave out --role")
@@ -146,18 +146,19 @@ def _make_ticket(
     return InviteTicket(proof, secret), holder
 
 
-def _find_signer(found: FoundRun) -> _Signer:
+def find_signer(found: FoundRun) -> Signer:
+    """Raises Failure if no key of this machine may sign for the run."""
     run = found.signed.run_id
     founder = found.signed.founder
     for home in found.homes:
         with contextlib.suppress(IdentityError):
             identity = Identity.load(home.identity)
             if identity.peer == founder:
-                return _Signer(identity, b"")
+                return Signer(identity, b"")
             proof = runs.read_proof(home, run)
             judged = judge_proof(open_proof(proof, run), identity.peer, time.time(), Revocations(founder))
             if isinstance(judged, Admission) and judged.role == DELEGATE:
-                return _Signer(identity, proof)
+                return Signer(identity, proof)
     raise Failure(f"only the founder {founder} or a delegate can sign; do it on its machine, or name it with --dir DIR")
 
 
@@ -165,12 +166,13 @@ def _find_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused, AgoraError):
             return Invite.parse(control_client.ask(Path(entry.socket), "invite")["invite"]).addresses
-    if addresses := _known_addresses(run, found):
+    if addresses := known_addresses(run, found):
         return addresses
     raise Failure("no address of a peer is known here; run it where `agora-node join` runs", STALLED)
 
 
-def _known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
+def known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
+    """Returns addresses of peers of the run, as this machine has them on disk or in the invite `run`."""
     known = dict.fromkeys(runs.resolve(run, found.homes[0]).addresses)
     for home in found.homes:
         manifest = home.manifest(found.signed.run_id)
@@ -195,13 +197,13 @@ def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) 
             runs.write_revocations(home, run, [*runs.read_revocations(home, run), sealed])
 
 
-def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: _Signer) -> list[str]:
+def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: Signer) -> list[str]:
     """Over the network, to the first peer that answers. Raises Failure if none can be reached, or if it does not
     accept.
     """
     from agora.net.dht import status_client
 
-    addresses = _known_addresses(run, found)
+    addresses = known_addresses(run, found)
     credentials = status_client.Credentials(signer.identity, signer.proof)
     try:
         took: TookRevocations = status_client.share_revocations(addresses, found.signed.run_id, [sealed], credentials)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WATCH_S = 2.0
 # A peer wrote the status: one wide cell would widen every row, and a megabyte of it has tens of thousands of rows.
 MAX_CELL, MAX_ROWS, MAX_LINE = 64, 1000, 1024
+MAX_AMENDED = 3  # how many of the latest amendments are shown
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
 PEER_COLUMNS = ["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN"]
 EXIT_CODES = {"OK": console.DONE, "COMPLETED": console.DONE, "PAUSED": console.DONE, "DEGRADED": console.DEGRADED}
@@ -148,6 +149,11 @@ def lines_of(status: Status) -> list[str]:
     if status["stages"]:
         lines += _table(STAGE_COLUMNS, "stages", [_stage_cells(row) for row in status["stages"]])
         lines += _table(PEER_COLUMNS, "peers", [_peer_cells(peer) for peer in status["peers"]])
+    amended = [
+        f"amended {one['changes']}  from step {one['from_step']}{'' if one['in_force'] else ', not yet in force'}"
+        for one in status.get("amendments") or []
+    ]
+    lines += amended[-MAX_AMENDED:]
     devices = [
         f"device  {peer['name']}: {_describe_device(used)}" for peer in status["peers"] if (used := peer.get("device"))
     ]

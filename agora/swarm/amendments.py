@@ -112,6 +112,9 @@ class AmendmentBook:
         """Returns a hash that is equal at peers that know the same amendments."""
         return hashlib.sha256(b"".join(sorted(self._known))).digest()
 
+    def knows(self, digest: bytes) -> bool:
+        return digest in self._known
+
     def next_amendment(self) -> tuple[int, bytes]:
         """Returns number and `previous` of an amendment that follows the chain."""
         return len(self.chain) + 1, self.chain[-1].hash if self.chain else bytes.fromhex(self._run)
@@ -160,3 +163,8 @@ class AmendmentBook:
                 "only the founder can add one, in place of one that does not count."
             )
         del self._known[max(spare, key=lambda each: each.hash).hash]
+
+
+def describe_changes(amendment: Amendment) -> str:
+    """Returns the new values in words, such as "optimizer.total_steps = 4000"."""
+    return ", ".join(f"{key} = {value}" for key, value in sorted(amendment.values.items()))

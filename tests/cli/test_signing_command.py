@@ -161,6 +161,6 @@ def test_a_data_directory_without_the_run_costs_no_address(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "agora.net.dht.status_client", light)
     monkeypatch.setattr(agora.net.dht, "status_client", light, raising=False)
     found = FoundRun(founder.signed, (founder.home, Home(tmp_path / "without")), (), tmp_path)
-    signer = signing_command._find_signer(found)
+    signer = signing_command.find_signer(found)
     assert signing_command.tell_peer(founder.run, found, b"sealed", signer) == ["a peer of the run"]
     assert asked == [(f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}",)]

@@ -1,4 +1,4 @@
-"""The light client: gets the status from a peer of a run, or delivers a revocation.
+"""The light client: gets status and amendments from a peer of a run, or delivers a revocation or an amendment.
 
 It needs no daemon, no torch and no hivemind.
 """
@@ -80,6 +80,33 @@ def share_revocations(
     if not isinstance(answer, messages.TookRevocations):
         raise ProtocolError("bad-message", "The peer sent an unexpected message as the answer to a revocation.")
     return answer
+
+
+def share_amendments(
+    addresses: Sequence[str],
+    run: RunId,
+    sealed: Sequence[bytes],
+    credentials: Credentials,
+    timeout_s: float = TIMEOUT_S,
+) -> messages.TookAmendments:
+    """Sends sealed amendments to peers of a run until one answers, and returns its answer, as share_revocations."""
+    answer = _ask_run(addresses, run, messages.ShareAmendments(tuple(sealed)), timeout_s, credentials)
+    if not isinstance(answer, messages.TookAmendments):
+        raise ProtocolError("bad-message", "The peer sent an unexpected message as the answer to an amendment.")
+    return answer
+
+
+def fetch_amendments(
+    addresses: Sequence[str], run: RunId, timeout_s: float = TIMEOUT_S, credentials: Credentials | None = None
+) -> tuple[bytes, ...]:
+    """Asks the peers at `addresses` for the run's sealed amendments; returns those of the first answer.
+
+    Nothing of them is verified. Else as fetch_status.
+    """
+    answer = _ask_run(addresses, run, messages.GetAmendments(bytes(32)), timeout_s, credentials)
+    if not isinstance(answer, messages.KnownAmendments):
+        raise ProtocolError("bad-message", "The peer sent an unexpected message in place of its amendments.")
+    return answer.amendments
 
 
 def _ask_run(

@@ -81,6 +81,7 @@ class NodeReport:
     traffic: Traffic = NO_TRAFFIC
     span: SpanReport | None = None  # None while no stages are loaded
     clock_remark: str = ""  # a sentence that its clock is wrong; "" if it is not
+    amendments: tuple[tuple[int, int, str], ...] = ()  # those that count: number, first step, new values in words
     key_remark: str = ""  # a sentence that another machine has this one's key; "" while none has tried
 
     @property
@@ -100,7 +101,12 @@ def status_json(report: NodeReport) -> dict[str, Any]:
         view = merge(view, [own], report.now_unix, 0.0)
     span = report.span
     devices = {report.peer: span.device} if span is not None and span.device is not None else {}
-    return build_status(view, report.run, report.health, report.now_unix, paths, sample_counts(report), devices)
+    status = build_status(view, report.run, report.health, report.now_unix, paths, sample_counts(report), devices)
+    status["amendments"] = [
+        {"number": number, "from_step": step, "changes": changes, "in_force": step <= status["step"]}
+        for number, step, changes in report.amendments
+    ]
+    return status
 
 
 def sample_counts(report: NodeReport) -> SampleReport | None:

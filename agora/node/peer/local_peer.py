@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
@@ -171,6 +172,7 @@ class LocalPeer:
             self.network,
             score.report_violation,
             is_banned=self.admission.book.has_founder_banned,
+            usual_step=self.usual_step,
             unix=unix,
         )
         holders = (self.membership, self.directory, self.amendments)
@@ -314,6 +316,10 @@ class LocalPeer:
         A stage without replicas has an empty collection.
         """
         return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
+
+    def usual_step(self) -> int:
+        """Returns the step that the run has come to: of the stages' median replicas, that of the furthest stage."""
+        return max((statistics.median_high(steps) for steps in self.steps_of_run() if steps), default=0)
 
     def uplink_bytes_per_s(self) -> float | None:
         """Returns the measured rate of this peer's uplink in bytes per second; None until bytes had to wait for it."""

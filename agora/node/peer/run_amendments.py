@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from agora_protocol.amendments import Amendment, SealedAmendment
+from agora_protocol.amendments import NOTICE, SealedAmendment, open_amendment
 from agora_protocol.errors import AgoraError, AmendmentError, DiskError, ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_SHARED_AMENDMENTS, MAX_TEXT_BYTES
@@ -31,7 +31,7 @@ from agora.node import runs
 from agora.node.paths import Home
 from agora.node.startup import Startup
 from agora.observe import events
-from agora.swarm.amendments import AmendmentBook, IsBanned
+from agora.swarm.amendments import AmendmentBook, IsBanned, describe_changes
 from agora.swarm.peer_score import ReportViolation, Violation
 
 SHARE_S: Final = 10.0  # seconds within which a neighbour must answer each message of amendments
@@ -59,11 +59,6 @@ def load_book(home: Home, signed: SignedManifest, now_unix: float, is_banned: Is
     return book
 
 
-def describe_changes(amendment: Amendment) -> str:
-    """Returns the new values in words, such as "optimizer.total_steps = 4000"."""
-    return ", ".join(f"{key} = {value}" for key, value in sorted(amendment.values.items()))
-
-
 class Amendments:
     """Takes, keeps and passes on the amendments of a run. live: the manifest with those that count."""
 
@@ -75,11 +70,12 @@ class Amendments:
         report_violation: ReportViolation,
         *,
         is_banned: IsBanned,
+        usual_step: Callable[[], int],
         unix: Callable[[], float] = time.time,
     ) -> None:
         """Reads the amendments that are on this disk. Raises DiskError.
 
-        is_banned: whether the founder has banned a delegate.
+        is_banned: whether the founder has banned a delegate. usual_step: returns the step that the run has come to.
         """
         self.book = load_book(startup.home, signed, unix(), is_banned)
         self.live = LiveManifest(signed.manifest, self.book.chain)
@@ -87,13 +83,16 @@ class Amendments:
         self._run: RunId = signed.run_id
         self._network = network
         self._report_violation = report_violation
+        self._usual_step = usual_step
         self._unix = unix
 
     async def answer(self, call: IncomingCall) -> Reply:
         """Answers ShareAmendments: takes them and says what became of them; and GetAmendments: those that are known."""
         match call.message:
             case ShareAmendments() as request:
-                taken = self.take(request.amendments, call.peer)
+                connection = self._network.connection_to(call.peer)
+                is_reader = connection is None or connection.is_reader
+                taken = self.take(request.amendments, call.peer, begins_here=is_reader)
                 why = taken.why.encode("ascii", "replace").decode()[:MAX_TEXT_BYTES]
                 return Reply(TookAmendments(taken.new, taken.refused, why))
             case GetAmendments() as request:
@@ -102,15 +101,18 @@ class Amendments:
             case other:
                 raise AssertionError(f"{type(other).__name__} is not among AMENDMENT_REQUESTS")
 
-    def take(self, sealed: Sequence[bytes], peer: PeerId | None = None) -> Taken:
+    def take(self, sealed: Sequence[bytes], peer: PeerId | None = None, *, begins_here: bool = False) -> Taken:
         """Verifies sealed amendments, keeps those that are new, has them count, and sends them to neighbours.
 
-        peer: who sent them; None for this machine's owner. Those that are known count neither as new nor as refused.
+        peer: who sent them; None for this machine's owner. begins_here: no other peer has them yet, so that one whose
+        step is near is refused. Those that are known count neither as new nor as refused.
         One that is malformed or falsely signed is a violation of the peer's: honest peers verify what they pass on.
         """
         new, refused, why = 0, 0, ""
         for data in sealed:
             try:
+                if begins_here:
+                    self._check_time(data)
                 new += self.book.add(data, self._unix()) is not None
             except (AmendmentError, ProtocolError) as error:
                 refused, why = refused + 1, why or str(error)
@@ -124,6 +126,24 @@ class Amendments:
             for member in self._network.members():
                 self.send_all(member)
         return Taken(new, refused, why)
+
+    def in_words(self) -> tuple[tuple[int, int, str], ...]:
+        """Returns number, first step and new values of each amendment that counts."""
+        counting = (each.amendment for each in self.book.chain)
+        return tuple((each.number, each.from_step, describe_changes(each)) for each in counting)
+
+    def _check_time(self, sealed: bytes) -> None:
+        # Whoever signs may not know how far the run is, and what was signed long ago may be handed in now.
+        opened = open_amendment(sealed, self._run)
+        if self.book.knows(opened.hash):
+            return
+        step, from_step = self._usual_step(), opened.amendment.from_step
+        has_ended = self.live.total_steps(step) <= step <= from_step
+        if from_step < step + NOTICE // 2 and not has_ended:
+            raise AmendmentError(
+                f"Step {from_step} is too near or over: the run is at step {step}; sign it again with --from-step "
+                f"{step + 2 * NOTICE} or later."
+            )
 
     def reconsider(self) -> None:
         """Decides anew which amendments count: after a new one, or a ban. Reports what that has changed."""

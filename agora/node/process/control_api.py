@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from agora_protocol.errors import InputError, LocalError
+from agora_protocol.errors import AmendmentError, InputError, LocalError
 from agora_protocol.ids import Span
 
 from agora.core.clock import loop_time
@@ -23,6 +23,7 @@ from agora.state.collector import COLLECT_S
 from agora.state.files import replace_tensors
 
 if TYPE_CHECKING:
+    from agora.node.peer.local_peer import LocalPeer
     from agora.node.peer.run_admission import Bans
     from agora.node.process.daemon import Daemon
 
@@ -57,6 +58,8 @@ class ControlApi:
             "move": Question(self.move, {"stages": str}, deadline_s=MOVE_S),
             "ban": Question(self.ban, {"peer": str}),
             "revoke": Question(self.revoke, {"revocation": str}),
+            "amend": Question(self.amend, {"amendment": str}),
+            "amendments": Question(self.amendments, {}),
             "copied_key": Question(self.copied_key, {"root": str, "pid": int}),
             "link": Question(self.link, {"rate": str}),
             "drain": Question(self.drain, {}, deadline_s=DRAIN_S + 5.0),
@@ -148,10 +151,38 @@ class ControlApi:
             raise InputError("The revocation does not count; it must be signed by the run's founder or a delegate.")
         return {"new": new}
 
+    async def amend(self, amendment: str = "") -> Answer:
+        """Takes a sealed amendment, in hex, and sends it to all neighbours; returns {"new": 1}, or 0 if known.
+
+        Raises InputError for malformed hex, AmendmentError for one that is malformed, false, or not allowed in this run
+        now; LocalError while the daemon starts or is paused.
+        """
+        amendments = self._require_local_peer().amendments
+        try:
+            taken = amendments.take([bytes.fromhex(amendment)], begins_here=True)
+        except ValueError:
+            raise InputError("An amendment is hex, as `swarm amend` sends it.") from None
+        if taken.refused:
+            raise AmendmentError(taken.why)
+        return {"new": taken.new}
+
+    async def amendments(self) -> Answer:
+        """Returns {"known": all sealed amendments that are known, in hex, "step": the step that the run has come to}.
+
+        Raises LocalError while the daemon starts or is paused.
+        """
+        local_peer, loaded = self._require_local_peer(), self._daemon.loaded
+        own = max(loaded.own_steps.values(), default=0) if loaded is not None else 0
+        known = [sealed.hex() for sealed in local_peer.amendments.book.sealed()]
+        return {"known": known, "step": max(own, local_peer.usual_step())}
+
     def _require_bans(self) -> Bans:
+        return self._require_local_peer().bans
+
+    def _require_local_peer(self) -> LocalPeer:
         if self._daemon.local_peer is None:
             raise LocalError(f"this daemon is {self._daemon.describe_state()}; ask again when it serves")
-        return self._daemon.local_peer.bans
+        return self._daemon.local_peer
 
     async def copied_key(self, root: str = "", pid: int = 0) -> Answer:
         """Notes that a second daemon of this machine, with a copy of this one's key, was refused; tells the owner."""

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agora_protocol.errors import AgoraError, InputError, LocalError
 from agora_protocol.ids import Span
@@ -160,6 +160,9 @@ class Daemon:
         run = RunIdentity(startup.reference.run, startup.reference.name, 0, 0)
         if self.signed is not None:
             run = RunIdentity.of(self.signed.manifest)
+        if local_peer is not None:
+            step = max(local_peer.steps_of(0).values(), default=0)
+            run = replace(run, target_tokens=local_peer.live.target_tokens(step))
         return NodeReport(
             peer=startup.me,
             incarnation=claim.incarnation if claim else startup.incarnation,
@@ -178,6 +181,7 @@ class Daemon:
             paths=local_peer.network.paths if local_peer else {},
             traffic=self._total_traffic(),
             span=self.loaded.take_span_report() if self.loaded else None,
+            amendments=local_peer.amendments.in_words() if local_peer else (),
         )
 
     def _assess_health(self, view: View, stage_count: int, now_unix: float) -> Health:
