@@ -267,6 +267,14 @@ EVENT_METRICS: Final = (
     EventMetric("agora_moves_total", events.MoveChosen, "Moves of this peer to other stages."),
     EventMetric("agora_health_changes_total", events.HealthChanged, "Changes of the swarm's health.", ("state",)),
     EventMetric("agora_offences_total", events.OffenceRecorded, "What peers did and honest ones do not.", ("offence",)),
+    EventMetric("agora_amendments_total", events.AmendmentTaken, "Amendments that came to count."),
+    EventMetric(
+        "agora_amendments_refused_total",
+        events.AmendmentRefused,
+        "Amendments that were false or not allowed.",
+        (),
+        "count",
+    ),
     EventMetric("agora_bans_total", events.PeerBanned, "Peers banned for good."),
     EventMetric(
         "agora_directory_failures_total",

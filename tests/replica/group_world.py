@@ -19,6 +19,7 @@ from agora_protocol.records import StageAccount
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import StepInstructions, SyncChangeRule, first_sync_schedule
 from agora.observe.events import Event
 from agora.replica.gossip import SwarmQueries
@@ -46,6 +47,7 @@ class FakeStage:
         self.gradient = number * torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))
         self.rate = rate
         self.manifest = manifest
+        self.live = LiveManifest(manifest)
         self.sync_schedule = first_sync_schedule(manifest)
         self.change_rule = SyncChangeRule.from_manifest(manifest)
         self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
@@ -128,7 +130,8 @@ class FakeStage:
         was_local = self.sync_schedule.is_inner(self.step)
         self.step, self.share = self.step + 1, None
         if not was_local:
-            self.history = extend_history(self.history, self.step, hash_of(gradient.numpy().data))
+            checksum, amended = hash_of(gradient.numpy().data), self.live.hash_at(self.step - 1)
+            self.history = extend_history(self.history, self.step, checksum, amended=amended)
             self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
         elif not self.sync_schedule.is_inner(self.step):
             self.history = {self.step: hash_of(self.weights.numpy().data)}
@@ -212,6 +215,7 @@ class GroupPeer:
             fetch_state=self.fetch,
             report=self.events.append,
             report_violation=self._record,
+            live=stage.live,
         )
         self.stage.group = self.group
         self.tasks: list[asyncio.Task[None]] = []
