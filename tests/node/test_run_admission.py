@@ -155,9 +155,10 @@ async def hears(caller: Member, to: Member, *said: bytes) -> list[tuple[FrameTyp
 
 
 async def reads_and_does_nothing_else(reader: Member, member: Member, run_id: RunId) -> None:
-    """With a ticket of a reader the same peer may ask for four things, and is not a member."""
+    """With a ticket of a reader the same peer may ask for six things, and is not a member."""
     gate = Gate(reader.id, run_id, "raw", proof=ticket_of(run_id, reader.id, READER), role=READER)
-    hello, may = hello_frame(gate, member.id), {"Ping", "GetStatus", "GetManifest", "ShareRevocations"}
+    may = {"Ping", "GetStatus", "GetManifest", "GetAmendments", "ShareRevocations", "ShareAmendments"}
+    hello = hello_frame(gate, member.id)
     for name, request in all_requests():
         if name not in may:
             heard = await hears(reader, member, hello, request)

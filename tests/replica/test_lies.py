@@ -407,7 +407,7 @@ def test_weights_beyond_what_a_member_can_have_counted_are_lowered_and_exact_one
         members = world.add(*identities(4))
         for member in members:
             member.token_bounds = dict.fromkeys(identities(4), 3.0)
-            member.all_reduce.config = replace(member.all_reduce.config, step_tokens=4.0)
+            member.all_reduce.config = replace(member.all_reduce.config, step_tokens=lambda _: 4.0)
         deadline = asyncio.get_running_loop().time() + world.round_s
         ones = torch.ones(PART_ELEMENTS)
         works = [m.take_part(0, "gradient", 0, ones, 1.0, dict(m.view), deadline) for m in members[:3]]
