@@ -62,7 +62,7 @@ def amend(run: str, from_step: int | None, sets: Sequence[str], directory: Path 
     if not receivers:
         _tell_peer(run, found, known.book, signer)
         receivers = ["a peer of the run"]
-    _keep(found, known.book)
+    _keep(found, known.book, receivers)
     (added,) = known.book.chain[-1:]
     if as_json:
         about = {"told": receivers, "step": known.step, "amendment": _as_json(added, counts=True, step=known.step)}
@@ -238,9 +238,10 @@ def _tell_peer(run: str, found: FoundRun, book: AmendmentBook, signer: Signer) -
         raise Failure(f"the peer that was asked does not accept it: {took.why}")
 
 
-def _keep(found: FoundRun, book: AmendmentBook) -> None:
+def _keep(found: FoundRun, book: AmendmentBook, receivers: Sequence[str]) -> None:
     for home in found.homes:
-        if home.manifest(found.signed.run_id).is_file():
+        # A daemon that was told keeps its own file.
+        if home.manifest(found.signed.run_id).is_file() and f"the daemon in {home.root}" not in receivers:
             runs.write_amendments(home, found.signed.run_id, book.sealed())
 
 
