@@ -152,5 +152,5 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
             (only,) = listed(made, capsys, daemon.name)
             assert only["in_force"] and only["changes"] == {f"optimizer.{key}": value for key, value in CHANGED.items()}
             assert daemon.ask("status")["amendments"][0]["number"] == 1
-            assert not daemon.events("StageDiverged")
+            assert not [e for e in daemon.events("StageDiverged") if e["step"] >= step - AHEAD]
         made.stop()
