@@ -25,33 +25,36 @@ async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> 
 
 
 class BackgroundTasks:
-    """Runs named tasks until `close`. A task that ends earlier is neither restarted nor reported: see `find_ended`."""
+    """Runs named tasks until `close`. One that ends earlier is not restarted: `on_end` is told."""
 
-    def __init__(self) -> None:
-        self.started: list[asyncio.Task[None]] = []
-
-    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Starts `work` as a task called `name`, which is expected to run until `close`."""
-        self.started.append(asyncio.create_task(work, name=name))
-
-    async def close(self) -> None:
-        """Cancels all tasks and waits until they have ended; their errors are dropped."""
-        for task in self.started:
-            task.cancel()
-        await asyncio.gather(*self.started, return_exceptions=True)
-
-    def find_ended(self) -> tuple[str, BaseException | None] | None:
-        """Returns the name and error of a task that has ended, the one started first; None while all run. Never waits.
+    def __init__(self, on_end: Callable[[str, BaseException | None], None]) -> None:
+        """on_end: called in the event loop with name and error of each task that ends before `close`.
 
         The error is None when the task returned or was cancelled, and the first one of an exception group.
         """
-        for task in self.started:
-            if task.done():
-                error = None if task.cancelled() else task.exception()
-                while isinstance(error, BaseExceptionGroup):
-                    error = error.exceptions[0]
-                return task.get_name(), error
-        return None
+        self.on_end = on_end
+        self._started: list[asyncio.Task[None]] = []
+        self._is_closed = False
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Starts `work` as a task called `name`, which is expected to run until `close`."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_done)
+        self._started.append(task)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if not self._is_closed:
+            self.on_end(task.get_name(), error)
+
+    async def close(self) -> None:
+        """Cancels all tasks and waits until they have ended; their errors are dropped."""
+        self._is_closed = True
+        for task in self._started:
+            task.cancel()
+        await asyncio.gather(*self._started, return_exceptions=True)
 
 
 T = TypeVar("T")

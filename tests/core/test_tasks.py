@@ -12,7 +12,7 @@ from agora_protocol.errors import LocalError
 from agora.core.tasks import BackgroundTasks, run_in_thread
 
 
-def test_tasks_end_when_they_are_closed_and_the_first_that_failed_is_named() -> None:
+def test_tasks_end_when_they_are_closed_and_one_that_ends_before_is_told_by_name() -> None:
     cancelled: list[str] = []
 
     async def forever(name: str) -> None:
@@ -29,17 +29,19 @@ def test_tasks_end_when_they_are_closed_and_the_first_that_failed_is_named() -> 
         raise LocalError("no disk")
 
     async def work() -> None:
-        tasks = BackgroundTasks()
+        ended = asyncio.Queue[tuple[str, BaseException | None]]()
+        tasks = BackgroundTasks(lambda name, error: ended.put_nowait((name, error)))
         tasks.start("one", forever("one"))
         tasks.start("two", forever("two"))
         await asyncio.sleep(0)
-        assert tasks.find_ended() is None
+        assert ended.empty()
         tasks.start("three", fails())
-        await asyncio.wait(tasks.started, return_when=asyncio.FIRST_COMPLETED)
-        name, error = tasks.find_ended() or ("", None)
+        name, error = await ended.get()
         assert name == "three" and str(error) == "no disk"
+        tasks.start("four", asyncio.sleep(0))
+        assert await ended.get() == ("four", None)
         await tasks.close()
-        assert cancelled == ["one", "two"]
+        assert cancelled == ["one", "two"] and ended.empty(), "an end that `close` has made is none to be told of"
 
     asyncio.run(work())
 

@@ -124,6 +124,7 @@ async def make_peer(
             dial_strategy=dial_strategy,
         )
         await network.start()
+        network.spawn(network.check_connections())
     except BaseException:
         await host.close()
         raise

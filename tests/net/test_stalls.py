@@ -175,6 +175,7 @@ def test_512_silent_connections_leave_room_for_those_who_speak() -> None:
         host = FakeHost()
         network = Network(host, Gate(host.peer, RunId(RUN), "test"), give_chunk, NetLimits())  # type: ignore[arg-type]
         await network.start()
+        network.spawn(network.check_connections())
         first = await Caller(host, network, Identity.generate().peer, "198.51.100.0/24").greeted()
         for number in range(512):
             Caller(host, network, PeerId(f"silent {number}"), "203.0.113.0/24")

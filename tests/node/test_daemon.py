@@ -9,12 +9,22 @@ from typing import Any, cast
 
 import pytest
 from agora_protocol.errors import LocalError
+from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
+from agora_protocol.manifest import preset
 
+from agora.core.tasks import BackgroundTasks
+from agora.node import runs
 from agora.node.limits.pausing import Hours
-from agora.node.paths import RUNTIME_VARIABLE, Home
+from agora.node.paths import RUNTIME_VARIABLE, Home, make_private
+from agora.node.process import daemon as daemon_module
+from agora.node.process import main as main_module
 from agora.node.process.daemon import Daemon
-from agora.node.startup import Notifier
+from agora.node.process.metrics import DaemonMetrics
+from agora.node.settings import Settings
+from agora.node.startup import Notifier, StartPhases, Startup
+from agora.observe import events
+from agora.observe.metrics import EventMetrics
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
 
@@ -127,3 +137,137 @@ def test_a_pause_that_ends_while_the_work_is_being_cancelled_still_closes_what_w
         assert daemon.happened == ["opened", "closed", "opened"]
 
     asyncio.run(main())
+
+
+class StandsBy(LoadsNothing):
+    """Has no span yet, and waits for one for ever. reported: the events."""
+
+    def __init__(self, home: Path | Startup) -> None:
+        super().__init__(home if isinstance(home, Path) else home.home.root)
+        self.signed = self.loaded = None
+        self.reported: list[events.Event] = []
+        self._report_event = self.reported.append
+        self.stands_by = asyncio.Event()
+
+    async def _start_and_serve(self) -> None:
+        self.stands_by.set()
+        await asyncio.Event().wait()
+
+
+async def fail() -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def test_a_task_that_ends_while_no_span_is_held_ends_the_daemon_which_says_which(tmp_path: Path) -> None:
+    async def main() -> None:
+        daemon = StandsBy(tmp_path)
+        running = asyncio.create_task(daemon.run())
+        await daemon.stands_by.wait()
+        BackgroundTasks(daemon.note_task_end).start("membership", fail())
+        with pytest.raises(LocalError, match="its task membership failed .ZeroDivisionError: a bug.; please report"):
+            await asyncio.wait_for(running, 20)
+        assert events.TaskFailed("membership", "ZeroDivisionError: a bug") in daemon.reported
+        assert [event.state for event in daemon.reported if isinstance(event, events.StateChanged)] == ["leaving"]
+
+    asyncio.run(main())
+
+
+def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(daemon_module.joining, "register_paused", lambda *_: None)
+        daemon = StandsBy(tmp_path)
+        daemon.pause.pause()
+        running = asyncio.create_task(daemon.run())
+        await asyncio.sleep(0)
+        BackgroundTasks(daemon.note_task_end).start("metrics server", fail())
+        with pytest.raises(LocalError, match="its task metrics server failed"):
+            await asyncio.wait_for(running, 20)
+
+    asyncio.run(main())
+
+
+def test_an_end_of_the_metrics_task_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(daemon_module, "Daemon", StandsBy)
+    startup = cast(Any, SimpleNamespace(home=Home(tmp_path / "home"), report_event=lambda _event: None))
+    startup.settings = SimpleNamespace(metrics_address=None)
+    startup.home.root.mkdir()
+
+    monkeypatch.setattr(DaemonMetrics, "run", lambda self: fail())
+    with pytest.raises(LocalError, match="its task metrics failed"):
+        asyncio.run(asyncio.wait_for(main_module._run_until_left(startup, EventMetrics()), 20))
+
+
+def test_a_disk_that_takes_no_row_of_metrics_ends_the_rows_and_not_the_task(tmp_path: Path) -> None:
+    told: list[events.Event] = []
+
+    async def main() -> None:
+        missing = tmp_path / "no such folder"
+        metrics = DaemonMetrics(EventMetrics(), missing, cast(Any, None), told.append)
+        running = asyncio.create_task(metrics.run())
+        while not told:
+            await asyncio.sleep(0)
+        assert not running.done()
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert [type(event) for event in told] == [events.DiskTrouble]
+
+
+def real_startup(root: Path) -> Startup:
+    reporter, home = Reporter(), Home(root)
+    home.root.mkdir()
+    file = root / "run.toml"
+    file.write_text(preset("tiny").to_toml())
+    notifier = Notifier({})
+    return Startup(
+        reference=runs.resolve(str(file), home),
+        home=home,
+        settings=Settings(upload_limit="1MB/s", allow_private=True),
+        identity=Identity.load_or_create(home.identity),
+        incarnation=1,
+        clock=SwarmClock(1e9, lambda: 0.0),
+        reporter=reporter,
+        notifier=notifier,
+        phases=StartPhases(reporter.report, notifier),
+    )
+
+
+@pytest.mark.parametrize("task", ["p2pd", "line brake", "network"])
+def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    """Of a real local peer, on a real p2pd; what it begins with is cut short, since that is not the subject."""
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "run"))
+    make_private(tmp_path / "run")
+    startup = real_startup(tmp_path / "home")
+    told: list[events.Event] = []
+
+    async def main() -> None:
+        daemon = Daemon(startup)
+        daemon._report_event = told.append
+        opened = asyncio.Event()
+
+        async def start_and_serve() -> None:
+            await daemon._open_local_peer()
+            opened.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(daemon, "_start_and_serve", start_and_serve)
+        running = asyncio.create_task(daemon.run())
+        waits = asyncio.create_task(opened.wait())
+        await asyncio.wait([running, waits], return_when=asyncio.FIRST_COMPLETED)
+        assert daemon.local_peer is not None
+        match task:
+            case "p2pd":
+                daemon.local_peer.host.p2p._child.kill()
+            case "line brake":
+                assert daemon.local_peer.host.brake is not None
+                daemon.local_peer.host.brake._task.cancel()
+            case "network":
+                monkeypatch.setattr(daemon.local_peer.network, "limits", None)
+        with pytest.raises(LocalError, match="p2pd ended by itself" if task == "p2pd" else f"its task {task} failed"):
+            await asyncio.wait_for(running, 60)
+
+    asyncio.run(main())
+    assert [event.task for event in told if isinstance(event, events.TaskFailed)][:1] == [task]

@@ -117,6 +117,7 @@ async def make_member(
     directory = await open_directory(host, manifest.run_id, (), stages=2, rules=rules)
     bans = Bans(startup, manifest.run_id, admission.book, network, [directory], unix=unix)
     await network.start()
+    network.spawn(network.check_connections())
     return Member(host, network, identity, addresses, [], [], admission, bans, directory, home, answered, startup)
 
 

@@ -112,9 +112,8 @@ class Network:
         self._is_closing = False
 
     async def start(self) -> None:
-        """Begins to accept streams and to check connections. Raises ConnectionBroken when the host is gone."""
+        """Begins to accept streams. Raises ConnectionBroken when the host is gone."""
         await self._host.serve(PROTOCOL_NAME, self._frame_limits, self._accept)
-        self.spawn(self._tick())
 
     async def close(self) -> None:
         """Cancels work and dials, sends GOODBYE to all peers, and aborts streams that last longer than GOODBYES_S."""
@@ -371,7 +370,8 @@ class Network:
         for connection in self._all_connections():
             self._end_if_refused(connection)
 
-    async def _tick(self) -> None:
+    async def check_connections(self) -> None:
+        """Until cancelled, pings silent connections, ends dead ones and those to peers that are no longer admitted."""
         while True:
             await asyncio.sleep(min(TICK_S, self.limits.ping_after_s / 4))
             for connection in self._all_connections():

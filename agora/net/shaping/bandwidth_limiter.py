@@ -166,6 +166,10 @@ class BandwidthLimiter:
             link.passed_down += piece
             await asyncio.sleep(max(0.0, passed_at - now))
 
+    async def wait(self) -> None:
+        """Waits until the task that counts has ended, and raises its error; cancelling this ends it, too."""
+        await self._task
+
     def close(self) -> None:
         """Ends the task that counts; the rates of `link` stay as they are."""
         self._task.cancel()

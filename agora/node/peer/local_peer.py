@@ -87,11 +87,12 @@ class LocalPeer:
         host: Host,
         proof: bytes,
         take_node_report: Callable[[], NodeReport],
+        on_task_end: Callable[[str, BaseException | None], None],
     ) -> None:
         """Wires a peer of the run on `host`, which its creator closes after it. Nothing runs until `start`.
 
-        proof: this machine's tickets, b"" for none. take_node_report: what other peers are told of this one. Raises
-        DiskError when the bans or revocations on this disk cannot be read.
+        proof: this machine's tickets, b"" for none. take_node_report: what other peers are told of this one.
+        on_task_end: see BackgroundTasks. Raises DiskError when the bans or revocations on this disk cannot be read.
         """
         settings, manifest, me, unix = startup.settings, signed.manifest, startup.me, startup.clock.unix
         self.startup, self.signed, self.host, self._report = startup, signed, host, startup.report_event
@@ -192,7 +193,7 @@ class LocalPeer:
         self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.view, score.report_violation)
         self.capacity_probe = CapacityProbe(manifest, settings, startup.home.root)
 
-        self.tasks = BackgroundTasks()
+        self.tasks = BackgroundTasks(on_task_end)
         self._closing = ExitStack()
         self._uplink = UplinkMeter()
 
@@ -263,6 +264,7 @@ class LocalPeer:
         await self.directory.start()
         await self.network.start()
         await self.relay.start()
+        self.tasks.start("network", self.network.check_connections())
         self.tasks.start("reachability", self.reachability.run())
         clock = ClockKeeper(self.startup, self.network)
         by_peer = addresses_by_peer(others)

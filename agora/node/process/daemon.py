@@ -16,6 +16,7 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks, wait_for_any
+from agora.net.p2pd.host import Host
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, WindowedRate, add_traffic
 from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.limits.pausing import OwnersPause
@@ -55,11 +56,6 @@ class _MoveRequest:
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-# p2pd or a background task has ended unasked: the daemon leaves in order and exits with an error.
-class _FatalError(LocalError):
-    pass
-
-
 class Daemon:
     """One running daemon: opens the local peer, serves a span, moves to others when asked, until `leave`.
 
@@ -76,6 +72,7 @@ class Daemon:
         self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
         self._stop = asyncio.Event()
         self.leave_reason = ""
+        self._failure: LocalError | None = None
         self._key_remark = ""
         self._report_event = startup.report_event
         self._since_unix = startup.clock.unix()
@@ -85,7 +82,7 @@ class Daemon:
         self._move: _MoveRequest | None = None
         self._move_wanted = asyncio.Event()
         self.end: EndOfRun | None = None
-        self._tasks = BackgroundTasks()
+        self._tasks = BackgroundTasks(self.note_task_end)
         self._past_traffic = NO_TRAFFIC
         self._peer_closing = AsyncExitStack()
         self._span_closing = AsyncExitStack()
@@ -100,9 +97,8 @@ class Daemon:
                 if not self.is_leaving:  # also if the pause has ended by now: what was opened must be closed first
                     await self._stay_paused()
             await self._leave_in_order(self.leave_reason)
-        except _FatalError as error:
-            await self._leave_in_order(str(error))
-            raise
+            if self._failure is not None:
+                raise self._failure
         finally:
             await self._close()
             await self._tasks.close()
@@ -111,6 +107,20 @@ class Daemon:
         """Makes `run` leave in order, which takes about LEAVE_S. reason: for the log."""
         self.leave_reason = reason
         self._stop.set()
+
+    def note_task_end(self, name: str, error: BaseException | None) -> None:
+        """Makes `run` leave in order and then raise LocalError, since a task of this daemon has ended before its time.
+
+        A daemon without one of its tasks, or without p2pd, looks alive and is not. See BackgroundTasks.
+        """
+        if self.is_leaving:
+            return
+        text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
+        self._report_event(events.TaskFailed(name, text))
+        is_known = isinstance(error, AgoraError)
+        self._failure = LocalError(str(error) if is_known else f"its task {name} failed ({text}); please report this")
+        self._failure.__cause__ = error
+        self.leave(str(self._failure))
 
     def note_copied_key(self, root: str, pid: int) -> None:
         """Notes that a daemon of this machine was refused because its data directory `root` has this one's key."""
@@ -245,7 +255,7 @@ class Daemon:
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
         while True:
-            await self._wait_for_move_request(local_peer)
+            await self._move_wanted.wait()
             await self._carry_out_move(local_peer)
 
     async def _open_local_peer(self) -> LocalPeer:
@@ -255,6 +265,11 @@ class Daemon:
             self.signed = await joining.read_manifest(startup)
         host, self._addresses = await joining.open_host(startup)
         closing.push_async_callback(host.close)
+        watching = BackgroundTasks(self.note_task_end)
+        closing.push_async_callback(watching.close)
+        watching.start("p2pd", _watch_p2pd(host))
+        if host.brake is not None:
+            watching.start("line brake", host.brake.wait())
         others = await joining.connect_to_run(startup, host, self.signed)
         if self.signed is None:
             self.signed = await joining.fetch_manifest(startup, host, others)
@@ -264,7 +279,7 @@ class Daemon:
             await asyncio.to_thread(disk.make_room, self.signed.manifest, None, MIN_FREE_BYTES)
         proof = joining.own_proof(startup, self.signed.run_id)
         with startup.phases.enter("directory"):
-            local_peer = LocalPeer(startup, self.signed, host, proof, self.take_node_report)
+            local_peer = LocalPeer(startup, self.signed, host, proof, self.take_node_report, self.note_task_end)
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
         self.local_peer = local_peer
@@ -281,25 +296,6 @@ class Daemon:
         if loaded.origin is not None:
             loaded.tasks.start("origin", loaded.origin.run())
         return loaded
-
-    async def _wait_for_move_request(self, local_peer: LocalPeer) -> None:
-        groups = (self._tasks, local_peer.tasks, self.serving_span().tasks)
-        waits = [asyncio.create_task(event.wait()) for event in (local_peer.host.died, self._move_wanted)]
-        running = [task for group in groups for task in group.started]
-        try:
-            # Whatever ends first: a daemon without one of its tasks looks alive, and is not.
-            await asyncio.wait((*waits, *running), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if local_peer.host.died.is_set():
-            raise _FatalError("the network process p2pd ended by itself; start the daemon again and look at its memory")
-        for task, error in (ended for group in groups if (ended := group.find_ended()) is not None):
-            text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
-            self._report_event(events.TaskFailed(task, text))
-            is_known = isinstance(error, AgoraError)
-            told = str(error) if is_known else f"its task {task} failed ({text}); please report this"
-            raise _FatalError(told) from error
 
     # --- move
 
@@ -367,7 +363,7 @@ class Daemon:
     async def _wind_down(self, reason: str) -> None:
         local_peer, loaded = self.local_peer, self.loaded
         deadline = loop_time() + LEAVE_S - CLOSE_S - CHECKPOINT_S
-        if local_peer is not None and loaded is None:
+        if local_peer is not None and loaded is None and not local_peer.host.died.is_set():
             await self._announce_leaving(local_peer)
         if local_peer is None or loaded is None:
             return
@@ -405,6 +401,11 @@ class Daemon:
                 await self._peer_closing.aclose()
         except TimeoutError:
             self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
+
+
+async def _watch_p2pd(host: Host) -> None:
+    await host.died.wait()
+    raise LocalError("the network process p2pd ended by itself; start the daemon again and look at its memory")
 
 
 async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:

@@ -129,7 +129,7 @@ async def _run_until_left(startup: Startup, counted: EventMetrics) -> None:
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
     control = ControlSocket(socket, ControlApi(daemon).questions())
     metrics = DaemonMetrics(counted, startup.home.root, daemon.take_node_report, startup.report_event)
-    tasks = BackgroundTasks()
+    tasks = BackgroundTasks(daemon.note_task_end)
     await control.start()
     try:
         tasks.start("metrics", metrics.run())

@@ -46,7 +46,7 @@ class DaemonMetrics:
         prometheus_client.ProcessCollector(registry=self.registry)
 
     async def run(self) -> None:
-        """Writes a row whenever one is due, until cancelled; ends, with an event, when the disk takes no more."""
+        """Writes a row whenever one is due, until cancelled; no more after an event that the disk takes no more."""
         began = written_at = loop_time()
         step = -1
         try:
@@ -63,3 +63,4 @@ class DaemonMetrics:
                     file.append(make_row(self.registry, report.run.run_id, step, report.now_unix).to_line())
         except OSError as error:
             self._report_event(events.DiskTrouble(str(self._path), error.strerror or str(error)))
+            await asyncio.Event().wait()  # the daemon goes on without rows, and would end with this task

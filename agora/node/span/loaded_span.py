@@ -115,7 +115,7 @@ class LoadedSpan:
             peer_caller=local_peer.network,
             report_violation=local_peer.peer_score.report_violation,
         )
-        self.tasks = BackgroundTasks()
+        self.tasks = BackgroundTasks(local_peer.tasks.on_end)
         self.loaded_at = loop_time()
 
     def _resume_epochs(self, samples: Samples) -> EpochBatches:
