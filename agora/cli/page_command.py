@@ -17,7 +17,7 @@ from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_ADDRESSES
 
 from agora.cli import console, status_command
-from agora.core.tasks import BackgroundTasks, run_in_thread
+from agora.core.tasks import run_in_thread
 from agora.node import paths, runs
 from agora.node.control import control_client
 from agora.page.feed import LOOK_S, Feed, Invitation
@@ -49,13 +49,11 @@ async def _serve(source: SwarmSource, address: tuple[str, int]) -> None:
     server = HttpServer(page_app(feed), listen(address, "choose another with --port"))
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.close)
-    tasks = BackgroundTasks()
-    tasks.start("feed", feed.run())
     console.print_to_stderr(f"the page of {source.name} is at {server.url}; end it with Ctrl-C, the run goes on")
-    try:
+    async with asyncio.TaskGroup() as group:
+        feeding = group.create_task(feed.run(), name="feed")
         await server.run()
-    finally:
-        await tasks.close()
+        feeding.cancel()
 
 
 class SwarmSource:

@@ -37,7 +37,7 @@ class LoadsNothing(Daemon):
             me=PeerId("12D3KooW"),
             reference=SimpleNamespace(run="", name="poems"),
             home=Home(home),
-            settings=SimpleNamespace(work_hours=Hours.parse(""), link=""),
+            settings=SimpleNamespace(work_hours=Hours.parse(""), link="", metrics_address=None, page_endpoint=None),
             incarnation=1,
             clock=SwarmClock(0.0, lambda: 0.0),
             reporter=Reporter(),
@@ -190,7 +190,6 @@ def test_an_end_of_the_metrics_task_ends_the_daemon(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path))
     monkeypatch.setattr(daemon_module, "Daemon", StandsBy)
     startup = cast(Any, SimpleNamespace(home=Home(tmp_path / "home"), report_event=lambda _event: None))
-    startup.settings = SimpleNamespace(metrics_address=None)
     startup.home.root.mkdir()
 
     monkeypatch.setattr(DaemonMetrics, "run", lambda self: fail())
