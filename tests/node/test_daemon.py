@@ -213,8 +213,31 @@ def test_a_disk_that_takes_no_row_of_metrics_ends_the_rows_and_not_the_task(tmp_
     assert [type(event) for event in told] == [events.DiskTrouble]
 
 
-def real_startup(root: Path) -> Startup:
-    reporter, home = Reporter(), Home(root)
+class OpensItsPeer(Daemon):
+    """Opens a real local peer on a real p2pd, and stands by from then on."""
+
+    def __init__(self, startup: Startup) -> None:
+        super().__init__(startup)
+        self.has_opened = asyncio.Event()
+
+    async def _start_and_serve(self) -> None:
+        await self._open_local_peer()
+        self.has_opened.set()
+        await asyncio.Event().wait()
+
+
+class Told:
+    """A reporter's sink that keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+
+    def take(self, event: events.Event, at_unix: float) -> None:
+        self.events.append(event)
+
+
+def real_startup(root: Path, told: Told) -> Startup:
+    reporter, home = Reporter([told]), Home(root)
     home.root.mkdir()
     file = root / "run.toml"
     file.write_text(preset("tiny").to_toml())
@@ -236,25 +259,14 @@ def real_startup(root: Path) -> Startup:
 def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
-    """Of a real local peer, on a real p2pd; what it begins with is cut short, since that is not the subject."""
     monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "run"))
     make_private(tmp_path / "run")
-    startup = real_startup(tmp_path / "home")
-    told: list[events.Event] = []
+    startup = real_startup(tmp_path / "home", told := Told())
 
     async def main() -> None:
-        daemon = Daemon(startup)
-        daemon._report_event = told.append
-        opened = asyncio.Event()
-
-        async def start_and_serve() -> None:
-            await daemon._open_local_peer()
-            opened.set()
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(daemon, "_start_and_serve", start_and_serve)
+        daemon = OpensItsPeer(startup)
         running = asyncio.create_task(daemon.run())
-        waits = asyncio.create_task(opened.wait())
+        waits = asyncio.create_task(daemon.has_opened.wait())
         await asyncio.wait([running, waits], return_when=asyncio.FIRST_COMPLETED)
         assert daemon.local_peer is not None
         match task:
@@ -269,4 +281,4 @@ def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
             await asyncio.wait_for(running, 60)
 
     asyncio.run(main())
-    assert [event.task for event in told if isinstance(event, events.TaskFailed)][:1] == [task]
+    assert [event.task for event in told.events if isinstance(event, events.TaskFailed)][:1] == [task]
