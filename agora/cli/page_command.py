@@ -47,8 +47,15 @@ def serve(run: str, directory: Path | None, address: tuple[str, int]) -> int:
 async def _serve(source: SwarmSource, address: tuple[str, int]) -> None:
     feed = Feed(source)
     server = HttpServer(page_app(feed), listen(address, "choose another with --port"))
+    loop = asyncio.get_running_loop()
+
+    def close() -> None:
+        server.close()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # a second one ends it at once
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, server.close)
+        loop.add_signal_handler(number, close)
     console.print_to_stderr(f"the page of {source.name} is at {server.url}; end it with Ctrl-C, the run goes on")
     async with asyncio.TaskGroup() as group:
         feeding = group.create_task(feed.run(), name="feed")
@@ -66,15 +73,13 @@ class SwarmSource:
         self._text = text
         self._home = home
         self._reference = reference
+        self._folder: Path | None = None
 
     async def status(self) -> Mapping[str, Any]:
-        status = await run_in_thread(lambda: status_command.fetch(self._text, self._home))
-        self.look_s = LOOK_S if await run_in_thread(self._find_daemon) else ASK_S
-        return status
+        return await run_in_thread(self._fetch)
 
     async def folder(self) -> Path | None:
-        entry = await run_in_thread(self._find_daemon)
-        return Path(entry.root) if entry is not None else None
+        return self._folder
 
     async def invitation(self) -> Invitation | None:
         return await run_in_thread(self._find_invitation)
@@ -84,6 +89,12 @@ class SwarmSource:
         if manifest is None:
             raise LocalError("this machine does not take part in the run: `swarm sample` needs a daemon or checkpoints")
         return await write_text(manifest, self._text, [self._home.root])
+
+    def _fetch(self) -> Mapping[str, Any]:
+        entry = self._find_daemon()
+        self.look_s = LOOK_S if entry is not None else ASK_S
+        self._folder = Path(entry.root) if entry is not None else None
+        return status_command.fetch(self._text, self._home)
 
     def _find_daemon(self) -> paths.DaemonEntry | None:
         return next((entry for entry in paths.find_running_daemons() if self._reference.is_of(entry)), None)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ SHOWN: Final = (
     events.TaskFailed,
     events.DiskTrouble,
 )
+READ: Final = frozenset(kind.__name__ for kind in (*SHOWN, events.RoundDone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,10 @@ class Source(Protocol):
         """Returns what `swarm status --json` prints. Raises AgoraError."""
 
     async def folder(self) -> Path | None:
-        """Returns the data directory of a daemon of the run on this machine; None without one."""
+        """Returns the data directory of the daemon that gave the last status; None if a peer did."""
 
     async def invitation(self) -> Invitation | None:
-        """None while there is no invite."""
+        """None while there is no invite. Raises AgoraError."""
 
     async def text(self) -> str:
         """Returns text that the model writes now. Raises AgoraError, which says why it cannot."""
@@ -165,13 +167,14 @@ class Feed:
         while True:
             await self._is_wanted.wait()
             status = await self.status()
-            folder = await self._source.folder()
             try:
+                folder = await self._source.folder()
                 await run_in_thread(partial(self._history.take, status, folder, time.time()))
             except (AttributeError, LookupError, TypeError, ValueError):  # a peer of the network wrote it
                 self._status = status = _unreachable(None, "the peer that was asked sent a malformed status")
-            if self._join is None and (invitation := await self._source.invitation()) is not None:
-                self._join = how_to_join(invitation)
+            if self._join is None:
+                with suppress(AgoraError):  # it is asked for again
+                    self._join = how_to_join(await self._source.invitation())
             self._looked.set()
             self._looked = asyncio.Event()
             await asyncio.sleep(self._pause(len(status["peers"]), self._source.look_s))
@@ -245,8 +248,10 @@ def shown(value: Any) -> Any:
     return value
 
 
-def how_to_join(invitation: Invitation) -> dict[str, str]:
-    """Returns the command that joins the run, and a sentence on who may."""
+def how_to_join(invitation: Invitation | None) -> dict[str, str] | None:
+    """Returns the command that joins the run, and a sentence on who may; None without an invite."""
+    if invitation is None:
+        return None
     command = f"agora-node join {invitation.invite}"
     match invitation.mode:
         case "open":
@@ -317,7 +322,8 @@ class History:
         if folder is not None and isinstance(told := status.get("unix"), int | float):
             unix = told  # the swarm's clock, as in the daemon's files
         if folder is not None:
-            self._read(look, folder, str(status["run_id"]))
+            with suppress(OSError):  # the daemon's files are rotated, or gone with it
+                self._read(look, folder, str(status["run_id"]))
         elif self._before is not None:
             for name, sentence in changes(self._before, status):
                 self._happenings.add(look, [unix, name, sentence])
@@ -352,6 +358,8 @@ class History:
             self._take_event(look, fields)
 
     def _take_event(self, look: int, fields: Mapping[str, Any]) -> None:
+        if fields.get("event") not in READ:  # most are of microbatches
+            return
         event, unix = from_json(fields), fields.get("at_unix")
         match event:
             case events.RoundDone():

@@ -41,6 +41,13 @@ async def write_text(manifest: Manifest, run: str, directories: Sequence[Path]) 
     """
     if problem := text_problem(manifest):
         raise LocalError(problem)
+    try:
+        return await _sample(run, directories)
+    except (OSError, ValueError, LookupError) as error:
+        raise LocalError(f"`swarm sample` could not be run ({error}); call it yourself to see why") from error
+
+
+async def _sample(run: str, directories: Sequence[Path]) -> str:
     places = [argument for directory in directories for argument in ("--dir", str(directory))]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "agora.cli.main_swarm", "sample", run, "", "--tokens", str(TOKENS), "--json"),

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agora.observe.events import MicrobatchCounted
+from agora.observe.journal import FILE_NAME, LineFile, encode
 from agora.page.feed import FRESH_S, Feed, pause_s
 from agora.swarm.view import View
 from tests.page.chromium import Chromium, chromium
@@ -23,6 +25,7 @@ from tests.swarm.makers import view
 STAGES = 8
 UPDATES = 10
 LOOKS = 10
+EVENTS = 400  # that the daemon has written to its journal between two looks
 
 
 class Living(Fixed):
@@ -31,9 +34,13 @@ class Living(Fixed):
     def __init__(self, known: View, folder: Path) -> None:
         super().__init__({}, folder)
         self._known = known
+        self._journal = LineFile(folder / FILE_NAME, 10**8)
+        counted = (MicrobatchCounted(f"{at:032x}", (0,), 1024) for at in range(EVENTS))
+        self._block = b"".join(encode(event, 1_800_000_000.0) for event in counted)
 
     async def status(self) -> Mapping[str, Any]:
         self.asked += 1
+        self._journal.append(self._block)
         return status_of(self._known, STAGES) | {"unix": 1_800_000_000.0 + self.asked, "step": 184 + self.asked}
 
 

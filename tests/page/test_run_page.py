@@ -217,7 +217,7 @@ def test_what_hides_or_reorders_text_is_replaced() -> None:
 )
 def test_joining_is_explained_by_the_run_s_mode(mode: str, command: str, note: str) -> None:
     found = how_to_join(Invitation(INVITE, mode))
-    assert found["command"] == command and note in found["note"]
+    assert found is not None and found["command"] == command and note in found["note"]
 
 
 def test_what_is_kept_is_bounded_and_old_points_are_thinned() -> None:

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,26 @@ def fetched(url: str) -> Any:
     return json.load(urllib.request.urlopen(url, timeout=WAIT_S))
 
 
-def first_update(url: str) -> dict[str, Any]:
-    """What a page that is opened gets first."""
-    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)) as connection:
-        connection.request("GET", "/updates")
-        line = connection.getresponse().readline()
+@contextmanager
+def open_page(url: str) -> Iterator[http.client.HTTPResponse]:
+    """The updates of a page that stays open."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)
+    connection.request("GET", "/updates")
+    try:
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def next_update(page: http.client.HTTPResponse) -> dict[str, Any]:
+    while not (line := page.readline()).startswith(b"data: "):
+        assert line, "the page's server has ended"
     return dict(json.loads(line.removeprefix(b"data: ")))
+
+
+def first_update(url: str) -> dict[str, Any]:
+    with open_page(url) as page:
+        return next_update(page)
 
 
 def test_a_daemon_and_a_machine_without_one_show_the_same_run(tmp_path: Path) -> None:
@@ -49,7 +64,8 @@ def test_a_daemon_and_a_machine_without_one_show_the_same_run(tmp_path: Path) ->
         a_machine_without_a_daemon_shows_it_too(made, url, tmp_path)
         a_browser_shows_it(made, url, tmp_path)
         the_model_writes(made, url)
-        assert made.stop() == {"a": 0, "b": 0}, "an open page keeps nobody from leaving"
+        with open_page(url):
+            assert made.stop() == {"a": 0, "b": 0}, "an open page keeps nobody from leaving"
 
 
 def the_status_is_the_command_s(made: Swarm, daemon: Daemon, url: str) -> None:
@@ -120,14 +136,10 @@ def a_browser_shows_it(made: Swarm, url: str, directory: Path) -> None:
 
 
 def the_model_writes(made: Swarm, url: str) -> None:
-    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_S)) as connection:
-        connection.request("GET", "/updates")
-        answer = connection.getresponse()
+    with open_page(url) as page:
 
         def text() -> str:
-            while not (line := answer.readline()).startswith(b"data: "):
-                pass
-            told = json.loads(line.removeprefix(b"data: "))["text"]
+            told = next_update(page)["text"]
             assert not told["why"], told
             return str(told["text"])
 
