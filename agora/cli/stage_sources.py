@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from agora_protocol.errors import DiskError, InputError, LocalError
 from agora_protocol.manifest import SignedManifest
 
 from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
+from agora.core.live_manifest import LiveManifest
 from agora.data.local_files import LocalFiles
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
@@ -176,7 +178,8 @@ def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -
 
 
 def _end_checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], average: bool) -> tuple[StageFile, ...]:
-    end_step = signed.manifest.optimizer.total_steps
+    chain = runs.amendments_on_disk(homes, signed, time.time()).chain
+    end_step = LiveManifest(signed.manifest, chain).total_steps
     name, prefix = (MOMENTS, f"{AVERAGE}.") if average else (WEIGHTS, "")
     files = []
     for stage in range(signed.manifest.stage_count):

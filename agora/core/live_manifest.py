@@ -62,9 +62,10 @@ class LiveManifest:
         """The greatest `optimizer.target_tokens` of all steps."""
         return max(period.manifest.optimizer.target_tokens for period in self._periods)
 
-    def total_steps(self, step: int) -> int:
-        """Returns after how many steps the run ends, as step number `step` has it."""
-        return self.at(step).optimizer.total_steps
+    @property
+    def total_steps(self) -> int:
+        """After how many steps the run ends: by its last amendment, which it comes to in any case."""
+        return self._periods[-1].manifest.optimizer.total_steps
 
     def _period(self, step: int) -> _Period:
         periods = self._periods

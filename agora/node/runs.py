@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agora_protocol.addresses import address_problem
-from agora_protocol.errors import DiskError, InputError, LocalError, ManifestError
+from agora_protocol.errors import AmendmentError, DiskError, InputError, LocalError, ManifestError, ProtocolError
 from agora_protocol.ids import PeerId, RunId, is_peer_id, is_run_id
 from agora_protocol.invite import SCHEME, Invite
 from agora_protocol.limits import (
@@ -35,6 +35,8 @@ from agora.node import paths
 if TYPE_CHECKING:
     from agora_protocol.identity import Identity
     from agora_protocol.manifest import Manifest, SignedManifest
+
+    from agora.swarm.amendments import AmendmentBook, IsBanned
 
 STDIN = "-"
 MAX_INVITE_CHARACTERS = 64 * 1024
@@ -336,6 +338,23 @@ def read_amendments(home: paths.Home, run: str) -> list[bytes]:
     """
     lines = _read_text(home.amendments(run), MAX_KEPT_AMENDMENTS * (2 * MAX_AMENDMENT_BYTES + 1)).split()
     return [bytes.fromhex(line) for line in lines if _is_hex(line)]
+
+
+def amendments_on_disk(
+    homes: Iterable[paths.Home], signed: SignedManifest, now_unix: float, is_banned: IsBanned = lambda _: False
+) -> AmendmentBook:
+    """Returns the amendments of a run that some data directories have, as far as they are valid. Raises DiskError.
+
+    is_banned: whether the founder has banned a delegate.
+    """
+    from agora.swarm.amendments import AmendmentBook
+
+    book = AmendmentBook(signed.run_id, signed.manifest, is_banned)
+    for sealed in (sealed for home in homes for sealed in read_amendments(home, signed.run_id)):
+        with suppress(AmendmentError, ProtocolError):
+            book.add(sealed, now_unix)
+    book.choose()
+    return book
 
 
 def write_amendments(home: paths.Home, run: str, sealed: Iterable[bytes]) -> None:

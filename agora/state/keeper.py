@@ -96,14 +96,14 @@ class StateKeeper:
         report_violation: ReportViolation,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
         make_room: Callable[[int, int], None] = lambda stage, nbytes: None,
-        total_steps: Callable[[int], int] | None = None,
+        total_steps: Callable[[], int] | None = None,
     ) -> None:
         """folder: below it lie the checkpoints. on_written(stage, step): called after each checkpoint was written.
 
         make_room(stage, nbytes): called in a thread before one is written; raises DiskError when there is no room.
-        total_steps(step): after how many steps the run ends, as a step has it; None: as the manifest says.
+        total_steps: returns after how many steps the run ends; None: as the manifest says.
         """
-        self._total_steps = total_steps or (lambda _: manifest.optimizer.total_steps)
+        self._total_steps = total_steps or (lambda: manifest.optimizer.total_steps)
         self._make_room = make_room
         self._on_written = on_written
         self._run_id = manifest.run_id
@@ -297,7 +297,7 @@ class StateKeeper:
         It does not wait. Call it after each step. The checkpoint is of the step that the stage has reached when `run`
         writes it.
         """
-        last, end = self._checkpoint_steps.get(stage, 0), self._total_steps(step)
+        last, end = self._checkpoint_steps.get(stage, 0), self._total_steps()
         if rules.is_checkpoint_due(step, self._manifest.checkpoint.every, last) or step >= end > last:
             self._checkpoint_steps[stage] = step
             self._due_stages.add(stage)
@@ -324,7 +324,7 @@ class StateKeeper:
             async with self._writing:
                 state = await self._stages.export_state(stage)
                 await run_in_thread(lambda: self._make_room(stage, state.layout.nbytes))
-                end = self._total_steps(state.step)
+                end = self._total_steps()
                 await run_in_thread(lambda: write_checkpoint(folder, run, state, keep=keep, end_step=end))
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))

@@ -139,6 +139,11 @@ def check_follows(amendment: Amendment, core: Manifest, before: Sequence[Amendme
             f"Amendment {before[-1].number} is in force from step {before[-1].from_step}, so the next cannot be from "
             f"step {amendment.from_step}; use --from-step {before[-1].from_step} or later."
         )
+    total = manifest_at(core, before, MAX_UINT).optimizer.total_steps
+    if amendment.from_step > total and not _has_ended(core, before, amendment):
+        raise AmendmentError(
+            f"The run ends after {total} steps, before step {amendment.from_step}; use an earlier --from-step."
+        )
     try:
         amended = manifest_at(core, [*before, amendment], amendment.from_step)
     except ManifestError as error:
@@ -152,5 +157,5 @@ def check_follows(amendment: Amendment, core: Manifest, before: Sequence[Amendme
 
 def _has_ended(core: Manifest, before: Sequence[Amendment], amendment: Amendment) -> bool:
     # Nothing happens any more at a run that has ended: its next step is far enough ahead.
-    total = manifest_at(core, before, amendment.signed_step).optimizer.total_steps
+    total = manifest_at(core, before, MAX_UINT).optimizer.total_steps
     return total <= amendment.signed_step <= amendment.from_step

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.process
 
 OPTIMIZER = {"target_tokens": 1024, "warmup_steps": 4, "total_steps": 10_000, "learning_rate": 0.003}
 CHANGED = {"learning_rate": 0.001, "total_steps": 4000, "target_tokens": 2048}
+NAMES = ("founder", "mate")
 AHEAD = 60  # steps from the one at which the founder signs to the first one that is amended
 
 
@@ -153,4 +154,23 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
             assert only["in_force"] and only["changes"] == {f"optimizer.{key}": value for key, value in CHANGED.items()}
             assert daemon.ask("status")["amendments"][0]["number"] == 1
             assert not [e for e in daemon.events("StageDiverged") if e["step"] >= step - AHEAD]
+        made.stop()
+
+
+def test_a_run_that_has_ended_goes_on_when_it_is_amended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--at-end", "serve", "--export-at-end", "never"]
+    with swarm(tmp_path, run_manifest(optimizer=OPTIMIZER | {"total_steps": 6})) as made:
+        peers = [made.start(name, stage, flags=flags) for name, stage in zip(NAMES, "01", strict=True)]
+
+        def have_completed(times: int) -> bool:
+            return all(len(peer.events("StateChanged", state="completed")) == times for peer in peers)
+
+        made.until(lambda: have_completed(1), "the run to end")
+        step = peers[0].ask("amendments")["step"]
+        amend(made, capsys, step, {"total_steps": step + NOTICE})
+        made.until(lambda: have_completed(2), "the run to end again")
+        for peer in peers:
+            assert last_step(peer) >= step + NOTICE
+            health = peer.ask("status")["health"]
+            assert health["state"] == "COMPLETED", health
         made.stop()

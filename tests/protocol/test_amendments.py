@@ -152,6 +152,7 @@ def test_an_amendment_needs_notice_unless_the_run_is_over() -> None:
         ({"optimizer.learning_rate": -1.0}, 100, "learning_rate"),
         ({"optimizer.total_steps": "many"}, 100, "total_steps"),
         ({"optimizer.total_steps": 500}, 600, "would have ended after 500 steps"),
+        ({"optimizer.total_steps": 5000}, 2001, "ends after 2000 steps, before step 2001"),
         (RATE, 70, "in force from step 80, so the next cannot be from step 70"),
     ],
 )

@@ -58,16 +58,17 @@ class DiskGuard:
         self._home = home
         self._limit = limit_bytes
 
-    def make_room(self, manifest: Manifest, stage: int | None, nbytes: int) -> None:
+    def make_room(self, manifest: Manifest, stage: int | None, nbytes: int, end_step: int | None = None) -> None:
         """Removes folders until `nbytes` more fit into the limit; does nothing without a limit.
 
         The order: exports of all runs, this one included; of other runs, all checkpoints of a stage but its newest;
         base models of other runs; older checkpoints of `stage` (None: of no stage). manifest: of the present run, whose
-        other checkpoints and base model stay. Raises DiskError if the bytes do not fit after all of this. Blocks.
+        other checkpoints and base model stay. end_step: the run's last one; None: as the manifest says. Raises
+        DiskError if the bytes do not fit after all of this. Blocks.
         """
         if not self._limit or self._has_room_for(nbytes):
             return
-        base, end_step = getattr(manifest.model, "tensors_hash", ""), manifest.optimizer.total_steps
+        base, end_step = getattr(manifest.model, "tensors_hash", ""), end_step or manifest.optimizer.total_steps
         for folder in self._removable_folders(manifest.run_id, base, stage, end_step):
             shutil.rmtree(folder, ignore_errors=True)
             if self._has_room_for(nbytes):

@@ -28,10 +28,9 @@ from agora.core.live_manifest import LiveManifest
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
 from agora.node import runs
-from agora.node.paths import Home
 from agora.node.startup import Startup
 from agora.observe import events
-from agora.swarm.amendments import AmendmentBook, IsBanned, describe_changes
+from agora.swarm.amendments import IsBanned, describe_changes
 from agora.swarm.peer_score import ReportViolation, Violation
 
 SHARE_S: Final = 10.0  # seconds within which a neighbour must answer each message of amendments
@@ -47,16 +46,6 @@ class Taken:
     new: int
     refused: int
     why: str = ""
-
-
-def load_book(home: Home, signed: SignedManifest, now_unix: float, is_banned: IsBanned) -> AmendmentBook:
-    """Returns the amendments of a run that are on this disk, as far as they are valid. Raises DiskError."""
-    book = AmendmentBook(signed.run_id, signed.manifest, is_banned)
-    for sealed in runs.read_amendments(home, signed.run_id):
-        with contextlib.suppress(AmendmentError, ProtocolError):
-            book.add(sealed, now_unix)
-    book.choose()
-    return book
 
 
 class Amendments:
@@ -77,7 +66,7 @@ class Amendments:
 
         is_banned: whether the founder has banned a delegate. usual_step: returns the step that the run has come to.
         """
-        self.book = load_book(startup.home, signed, unix(), is_banned)
+        self.book = runs.amendments_on_disk([startup.home], signed, unix(), is_banned)
         self.live = LiveManifest(signed.manifest, self.book.chain)
         self._startup = startup
         self._run: RunId = signed.run_id
@@ -138,7 +127,7 @@ class Amendments:
         if self.book.knows(opened.hash):
             return
         step, from_step = self._usual_step(), opened.amendment.from_step
-        has_ended = self.live.total_steps(step) <= step <= from_step
+        has_ended = self.live.total_steps <= step <= from_step
         if from_step < step + NOTICE // 2 and not has_ended:
             raise AmendmentError(
                 f"Step {from_step} is too near or over: the run is at step {step}; sign it again with --from-step "

@@ -201,8 +201,7 @@ class Daemon:
             step = self.startup.phases.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
         ends = self.startup.settings.at_end != "go-on"
-        taken = min(self.loaded.own_steps.values(), default=0)
-        total_steps = self.local_peer.live.total_steps(taken) if self.local_peer is not None and ends else 0
+        total_steps = self.local_peer.live.total_steps if self.local_peer is not None and ends else 0
         return health.assess_health(
             view,
             stage_count,

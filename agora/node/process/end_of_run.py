@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -83,14 +84,29 @@ class EndOfRun:
         self._leave = leave
 
     async def run(self) -> None:
-        """Waits until every stage has taken the manifest's total_steps; then never returns, until it is cancelled."""
+        """Waits until every stage has taken all steps, and does what follows, until cancelled: again if the run is
+        amended to go on.
+        """
+        while True:
+            while not self._has_ended():  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+            live = self._local_peer.live
+            await self._do_what_follows(total_steps := live.total_steps)
+            while live.total_steps <= total_steps:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+            self.result = Result()
+            text = f"an amendment has the run go on until it has taken {live.total_steps:,} steps"
+            self._local_peer.startup.report_event(events.StateChanged("serving", text))
+
+    def _has_ended(self) -> bool:
+        local_peer, loaded = self._local_peer, self._held_span()
+        if loaded is None:
+            return False
+        count, total_steps = local_peer.manifest.stage_count, local_peer.live.total_steps
+        return health.has_ended(local_peer.view, count, total_steps, loaded.own_steps)
+
+    async def _do_what_follows(self, total_steps: int) -> None:
         local_peer, settings = self._local_peer, self._local_peer.startup.settings
-        manifest = local_peer.manifest
-        while (loaded := self._held_span()) is None or not health.has_ended(  # noqa: ASYNC110
-            local_peer.view, manifest.stage_count, self._total_steps(loaded), loaded.own_steps
-        ):
-            await asyncio.sleep(LOOK_S)
-        total_steps = self._total_steps(loaded)
         ended_at = loop_time()
         chosen = choose_exporter(local_peer.view, local_peer.signed.founder)
         is_chosen = chosen in (None, local_peer.startup.me)
@@ -104,14 +120,10 @@ class EndOfRun:
         follows += "; it exports the result now" if exports else "; `swarm export` writes the result"
         local_peer.startup.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
         if exports:
-            await self._export()
+            await self._export(total_steps)
         if settings.at_end == "leave":
             await self._wait_for_others(ended_at, None if is_chosen else chosen)
             self._leave(reason)
-        await asyncio.Event().wait()
-
-    def _total_steps(self, loaded: LoadedSpan) -> int:
-        return self._local_peer.live.total_steps(min(loaded.own_steps.values(), default=0))
 
     async def _wait_for_others(self, ended_at: float, exporter: PeerId | None) -> None:
         while True:
@@ -126,10 +138,10 @@ class EndOfRun:
 
     # --- the export
 
-    async def _export(self) -> None:
+    async def _export(self, total_steps: int) -> None:
         startup, run = self._local_peer.startup, self._local_peer.signed.run_id
         folder = startup.home.result(run)
-        if not (folder / EXPORT_INDEX).is_file():
+        if not _is_exported(folder, total_steps):
             self.result = Result("exporting", str(folder))
             for pause_s in TRIES_S:
                 await asyncio.sleep(pause_s)
@@ -145,6 +157,15 @@ class EndOfRun:
         startup.report_event(events.ResultExported(str(folder)))
 
 
+def _is_exported(folder: Path, total_steps: int) -> bool:
+    # An export of an earlier end, before an amendment, is replaced.
+    try:
+        stages = json.loads((folder / EXPORT_INDEX).read_text())["stages"]
+        return min(int(stage["step"]) for stage in stages) >= total_steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _environment(settings: Settings) -> Mapping[str, str]:
     # What the flags of `join` have said is known to this process only.
     told = {"AGORA_BASE_MODEL": settings.base_model, "AGORA_DATA": os.pathsep.join(settings.data)}
@@ -154,7 +175,7 @@ def _environment(settings: Settings) -> Mapping[str, str]:
 async def _try_export(run: str, root: Path, folder: Path, environment: Mapping[str, str]) -> str:
     # Returns "", or why nothing was exported. In a process of its own: it loads and writes the whole model.
     command = [sys.executable, "-m", "agora.cli.main_swarm", "export", run]
-    command += ["--dir", str(root), "--out", str(folder), "--json"]
+    command += ["--dir", str(root), "--out", str(folder), "--force", "--json"]
     quiet = asyncio.subprocess.DEVNULL
     try:
         process = await asyncio.create_subprocess_exec(

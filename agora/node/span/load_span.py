@@ -223,8 +223,8 @@ def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochF
         report=startup.report_event,
         report_violation=local_peer.peer_score.report_violation,
         on_written=on_written,
-        total_steps=local_peer.live.total_steps,
-        make_room=lambda stage, nbytes: disk.make_room(manifest, stage, nbytes),
+        total_steps=lambda: local_peer.live.total_steps,
+        make_room=lambda stage, nbytes: disk.make_room(manifest, stage, nbytes, local_peer.live.total_steps),
     )
 
 

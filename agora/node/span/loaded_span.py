@@ -214,7 +214,7 @@ class LoadedSpan:
 
     def _end_of_run(self) -> Literal["", "last", "over"]:
         local_peer, step = self._local_peer, self.worker.step_of(0)
-        total_steps = local_peer.live.total_steps(step)
+        total_steps = local_peer.live.total_steps
         if local_peer.startup.settings.at_end == "go-on" or step < total_steps:
             return ""
         count = local_peer.manifest.stage_count
