@@ -27,7 +27,7 @@ async def wait_for_any(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> 
 class BackgroundTasks:
     """Runs named tasks until `close`. One that ends earlier is not restarted: `on_end` is told."""
 
-    def __init__(self, on_end: Callable[[str, BaseException | None], None]) -> None:
+    def __init__(self, on_end: Callable[[str, BaseException | None], object]) -> None:
         """on_end: called in the event loop with name and error of each task that ends before `close`.
 
         The error is None when the task returned or was cancelled, and the first one of an exception group.

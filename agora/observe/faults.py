@@ -33,6 +33,7 @@ POINTS: Final = {
     "daemon.started": "the process has begun and has not read a clock yet",
     "daemon.leaving": "the daemon has said that it leaves, and has done nothing else of it",
     "clock.asked": "the other peers' clocks are about to be asked",
+    "page.look": "the page's feed is about to ask how the run is, for those who have it open",
     "gossip.step": "the other replicas are told how many steps this one has taken",
     "averaging.scale": "the values of a shard are multiplied by this before they are sent: 1",
 }

@@ -21,7 +21,7 @@ from agora_protocol.ids import PeerId, peer_name
 
 from agora.core.tasks import run_in_thread
 from agora.core.terminal_text import one_line, printable
-from agora.observe import events
+from agora.observe import events, faults
 from agora.observe.journal import Follower, from_json
 from agora.observe.metrics import FILE_NAME, Row
 
@@ -48,6 +48,10 @@ SHOWN: Final = (
     events.PeerSeen,
     events.PeerGone,
     events.PeerBanned,
+    events.AmendmentTaken,
+    events.AmendmentDropped,
+    events.AmendmentRefused,
+    events.AmendmentInForce,
     events.OffenceRecorded,
     events.MoveChosen,
     events.StateChanged,
@@ -108,6 +112,7 @@ class Feed:
         self._status: Status | None = None
         self._asked_at = -FRESH_S
         self._history = History()
+        self._next_s = LOOK_S
         self._join: Mapping[str, str] | None = None
         self._text: Mapping[str, Any] = {"text": "", "why": "", "step": 0}
 
@@ -157,6 +162,7 @@ class Feed:
     def _update(self, status: Status, seen: int) -> dict[str, Any]:
         return {
             "is_first": not seen,
+            "next_s": self._next_s,
             "status": shown(in_short(status)),
             "join": self._join,
             "text": self._text,
@@ -166,6 +172,7 @@ class Feed:
     async def _look_again_and_again(self) -> None:
         while True:
             await self._is_wanted.wait()
+            await faults.reach("page.look")
             status = await self.status()
             try:
                 folder = await self._source.folder()
@@ -175,9 +182,10 @@ class Feed:
             if self._join is None:
                 with suppress(AgoraError):  # it is asked for again
                     self._join = how_to_join(await self._source.invitation())
+            self._next_s = self._pause(len(status["peers"]), self._source.look_s)
             self._looked.set()
             self._looked = asyncio.Event()
-            await asyncio.sleep(self._pause(len(status["peers"]), self._source.look_s))
+            await asyncio.sleep(self._next_s)
 
     async def _write_again_and_again(self) -> None:
         while True:

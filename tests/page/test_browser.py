@@ -5,21 +5,23 @@ Makes the pictures of docs/use/page.md: AGORA_PICTURES=1 writes them anew.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError
+from agora_protocol.errors import AgoraError, LocalError, NotAdmitted, ProtocolError
 from agora_protocol.refusals import refusal_from_wire, refusal_to_wire
 
+import agora.net.dht
 from agora.cli import status_command
 from agora.cli.status_command import lines_of
-from agora.net.dht import status_client
-from agora.net.dht.status_client import Unreachable
 from agora.node import paths
 from agora.page.feed import MAX_PEERS
 from agora.swarm.view import View
@@ -207,15 +209,17 @@ def as_answered(error: AgoraError) -> dict[str, Any]:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
+    light: Any = SimpleNamespace(fetch_status=fail)  # the real one cannot be imported beside hivemind
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as home:
-        patched.setattr(status_client, "fetch_status", fail)
+        patched.setitem(sys.modules, "agora.net.dht.status_client", light)
+        patched.setattr(agora.net.dht, "status_client", light, raising=False)
         return dict(status_command.fetch(INVITE, paths.Home(Path(home))))
 
 
 def old_version() -> dict[str, Any]:
     text = "Protocol version 7 meets version 6; update the older one."
     refused = refusal_from_wire(refusal_to_wire(ProtocolError("wrong-version", text)))
-    return as_answered(Unreachable(f"No peer of the run answered ({peer_id('a')}: {refused}). Check the invite."))
+    return as_answered(LocalError(f"No peer of the run answered ({peer_id('a')}: {refused}). Check the invite."))
 
 
 def this_machine_banned() -> dict[str, Any]:
@@ -268,6 +272,36 @@ def test_a_page_whose_server_has_ended_says_so(browser: Chromium) -> None:
         opened(browser, url)
         assert browser.evaluate("document.querySelector('#connection').textContent") == ""
     browser.until("document.querySelector('#connection').textContent.includes('what is shown is old')")
+
+
+def test_figures_that_stand_still_are_said_to_be_old(browser: Chromium) -> None:
+    source = Hanging(status_of(good_view()))
+    with serving(source) as url:
+        opened(browser, url)
+        browser.until("document.querySelector('#connection').textContent.startsWith('Nothing new has come for 1')")
+        assert source.asked == 2, "the second question has no answer"
+
+
+class Hanging(Fixed):
+    """A source that answers once."""
+
+    async def status(self) -> Any:
+        answer = await super().status()
+        if self.asked > 1:
+            await asyncio.Event().wait()
+        return answer
+
+
+def test_a_page_that_stays_open_does_not_grow(browser: Chromium, tmp_path: Path) -> None:
+    write_history(tmp_path)
+    source = Fixed(status_of(good_view()), tmp_path)
+    with serving(source) as url:
+        opened(browser, url)
+        browser.until("!document.querySelector('#text').hidden")
+        count, updates = "document.querySelectorAll('*').length", "performance.getEntriesByName('update').length"
+        before = browser.evaluate(f"[{count}, {updates}]")
+        browser.until(f"{updates} >= {before[1] + 20}")
+        assert browser.evaluate(count) == before[0]
 
 
 # --- keyboard and assistive technology

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.page.chromium import PROGRAM, chromium
-from tests.process.harness import WAIT_S, Daemon, Swarm, swarm, swarm_command, tiny
+from tests.process.harness import WAIT_S, Daemon, Swarm, fired, last_step, swarm, swarm_command, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -66,6 +66,24 @@ def test_a_daemon_and_a_machine_without_one_show_the_same_run(tmp_path: Path) ->
         the_model_writes(made, url)
         with open_page(url):
             assert made.stop() == {"a": 0, "b": 0}, "an open page keeps nobody from leaving"
+
+
+def test_a_page_that_fails_costs_the_run_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    root.mkdir()
+    (root / "agora.toml").write_text('page_address = "127.0.0.1:0"\n')
+    with swarm(tmp_path, tiny(1)) as made:
+        daemon = made.start("a", "0", flags=["--page"], faults="page.look:fail:2")
+        made.serving()
+        url = str(daemon.events("StartStep", name="page")[0]["note"])
+        with open_page(url) as page:
+            next_update(page)
+            made.until(lambda: daemon.events("TaskFailed"), "the page's feed to fail")
+        assert [event["task"] for event in daemon.events("TaskFailed")] == ["page"] and len(fired(daemon)) == 1
+        reached = last_step(daemon)
+        made.until(lambda: last_step(daemon) >= reached + 3, "the run to go on")
+        assert fetched(f"{url}/status.json")["step"] >= reached
+        assert made.stop() == {"a": 0}
 
 
 def the_status_is_the_command_s(made: Swarm, daemon: Daemon, url: str) -> None:

@@ -115,12 +115,17 @@ class Daemon:
         """
         if self.is_leaving:
             return
-        text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
-        self._report_event(events.TaskFailed(name, text))
+        text = self.report_task_end(name, error)
         is_known = isinstance(error, AgoraError)
         self._failure = LocalError(str(error) if is_known else f"its task {name} failed ({text}); please report this")
         self._failure.__cause__ = error
         self.leave(str(self._failure))
+
+    def report_task_end(self, name: str, error: BaseException | None) -> str:
+        """Reports that a task has ended without which the daemon goes on; returns the reason in words."""
+        text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
+        self._report_event(events.TaskFailed(name, text))
+        return text
 
     def note_copied_key(self, root: str, pid: int) -> None:
         """Notes that a daemon of this machine was refused because its data directory `root` has this one's key."""

@@ -130,18 +130,21 @@ async def _run_until_left(startup: Startup, counted: EventMetrics) -> None:
     control = ControlSocket(socket, ControlApi(daemon).questions())
     metrics = DaemonMetrics(counted, startup.home.root, daemon.take_node_report, startup.report_event)
     tasks = BackgroundTasks(daemon.note_task_end)
+    page_tasks = BackgroundTasks(daemon.report_task_end)
     await control.start()
     try:
         tasks.start("metrics", metrics.run())
-        _serve_http(daemon, metrics, tasks)
+        _serve_metrics(daemon, metrics, tasks)
+        _serve_page(daemon, page_tasks)
         await daemon.run()
     finally:
+        await page_tasks.close()
         await tasks.close()
         await control.close()
     startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
 
 
-def _serve_http(daemon: Daemon, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
+def _serve_metrics(daemon: Daemon, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
     startup = daemon.startup
     if address := startup.settings.metrics_address:
         from agora.page.server import HttpServer, listen, metrics_app
@@ -151,13 +154,16 @@ def _serve_http(daemon: Daemon, metrics: DaemonMetrics, tasks: BackgroundTasks) 
             server = HttpServer(metrics_app(metrics.registry), listening)
             note.text = f"{server.url}/metrics"
         tasks.start("metrics server", server.run())
-    if address := startup.settings.page_endpoint:
+
+
+def _serve_page(daemon: Daemon, tasks: BackgroundTasks) -> None:
+    if address := daemon.startup.settings.page_endpoint:
         from agora.node.process.page import DaemonSource
         from agora.page.feed import Feed
         from agora.page.run_page import page_app
         from agora.page.server import HttpServer, listen
 
-        with startup.phases.enter("page") as note:
+        with daemon.startup.phases.enter("page") as note:
             feed = Feed(DaemonSource(daemon))
             server = HttpServer(page_app(feed), listen(address, "choose another address with AGORA_PAGE_ADDRESS"))
             note.text = server.url

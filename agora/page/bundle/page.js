@@ -16,6 +16,8 @@ const LOOKS = {
   PeerBanned: "bad",
   OffenceRecorded: "bad",
   PeerGone: "warn",
+  AmendmentDropped: "warn",
+  AmendmentRefused: "warn",
   StageDiverged: "warn",
   StageFellBehind: "warn",
   MicrobatchDropped: "bad",
@@ -33,6 +35,7 @@ let chosenStage = null;
 let firstPeer = 0;
 let asked = null; // aborts the last question for peers
 let isDue = false;
+let silence = null; // the timer that ends when an update is missing
 const charts = {};
 
 const node = (id) => document.getElementById(id);
@@ -406,11 +409,21 @@ function render() {
   performance.measure("update", "update-begins");
 }
 
+/** Says so when the next update does not come in time: a figure that stands still looks like one that is new. */
+function expectUpdate(seconds) {
+  clearTimeout(silence);
+  const patience = 3 * seconds + 10;
+  const text = `Nothing new has come for ${whole(patience)} s: what is shown is old. Its server's log may say why.`;
+  silence = setTimeout(() => setText(node("connection"), text), 1000 * patience);
+}
+
 function follow() {
   const updates = new EventSource("updates");
   updates.addEventListener("message", (event) => {
     setText(node("connection"), "");
-    take(JSON.parse(event.data));
+    const update = JSON.parse(event.data);
+    expectUpdate(update.next_s);
+    take(update);
   });
   updates.addEventListener("error", () => {
     setText(
