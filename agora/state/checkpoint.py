@@ -16,10 +16,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from agora_protocol.errors import DiskError, LocalError
@@ -185,27 +185,33 @@ def read_checkpoint(checkpoint: Checkpoint, all_reduce_layout: Layout) -> StageS
     the stage.
     """
     layout = all_reduce_layout.at_step(checkpoint.step, checkpoint.sync_schedule)
-    moments: dict[str, dict[str, NDArray[np.float32]]] = {moment.name: {} for moment in layout.moments}
-    for name, tensor in _read_tensors(checkpoint.path / MOMENTS).items():
-        moment_name, _, tensor_name = name.partition(".")
-        if moment_name not in moments:
-            raise CheckpointError(f"{checkpoint.path / MOMENTS} holds {name}, which is not a moment of this run.")
-        moments[moment_name][tensor_name] = tensor
+    path = checkpoint.path
     try:
-        return StageState(
-            stage=checkpoint.stage,
-            step=checkpoint.step,
-            updates=checkpoint.updates,
-            tokens_total=checkpoint.tokens_total,
-            layout=layout,
-            weights=layout.flatten(_read_tensors(checkpoint.path / WEIGHTS)),
-            moments={moment.name: layout.of_moment(moment).flatten(moments[moment.name]) for moment in layout.moments},
-            agreed_step=checkpoint.agreed_step,
-            history_hash=checkpoint.history_hash,
-            sync_schedule=checkpoint.sync_schedule,
-        )
+        with _stored_tensors(path / WEIGHTS) as stored:
+            weights = layout.flatten(stored)
+        with _stored_tensors(path / MOMENTS) as stored:
+            known = {f"{moment.name}." for moment in layout.moments}
+            for name in stored:
+                if name[: name.find(".") + 1] not in known:
+                    raise CheckpointError(f"{path / MOMENTS} holds {name}, which is not a moment of this run.")
+            moments = {
+                moment.name: layout.of_moment(moment).flatten(stored.below(f"{moment.name}."))
+                for moment in layout.moments
+            }
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit stage {checkpoint.stage}: {error}.") from error
+        raise CheckpointError(f"{path} does not fit stage {checkpoint.stage}: {error}.") from error
+    return StageState(
+        stage=checkpoint.stage,
+        step=checkpoint.step,
+        updates=checkpoint.updates,
+        tokens_total=checkpoint.tokens_total,
+        layout=layout,
+        weights=weights,
+        moments=moments,
+        agreed_step=checkpoint.agreed_step,
+        history_hash=checkpoint.history_hash,
+        sync_schedule=checkpoint.sync_schedule,
+    )
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
@@ -297,9 +303,34 @@ def _read_index(path: Path) -> _CheckpointIndex:
     return index
 
 
-def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
+class _StoredTensors(Mapping[str, NDArray[np.float32]]):
+    # Tensors of an open file, each read when it is asked for: they never lie in memory together.
+
+    def __init__(self, reader: Any, names: Mapping[str, str]) -> None:
+        """names: those in the file, by the ones that they have here."""
+        self._reader = reader
+        self._names = names
+
+    def below(self, prefix: str) -> _StoredTensors:
+        """Returns those whose names begin with `prefix`, without it."""
+        names = {name.removeprefix(prefix): stored for name, stored in self._names.items() if name.startswith(prefix)}
+        return _StoredTensors(self._reader, names)
+
+    def __getitem__(self, name: str) -> NDArray[np.float32]:
+        tensor: NDArray[np.float32] = self._reader.get_tensor(self._names[name])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@contextlib.contextmanager
+def _stored_tensors(file: Path) -> Iterator[_StoredTensors]:
     try:
         with safe_open(file, framework="numpy") as reader:
-            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - it is not a mapping
+            yield _StoredTensors(reader, {name: name for name in reader.keys()})  # noqa: SIM118 - it is not a mapping
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read as safetensors ({error}).") from error

@@ -45,6 +45,9 @@ class KeptStages(Protocol):
     def step_of(self, stage: int) -> int:
         """Returns how many optimizer steps a held stage has taken."""
 
+    async def draw_initial_weights(self, stage: int) -> None:
+        """Gives a held stage the weights with which the run began: until then, or a load_state, it has none."""
+
     async def load_state(self, state: StageState) -> None:
         """Replaces the weights, moments and step of `state`'s stage, and drops the stage's gradient sum.
 
@@ -172,6 +175,8 @@ class StateKeeper:
             layout = self._stages.layout(stage)
             await self._stages.load_state(await run_in_thread(lambda: read_checkpoint(checkpoint, layout)))
             self._checkpoint_steps[stage] = checkpoint.step
+        else:
+            await self._stages.draw_initial_weights(stage)
         self._filled_stages.add(stage)
         return decision.reason
 

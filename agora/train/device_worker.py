@@ -137,12 +137,14 @@ class DeviceWorker:
         base_model: Path | None = None,
         gauge: DeviceGauge | None = None,
         live: LiveManifest | None = None,
+        draws: bool = True,
     ) -> DeviceWorker:
         """Starts the device thread, and builds the span's stages on it with their initial weights.
 
         in_flight: microbatches that are usually between forward and backward; at most MAX_TIMES_IN_FLIGHT times as many
         forwards are stashed, or jobs of one priority queued. base_model: its folder, if the run has one. gauge: None
-        makes that of the device. live: what holds at each step; None: `manifest` at all.
+        makes that of the device. live: what holds at each step; None: `manifest` at all. draws: False leaves the
+        weights zeros until `draw_initial_weights` or `load_state`.
 
         Raises DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is missing or another one.
         """
@@ -175,6 +177,7 @@ class DeviceWorker:
             in_flight=in_flight,
             on_step=on_step,
             base_model=base_model,
+            draws=draws,
             state_in_host=device.state_in_host,
             live=live,
             compiler=(
@@ -362,6 +365,9 @@ class DeviceWorker:
     take_gradient_share = _job_on_stage(Stage.take_gradient_share)
     step_with_gradient = _job_on_stage(Stage.step_with_gradient)
     export_state = _job_on_stage(Stage.export_state)
+
+    async def draw_initial_weights(self, stage: int) -> None:
+        await self._queue.run(Priority.BACKWARD, self.trainer.draw_initial_weights, stage)
 
     async def load_state(self, state: StageState) -> None:
         await self._run_and_step(partial(self.trainer.stages[state.stage].load_state, state))

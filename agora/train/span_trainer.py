@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -103,12 +104,14 @@ class SpanTrainer:
         state_in_host: bool = False,
         compiler: LayerCompiler | None = None,
         live: LiveManifest | None = None,
+        draws: bool = True,
     ) -> None:
         """Builds the span's stages with their initial weights.
 
         in_flight: microbatches that are usually between forward and backward; a forward beyond MAX_TIMES_IN_FLIGHT
         times as many is refused. on_step: called with each step event, on the device thread. compiler: None: layers are
-        not compiled; nor are those with dropout. live: what holds at each step; None: `manifest` at all.
+        not compiled; nor are those with dropout. live: what holds at each step; None: `manifest` at all. draws: False
+        leaves the weights zeros until `draw_initial_weights`, or until a state is loaded.
 
         Raises ManifestError for a model config that cannot be built, LocalError when this machine lacks a package or
         cannot read the weights.
@@ -128,19 +131,31 @@ class SpanTrainer:
         self.stages = HeldStages()
         self._layer_counts = {number: len(manifest.layers_of(number)) for number in span.stages}
         family = family_of(manifest.model)
+        self._fill_trained = partial(family.fill_trained, seed=manifest.seed, base_model=base_model)
         for number in span.stages:
-            module = family.build_stage(manifest.layers_of(number), manifest.seed, base_model)
-            if manifest.objective.kind == "dpo":
+            layers, needs_values = manifest.layers_of(number), manifest.objective.kind == "dpo"
+            build = family.build_stage if needs_values else family.begin_stage
+            module = build(layers, manifest.seed, base_model)
+            if needs_values:
                 module.keep_reference()
             offload = OptimizerOffload(device, state_in_host)
             self.stages[number] = Stage(
                 number, module, offload, manifest, self.stashed, report, on_step, self._dtype, live
             )
+            if draws:
+                self.draw_initial_weights(number)
         weights_bytes = sum(stage.weights.current.flat.nbytes for stage in self.stages.values())
         self.predicts_weights = predicts_weights(manifest, weights_bytes, memory.available_bytes(device))
         if self.predicts_weights:
             for stage in self.stages.values():
                 stage.enable_prediction()
+
+    def draw_initial_weights(self, stage: int) -> None:
+        """Gives a held stage the weights with which the run began; does nothing if it was built with them.
+
+        Raises LocalError when this machine cannot read them.
+        """
+        self.stages[stage].draw_initial_weights(self._fill_trained)
 
     def take_due_steps(self) -> None:
         """Calls Stage.step_or_close_share on every stage."""

@@ -6,6 +6,7 @@ Used on the device thread; any thread may read `progress` and `layout`, and call
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from agora_protocol.records import StageAccount
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agora.codec.transfer import CPU
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import (
     ALL_REDUCE,
@@ -225,6 +227,18 @@ class Stage:
         # the average: it changes in place at every step.
         on_device = average.to(self.sum.flat.device, copy=True)
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
+
+    def draw_initial_weights(self, fill: Callable[[StageModule], None]) -> None:
+        """fill: sets a module's trained parameters to their initial values; not called if they have some already."""
+        if not self.weights.fill(fill):
+            return
+        weights = self.weights.current.flat
+        if self.optimizer.average is not None:
+            self.optimizer.average.copy_(weights)
+        if self.outer is not None:
+            self.outer.moments[OUTER_PARAMETERS].copy_(weights)
+        if self.prediction:
+            self.prediction.forget()
 
     def enable_prediction(self) -> None:
         """From now on `training_version` predicts weights, which takes as much memory as the weights."""
@@ -520,8 +534,8 @@ class Stage:
 
     def export_state(self) -> StageState:
         """Returns a copy, on the CPU, of the stage after its last step, without gradient sum and closed shares."""
-        weights = self.weights.current.flat.cpu().numpy().copy()
-        moments = {name: moment.cpu().numpy().copy() for name, moment in self.moments.items()}
+        weights = self.weights.current.flat.to(CPU, copy=True).numpy()
+        moments = {name: moment.to(CPU, copy=True).numpy() for name, moment in self.moments.items()}
         return StageState(
             stage=self.number,
             step=self.step,
@@ -543,16 +557,17 @@ class Stage:
         nothing changes.
         """
         layout = self.layout.at_step(state.step, state.sync_schedule)
-        weights = self._copy_checked("weights", state.weights, layout)
+        weights = self._checked("weights", state.weights, layout)
         moments = {}
         for moment in layout.moments:
-            values = self._copy_checked(moment.name, state.moments.get(moment.name), layout.of_moment(moment))
-            if moment.is_square and bool((values < 0).any()):
-                raise ProtocolError("bad-tensor", f"a value of {moment.name} of stage {self.number} is negative")
-            moments[moment.name] = values
+            layout_of_moment = layout.of_moment(moment)
+            moments[moment.name] = self._checked(
+                moment.name, state.moments.get(moment.name), layout_of_moment, is_square=moment.is_square
+            )
         # What needs new memory comes first.
         outer = self._new_outer() if state.sync_schedule.is_inner(state.step) else None
         with self.weights.writable() as flat:
+            # Straight from the arrays to where they are used: nothing of the size of the state is allocated.
             self.optimizer.load(state.updates, moments)
             flat.copy_(weights)
         self.outer = outer
@@ -560,14 +575,17 @@ class Stage:
             values.copy_(moments[name])
         self.restart_at(state.step, state.tokens_total, state.agreed_step, state.history_hash, state.sync_schedule)
 
-    def _copy_checked(self, name: str, array: Flat | None, layout: Layout) -> Tensor:
+    def _checked(self, name: str, array: Flat | None, layout: Layout, *, is_square: bool = False) -> Tensor:
+        # The array itself, as a tensor. The least and the greatest value are NaN if any is; they allocate nothing.
         fits = array is not None and array.dtype == np.float32 and array.shape == (layout.numel,)
-        if array is None or not fits or not np.isfinite(array).all():
+        least, greatest = map(float, (array.min(), array.max())) if array is not None and fits else (math.nan, math.nan)
+        if array is None or not math.isfinite(least) or not math.isfinite(greatest):
             problem = "are missing, have another size than this run's, or are not finite"
             raise ProtocolError("bad-tensor", f"the {name} of stage {self.number} {problem}")
-        values = torch.tensor(array)
-        layout.clear_padding(values)
-        return values
+        if is_square and least < 0:
+            raise ProtocolError("bad-tensor", f"a value of {name} of stage {self.number} is negative")
+        layout.clear_padding(array)
+        return torch.from_numpy(array)
 
     def _block_numbers(self, blocks: Blocks) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.sum.flat.device)

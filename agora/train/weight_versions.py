@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from agora.core.span_work import ForwardKey
 from agora.model import StageModule
+from agora.model.family import set_parameter
 from agora.state.layout import Layout, TensorSlot, lay_out
 from agora.train.objectives import TokenBatch
 
@@ -202,19 +203,39 @@ class StageWeights(VersionedWeights):
         stashed: StashedForwards | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Copies the trainable parameters of `module`, which moves to `device`, to the first version.
+        """Makes the trainable parameters of `module`, which moves to `device`, the first version.
 
-        stashed: the forwards whose graphs may need these weights, if there are any. dtype: of products.
+        Those on the meta device are zeros until `fill`. stashed: the forwards whose graphs may need these weights, if
+        there are any. dtype: of products.
         """
-        module = module.to(device)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         layout = lay_out(((name, tuple(p.shape)) for name, p in trainable.items()), hidden_matrices)
         flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for slot in layout.slots:
-            tensor_in(flat, slot).copy_(trainable[slot.name].detach())
+            values = tensor_in(flat, slot)
+            if not trainable[slot.name].is_meta:
+                values.copy_(trainable[slot.name].detach())
+            # The module's own are given up here, one by one, and nothing is copied that will be replaced.
+            set_parameter(module, slot.name, nn.Parameter(values))
+        self._unfilled = module if any(parameter.is_meta for parameter in trainable.values()) else None
+        del trainable
+        module = module.to(device)
         copied = copied_parameters(module, dtype)
         version = WeightVersion(flat, layout, module, copied)
         super().__init__(layout, version, StashedForwards(0) if stashed is None else stashed, copied)
+
+    @torch.no_grad()
+    def fill(self, fill: Callable[[StageModule], None]) -> bool:
+        """Has `fill` set the trained parameters of a module, in place, unless they were: they are the first version.
+
+        Returns whether it was called. If it raises, they may be set in part.
+        """
+        if self._unfilled is None:
+            return False
+        with self.writable():
+            fill(self._unfilled)
+        self._unfilled = None
+        return True
 
     def copy_tensors(self, version: WeightVersion | None = None) -> dict[str, Tensor]:
         """Returns copies of the trainable tensors by full name, on the CPU. version: by default `current`."""

@@ -64,12 +64,13 @@ class HfFamily(Family):
     def make_stage(self, layers: range) -> StageModule:
         return HfStage(self._model, layers)
 
-    def fill_weights(self, stage: StageModule, seed: int, base_model: Path | None) -> None:
-        self._read_files(stage, base_model)
-        if self._model.adapter_hash:
+    def fill_trained(self, stage: StageModule, seed: int, base_model: Path | None) -> None:
+        if not self._has_lora:
+            self._read_files(stage, base_model)
+        elif self._model.adapter_hash:
             for name, values in read_tensors(base_model, self._model.files, adapter_tensors(stage)):
                 stage.get_parameter(name).copy_(values)
-        elif self._has_lora:
+        else:
             for name, parameter in stage.trained_parameters():
                 parameter.copy_(initial_lora_values(seed, name, parameter.shape))
 

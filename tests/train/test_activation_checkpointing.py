@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from agora_protocol.ids import Span
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from agora.core.span_work import ForwardKey
 from agora.model import RunLayer, keep_graph
@@ -23,39 +21,11 @@ from agora.train.activation_checkpointing import GraphMeasure, checkpoint, measu
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
+from tests.train.live_bytes import LiveBytes
 from tests.train.support import microbatch_id, small_manifest
 
 LAYERS, WIDTH, ROWS = 8, 16, 512
 HIDDEN_BYTES = 4 * ROWS * WIDTH
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors made within it that are alive, and their most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: Any) -> None:
-        pointer, size = storage.data_ptr(), storage.nbytes()
-        if pointer in self._known:
-            return
-        self._known.add(pointer)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, pointer, size)
-
-    def _forget(self, pointer: int, size: int) -> None:
-        self._known.discard(pointer)
-        self.now -= size
 
 
 class Products(TorchDispatchMode):

@@ -108,7 +108,7 @@ ACTIONS: dict[str, Action] = {
 
 
 def fail_at_every_allocation(
-    make: Callable[[], Stage], act: Action, *, changes: bool = True, fresh: bool = False
+    make: Callable[[], Stage], act: Action, *, changes: bool = True, fresh: bool = False, allocates: bool = True
 ) -> None:
     """fresh: with a new stage for each, because what a failed attempt has allocated may serve the next one."""
     whole = make()
@@ -116,7 +116,7 @@ def fail_at_every_allocation(
     with FailingAllocation() as counted:
         act(whole)
     after = everything(whole)
-    assert counted.allocations and changes == (before != after)
+    assert bool(counted.allocations) >= allocates and changes == (before != after)
     stage = make()
     assert everything(stage) == before, "equal stages, so that states can be compared"
     for number in range(1, counted.allocations + 1):
@@ -133,7 +133,9 @@ def fail_at_every_allocation(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("action", [name for name in ACTIONS if name != "export the state"])
 def test_what_lacks_memory_changes_nothing_and_can_be_done_again(action: str, optimizer: str, *, in_host: bool) -> None:
-    fail_at_every_allocation(lambda: stage_after_a_step(optimizer, in_host=in_host), ACTIONS[action])
+    allocates = action != "load a state"  # it copies what came, but for moments in 8 bits
+    make = functools.partial(stage_after_a_step, optimizer, in_host=in_host)
+    fail_at_every_allocation(make, ACTIONS[action], allocates=allocates)
 
 
 def test_a_state_that_cannot_be_exported_for_lack_of_memory_is_as_it_was() -> None:

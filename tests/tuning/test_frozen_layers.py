@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from bitsandbytes.nn import Params4bit
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
@@ -19,8 +21,9 @@ from agora.cost.manifest_cost import run_cost
 from agora.model import StageModule, family_of
 from agora.train.objectives import stage_loss
 from agora.tuning import hf_family
+from agora.tuning.adapters import nf4_linear
 from agora.tuning.adapters.frozen_linear import Bf16Linear
-from agora.tuning.adapters.nf4_linear import Nf4Linear
+from agora.tuning.adapters.nf4_linear import Nf4Linear, quantise
 from agora.tuning.base.model_files import WantedTensor, read_tensors
 from agora.tuning.base.store import BaseModelError
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of
@@ -40,6 +43,41 @@ def rounded_model(name: str, *, inside_layers: bool, **more: Any) -> Any:
         if inside_layers or parameter.ndim != 2 or not (".layers." in tensor or ".h." in tensor):
             parameter.copy_(parameter.to(torch.bfloat16))
     return whole
+
+
+# --- how matrices are quantised
+
+
+@pytest.mark.parametrize("shape", [(128, 192), (257, 640), (5, 13), (3, 64), (1, 1)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pieces_that_several_threads_quantise_have_the_bits_of_bitsandbytes(
+    shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nf4_linear, "PIECE", 4096)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.02
+    packed, state = quantise(values, threads)
+    whole = Params4bit(values, blocksize=64, compress_statistics=True, quant_type="nf4").to("cpu")
+    assert torch.equal(packed, whole.data) and whole.quant_state is not None
+    expected = whole.quant_state.as_dict(packed=False)
+    found = state.as_dict(packed=False)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
+
+
+def test_all_threads_quantise_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nf4_linear, "PIECE", 64)
+    together, names = threading.Barrier(3, timeout=20), set()
+    real = torch.ops.bitsandbytes.quantize_4bit.default
+
+    def wait_for_the_others(*args: Any) -> Any:
+        names.add(threading.current_thread().name)
+        together.wait()
+        return real(*args)
+
+    monkeypatch.setattr(torch.ops.bitsandbytes.quantize_4bit, "default", wait_for_the_others)
+    quantise(torch.randn(3, 64), 3)
+    assert len(names) == 3 and all(name.startswith("nf4") for name in names)
 
 
 # --- what is computed

@@ -154,6 +154,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             in_flight=usual_in_flight(manifest),
             base_model=base_model,
             live=local_peer.live,
+            draws=False,  # most starts fetch a state, or have a checkpoint; otherwise `fill_stages` asks for them
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
         note.text = f"{count:,} parameters on {worker.device}, {torch.get_num_threads()} threads"

@@ -6,14 +6,20 @@ quantisation: QLoRA, arXiv 2305.14314, section 3.
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
 import torch
+from bitsandbytes.functional import QuantState, get_4bit_type, quantize_blockwise
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor
 
-from agora.cost.manifest_cost import NF4_BLOCK
+from agora.cost.manifest_cost import NF4_BLOCK, NF4_BLOCKS_OF_SCALE
 from agora.tuning.adapters.frozen_linear import FrozenLinear
+
+# Values that a thread quantises at a time: whole blocks, which lie in its cache, and so few that torch does not divide
+# them among further threads.
+PIECE: Final = 1 << 15
 
 
 class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
@@ -43,5 +49,47 @@ class Nf4Linear(FrozenLinear, Linear4bit):  # type: ignore[misc]
         return product
 
     def _keep_matrix(self, values: Tensor) -> None:
-        packed = Params4bit(values, blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4")
-        self.weight = packed.to("cpu")  # Params4bit quantises in `to`
+        packed, state = quantise(values, torch.get_num_threads())
+        self.weight = Params4bit(
+            packed,
+            blocksize=NF4_BLOCK,
+            compress_statistics=True,
+            quant_type="nf4",
+            quant_state=state,
+            bnb_quantized=True,
+        )
+
+
+def quantise(values: Tensor, threads: int) -> tuple[Tensor, QuantState]:
+    """Returns a float32 matrix on the CPU as packed NF4, uint8 [(n + 1) // 2, 1], and its scales: bitsandbytes' bits.
+
+    bitsandbytes computes mostly on one thread, and in passes over the whole matrix, with temporary tensors of several
+    times its size.
+    """
+    flat = values.contiguous().flatten()
+    packed = torch.empty(-(-len(flat) // 2), 1, dtype=torch.uint8)
+    scales = torch.empty(-(-len(flat) // NF4_BLOCK))
+
+    def quantise_piece(start: int) -> None:
+        with torch.inference_mode():
+            found, largest = torch.ops.bitsandbytes.quantize_4bit.default(
+                flat[start : start + PIECE], NF4_BLOCK, "nf4", torch.uint8
+            )
+            packed[start // 2 :][: len(found)] = found
+            scales[start // NF4_BLOCK :][: len(largest)] = largest
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="nf4") as pool:
+        for _ in pool.map(quantise_piece, range(0, len(flat), PIECE)):
+            pass
+    offset = scales.mean()
+    of_scales, state = quantize_blockwise(scales - offset, blocksize=NF4_BLOCKS_OF_SCALE)
+    return packed, QuantState(
+        absmax=of_scales,
+        shape=values.shape,
+        dtype=values.dtype,
+        blocksize=NF4_BLOCK,
+        code=get_4bit_type("nf4", device="cpu"),
+        quant_type="nf4",
+        offset=offset,
+        state2=state,
+    )
