@@ -217,7 +217,7 @@ class LocalSwarm:
             self.check_alive()
             if time.monotonic() > deadline:
                 words = "; ".join(f"{daemon.name}: {daemon.last_words()}" for daemon in self.daemons.values())
-                raise SwarmFailed(f"waited {within_s:.0f} s for {description}; the last lines are: {words}")
+                raise SwarmFailed(f"Waited {within_s:.0f} s for {description}; the last lines are: {words}")
             time.sleep(POLL_S)
         return value
 

@@ -220,8 +220,9 @@ def doctor(
 def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json: console.JSON = False) -> None:
     """Make the daemon on this machine leave its run, as SIGTERM would.
 
-    It tells the other peers first, finishes what it holds and exits. Nothing is lost, and it can join again later. The
-    command waits until the daemon has exited, and fails if that takes more than 12 seconds.
+    It tells the other peers first, finishes what it holds and exits. What is not finished in time goes to
+    other replicas, but for its own microbatches, which are dropped. It can join again later. The command waits until
+    the daemon has exited, and fails if that takes more than 12 seconds.
 
     \b
     Example:
@@ -281,8 +282,9 @@ def move(
 ) -> None:
     """Let the running daemon hold other stages, without leaving the run.
 
-    It finishes or hands back what it holds, fetches the state of the new stages from their replicas and serves them.
-    Its connections stay, and a microbatch that it has finished is still answered. The command ends when it serves.
+    It finishes or hands back what it holds, drops its own microbatches that do not come back in time, fetches the
+    state of the new stages from their replicas and serves them. Its connections stay, and a
+    microbatch that it has finished is still answered. The command ends when it serves.
 
     \b
     Examples:

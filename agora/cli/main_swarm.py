@@ -67,7 +67,7 @@ FROZEN_AS = Annotated[
     str | None, typer.Option(metavar="float32|bf16|nf4", help="How lora keeps the base model's weights; default bf16.")
 ]
 EPOCHS = Annotated[float | None, typer.Option(min=0.01, max=1000, help="How often the data is seen; default once.")]
-BEGINNING = Annotated[
+BASE_MODEL_TO_TRAIN = Annotated[
     Path | None,
     typer.Option(
         "--base-model",
@@ -82,7 +82,7 @@ ADAPTER = Annotated[
         help="Go on from this LoRA adapter of the base model: a folder of peft or `swarm export`, or an id of the Hub.",
     ),
 ]
-TUNED_MODEL = Annotated[
+BASE_MODEL_TO_TUNE = Annotated[
     Path | None,
     typer.Option("--base-model", metavar="DIR|ORG/NAME", help="Tune this Hugging Face model instead."),
 ]
@@ -94,7 +94,7 @@ SHARD_SIZE = Annotated[
     str | None, typer.Option(metavar="SIZE", help="The most that a weights file holds; default 5GB.")
 ]
 MERGE = Annotated[bool, typer.Option("--merge", help="Write the base model with the run's LoRA adapter added to it.")]
-MERGED_MODEL = Annotated[
+BASE_MODEL_TO_MERGE = Annotated[
     Path | None,
     typer.Option(metavar="DIR|ORG/NAME", help="The base model's folder or Hub id; --merge needs it."),
 ]
@@ -104,7 +104,7 @@ MERGED_MODEL = Annotated[
 def new(
     path: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
     preset: START = None,
-    base_model: BEGINNING = None,
+    base_model: BASE_MODEL_TO_TRAIN = None,
     adapter: ADAPTER = None,
     data: DATA = None,
     objective: OBJECTIVE = None,
@@ -159,7 +159,7 @@ def status(
     """Show a run's stages, peers, step, loss, throughput and health.
 
     A daemon of the run on this machine answers at once; otherwise a peer of the invite is asked over the network. Exit
-    code: 0 OK or paused, 3 degraded, 4 stalled or unreachable.
+    code: 0 OK, completed or paused, 3 degraded, 4 stalled or unreachable.
 
     \b
     Examples:
@@ -231,7 +231,7 @@ def demo(
     data: TEXTS = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="PATH")] = None,
     preset: PRESET = None,
-    base_model: TUNED_MODEL = None,
+    base_model: BASE_MODEL_TO_TUNE = None,
     adapter: ADAPTER = None,
     objective: OBJECTIVE = None,
     codec: Annotated[
@@ -294,7 +294,7 @@ def export(
     dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
     shard_size: SHARD_SIZE = None,
     merge: MERGE = False,
-    base_model: MERGED_MODEL = None,
+    base_model: BASE_MODEL_TO_MERGE = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is an earlier export.")] = False,
     directories: console.CHECKPOINTS = None,
     as_json: console.JSON = False,

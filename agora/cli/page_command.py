@@ -87,7 +87,9 @@ class SwarmSource:
     async def text(self) -> str:
         manifest = await run_in_thread(self._find_manifest)
         if manifest is None:
-            raise LocalError("this machine does not take part in the run: `swarm sample` needs a daemon or checkpoints")
+            raise LocalError(
+                "This machine does not take part in the run: `swarm sample` needs a daemon or checkpoints."
+            )
         return await write_text(manifest, self._text, [self._home.root])
 
     def _fetch(self) -> Mapping[str, Any]:

@@ -95,7 +95,7 @@ def check_fits(cost: RunCost, machines: tuple[Machine, ...]) -> None:
         if not any(need.fits(machine) for need in needs):
             least = min(need.device for need in needs) / 1e9
             raise InputError(
-                f"machine {machine.name} has {machine.memory / 1e9:,.2f} GB for stages and the smallest stage needs "
+                f"Machine {machine.name} has {machine.memory / 1e9:,.2f} GB for stages and the smallest stage needs "
                 f"{least:,.2f} GB; leave it out, or cut the model into more stages."
             )
 

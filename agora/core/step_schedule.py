@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
-from agora_protocol.parts import slice_count
+from agora_protocol.parts import fragment_count
 
 ALL_REDUCE: Final = 0  # as a number of fragments: gradients are averaged, and no fragments
 # Minimum number of fragments: as one fragment inner steps would send as much as all-reduces, and learn less.
@@ -65,7 +65,7 @@ def first_sync_schedule(manifest: Manifest) -> SyncSchedule:
     """Returns the sync schedule of a run's start: inner steps after the manifest's all-reduces; none if synchronous."""
     if manifest.exact_steps == ALL_STEPS:
         return ONLY_ALL_REDUCE
-    return SyncSchedule(ALL_REDUCE, manifest.exact_steps, slice_count(manifest.averaging.fraction))
+    return SyncSchedule(ALL_REDUCE, manifest.exact_steps, fragment_count(manifest.averaging.fraction))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class SyncChangeRule:
     def from_manifest(cls, manifest: Manifest) -> SyncChangeRule:
         """Returns the rule of a run."""
         section = manifest.averaging
-        most_fragments = slice_count(section.fraction)
+        most_fragments = fragment_count(section.fraction)
         is_free = section.exact_steps == ALL_STEPS and section.local_steps == "auto" and most_fragments >= MIN_FRAGMENTS
         may_change = is_free and manifest.schedule.kind == "asynchronous"
         return cls(may_change, section.every, most_fragments, first_sync_schedule(manifest))

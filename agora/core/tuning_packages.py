@@ -55,7 +55,7 @@ def import_tuning(module: str) -> Any:
     except ImportError as error:
         reason = (str(error).splitlines() or [""])[0][:160]
         raise TuningMissing(
-            f"this run {package.purpose}, which needs the package {name}, {package.oldest} or newer ({reason}); "
+            f"This run {package.purpose}, which needs the package {name}, {package.oldest} or newer ({reason}); "
             f"install it with: {TUNING_EXTRA}"
         ) from error
 

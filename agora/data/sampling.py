@@ -102,8 +102,8 @@ class Sampler:
         return tokens
 
 
-class OriginBatches:
-    """Draws an origin's microbatches of a corpus, numbered upwards; no number is drawn again after a restart.
+class CorpusMicrobatches:
+    """Draws an origin's microbatches of a corpus, numbered upwards, each number once, also after a restart.
 
     A microbatch is a function of seed, origin and number. Blocks of RESERVED_AT_ONCE numbers are reserved in the file
     `reserved` before they are used; after a restart the rest of a block is skipped. Only if that file is missing,
@@ -137,10 +137,10 @@ class OriginBatches:
         return DrawnMicrobatch(encode_tokens(self._sampler.batch(ids)), number)
 
     def mark_completed(self, number: int) -> None:
-        """Does nothing: no number is drawn twice, whether it was completed or not. See EpochBatches.mark_completed."""
+        """Does nothing: no number is drawn twice, completed or not. See EpochMicrobatches.mark_completed."""
 
     def release(self, number: int) -> None:
-        """Does nothing: a microbatch that was given up is not drawn again. See EpochBatches.release."""
+        """Does nothing: a microbatch that was given up is not drawn again. See EpochMicrobatches.release."""
 
     def heldout_microbatches(self, count: int) -> Iterator[WireTensor]:
         """Yields at most `count` microbatches, equal ones at every call; see Sampler.heldout_batches."""

@@ -75,8 +75,8 @@ def check_derivation() -> None:
     derived = hashlib.sha256(b"".join(tensor.tobytes() for tensor in tensors)).hexdigest()
     if derived != KNOWN_DIGEST:
         raise DerivationError(
-            f"this machine derives other fixed tensors ({derived[:16]}, not {KNOWN_DIGEST[:16]}) from a seed than "
-            f"other peers, and cannot train with them; install another numpy than {np.__version__}"
+            f"This machine derives other fixed tensors ({derived[:16]}, not {KNOWN_DIGEST[:16]}) from a seed than "
+            f"other peers, and cannot train with them; install another numpy than {np.__version__}."
         )
 
 

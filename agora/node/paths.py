@@ -268,7 +268,7 @@ def find_running_daemons() -> list[DaemonEntry]:
     except OSError:
         return []
     if reason:
-        raise UntrustedDirectory(f"{reason}; no daemon is asked, and no file is removed there")
+        raise UntrustedDirectory(f"{reason}; no daemon is asked, and no file is removed there.")
     running: list[DaemonEntry] = []
     for path in sorted(directory.glob("*.json")):
         try:

@@ -84,7 +84,7 @@ class Settings(pydantic.BaseModel):
     relay_mbit: float = pydantic.Field(0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
     # RATE,RTT[,JITTER[,LOSS]] that this peer's streams emulate; "" is the network as it is.
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
-    threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: all cores
+    threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: as many as this process's limits allow
     slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes this many times slower, by sleeping
     # For experiments: a stage's forward pass takes at least so long, by sleeping, and other jobs in proportion; 0: off.
     emulated_ms: float = pydantic.Field(0.0, ge=0.0, le=60_000.0)
@@ -92,7 +92,7 @@ class Settings(pydantic.BaseModel):
     host_memory_gib: float = pydantic.Field(0.0, ge=0.0)  # of the machine's memory beside a GPU; 0: memory_gib
     most_stages: int = pydantic.Field(0, ge=0)  # the longest span that placement may choose; 0: what fits into memory
     rebalance: bool = True  # whether it moves by itself where the swarm is slowest; never with chosen `stages`
-    allow_files: bool = False  # whether a manifest that came over the network may name files of this machine
+    allow_files: bool = False  # whether a manifest that this owner did not write may name files of this machine
     # Files, and folders of files, that a manifest names and that lie elsewhere here; in one text, ":" is between them.
     data: tuple[str, ...] = ()
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
@@ -106,7 +106,7 @@ class Settings(pydantic.BaseModel):
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
     # What follows when the run has taken its total_steps: it serves the state and trains no more, leaves, or trains on.
     at_end: Literal["serve", "leave", "go-on"] = "serve"
-    # Whether it writes the result into the data directory then: if it is the one to do so, whoever it is, or never.
+    # Whether it writes the result into the data directory then. auto: only if this peer is the chosen exporter.
     export_at_end: Literal["auto", "always", "never"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     metrics: Annotated[str, AfterValidator(_check_endpoint)] = ""  # HOST:PORT where Prometheus gets them; "" is nowhere
@@ -296,6 +296,6 @@ def _read_toml(file: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{file} is not TOML: {error}; repair or remove it", str(file)) from None
+        raise SettingsError(f"{file} is not TOML: {error}; repair or remove it.", str(file)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read {file}: {error}; repair or remove it", str(file)) from None
+        raise SettingsError(f"Cannot read {file}: {error}; repair or remove it.", str(file)) from None

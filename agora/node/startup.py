@@ -9,7 +9,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
+from agora_protocol.errors import DiskError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
@@ -20,7 +23,10 @@ from agora.observe import events
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
 
-WAIT_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
+# The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
+INCARNATION_GAP_NS: Final = 1_000_000_000
+MAX_INCARNATION: Final = 2**62  # a number from this one on in the file is ignored, and the clock alone counts
+SYSTEMD_EXTENSION_USEC = 300_000_000  # microseconds for which systemd waits for the next sign of a start's progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class StartPhases:
         note = PhaseNote()
         began = time.perf_counter()
         outer, self.current = self.current, name
-        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
+        self._notifier.send(STATUS=f"starting: {name}", EXTEND_TIMEOUT_USEC=SYSTEMD_EXTENSION_USEC)
         yield note  # after an error `current` stays, so that the status says where the start ended
         self._report_event(events.StartStep(name, time.perf_counter() - began, note.text))
         self.current = outer
@@ -88,7 +94,7 @@ class StartPhases:
         """Tells systemd how far the phase is, so that systemd goes on waiting; sets `current` to "PHASE: text"."""
         name = self.current.partition(":")[0]
         self.current = f"{name}: {text}"
-        self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=WAIT_USEC)
+        self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=SYSTEMD_EXTENSION_USEC)
 
 
 class Notifier:
@@ -116,3 +122,21 @@ class Notifier:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as channel:
             channel.connect(self._address)
             channel.send(lines.encode())
+
+
+def next_incarnation(file: Path, now_ns: int) -> int:
+    """Returns the number of this start, the greater of `now_ns` and the last + INCARNATION_GAP_NS; writes it to `file`.
+
+    So a later start has a higher number even when the clock was set back. now_ns: unix time in nanoseconds. A missing
+    or malformed file counts as none. Raises DiskError if writing fails.
+    """
+    try:
+        last = int(file.read_text(encoding="ascii").strip() or 0)
+    except (OSError, ValueError):
+        last = 0
+    number = max(now_ns, last + INCARNATION_GAP_NS if 0 < last < MAX_INCARNATION else 0)
+    try:
+        paths.replace_text(file, f"{number}\n")
+    except OSError as error:
+        raise DiskError(f"Cannot write {file} ({error.strerror}); free some space, or choose another --dir.") from error
+    return number

@@ -42,7 +42,9 @@ class Event:
         return f"{type(self).__name__}: " + ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-Report = Callable[[Event], None]  # takes an event from any module and any thread. It never blocks and never raises.
+Report = Callable[
+    [Event], None
+]  # takes an event from any module and any thread. It never raises, and waits for a write at most.
 
 
 class StartStep(Event, level="info", template="{name:<10} {seconds:7.2f} s  {note}"):

@@ -85,19 +85,19 @@ def _parse_fault(entry: str) -> Fault:
     action_text, has_arrival, nth = rest.partition(":")
     action, has_number, number = action_text.partition("=")
     if point not in POINTS:
-        raise InputError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}")
+        raise InputError(f"AGORA_FAULTS names the point {point!r}; known are {', '.join(POINTS)}.")
     if action not in ACTIONS:
-        raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}")
+        raise InputError(f"AGORA_FAULTS asks for {action!r} at {point}; known are {', '.join(ACTIONS)}.")
     if (action == "say") != (point in FALSIFIED_POINTS):
         raise InputError(
             f"AGORA_FAULTS asks for {action!r} at {point}; "
-            f"say is for {', '.join(FALSIFIED_POINTS)}, and they have only say"
+            f"say is for {', '.join(FALSIFIED_POINTS)}, and they have only say."
         )
     arrival = _ARRIVAL.fullmatch(nth if has_arrival else "1")
     pattern = ACTIONS_WITH_NUMBER.get(action)
     is_number_right = bool(pattern.fullmatch(number)) if pattern else not has_number
     if arrival is None or not is_number_right:
-        raise InputError(f"AGORA_FAULTS has a malformed number in {entry!r}; write it like sleep=0.5:2 or kill:3+")
+        raise InputError(f"AGORA_FAULTS has a malformed number in {entry!r}; write it like sleep=0.5:2 or kill:3+.")
     return Fault(point, action, float(number or 0.0), int(arrival[1]), bool(arrival[2]))
 
 
@@ -119,7 +119,7 @@ class Faults:
         if fault.action in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
         if fault.action == "fail":
-            raise DeviceError("the device failed, as a test had planned; start the daemon again")
+            raise DeviceError("The device failed, as a test had planned; start the daemon again.")
         if fault.action == "exit":
             raise SystemExit
         if fault.action == "shift":
@@ -160,7 +160,7 @@ def from_environment() -> Faults | None:
     try:
         return Faults(parse(text), os.environ.get("AGORA_FAULTS_LOG")) if text else None
     except InputError as error:
-        raise LocalError(f"{error}; correct it, or unset AGORA_FAULTS.") from None
+        raise LocalError(f"{error} Correct it, or unset AGORA_FAULTS.") from None
 
 
 _active: Faults | None = None

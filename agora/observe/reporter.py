@@ -1,4 +1,4 @@
-"""Passes each event from any thread to every sink, and counts it. It never fails."""
+"""Passes each event from any thread to every sink, and counts it. A sink that cannot write is dropped."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SIGNS_OF_PROGRESS = (
 
 @dataclass
 class Counters:
-    """Running totals of a daemon's events, changed by `take`. Without another comment, a field counts microbatches."""
+    """Running totals of a daemon's events, changed by `take`; of microbatches unless their comment differs."""
 
     occurred: Counter[str] = field(default_factory=Counter)  # all events, by name
     started: Counter[str] = field(default_factory=Counter)  # by purpose: those that this peer originated

@@ -44,7 +44,7 @@ async def write_text(manifest: Manifest, run: str, directories: Sequence[Path]) 
     try:
         return await _sample(run, directories)
     except (OSError, ValueError, LookupError) as error:
-        raise LocalError(f"`swarm sample` could not be run ({error}); call it yourself to see why") from error
+        raise LocalError(f"`swarm sample` could not be run ({error}); call it yourself to see why.") from error
 
 
 async def _sample(run: str, directories: Sequence[Path]) -> str:
@@ -61,7 +61,7 @@ async def _sample(run: str, directories: Sequence[Path]) -> str:
         async with asyncio.timeout(SAMPLE_S):
             answer, errors = await process.communicate()
     except TimeoutError:
-        raise LocalError(f"`swarm sample` did not end within {SAMPLE_S:.0f} s; call it yourself to see why") from None
+        raise LocalError(f"`swarm sample` did not end within {SAMPLE_S:.0f} s; call it yourself to see why.") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

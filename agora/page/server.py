@@ -90,7 +90,7 @@ def listen(address: tuple[str, int], remedy: str) -> socket.socket:
     try:
         return socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise LocalError(f"cannot listen on {host}:{port} ({error.strerror or error}); {remedy}") from error
+        raise LocalError(f"Cannot listen on {host}:{port} ({error.strerror or error}); {remedy}") from error
 
 
 class _QuietServer(uvicorn.Server):

@@ -150,7 +150,7 @@ class SendInputs:
     staleness: StalenessCeiling = NO_CEILING
     # How many may be open until the awaited mean gradient is applied. More would be computed on weights without it.
     # None where origins do not wait for means.
-    before_mean: int | None = None
+    max_open_before_mean: int | None = None
     # Whether stage 0 has taken the run's last step: "last" while other stages have not, "over" once all have.
     end: Literal["", "last", "over"] = ""
 
@@ -213,7 +213,7 @@ def next_send(
         quota = quota.next_quota(now, inputs.step)
     if inputs.step is not None and not quota.left:
         return SendDecision("wait", f"this origin's quota of step {quota.step} is opened", quota, awaits_mean=True)
-    if inputs.before_mean is not None and open_count >= inputs.before_mean:
+    if inputs.max_open_before_mean is not None and open_count >= inputs.max_open_before_mean:
         reason = "its share of a step is opened, and the mean gradient awaited"
         return SendDecision("wait", reason, quota, awaits_mean=True)
     if open_count >= window.limit:

@@ -139,7 +139,7 @@ class Hop:
             await self._fault("hop.accepted")
             if self._is_last:
                 if work.is_training:
-                    running.mark_counting()  # one job: it cannot be cancelled between forward and counting
+                    running.mark_maybe_counted()  # one job: it cannot be cancelled between forward and counting
                 with self._queued_job():
                     result = await self._device.run_last_stages(work)
                 answer = self._compose_answer(work, result)
@@ -168,14 +168,14 @@ class Hop:
                 if not work.is_training:
                     return self._compose_answer(work, SpanResult(None, 0.0), downstream.message)
                 assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
-                running.mark_counting()
+                running.mark_maybe_counted()
                 started = loop_time()
                 try:
                     with self._queued_job():
                         result = await self._device.backward(work.key, downstream.gradient)
                 except ProtocolError as error:
                     # The forward is kept. Its sender is blamed, so another peer is asked for a gradient next.
-                    running.unmark_counting()
+                    running.mark_not_counted()
                     self._router.report_unusable_gradient(onward.stage, downstream.peer, error)
                     continue
                 self._backward_s = self._backward_s.with_sample(loop_time() - started)

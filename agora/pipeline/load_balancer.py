@@ -89,9 +89,9 @@ class PeerStats:
     # Of the latest calls: seconds from acceptance to answer, and what of them the peer says its device did not need.
     worked_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
     elsewhere_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
-    quick_work_s: float = 0.0  # the lower quartile of worked_s: few of these calls have waited
-    prompt_s: float = math.inf  # from acceptance, how long a call takes if it need not wait
-    long_elsewhere_s: float = 0.0  # the upper quartile of elsewhere_s
+    work_lower_quartile_s: float = 0.0  # the lower quartile of worked_s: few of these calls have waited
+    unqueued_call_s: float = math.inf  # from acceptance, how long a call takes if it need not wait
+    elsewhere_upper_quartile_s: float = 0.0  # the upper quartile of elsewhere_s
     sent_at: list[float] = field(default_factory=list)  # when each open call was made, in order
 
     @property
@@ -101,12 +101,12 @@ class PeerStats:
     def queue_now(self, now: float) -> float:
         """Expected microbatches ahead of a new one at the peer's device; not rounded.
 
-        This caller's microbatches that have taken longer than a call without waiting all count as ahead.
+        At least those open calls of this caller count that have lasted longer than a call that need not wait.
         """
         # The reported queue drains at a quarter of the peer's speed: other callers keep filling it between our calls.
         waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.device_s, 1e-6) if self.queue else 0.0
         reported = waiting + self.sent_since if waiting > 0.0 else float(self.sent_since)
-        late = bisect_left(self.sent_at, now - self.round_trip_s - self.prompt_s)
+        late = bisect_left(self.sent_at, now - self.round_trip_s - self.unqueued_call_s)
         return max(reported, float(late))
 
     def idle_finish_s(self, payload_bytes: int) -> float:
@@ -137,8 +137,8 @@ class PeerStats:
         """Records how long an answered call took on the peer and behind it, and the device seconds that it reports."""
         self.worked_s.append(worked_s)
         self.elsewhere_s.append(max(0.0, worked_s - reported_s))
-        self.quick_work_s = sorted(self.worked_s)[len(self.worked_s) // 4]
-        self.long_elsewhere_s = sorted(self.elsewhere_s)[3 * len(self.elsewhere_s) // 4]
+        self.work_lower_quartile_s = sorted(self.worked_s)[len(self.worked_s) // 4]
+        self.elsewhere_upper_quartile_s = sorted(self.elsewhere_s)[3 * len(self.elsewhere_s) // 4]
 
     def restart(self, incarnation: int) -> None:
         """The peer's daemon was restarted: forgives failures, forgets queue and limits, keeps the measured speed."""
@@ -537,16 +537,16 @@ def _bound_service_times(peers: Iterable[PeerStats]) -> None:
     if len(measured) < 2:
         return
     usual_s = median_high([stats.service_s for stats in measured])
-    elsewhere = sorted(stats.long_elsewhere_s for stats in measured)
+    elsewhere = sorted(stats.elsewhere_upper_quartile_s for stats in measured)
     for stats in measured:
-        of_others_s = elsewhere[-2] if stats.long_elsewhere_s == elsewhere[-1] else elsewhere[-1]
+        of_others_s = elsewhere[-2] if stats.elsewhere_upper_quartile_s == elsewhere[-1] else elsewhere[-1]
         # At most the usual time: what the peer has let wait for longer counts as its queue, not as its work.
-        own_s = min(stats.quick_work_s - ELSEWHERE_FACTOR * of_others_s, usual_s)
+        own_s = min(stats.work_lower_quartile_s - ELSEWHERE_FACTOR * of_others_s, usual_s)
         stats.least_service_s = max(usual_s / MAX_SPEED_RATIO, own_s)
         # Where most of the time is spent elsewhere, a late call says nothing of the peer's own queue.
         is_own = of_others_s <= MAX_ELSEWHERE * usual_s
-        prompt_s = min(stats.quick_work_s, of_others_s + max(stats.service_s, usual_s))
-        stats.prompt_s = prompt_s if is_own else math.inf
+        unqueued_call_s = min(stats.work_lower_quartile_s, of_others_s + max(stats.service_s, usual_s))
+        stats.unqueued_call_s = unqueued_call_s if is_own else math.inf
 
 
 def _average(value: float, sample: float, samples: int) -> float:

@@ -248,7 +248,10 @@ class Origin:
                 return drawn
             # Nobody tells this origin of new replicas, of others' steps or of means: it must look again by itself.
             depends_on_others = (
-                not inputs.ready or inputs.step is not None or inputs.before_mean is not None or bool(inputs.end)
+                not inputs.ready
+                or inputs.step is not None
+                or inputs.max_open_before_mean is not None
+                or bool(inputs.end)
             )
             if decision.action == "open":  # the source had nothing
                 await self._changed.wait(loop_time() + DRAW_AGAIN_S)

@@ -119,19 +119,21 @@ class WireRules:
         """
         message, tensors = call.request, call.tensors
         if message.purpose == "reference" and self.objective != "dpo":
-            raise ProtocolError("bad-message", "this run has no reference model")
+            raise ProtocolError("bad-message", "This run has no reference model.")
         needs_references = self.objective == "dpo" and message.purpose != "reference"
         if not self.are_valid_references(message.references, expected=needs_references):
-            raise ProtocolError("bad-message", f"{len(message.references)} references came, not those of this run")
+            raise ProtocolError("bad-message", f"{len(message.references)} references came, not those of this run.")
         if len(tensors) != 2 and not (message.stage == 0 and len(tensors) == 1):
-            raise ProtocolError("bad-message", f"process needs a boundary and tokens; {len(tensors)} tensors came")
+            raise ProtocolError("bad-message", f"Process needs a boundary and tokens; {len(tensors)} tensors came.")
         boundary = None if message.stage == 0 else tensors[0]
         tokens = tensors[-1]
         if boundary is not None and (boundary.dtype, boundary.shape) != self.boundary:
-            raise ProtocolError("bad-tensor", f"the boundary is {boundary.dtype} {boundary.shape}, not {self.boundary}")
+            raise ProtocolError(
+                "bad-tensor", f"The boundary is {boundary.dtype} {boundary.shape}, not {self.boundary}."
+            )
         if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
             raise ProtocolError(
-                "bad-tensor", f"the tokens are {tokens.dtype} {tokens.shape}; this run has {self.tokens_shape}"
+                "bad-tensor", f"The tokens are {tokens.dtype} {tokens.shape}; this run has {self.tokens_shape}."
             )
         return SpanWork(
             microbatch=message.microbatch,
@@ -151,18 +153,22 @@ class WireRules:
         """
         message, tensors = reply.message, list(reply.tensors)
         if not isinstance(message, Processed):
-            raise ProtocolError("bad-message", f"answered process with {type(message).__name__}")
+            raise ProtocolError("bad-message", f"The peer answered process with {type(message).__name__}.")
         expected = 1 if purpose == "train" else 0
         if len(tensors) != expected:
-            raise ProtocolError("bad-message", f"sent {len(tensors)} tensors where {expected} belong")
+            raise ProtocolError("bad-message", f"The peer sent {len(tensors)} tensors where {expected} belong.")
         if tensors and (tensors[0].dtype, tensors[0].shape) != self.gradient:
-            raise ProtocolError("bad-tensor", f"sent a gradient of {tensors[0].dtype} {tensors[0].shape}")
+            raise ProtocolError("bad-tensor", f"The peer sent a gradient of {tensors[0].dtype} {tensors[0].shape}.")
         if not math.isfinite(message.loss_sum) or message.tokens > self.target_count:
-            raise ProtocolError("bad-message", f"sent the loss {message.loss_sum} over {message.tokens} tokens")
+            raise ProtocolError(
+                "bad-message", f"The peer sent the loss {message.loss_sum} over {message.tokens} tokens."
+            )
         if not self.are_valid_references(message.log_probabilities, expected=purpose == "reference"):
             count = len(message.log_probabilities)
-            raise ProtocolError("bad-message", f"sent {count} log-probabilities, of which some may be out of bounds")
+            raise ProtocolError(
+                "bad-message", f"The peer sent {count} log-probabilities, of which some may be out of bounds."
+            )
         kind = "lm" if purpose == "reference" else self.objective
         if not are_plausible(kind, message.metrics, message.tokens, self.row_count):
-            raise ProtocolError("bad-message", f"sent the metrics {message.metrics}")
+            raise ProtocolError("bad-message", f"The peer sent the metrics {message.metrics}.")
         return HopAnswer(message, tensors, peer)

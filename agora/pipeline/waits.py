@@ -1,4 +1,4 @@
-"""What a device's time is spent on: its jobs, and what it waits for when it has none. Pure."""
+"""What a device's time is spent on: its jobs, and what it waits for when it has none. Deterministic."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class WaitingAccount:
     def waits(self, now: float, busy_s: float, queued_s: float) -> Waits:
         """Returns the account since the start. busy_s, queued_s: of the device since then.
 
-        What the device is really idle for is shared out as the time in which nothing was known to be at the device.
+        The measured idle time is divided among the causes in the proportions that this account has seen.
         """
         self._settle(now)
         seconds = now - self._began

@@ -120,7 +120,7 @@ class RunningWork:
         self.key = key
         self.last_stage = last_stage
         self.requester = requester
-        self.is_counting = False  # whether the device may be adding the gradient to the sums, or has done so
+        self.may_be_counted = False  # whether the device may be adding the gradient to the sums, or has done so
         self.cancelled = False
         self.listeners: list[OnProgress] = []  # one for each request that waits for the answer
         self.newest_progress: dict[int, CallProgress] = {}  # by stage, for requests that join later
@@ -133,19 +133,19 @@ class RunningWork:
         for on_progress in list(self.listeners):
             on_progress(call_progress)
 
-    def mark_counting(self) -> None:
+    def mark_maybe_counted(self) -> None:
         """Records that the gradient may be counted from now on.
 
         The work then runs to its end even without listeners, so that a repeated request finds the answer.
         """
-        self.is_counting = True
+        self.may_be_counted = True
 
-    def unmark_counting(self) -> None:
+    def mark_not_counted(self) -> None:
         """Records that the gradient was not counted after all; cancels the work if nobody waits for it any more.
 
         Also if it was cancelled while the gradient could have been counted.
         """
-        self.is_counting = False
+        self.may_be_counted = False
         if self.cancelled or not self.listeners:
             self.cancel()
 
@@ -323,7 +323,7 @@ class WorkLedger:
             raise PeerFailed("this peer has given up its work on this microbatch; ask another") from None
         finally:
             work.listeners.remove(on_progress)
-            if not work.listeners and not work.is_counting:
+            if not work.listeners and not work.may_be_counted:
                 work.cancel()
 
     def _end(self, work: RunningWork) -> None:

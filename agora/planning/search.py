@@ -43,14 +43,14 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
     groups the search also begins. Raises OutOfMemory, or InputError without machines.
     """
     if not machines:
-        raise InputError("a plan needs machines, and there is none; name at least one.")
+        raise InputError("A plan needs machines, and there is none; name at least one.")
     rates = span_rates(cost, machines)
     holders = fewest_holders(rates)
     if holders.reached < cost.stage_count:
         raise OutOfMemory(_explain_lack(cost, machines, holders))
     best = _best_grouping(rates, holders, compute_bound(cost, machines) * GOOD_ENOUGH, rng, start)
     if best is None:
-        raise OutOfMemory("the machines cannot hold the model in groups of one span each; add one with more memory.")
+        raise OutOfMemory("The machines cannot hold the model in groups of one span each; add one with more memory.")
     best = use_idle(rates, best)
     spans = {ALONE: Span(0, cost.stage_count - 1), IDLE_GROUP: None} | dict(enumerate(best.cuts.spans))
     return plan_of_spans(cost, machines, [spans[group] for group in best.group_of.tolist()])
@@ -140,7 +140,7 @@ def _explain_lack(cost: RunCost, machines: Sequence[Machine], holders: Coverage)
     lacking = cost.memory(rest).device / 1e9
     together = sum(machine.memory for machine in machines) / 1e9
     return (
-        f"the machines cannot hold the model: of {cost.stage_count} stages {holders.reached} fit into their "
+        f"The machines cannot hold the model: of {cost.stage_count} stages {holders.reached} fit into their "
         f"{together:.1f} GB together, and the others need {lacking:.1f} GB more; add machines with at least that."
     )
 

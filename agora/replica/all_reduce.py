@@ -1,7 +1,7 @@
 """An all-reduce among the replicas of a stage: members send shards to their reducers, which answer with the means.
 
-In the order in which the bytes go: a member sends; a reducer gathers, averages and
-answers; means that were missed are asked for again. docs/understand/journeys.md has the sequence as a picture.
+In the order in which the bytes go: a member sends; a reducer gathers, averages and answers; means that were missed are
+asked for again. docs/understand/journeys.md has the sequence as a picture.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FIRST_REDUCER_WINDOW: Final = 0.4
 # Fraction of allowed_s for which a shard's second reducer waits for further contributions after the first one.
 SECOND_REDUCER_WINDOW: Final = 0.2
 # The window ends early so that every contributor gets its answer with a third of its time to its deadline left.
-MAX_TIMEOUT_FRACTION: Final = 2 / 3
+MAX_WINDOW_FRACTION: Final = 2 / 3
 RECALL_FRACTION: Final = 0.1  # fraction of allowed_s in which the members asked by Recall must answer
 MAX_GATHERINGS: Final = 4096  # maximum number of shards whose contributions are collected at the same time
 
@@ -66,7 +66,7 @@ MAX_GATHERINGS: Final = 4096  # maximum number of shards whose contributions are
 Signer = Literal["first", "second", "other", "nobody", "invalid"]
 
 # A round is remembered for this many times round_s after it began here, for late contributions and for Recall.
-RECORD_LIFETIME: Final = 10.0
+RECORD_LIFETIME_ROUNDS: Final = 10.0
 # Number of newest rounds of a stage and kind whose means are kept, whatever their size.
 MIN_KEPT_ROUNDS: Final = 4
 # Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
@@ -98,7 +98,7 @@ class RoundContext:
 class RoundResult:
     """The result of a round for one member. Recalls, StepRunner and FragmentSyncs fill in failed shards, in place."""
 
-    mean: Tensor  # float32 [n]; in a failed shard, this replica's own values
+    mean: Tensor  # float32 [n]; in a failed shard, this replica's own values until somebody fills it in
     averaged: list[bool]  # for each shard
     fragments: int  # how many the stage has in this round, ALL_REDUCE for a gradient
     wanted: list[int]  # for each shard, how many its reducer wants later; of a failed shard the present number
@@ -203,7 +203,7 @@ class Round:
         codec = self.all_reduce.codec
         async with self._free_calls:
             scale = faults.falsify("averaging.scale", 1.0)
-            contribution = codec.contribution(shard, values if scale == 1.0 else values * scale, self.weight)
+            contribution = codec.make_contribution(shard, values if scale == 1.0 else values * scale, self.weight)
             reasons: list[str] = []
             rejected: ImplausibleMean | None = None  # why the first reducer's mean is not believed
             first, second = reducers_of(self.all_reduce.config.run, shard, self.members)
@@ -405,7 +405,7 @@ class AllReduce:
         if context.refusal is not None:
             raise context.refusal
         if message.weight > self.config.weight_limit:
-            raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
+            raise ProtocolError("bad-message", f"A weight of {message.weight:.3g} tokens is more than a round has.")
         values = self.codec.decode(shard, EncodedShard(cast("WireName", message.wire), tensors), context.numel)
         self._record_contribution(peer, shard)
         await self.reach_fault("averaging.received")
@@ -422,7 +422,7 @@ class AllReduce:
     def _record_contribution(self, peer: PeerId, shard: Shard) -> None:
         record = self._record_of(shard)
         if peer in record.contributed[shard.position]:
-            raise RepeatedContribution("bad-message", "this shard was contributed before")
+            raise RepeatedContribution("bad-message", "This shard was contributed before.")
         record.contributed[shard.position].add(peer)
         record.unresponsive.discard(peer)
         # Whoever is in a later round by now has left the earlier ones. Syncs of fragments run side by side.
@@ -443,7 +443,7 @@ class AllReduce:
         elif gathering.is_complete:
             self._average_and_close(shard, gathering)
         now = loop_time()
-        window_end = now + MAX_TIMEOUT_FRACTION * (deadline - now)
+        window_end = now + MAX_WINDOW_FRACTION * (deadline - now)
         if window_end < gathering.timer.when() and shard in self._gatherings:
             gathering.timer.cancel()
             gathering.timer = asyncio.get_running_loop().call_at(window_end, self._end_window, shard)
@@ -483,14 +483,14 @@ class AllReduce:
         weights = believed_weights(gathering.weights, planned, self.context_of(shard).token_bounds, accepted)
         self._accepted_weights[shard.stage, shard.kind] = after_accepted_weights(accepted, gathering.weights, planned)
         center = gathering.values[me] if weights.get(me, 0.0) > 0 else None
-        mean = self.codec.mean(shard, list(gathering.values.values()), list(weights.values()), center)
+        mean = self.codec.average(shard, list(gathering.values.values()), list(weights.values()), center)
         if mean is not None:
             mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard.fragments)))
             # Not of one alone: later contributions may make another mean.
             signed = self._record_of(shard).signed
             if mean.message.contributors > 1 and shard not in signed and self.context_of(shard).may_sign:
                 signed.add(shard)
-                signature = self._sign(self.codec.statement(shard, mean))
+                signature = self._sign(self.codec.signed_bytes(shard, mean))
                 mean = replace(mean, message=replace(mean.message, reducer=me, signature=signature))
         self._close_gathering(shard, gathering, mean)
 
@@ -533,7 +533,7 @@ class AllReduce:
         if shard.round_key not in self._rounds:
             self._rounds[shard.round_key] = _RoundRecord()
             asyncio.get_running_loop().call_later(
-                RECORD_LIFETIME * self.config.round_s, self._rounds.pop, shard.round_key
+                RECORD_LIFETIME_ROUNDS * self.config.round_s, self._rounds.pop, shard.round_key
             )
         return self._rounds[shard.round_key]
 
@@ -670,7 +670,7 @@ class AllReduce:
             if other is None or other.message.reducer != reducer or not self.codec.is_signed(shard, other):
                 continue
             own = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
-            if self.codec.statement(shard, own) != self.codec.statement(shard, other):
+            if self.codec.signed_bytes(shard, own) != self.codec.signed_bytes(shard, other):
                 text = f"signed two different means of shard {position} of {shard.what} {shard.round}"
                 dedup_key = f"stage {shard.stage}, two means of {shard.what} {shard.round}"
                 self._report_violation(reducer, Violation.EQUIVOCATION, text, dedup_key)
@@ -707,7 +707,7 @@ class AllReduce:
             signer = "invalid" if mean is None else self._find_signer(shard, mean)
             if mean is None or signer == "invalid" or self.codec.why_implausible(shard, own, mean.values, members):
                 continue
-            statement = self.codec.statement(shard, mean)
+            statement = self.codec.signed_bytes(shard, mean)
             if signer == "first" or statement in found:
                 return mean
             found[statement] = mean, signer

@@ -20,27 +20,27 @@ from agora.replica.view import (
     closing_times,
     count_tokens,
     live_replicas,
+    missing_tokens,
+    reached_step,
     round_members,
-    step_to_catch_up_to,
-    tokens_to_go,
     unreachable_replicas,
 )
 
 # A replica of an asynchronous run that is more steps than this behind the others fetches their state.
 MAX_STEPS_BEHIND: Final = 20
 # Seconds that a synchronous stage stays behind the leading stage before it takes over that stage's step number.
-RESUME_AFTER_S: Final = 15.0
+STAGE_CATCH_UP_AFTER_S: Final = 15.0
 # Fraction of a step's duration for which a replica still counts tokens after another one has closed its share.
 CLOSE_AFTER_FRACTION: Final = 0.25
-# Part of an all-reduce step's expected duration for which a share is open before a single other replica, which may lie,
-# can make this one close it: such steps lack at most the tokens that the correction of the global batch size adds, see
-# MAX_CORRECTION. Replicas with inner steps keep in phase by this rule alone, whichever of them is ahead.
+# One other replica alone can make this one close its share only after this fraction of the step's expected duration,
+# because it may lie. A step then lacks at most the tokens that the next target can add, see MAX_CORRECTION. Replicas
+# with inner steps keep in phase by this rule alone, whichever of them is ahead.
 LONE_CLOSE_FRACTION: Final = 0.7
 # Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds while
 # the duration of a step is unknown.
 MAX_CLOSE_AFTER_S: Final = 2.0
 # Maximum number of steps that a replica with inner steps may be behind the others; beyond it, it catches up.
-MAX_LOCAL_LAG: Final = 8
+MAX_INNER_STEPS_BEHIND: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _look_at(view: StageView, now: float, settings: StepSettings) -> _Situation:
     reachable = len(members - unreachable_replicas(view.known, members, now))
     listed_live = cap_reported_tokens(live_replicas(view.known, view.listed, now), view.counts, view.shares)
     step, tokens = view.counts.step, view.counts.tokens
-    reached = step_to_catch_up_to(listed_live, reachable, step, tokens, settings.target_tokens)
+    reached = reached_step(listed_live, reachable, step, tokens, settings.target_tokens)
     return _Situation(view, now, settings, members, live, reachable, reached)
 
 
@@ -199,14 +199,18 @@ def replay_if_behind(situation: _Situation) -> Decision | None:
 
 
 def catch_up_with_replicas(situation: _Situation) -> Decision | None:
-    if situation.is_share_closed or not situation.is_inner_step or situation.reached - situation.step <= MAX_LOCAL_LAG:
+    if (
+        situation.is_share_closed
+        or not situation.is_inner_step
+        or situation.reached - situation.step <= MAX_INNER_STEPS_BEHIND
+    ):
         return None
     return Decision(Action("catch up", situation.reached), f"the others have taken step {situation.reached}")
 
 
 def catch_up_with_leading_stage(situation: _Situation) -> Decision | None:
     behind_since = situation.view.behind_since
-    if situation.is_share_closed or behind_since is None or situation.now - behind_since < RESUME_AFTER_S:
+    if situation.is_share_closed or behind_since is None or situation.now - behind_since < STAGE_CATCH_UP_AFTER_S:
         return None
     return Decision(
         Action("catch up", situation.view.leading_step),
@@ -217,13 +221,14 @@ def catch_up_with_leading_stage(situation: _Situation) -> Decision | None:
 def wait_for_tokens(situation: _Situation) -> Decision | None:
     """Waits while this replica still counts tokens for its step.
 
-    | complete is | when |
+    | what is complete | when |
     |---|---|
     | the step | this replica and the live others have together counted its tokens |
     | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
     | the share, asynchronous | two others closed theirs CLOSE_AFTER_FRACTION of a step ago |
     | the share of an all-reduce | one other did, and this one has been open for LONE_CLOSE_FRACTION of a step |
     | the share of an inner step | one other did |
+    | the share, synchronous | the others have taken the step |
     """
     view, tokens = situation.view, situation.view.counts.tokens
     must_follow = situation.reached > situation.step and not situation.is_inner_step
@@ -285,7 +290,7 @@ def step_instructions(
     target = settings.target_tokens
     alone = not replicas
     if settings.synchronous or alone:
-        return StepInstructions(target, True, step, tokens_to_go(live, step, target), alone)
+        return StepInstructions(target, True, step, missing_tokens(live, step, target), alone)
     if is_inner:
         return StepInstructions(target, True, step, quota or target)
     return StepInstructions(target, True, step, quota, closes_share=quota > 0 and by_device)

@@ -51,7 +51,10 @@ class FragmentSyncs:
         division_of: Callable[[int], FragmentDivision],
         report: events.Report,
     ) -> None:
-        """every: optimizer steps from one sync to the next. division_of: those of which a sync averages one."""
+        """every: optimizer steps from one sync to the next.
+
+        division_of: returns the division into fragments that a sync uses; the sync averages one of them.
+        """
         self._stage = stage
         self._every = every
         self._worker = worker
@@ -81,8 +84,8 @@ class FragmentSyncs:
             return None
         count = self._division_of(number).count
         # Never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
-        is_of_running = all(self._division_of(running).count == count for running in self._running)
-        return number if is_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
+        has_division_of_running = all(self._division_of(running).count == count for running in self._running)
+        return number if has_division_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
 
     def begin(self, number: int, step: int) -> None:
         """Starts sync `number` as a background task. step: taken here by now, which shows how late the sync begins."""

@@ -28,8 +28,9 @@ from agora.replica.view import (
     suspected_replicas,
 )
 
-INTERVAL_S: Final = 0.25  # seconds between two calls of StepGossip.tick in asynchronous runs
-# Seconds between two calls of StepGossip.tick in synchronous runs, where every replica waits for the step.
+# Most seconds between two ticks of StepGossip in asynchronous runs; a closed share and a step tick at once.
+INTERVAL_S: Final = 0.25
+# The same in synchronous runs, where every replica waits for the step.
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
 # Seconds after which a replica reports again although nothing has changed, so that it does not count as silent.
 HEARTBEAT_S: Final = 1.5

@@ -127,18 +127,19 @@ class RoundRules:
         stage, is_gradient = self._stage, shard.kind == "gradient"
         every, fragments = self._averaging.every, shard.fragments
         if is_gradient != (fragments == ALL_REDUCE):
-            return 0, ProtocolError("bad-message", f"no {shard.kind} of {fragments} fragments is averaged in {stage}")
+            return 0, ProtocolError("bad-message", f"Stage {stage} averages no {shard.kind} of {fragments} fragments.")
         averaged_step = shard.round if is_gradient else shard.round * every - 1
         if self._worker.progress_of(stage).sync_schedule.fragments_at(averaged_step) != fragments:
-            problem = f"stage {stage} averages no {shard.kind} {shard.round} here"
             # Where sync schedules change, an honest member may not know of the change yet.
-            return 0, Refused(problem) if self._change_rule.may_change else ProtocolError("bad-message", problem)
+            if self._change_rule.may_change:
+                return 0, Refused(f"stage {stage} averages no {shard.kind} {shard.round} here")
+            return 0, ProtocolError("bad-message", f"Stage {stage} averages no {shard.kind} {shard.round} here.")
         numel = self._worker.layout(stage).numel
         if not is_gradient:
             numel = self.division_of(shard.round).numel_of(shard.round)
         cuts = cut_into_shards(numel)
         if shard.position >= len(cuts):
-            problem = f"round {shard.round} has {len(cuts)} shards, not {shard.position + 1}"
+            problem = f"Round {shard.round} has {len(cuts)} shards, not {shard.position + 1}."
             return 0, ProtocolError("bad-message", problem)
         step = self._worker.step_of(stage)
         own_number = step if is_gradient else step // every

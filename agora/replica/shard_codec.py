@@ -25,7 +25,7 @@ from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.packing import pack as pack_message
-from agora_protocol.parts import part_elements, slice_count
+from agora_protocol.parts import fragment_count, shard_elements
 from agora_protocol.tensors import WireTensor
 from numpy.typing import NDArray
 from torch import Tensor
@@ -35,7 +35,7 @@ from agora.codec import decode_uncompressed, encode_uncompressed, is_all_finite
 from agora.codec.bit_packing import pack, unpack
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE
-from agora.replica.trust import MAX_RATIO, MAX_RATIO_EXACT, MagnitudeBound, fair_size
+from agora.replica.trust import MAX_RATIO, MAX_RATIO_SYNCHRONOUS, MagnitudeBound, fair_size
 
 # Bits of an element, by the name of each format that is sent with error feedback.
 NORMAL_BITS: Final[Mapping[str, int]] = {"normal2": 2, "normal3": 3, "normal4": 4}
@@ -60,7 +60,9 @@ Aggregation = Literal["mean", "clip"]
 RoundKind = Literal["gradient", "fragment"]  # what a round averages: all gradients, or the differences of one fragment
 MEAN_TAG: Final = b"agora mean 1\0"  # what a reducer's signature begins with
 WIRE_KINDS: Final[Mapping[RoundKind, str]] = {"gradient": "gradient", "fragment": "slice"}
-CLIP_ROUNDS: Final = 3  # enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021
+CLIP_ITERATIONS: Final = (
+    3  # enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021
+)
 MIN_NORM, MAX_NORM = 1e-15, 1e15  # outside of these a norm is computed again in float64
 # A contribution may be this many times as long as the lower median of all; a longer one is shortened to that.
 MAX_TIMES_LONGER: Final = 2.0
@@ -128,8 +130,8 @@ class Region(NamedTuple):
 
 
 def cut_into_shards(numel: int) -> list[slice]:
-    """Returns the shards of a vector of `numel` elements, in order, each of part_elements; the last may be shorter."""
-    size = part_elements(numel)
+    """Returns the shards of a vector of `numel` elements, in order, each of shard_elements; the last may be shorter."""
+    size = shard_elements(numel)
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
@@ -157,7 +159,7 @@ class RoundConfig:
         live = live or LiveManifest(signed.manifest)
         averaging = signed.manifest.averaging
         # A pass over all fragments is the longest time from one contribution of a weight to the next.
-        pass_steps = averaging.every * slice_count(averaging.fraction)
+        pass_steps = averaging.every * fragment_count(averaging.fraction)
         synchronous = signed.manifest.schedule.kind == "synchronous"
         return cls(
             me,
@@ -258,7 +260,7 @@ class ShardCodec:
         self._residuals: dict[Region, Tensor] = {}
         self._late_gradients: dict[Region, WeightedValues] = {}
         self._mean_residuals: dict[Region, Tensor] = {}
-        bound = MagnitudeBound(max_ratio=MAX_RATIO_EXACT if config.synchronous else MAX_RATIO)
+        bound = MagnitudeBound(max_ratio=MAX_RATIO_SYNCHRONOUS if config.synchronous else MAX_RATIO)
         self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(lambda: bound)
 
     # --- formats
@@ -283,7 +285,9 @@ class ShardCodec:
 
     # --- as a member
 
-    def contribution(self, shard: Shard, values: Tensor, weight: float, wire: WireName | None = None) -> Contribution:
+    def make_contribution(
+        self, shard: Shard, values: Tensor, weight: float, wire: WireName | None = None
+    ) -> Contribution:
         """Returns `values`, float32 [n], over `weight` tokens, with the region's late gradient and residual.
 
         Changes nothing; see record_outcome. wire: another format than format_of.
@@ -324,7 +328,7 @@ class ShardCodec:
         encoded = EncodedShard(cast("WireName", message.wire), tensors)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
 
-    def statement(self, shard: Shard, mean: ShardMean) -> bytes:
+    def signed_bytes(self, shard: Shard, mean: ShardMean) -> bytes:
         """Returns what the reducer of a mean signs: all that its members take from it, see SPEC.md, section 12."""
         digest = hashlib.sha256()
         for tensor in mean.encoded.tensors if mean.encoded else ():
@@ -346,7 +350,7 @@ class ShardCodec:
     def is_signed(self, shard: Shard, mean: ShardMean) -> bool:
         """Returns whether the reducer that the mean names has signed it for this shard."""
         message = mean.message
-        return verify(PeerId(message.reducer), self.statement(shard, mean), message.signature)
+        return verify(PeerId(message.reducer), self.signed_bytes(shard, mean), message.signature)
 
     def check_signature(self, shard: Shard, mean: ShardMean, reducers: Collection[PeerId | None]) -> None:
         """Raises PeerFailed unless one of these reducers of the shard has signed the mean."""
@@ -372,7 +376,7 @@ class ShardCodec:
 
     # --- as a reducer
 
-    def mean(
+    def average(
         self, shard: Shard, values: Sequence[Tensor], weights: Sequence[float], center: Tensor | None
     ) -> ShardMean | None:
         """Averages the contributions `values`, float32 [n] each, over `weights` tokens; encodes and decodes the mean.
@@ -396,7 +400,7 @@ class ShardCodec:
             self._mean_residuals[shard.region] = compensated - decoded
         return ShardMean(decoded, replace(mean.message, wire=wire), encoded)
 
-    def zero_mean(self, shard: Shard, numel: int) -> ShardMean:
+    def make_zero_mean(self, shard: Shard, numel: int) -> ShardMean:
         """Returns a mean of zeros, float32 [numel], without contributors: for a shard whose mean no replica keeps."""
         encoded = self.encode(shard, torch.zeros(numel), self.format_of(shard))
         message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=encoded.wire)
@@ -433,7 +437,7 @@ def aggregate(
         return None
     values = [value for value, _ in weighted]
     tokens = [weight for _, weight in weighted]
-    values = shorten(values, tokens, MAX_RATIO_EXACT if exact else MAX_TIMES_LONGER, usual_length)
+    values = shorten(values, tokens, MAX_RATIO_SYNCHRONOUS if exact else MAX_TIMES_LONGER, usual_length)
     limited = tokens if exact else cap_weights(tokens)
     fractions = [weight / sum(limited) for weight in limited]
     mean = _mean(values, fractions) if aggregation == "mean" else _clip(values, fractions, center)
@@ -499,11 +503,11 @@ def _mean(values: Sequence[Tensor], fractions: Sequence[float]) -> Tensor:
 
 
 def _clip(values: Sequence[Tensor], fractions: Sequence[float], center: Tensor | None) -> Tensor:
-    # CLIP_ROUNDS times v += sum of fraction * (x - v) * min(1, tau / |x - v|), from `center` or the lower median of
+    # CLIP_ITERATIONS times v += sum of fraction * (x - v) * min(1, tau / |x - v|), from `center` or the lower median of
     # each coordinate. tau is the lower median of the |x - v| that are not 0: so half of the contributors cannot choose
     # it.
     clipped = (torch.stack(list(values)).median(dim=0).values if center is None else center).clone()
-    for _ in range(CLIP_ROUNDS):
+    for _ in range(CLIP_ITERATIONS):
         distances = [_norm(value - clipped) for value in values]
         nonzero = [distance for distance in distances if distance > 0]
         if not nonzero:
@@ -569,19 +573,19 @@ class NumberFormat:
             return dequantise(list(tensors), numel, NORMAL_BITS[self.name])
         if self.name != "int8":
             if len(tensors) != 1:
-                raise ProtocolError("bad-tensor", f"a shard is one tensor, not {len(tensors)}")
+                raise ProtocolError("bad-tensor", f"A shard is one tensor, not {len(tensors)}.")
             values = decode_uncompressed(tensors[0], self.name, shape=(numel,))
             if not is_all_finite(values):
-                raise ProtocolError("bad-tensor", "a shard holds values that are not finite")
+                raise ProtocolError("bad-tensor", "A shard holds values that are not finite.")
             return values
         if len(tensors) != 2:
-            raise ProtocolError("bad-tensor", "an int8 shard comes with its exponents")
+            raise ProtocolError("bad-tensor", "An int8 shard comes with its exponents.")
         levels = torch.from_numpy(_from_int8(tensors[0], numel).astype(np.float32))
         if dither is not None:
             levels.sub_(dither_fractions(dither, numel))
         exponents = _from_int8(tensors[1], -(-numel // QUANTISER_BLOCK))
         if exponents.min(initial=0) < MIN_EXPONENT or exponents.max(initial=0) > MAX_EXPONENT:
-            raise ProtocolError("bad-tensor", f"an exponent is not from {MIN_EXPONENT} to {MAX_EXPONENT}")
+            raise ProtocolError("bad-tensor", f"An exponent is not from {MIN_EXPONENT} to {MAX_EXPONENT}.")
         return _block_rows(levels).mul_(_powers_of_two(exponents.astype(np.int32))).view(-1)[:numel]
 
 
@@ -596,7 +600,7 @@ def _powers_of_two(exponents: NDArray[np.int32]) -> Tensor:
 
 def _from_int8(wire: WireTensor, numel: int) -> NDArray[np.int8]:
     if wire.dtype != "int8" or wire.shape != (numel,):
-        raise ProtocolError("bad-tensor", f"a shard's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},)")
+        raise ProtocolError("bad-tensor", f"A shard's tensor is {wire.dtype} {wire.shape}, not int8 ({numel},).")
     return np.frombuffer(wire.data, np.int8)
 
 
@@ -638,11 +642,11 @@ def dequantise(tensors: list[WireTensor], numel: int, bits: int) -> Tensor:
     blocks = -(-numel // QUANTISER_BLOCK)
     shapes = [(1 + blocks,), (packed_bytes(numel, bits),)]
     if [(tensor.dtype, tensor.shape) for tensor in tensors] != [("uint8", shape) for shape in shapes]:
-        raise ProtocolError("bad-tensor", f"a shard in {bits} bits is two uint8 tensors, {shapes[0]} and {shapes[1]}")
+        raise ProtocolError("bad-tensor", f"A shard in {bits} bits is two uint8 tensors, {shapes[0]} and {shapes[1]}.")
     header = np.frombuffer(tensors[0].data, np.uint8)
     exponent = int(header[:1].view(np.int8)[0])
     if abs(exponent) > MAX_SCALE_EXPONENT:
-        raise ProtocolError("bad-tensor", f"an exponent is not from {-MAX_SCALE_EXPONENT} to {MAX_SCALE_EXPONENT}")
+        raise ProtocolError("bad-tensor", f"An exponent is not from {-MAX_SCALE_EXPONENT} to {MAX_SCALE_EXPONENT}.")
     packed = torch.from_numpy(np.frombuffer(tensors[1].data, np.uint8).copy())
     levels = np.take(_levels(bits), unpack(packed, numel, bits).numpy())
     rows = pad(torch.from_numpy(levels), (0, blocks * QUANTISER_BLOCK - numel)).view(blocks, QUANTISER_BLOCK)

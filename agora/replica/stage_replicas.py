@@ -16,7 +16,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Contribute, GossipSteps, Recall
-from agora_protocol.parts import slice_count
+from agora_protocol.parts import fragment_count
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import PeerCaller, Reply
@@ -142,7 +142,7 @@ class StageReplicas:
         self._fragment_syncs = FragmentSyncs(
             stage,
             self._averaging.every,
-            slice_count(self._averaging.fraction),
+            fragment_count(self._averaging.fraction),
             worker,
             self.all_reduce,
             self.round_rules.division_of,

@@ -63,7 +63,7 @@ class StageWorker(Protocol):
         the stage is not behind or has a closed share.
         """
 
-    async def take_gradient_share(self, stage: int) -> GradientShare:
+    async def close_share(self, stage: int) -> GradientShare:
         """Returns this replica's gradient and tokens of the next step, to be averaged; closes the share."""
 
     async def step_with_gradient(

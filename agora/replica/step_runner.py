@@ -19,7 +19,7 @@ from agora.replica.stage_worker import StageWorker
 from agora.train.gradients import GradientShare
 
 FETCH_AGAIN_S: Final = 1.0  # seconds of pause after a failed fetch of a state
-# Failed fetches of a state after which, if no replica has taken the step, the peer with the least id takes it.
+# After this many failed fetches of a state the member with the least id takes the step itself.
 FETCH_TRIES: Final = 3
 
 
@@ -70,7 +70,7 @@ class StepRunner:
     async def step_together(self, step: int) -> None:
         """Takes step `step` along the mean gradient of all replicas; for a mean that nobody has, see the class."""
         stage = self._stage
-        share = await self._worker.take_gradient_share(stage)
+        share = await self._worker.close_share(stage)
         if share.step != step:
             return
         result = await self._all_reduce.run(stage, "gradient", step, share.values, float(share.tokens))
@@ -104,7 +104,7 @@ class StepRunner:
         for index in failed:
             shard, cut = shard_0._replace(position=index), cuts[index]
             if not result.averaged[index]:  # nobody keeps one: it is 0 for everybody, also for others that ask later
-                zero_mean = codec.zero_mean(shard, len(share.values[cut]))
+                zero_mean = codec.make_zero_mean(shard, len(share.values[cut]))
                 self._all_reduce.keep_mean(shard, zero_mean)
                 result.mean[cut] = zero_mean.values
             if not result.mean[cut].any():

@@ -13,7 +13,7 @@ from agora_protocol.limits import QUANTISER_BLOCK
 from agora.core.step_schedule import ALL_REDUCE, MIN_FRAGMENTS
 
 NEEDED_BYTES: Final = 2 / 8 + 1 / 64  # bytes of a value in the fewest bits: normal2
-# Replicas with less than this share of all tokens per second may have slower uplinks than the mode needs.
+# Replicas with less than this share of all tokens per second may have slower uplinks than that kind of step needs.
 MAX_SLOW_FRACTION: Final = 0.25
 # Uplinks are fast enough to return to all-reduces if they carry this many times the bytes of gradients.
 RETURN_FACTOR: Final = 1.5

@@ -1,4 +1,4 @@
-"""What is not believed of other replicas: sizes of means, numbers of steps, histories. Pure."""
+"""How far a replica believes the others: their rates, tokens, weights, sizes of means, steps and histories. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RATIO: Final = 4.0
 # As much in synchronous runs, where a rejected mean costs a step and a mean of honest gradients cannot be shortened.
 # Honest gradients are 4 times as large as before in one step of a thousand, most often in the first ones; a gradient is
 # clipped before its step (`optimizer.clip`): one that is 32 times as large moves the weights no further.
-MAX_RATIO_EXACT: Final = 32.0
+MAX_RATIO_SYNCHRONOUS: Final = 32.0
 FIRST_RATIO: Final = 8.0  # as much before the first mean is known: few values of one replica say little
 # The average of earlier means counts up to this many times the average of the peer's own values: what others sent is
 # not believed because they have sent as much before.
@@ -234,7 +234,7 @@ class MagnitudeBound:
     """Bounds the magnitude of a region's next mean by the region's earlier means and this peer's own values.
 
     average, own_average: moving averages of the accepted means' magnitudes (root mean squares) and of this peer's own
-    in the rounds in which it had any; None before the first. max_ratio: MAX_RATIO, or MAX_RATIO_EXACT.
+    in the rounds in which it had any; None before the first. max_ratio: MAX_RATIO, or MAX_RATIO_SYNCHRONOUS.
     """
 
     average: float | None = None

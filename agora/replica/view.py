@@ -194,7 +194,9 @@ class StageView:
     """What this peer knows of one of its stages at one moment; all that `decide` sees."""
 
     counts: ReplicaCounts  # how far this replica is
-    known: KnownReplicas = field(default_factory=dict)  # the progress that the other replicas reported
+    known: KnownReplicas = field(
+        default_factory=dict
+    )  # what the other replicas reported; zeros of one to which only a call has failed
     listed: Collection[PeerId] = ()  # the other replicas that this peer's view of the run names
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
     # Which of the stage's steps are inner steps; all others are all-reduces.
@@ -304,7 +306,7 @@ def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set
 def may_sign(step: int, start_step: int) -> bool:
     """Returns whether a replica that began with a state of `start_step` steps may sign means of a round of `step`.
 
-    It may not where it can have signed another one before a restart.
+    It must not if it may have signed a different mean of that round before it restarted.
     """
     # By the round's number, as its members choose reducers, and not by the step that the replica is at by now.
     return start_step <= max(step - NEWCOMER_STEPS, 0)
@@ -375,7 +377,7 @@ def closing_times(others: KnownReplicas, step: int) -> list[float]:
     return sorted(report.open_since for report in reports if report.open_step in ahead)
 
 
-def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
+def missing_tokens(others: KnownReplicas, step: int, target: int) -> int:
     """Returns how many tokens this replica must count for `step`: `target` less those of `others`, but at least 1.
 
     See count_tokens.
@@ -383,7 +385,7 @@ def tokens_to_go(others: KnownReplicas, step: int, target: int) -> int:
     return max(1, target - count_tokens(others, step))
 
 
-def step_to_catch_up_to(others: KnownReplicas, reachable: int, step: int, own_tokens: int, target: int) -> int:
+def reached_step(others: KnownReplicas, reachable: int, step: int, own_tokens: int, target: int) -> int:
     """Returns the step that the other replicas have reached, or this replica's own, `step`, when it is not behind.
 
     others: the live replicas; their steps count as each reported of itself.

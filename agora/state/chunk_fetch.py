@@ -35,15 +35,15 @@ MAX_PAUSE_S: Final = 10.0  # the longest pause that a Busy source can ask for
 SLOW_S: Final = 5.0  # a source without an answer for this long, and for four median chunk times, counts as slow
 TICK_S: Final = 0.05  # seconds between two checks for slow sources while nothing arrives
 
-Index = TypeVar("Index")  # what a source can give
+Offered = TypeVar("Offered")  # what a source can give
 
 
 @dataclass(slots=True, eq=False)
-class Source(Generic[Index]):
+class Source(Generic[Offered]):
     """A peer that chunks are fetched from, and what its calls have shown. Times are loop times."""
 
     peer: PeerId
-    index: Index | None = None  # None before the first answer, and when the source is to be asked again
+    offer: Offered | None = None  # None before the first answer, and when the source is to be asked again
     given_up: bool = False  # it is not asked again; last_error has the reason
     # chunk, None for the index -> task of the open call, and when it began
     calls: dict[int | None, tuple[asyncio.Task[None], float]] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class Source(Generic[Index]):
         """Asks the source for nothing any more and cancels its open calls; chunks that it gave stay."""
         self.given_up = True
         self.last_error = reason
-        self.index = None
+        self.offer = None
         for task, _ in self.calls.values():
             task.cancel()
 
 
-class ChunkFetch(Generic[Index]):
+class ChunkFetch(Generic[Offered]):
     """The sources of one transfer and their open calls: starts calls, awaits them, keeps the schedule up to date.
 
     sources: by peer, the best first.
@@ -98,10 +98,10 @@ class ChunkFetch(Generic[Index]):
 
     def __init__(
         self,
-        ask_index: Callable[[Source[Index]], Coroutine[None, None, None]],
-        fetch_chunk: Callable[[Source[Index], Index, int], Coroutine[None, None, None]],
-        can_give: Callable[[Index, int], bool] = lambda index, chunk: True,
-        is_usable: Callable[[Index], bool] = lambda index: True,
+        ask_index: Callable[[Source[Offered]], Coroutine[None, None, None]],
+        fetch_chunk: Callable[[Source[Offered], Offered, int], Coroutine[None, None, None]],
+        can_give: Callable[[Offered, int], bool] = lambda index, chunk: True,
+        is_usable: Callable[[Offered], bool] = lambda index: True,
     ) -> None:
         """ask_index, fetch_chunk: each call of them runs as a task of its own.
 
@@ -110,7 +110,7 @@ class ChunkFetch(Generic[Index]):
         is_usable: whether chunks of a source with this index are wanted at all.
         """
         self.schedule = ChunkSchedule(0)
-        self.sources: dict[PeerId, Source[Index]] = {}
+        self.sources: dict[PeerId, Source[Offered]] = {}
         self._ask_index = ask_index
         self._fetch_chunk = fetch_chunk
         self._can_give = can_give
@@ -121,7 +121,7 @@ class ChunkFetch(Generic[Index]):
         return [task for source in self.sources.values() for task, _ in source.calls.values()]
 
     @property
-    def usable_sources(self) -> list[Source[Index]]:
+    def usable_sources(self) -> list[Source[Offered]]:
         return [source for source in self.sources.values() if not source.given_up]
 
     def begin(self, peers: Iterable[PeerId]) -> None:
@@ -145,14 +145,14 @@ class ChunkFetch(Generic[Index]):
         """Asks sources for their indexes, until SOURCES of them give chunks or answer, slow ones not counted."""
         usable = self.usable_sources
         # A source that hangs or failed does not hold one of the SOURCES places: another is asked beside it.
-        engaged = [s for s in usable if None in s.calls or (s.index is not None and not s.failures)]
+        engaged = [s for s in usable if None in s.calls or (s.offer is not None and not s.failures)]
         not_slow = sum(1 for source in engaged if not self._is_slow(source, now))
-        idle = [s for s in usable if s.index is None and None not in s.calls and now >= s.not_before]
+        idle = [s for s in usable if s.offer is None and None not in s.calls and now >= s.not_before]
         for source in idle[: max(SOURCES - not_slow, 0)]:
             source.calls[None] = (asyncio.create_task(self._ask_index(source)), now)
 
-    def _is_slow(self, source: Source[Index], now: float) -> bool:
-        timeout_s = SLOW_S if source.index is None else max(SLOW_S, 4 * self.schedule.median_s())
+    def _is_slow(self, source: Source[Offered], now: float) -> bool:
+        timeout_s = SLOW_S if source.offer is None else max(SLOW_S, 4 * self.schedule.median_s())
         return source.is_slow(now, timeout_s)
 
     def ask_for_chunks(self, now: float) -> None:
@@ -161,13 +161,13 @@ class ChunkFetch(Generic[Index]):
         while free:  # one chunk each in turn, so that all sources have work
             free = [source for source in free if self._start_chunk(source, now)]
 
-    def _start_chunk(self, source: Source[Index], now: float) -> bool:
-        index = source.index
-        if index is None or len(source.calls) >= source.window or not self._is_usable(index):
+    def _start_chunk(self, source: Source[Offered], now: float) -> bool:
+        offer = source.offer
+        if offer is None or len(source.calls) >= source.window or not self._is_usable(offer):
             return False
-        if (chunk := self.schedule.take(source.peer, now, lambda chunk: self._can_give(index, chunk))) is None:
+        if (chunk := self.schedule.take(source.peer, now, lambda chunk: self._can_give(offer, chunk))) is None:
             return False
-        source.calls[chunk] = (asyncio.create_task(self._fetch_chunk(source, index, chunk)), now)
+        source.calls[chunk] = (asyncio.create_task(self._fetch_chunk(source, offer, chunk)), now)
         return True
 
     # --- awaiting calls
@@ -183,7 +183,7 @@ class ChunkFetch(Generic[Index]):
             await asyncio.sleep(timeout_s)
         self._remove_ended_calls()
 
-    def record_arrival(self, source: Source[Index], chunk: int) -> None:
+    def record_arrival(self, source: Source[Offered], chunk: int) -> None:
         """Records that the source gave the chunk, and cancels the calls by which others were asked for it as well."""
         for peer in self.schedule.record_arrival(chunk, source.peer, loop_time()):
             self.sources[peer].calls[chunk][0].cancel()

@@ -74,7 +74,7 @@ class StageCollector:
         `close` was called. After a failure the last collection is still there.
         """
         if self._closed:
-            raise LocalError("this daemon is leaving; ask another one of the run")
+            raise LocalError("This daemon is leaving; ask another one of the run.")
         if self._task is not None:
             raise Busy("the stages are being collected for somebody else; ask again when that is done", RETRY_MS)
         self._task = asyncio.create_task(self._collect(average), name="collect")
@@ -82,7 +82,7 @@ class StageCollector:
             return await self._task
         except asyncio.CancelledError:
             if self._closed:
-                raise LocalError("this daemon is leaving, and has not collected all stages; ask another one") from None
+                raise LocalError("This daemon is leaving, and has not collected all stages; ask another one.") from None
             raise
         finally:
             self._task = None

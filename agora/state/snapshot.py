@@ -62,7 +62,7 @@ class _Snapshot:
 
 
 class SnapshotServer:
-    """Answers GetState and GetChunk: copies a stage when asked, and gives one copy, a snapshot, to several peers."""
+    """Answers GetState, GetChunk and GetSketches: copies a stage when asked, and gives one copy to several peers."""
 
     def __init__(
         self,

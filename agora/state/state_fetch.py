@@ -138,7 +138,7 @@ class StateFetch:
         """
         self._peer_caller = peer_caller
         self._stage = stage
-        self._exact_layout = layout
+        self._all_reduce_layout = layout
         self._report_violation = report_violation
         self._change_rule = change_rule
         self._highest_plausible_step = highest_plausible_step
@@ -200,7 +200,7 @@ class StateFetch:
 
     def _choose_mixing_key(self, now: float) -> None:
         sources = self._chunks.sources.values()
-        offers = [source.index for source in sources if source.index]
+        offers = [source.offer for source in sources if source.offer]
         others_pending = any(None in source.calls for source in sources)
         if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
             return
@@ -222,17 +222,17 @@ class StateFetch:
         self._partial.drop_unless(lambda index: mixing_key(index) == chosen.mixing_key)
         chosen_steps = chosen.index.agreed, chosen.index.step
         for source in sources:
-            if source.index and not self._has_chosen_key(source.index):
-                index = source.index.index
+            if source.offer and not self._has_chosen_key(source.offer):
+                index = source.offer.index
                 if (index.agreed, index.step) < chosen_steps:
-                    source.index = None
+                    source.offer = None
                     source.not_before = now + PAUSE_S
 
     def _reconsider_mixing_key(self, now: float) -> None:
         if self._chosen is None:
             return
         sources = self._chunks.sources.values()
-        fetched_from = [source for source in sources if source.index and self._has_chosen_key(source.index)]
+        fetched_from = [source for source in sources if source.offer and self._has_chosen_key(source.offer)]
         others = [source for source in sources if source not in fetched_from and not source.given_up]
         if others and now > self._last_arrival + STALL_S:
             for source in fetched_from:
@@ -241,7 +241,7 @@ class StateFetch:
         if others and not fetched_from:
             self._chosen = self._first_offer_at = None
             for source in others:
-                source.index = None  # so that it is asked for another: this one may be minutes old
+                source.offer = None  # so that it is asked for another: this one may be minutes old
 
     def _has_chosen_key(self, offer: Offer) -> bool:
         if self._chosen is None or offer.layout.nbytes != self._partial.layout.nbytes:
@@ -255,7 +255,7 @@ class StateFetch:
         deadline = min(self._deadline, loop_time() + INDEX_S)
         try:
             reply = await call_until(self._peer_caller, source.peer, partial(GetState, self._stage, at_least), deadline)
-            offer = check_offer(reply, self._exact_layout, self._change_rule)
+            offer = check_offer(reply, self._all_reduce_layout, self._change_rule)
         except AgoraError as error:
             self._handle_failure(source, error, None)
             return
@@ -265,7 +265,7 @@ class StateFetch:
         elif step < self._lowest_step:
             source.give_up(f"is at step {step}; the lowest step that is used is {self._lowest_step}")
         else:
-            source.index = offer
+            source.offer = offer
             self._first_offer_at = self._first_offer_at or loop_time()
 
     async def _fetch_chunk(self, source: Source[Offer], offer: Offer, chunk: int) -> None:
@@ -291,7 +291,7 @@ class StateFetch:
     # --- comparing
 
     def _believe_hashes(self) -> None:
-        offers = [source.index for source in self._chunks.sources.values() if source.index]
+        offers = [source.offer for source in self._chunks.sources.values() if source.offer]
         offers = [offer for offer in offers if self._has_chosen_key(offer)]
         self._believed = believed_hashes([offer.hashes for offer in offers], self._partial.layout.chunk_count)
 
@@ -321,7 +321,7 @@ class StateFetch:
         until = min(self._deadline, loop_time() + INDEX_S)
         while (now := loop_time()) < until:
             usable = self._chunks.usable_sources
-            if sum(1 for source in usable if source.index) > VOTES or all(source.index for source in usable):
+            if sum(1 for source in usable if source.offer) > VOTES or all(source.offer for source in usable):
                 return
             self._chunks.ask_for_indexes(now)
             await self._chunks.wait(TICK_S)
@@ -349,7 +349,7 @@ class StateFetch:
         givers = {self._partial.arrived[chunk].peer for chunk in chunks}
         for _ in range(2):  # the second time because a snapshot that nobody fetched from is not kept for long
             sources = [source for source in self._chunks.usable_sources if givers != {source.peer}]
-            offers = [(source, source.index) for source in sources if source.index]
+            offers = [(source, source.offer) for source in sources if source.offer]
             offers = [(source, offer) for source, offer in offers if offer.layout.nbytes == self._partial.layout.nbytes]
             offers = sorted(offers, key=lambda pair: not self._has_chosen_key(pair[1]))[:WITNESSES]
             seed = secrets.token_bytes(SALT_BYTES)  # only now: offers that were made with it in mind could not be told
@@ -388,7 +388,7 @@ class StateFetch:
         arrived = self._partial.arrived
         believed = [chunk for chunk in arrived if arrived[chunk].digest == self._believed[chunk]]
         for source in list(self._chunks.usable_sources):
-            offer = source.index
+            offer = source.offer
             if offer is None or offer.layout.nbytes != self._partial.layout.nbytes or offer.is_inner_step:
                 continue
             is_chosen = self._has_chosen_key(offer)
@@ -436,8 +436,8 @@ class StateFetch:
             source.give_up(str(error))
             return
         source.record_failure(error, loop_time())
-        if is_refusal and offer is source.index:
-            source.index = None  # after any other failure the source may still keep the snapshot
+        if is_refusal and offer is source.offer:
+            source.offer = None  # after any other failure the source may still keep the snapshot
         if source.failures >= FAILURES:
             source.give_up(source.last_error)
 

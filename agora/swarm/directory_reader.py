@@ -73,14 +73,14 @@ class DirectoryReader:
         *,
         rng: random.Random,
         unix: Callable[[], float] = time.time,
-        was_unreachable: Callable[[PeerId], bool] = lambda peer: False,
+        was_dialled: Callable[[PeerId], bool] = lambda peer: False,
         on_own: Callable[[Record], None] = lambda record: None,
     ) -> None:
         """unix: the wall clock, by which peers of one stage agree on what they read.
 
-        was_unreachable: whether a peer was dialled and did not answer; its claim is left out of the estimates.
+        was_dialled: whether a peer was dialled and did not answer; its claim is left out of the estimates.
         """
-        self._was_unreachable = was_unreachable
+        self._was_dialled = was_dialled
         self._on_own = on_own
         self._store = store
         self._run = run
@@ -121,7 +121,7 @@ class DirectoryReader:
         self._readings = {}
 
     def _hashes(self, claims: Sequence[Record]) -> set[int]:
-        return {shard_hash(self._run, claim.peer) for claim in claims if not self._was_unreachable(claim.peer)}
+        return {shard_hash(self._run, claim.peer) for claim in claims if not self._was_dialled(claim.peer)}
 
     async def _read(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
         try:

@@ -36,8 +36,8 @@ class KeyInUse(LocalError):
 
 def key_in_use_text(me: PeerId, where: str) -> str:
     return (
-        f"the key of this data directory ({me}) is used by another daemon, {where}: the directory was copied. "
-        "Remove identity.key here, and this machine gets a key of its own at the next start; or stop the other daemon"
+        f"The key of this data directory ({me}) is used by another daemon, {where}: the directory was copied. "
+        "Remove identity.key here, and this machine gets a key of its own at the next start; or stop the other daemon."
     )
 
 

@@ -39,7 +39,8 @@ VERIFY_ALL_S = 15.0
 MANY_UNREACHABLE = 16
 # Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged.
 SETTLE_S = 1.0
-# Seconds that a record outlives its peer in the directory; a killed peer leaves all views after this + `linger_s`.
+# Seconds that a record outlives its peer in the directory; a killed peer leaves the views of peers without a
+# connection to it after this + `linger_s`.
 LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_S = 6.0
@@ -118,7 +119,7 @@ class Membership:
             report,
             rng=self._rng,
             unix=unix,
-            was_unreachable=self._handshakes.was_dialled,
+            was_dialled=self._handshakes.was_dialled,
             on_own=self._judge_own_record,
         )
         self.key_use = KeyUse(self._me, config.incarnation, config.addresses, loop_time())

@@ -49,7 +49,7 @@ class MachineCapacity:
 
     # Microbatches per second for one stage of mean work; 0 for unknown: then the median of other peers counts.
     speed: float
-    bandwidth: float  # bytes per second, the lesser of up and down; 0 for unknown: then it bounds nothing
+    bandwidth: float  # bytes per second of the uplink; 0 for unknown: then it bounds nothing
     # For each stage of the run, how many consecutive stages, from this one on, fit into memory; 0 for none.
     max_span_lengths: tuple[int, ...]
 

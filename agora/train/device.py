@@ -84,7 +84,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True)
 class JobTimes:
-    """The least seconds of jobs, by which a small model that is soon computed stands for a large one on an accelerator.
+    """The least seconds of jobs, so that a small, fast model can imitate the timing of a large one on an accelerator.
 
     forward_s: of one stage's forward pass. A backward pass takes twice as much, as it has twice the operations. A step
     takes a quarter: the optimizer of a large model takes 1 to 3 % of a step's passes.
@@ -181,7 +181,7 @@ class DeviceQueue:
         queue = self._queues[priority]
         with self._condition:
             if self._closing or not self._thread.is_alive():
-                raise DeviceError("the device thread has ended; start the daemon again")
+                raise DeviceError("The device thread has ended; start the daemon again.")
             if len(queue) >= self._limit:
                 raise Busy(f"{self._limit} {priority.name.lower()} jobs wait for the device; ask another peer")
             queue.append(job)
@@ -253,13 +253,13 @@ class DeviceQueue:
                 self.sample_idleness()
             await asyncio.sleep(0.0 if self._is_idle is not None else WATCH_S)
             if not self._thread.is_alive():
-                raise DeviceError("the device thread has ended; start the daemon again")
+                raise DeviceError("The device thread has ended; start the daemon again.")
             if self._failures >= MAX_FAILURES:
-                raise DeviceError(f"the device has failed {self._failures} times in a row; start the daemon again")
+                raise DeviceError(f"The device has failed {self._failures} times in a row; start the daemon again.")
 
     async def close(self, timeout_s: float = 5.0) -> bool:
         """Fails all queued and later jobs with DeviceError, and lets the running one end; returns whether it has."""
-        self._stop("the device queue is closed; this peer is leaving")
+        self._stop("The device queue is closed; this peer is leaving.")
         await asyncio.to_thread(self._thread.join, timeout_s)
         return not self._thread.is_alive()
 
@@ -269,7 +269,7 @@ class DeviceQueue:
                 self._perform(job)
                 del job  # its arguments and result must not live until the next job comes
         finally:
-            self._stop("the device thread has ended; start the daemon again")
+            self._stop("The device thread has ended; start the daemon again.")
 
     def _next_job(self) -> _DeviceJob | None:
         with self._condition:
@@ -287,7 +287,7 @@ class DeviceQueue:
             return queue.popleft()
 
     def _perform(self, job: _DeviceJob) -> None:
-        failure: Exception | None = DeviceError("the device thread was ended by this job; start the daemon again")
+        failure: Exception | None = DeviceError("The device thread was ended by this job; start the daemon again.")
         try:
             _, fault = self._attempt(partial(self._fault, "device.job"))
             result, failure = (None, fault) if fault else self._attempt(job.call, job.free_memory)
@@ -357,9 +357,9 @@ def _device_errors() -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise OutOfMemory("the device is out of memory; hold fewer stages or microbatches") from error
+            raise OutOfMemory("The device is out of memory; hold fewer stages or microbatches.") from error
         first_line = (str(error).splitlines() or [repr(error)])[0][:200]
-        raise DeviceError(f"the device failed ({first_line}); start the daemon again") from error
+        raise DeviceError(f"The device failed ({first_line}); start the daemon again.") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -408,15 +408,15 @@ def choose_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not re.fullmatch("cuda(:[0-9]+)?", name):
-        raise DeviceError(f"device {name!r} is not known; say auto, cpu, cuda or cuda:N")
+        raise DeviceError(f"Device {name!r} is not known; say auto, cpu, cuda or cuda:N.")
     if not torch.cuda.is_available():
         unseen = unused_gpus_remark() or "torch sees no CUDA device"
-        raise DeviceError(f"device {name!r} was asked for, but {unseen}; else say --device cpu")
+        raise DeviceError(f"Device {name!r} was asked for, but {unseen}; else say --device cpu.")
     number = int(name.removeprefix("cuda").lstrip(":") or 0)
     if number >= torch.cuda.device_count():
-        raise DeviceError(f"there is no {name!r}; torch sees {torch.cuda.device_count()} CUDA device(s)")
+        raise DeviceError(f"There is no {name!r}; torch sees {torch.cuda.device_count()} CUDA device(s).")
     if unsupported := why_cuda_device_unsupported(number):
-        raise DeviceError(f"device {name!r} cannot be used: {unsupported}")
+        raise DeviceError(f"Device {name!r} cannot be used: {unsupported}")
     return torch.device("cuda", number)
 
 

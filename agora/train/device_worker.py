@@ -284,7 +284,7 @@ class DeviceWorker:
             decoded = self._codec.decode_parts(parts, self._boundary_shape, "backward")
             if not received.is_finite:
                 raise self._refusal(
-                    key.microbatch, self.span.last, "the gradient received is not finite; send it again"
+                    key.microbatch, self.span.last, "The gradient received is not finite; send it again."
                 )
 
             def check_received(norm: float) -> None:
@@ -292,7 +292,7 @@ class DeviceWorker:
                 size, limit = norm / math.sqrt(max(1, decoded.numel())), self._gradient_norms.limit
                 if not self._gradient_norms.record_and_check(size):
                     found = f"a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
-                    raise self._refusal(key.microbatch, self.span.last, f"the gradient received has {found}")
+                    raise self._refusal(key.microbatch, self.span.last, f"The gradient received has {found}.")
 
             self._extend_job(key.entry_stage, forward=False, backward=True)
             entered = self.trainer.stashed.find(key).work
@@ -341,7 +341,7 @@ class DeviceWorker:
     def read_device(self) -> DeviceReading:
         return self._gauge.read()
 
-    def load(self) -> DeviceLoad:
+    def device_load(self) -> DeviceLoad:
         """Returns the seconds of the device thread's jobs, and of their waits in its queue, since `create`."""
         return self._queue.load()
 
@@ -362,7 +362,7 @@ class DeviceWorker:
     outer_gradient = _job_on_stage(Stage.outer_gradient)
     outer_step = _job_on_stage(Stage.outer_step)
     catch_up = _job_on_stage(Stage.catch_up)
-    take_gradient_share = _job_on_stage(Stage.take_gradient_share)
+    close_share = _job_on_stage(Stage.close_share)
     step_with_gradient = _job_on_stage(Stage.step_with_gradient)
     export_state = _job_on_stage(Stage.export_state)
 
@@ -399,7 +399,7 @@ class DeviceWorker:
     def _read(self, work: SpanWork, *, encodes_gradient: bool = False) -> _Received:
         if (work.boundary is None) != (work.entry_stage == 0):
             takes = "token ids only" if work.entry_stage == 0 else "a boundary"
-            raise ProtocolError("bad-tensor", f"stage {work.entry_stage} takes {takes}")
+            raise ProtocolError("bad-tensor", f"Stage {work.entry_stage} takes {takes}.")
         ids = decode_tokens(work.tokens, self._vocabulary, shape=self._tokens_shape)
         if work.boundary is None:
             return _Received(self.device, ids=ids)
@@ -439,7 +439,7 @@ class DeviceWorker:
         if work.boundary is not None:
             entry = self._codec.decode_parts(parts, self._boundary_shape, "forward")
             if not received.is_finite:
-                why = "the boundary received is not finite; send it again"
+                why = "The boundary received is not finite; send it again."
                 raise self._refusal(work.microbatch, work.entry_stage, why)
         decoded = DecodedWork(
             work.microbatch, work.entry_stage, entry, batch, work.purpose, work.references, work.content_digest
@@ -495,12 +495,15 @@ class HostWork:
         self._waiting: WeakSet[Future[Any]] = WeakSet()  # whose job has not ended
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Returns a function that gives what `work` returns or raises; it waits for it, or does it, each time."""
+        """Starts `work` on the host thread if it has room. Returns a function that waits for it and returns its result.
+
+        If it was not started, or failed, that function does `work` in the calling thread, each time it is called.
+        """
         if self._thread is None or len(self._waiting) >= MAX_AHEAD:
             return work
         future = self._thread.submit(work)
         self._waiting.add(future)
-        # Memory may have sufficed only now; and an error must not be that of another thread's frames.
+        # A failed work is done again here: memory may suffice by now, and the traceback must be of this thread.
         return lambda: work() if future.exception() else future.result()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest_sections import AveragingSection
-from agora_protocol.parts import part_elements
+from agora_protocol.parts import shard_elements
 from torch import Tensor
 
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY, Layout
@@ -66,16 +66,16 @@ class OuterOptimizer:
     ) -> OuterStep:
         """Returns the step of outer parameters and velocity in `blocks` along `mean`; changes nothing.
 
-        snapshot, mean: float32 [n]. has_mean: for each part of part_elements(n) elements, whether the round gave a
+        snapshot, mean: float32 [n]. has_mean: for each part of shard_elements(n) elements, whether the round gave a
         mean; where it did not, nothing changes. pass_steps: in which every fragment is synced once. Raises
         ProtocolError for a mean of another shape or dtype, and when the change of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError(
-                "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a slice of {len(blocks)} blocks"
+                "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a slice of {len(blocks)} blocks."
             )
         momentum = min(self._momentum_of_step * pass_steps, MAX_MOMENTUM)
-        blocks_of_part = part_elements(len(mean)) // SLICE_BLOCK
+        blocks_of_part = shard_elements(len(mean)) // SLICE_BLOCK
         block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(blocks_of_part)
         moves = block_has_mean[: len(blocks), None]
         outer = self._blocks_of(OUTER_PARAMETERS)[blocks]
@@ -85,7 +85,7 @@ class OuterOptimizer:
         new_outer = outer - self._rate * (mean + momentum * new_velocity)
         change = torch.where(moves, new_outer - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
-            raise ProtocolError("bad-tensor", "the weights that a round gives would not be finite")
+            raise ProtocolError("bad-tensor", "The weights that a round gives would not be finite.")
         return OuterStep(
             blocks, torch.where(moves, new_outer, outer), torch.where(moves, new_velocity, velocity), change
         )

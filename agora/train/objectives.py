@@ -58,7 +58,7 @@ class TokenBatch:
             ids = tokens.to(device) if on_device is None else on_device
             return cls(ids[:, :-1], ids[:, 1:], int((on_host[:, 1:] >= 0).sum()))
         if on_host.min() < 0 or on_host[1].max() > (SUPERVISED | BEGINS):
-            raise ProtocolError("bad-tensor", "a token or a mark is not one that this run can have")
+            raise ProtocolError("bad-tensor", "A token or a mark is not one that this run can have.")
         ids, marks = tokens.to(device) if on_device is None else on_device
         supervised = (marks & SUPERVISED).bool()
         targets = torch.where(supervised, ids, IGNORED)
@@ -139,7 +139,7 @@ class DirectPreference(Objective):
     def loss(self, head: Head, hidden: Tensor, batch: TokenBatch, references: Sequence[float]) -> MicrobatchLoss:
         rows = batch.inputs.shape[0]
         if len(references) != rows:
-            raise ProtocolError("bad-message", f"{len(references)} references came for {rows} rows")
+            raise ProtocolError("bad-message", f"{len(references)} references came for {rows} rows.")
         log_ratios = row_log_probabilities(head, hidden, batch) - torch.tensor(references, device=hidden.device)
         chosen, rejected = log_ratios[0::2], log_ratios[1::2]
         losses = self._pair_losses(chosen, rejected, (batch.targets >= 0).sum(dim=1).clamp(min=1))

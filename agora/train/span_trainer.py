@@ -81,7 +81,8 @@ class SpanTrainer:
     |-------------|------------------------|---------------------------------------------------------------------------|
     | recompute   | its entry              | of a second forward, on the weights at the time of the backward           |
     | keep        | its entry, its graph   | of the first forward, on its weights; see weight_versions for the limit   |
-    | auto        | as keep for as many microbatches as memory has room for, as recompute for the others               |
+    | auto        | as keep for as many    | as keep for these, as recompute for the others                            |
+    |             | microbatches as fit    |                                                                           |
 
     With "auto", when memory falls short, the newest graphs are given up, whose backwards come last: these run the
     forward again. A backward that follows its forward immediately uses a graph of all layers with "keep", and with
@@ -399,5 +400,5 @@ class SpanTrainer:
         if not math.isfinite(value):
             self.stages[work.entry_stage].record_refusal(work.microbatch.hex(), f"{what} is not finite")
             raise NonFinite(
-                f"{what} from stage {work.entry_stage} on is not finite; a lower optimizer.learning_rate may help"
+                f"{what} from stage {work.entry_stage} on is not finite; a lower optimizer.learning_rate may help."
             )

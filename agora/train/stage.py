@@ -1,6 +1,7 @@
 """One stage of a span: its weights, the gradient sum of its next step, the step itself, and its exchange with replicas.
 
-Used on the device thread; any thread may read `progress` and `layout`, and call `set_instructions`.
+Used on the device thread; any thread may read `progress` and `layout`, and call
+`set_instructions`.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Stage:
 
     step: how many optimizer steps the stage has taken, here or at its replicas. sum: the gradients of the open share;
     closed shares wait for the mean over the replicas. Used on the device thread only, except that any thread may read
-    `progress` and call `set_instructions`.
+    `progress` and `layout`, and call `set_instructions`.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class Stage:
             self._report(GradientLate(self.number, self.step, microbatch, tokens))
 
     def record_refusal(self, microbatch: str, reason: str) -> None:
-        """microbatch: its name in events; "": the sum is refused."""
+        """Counts and reports a gradient that was not used. microbatch: its name in events, or "" for the whole sum."""
         self._refused += 1
         self._update_progress()
         self._report(GradientRefused(self.number, microbatch, reason))
@@ -284,7 +285,7 @@ class Stage:
         elif len(self._closed_shares) < MAX_CLOSED_SHARES and self._instructions.must_close(
             open_step, self.sync_schedule
         ):
-            self._close_share()
+            self._close_open_share()
 
     def _tokens_needed(self, step: int) -> int:
         # The instructions may be of a step before an amendment: then the whole target of this step holds.
@@ -314,22 +315,22 @@ class Stage:
                 self._report(StepsSkipped(self.number, step, skipped, dropped))
             self._count_step(SumTotals(), None)
             if self.outer is not None and not had_outer:
-                self._leave_history()  # its outer parameters are not those of the others
+                self._begin_own_history()  # its outer parameters are not those of the others
 
     def set_instructions(self, instructions: StepInstructions) -> None:
         self._instructions = instructions
 
-    def take_gradient_share(self) -> GradientShare:
+    def close_share(self) -> GradientShare:
         """Returns this replica's share of the next step; first closes the share if it is open, whatever tokens it has.
 
         Until that step is taken, each call returns the same share. A share that is not finite becomes zeros over 0
         tokens.
         """
         if not self._closed_shares:
-            self._close_share()
+            self._close_open_share()
         return self._closed_shares[0].gradient
 
-    def _close_share(self) -> None:
+    def _close_open_share(self) -> None:
         step = self._open_step
         mean = self.sum.mean().cpu()
         is_finite = bool(mean.isfinite().all())
@@ -355,9 +356,9 @@ class Stage:
         """
         if mean_gradient.shape != self.sum.flat.shape or mean_gradient.dtype != self.sum.flat.dtype:
             form = f"{mean_gradient.dtype} {tuple(mean_gradient.shape)}"
-            raise ProtocolError("bad-tensor", f"{form} is not a gradient here")
+            raise ProtocolError("bad-tensor", f"{form} is not a gradient here.")
         if step != self.step:
-            raise LocalError(f"stage {self.number} takes step {self.step} next, not {step}; ask for its share")
+            raise LocalError(f"Stage {self.number} takes step {self.step} next, not {step}; ask for its share.")
         result = None
         checksum = 0
         if tokens > 0:
@@ -366,7 +367,7 @@ class Stage:
             self.weights.layout.clear_padding(gradient)
             result = self._change_weights(gradient)
             if result is None:
-                raise ProtocolError("bad-tensor", f"the mean gradient of stage {self.number} is not finite")
+                raise ProtocolError("bad-tensor", f"The mean gradient of stage {self.number} is not finite.")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
         self.sync_schedule = self._change_rule.after_all_reduce(self.sync_schedule, step, wanted_fragments)
         self._count_step(totals, result, tokens or None, checksum)
@@ -385,7 +386,7 @@ class Stage:
         if self.sync_schedule.is_inner(step) and self.outer is None and self._spare_outer is None:
             self._spare_outer = self._new_outer()
 
-    def _leave_history(self) -> None:
+    def _begin_own_history(self) -> None:
         # A history that no other replica has, so that all replicas but one will fetch that one's state.
         self._history = {self.step: hash_of(self.weights.current.flat.cpu().numpy().data)}
         self._update_progress()
@@ -440,7 +441,7 @@ class Stage:
                 self._report(StepTorn(self.number, self.step))
                 if not self.sync_schedule.is_inner(self.step):
                     self._is_torn = True
-                    self._leave_history()
+                    self._begin_own_history()
                 if self.prediction:
                     self.prediction.forget()
 
@@ -461,7 +462,7 @@ class Stage:
         elif self.outer is not None and not self.sync_schedule.is_inner(self.step):
             # Inner steps have made the replicas differ. With an own history each, all but one fetch that one's state.
             self.outer = None
-            self._leave_history()
+            self._begin_own_history()
         self.tokens_stepped += totals.tokens
         if result is not None:  # otherwise the weights did not change here
             self._accounts.record_step(totals.tokens, step_tokens, staleness)
@@ -581,9 +582,9 @@ class Stage:
         least, greatest = map(float, (array.min(), array.max())) if array is not None and fits else (math.nan, math.nan)
         if array is None or not math.isfinite(least) or not math.isfinite(greatest):
             problem = "are missing, have another size than this run's, or are not finite"
-            raise ProtocolError("bad-tensor", f"the {name} of stage {self.number} {problem}")
+            raise ProtocolError("bad-tensor", f"The {name} of stage {self.number} {problem}.")
         if is_square and least < 0:
-            raise ProtocolError("bad-tensor", f"a value of {name} of stage {self.number} is negative")
+            raise ProtocolError("bad-tensor", f"A value of {name} of stage {self.number} is negative.")
         layout.clear_padding(array)
         return torch.from_numpy(array)
 

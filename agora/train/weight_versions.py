@@ -312,7 +312,7 @@ class StashedForwards:
         """Raises LocalError if no such forward is kept."""
         forward = self._forwards.get(key)
         if forward is None:
-            raise LocalError(f"no forward of microbatch {key.microbatch.hex()} is kept here; it has to be sent again")
+            raise LocalError(f"No forward of microbatch {key.microbatch.hex()} is kept here; it has to be sent again.")
         return forward
 
     def forget(self, key: ForwardKey, *, only: StashedForward | None = None) -> None:

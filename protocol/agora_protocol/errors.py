@@ -11,7 +11,8 @@
     |-- PeerFailed           a peer began and could not finish, for a reason of its own
     `-- LocalError           this machine cannot do it: DiskError | OutOfMemory | DeviceError | IdentityError
 
-Every text is one sentence; it ends with what the reader can do, where there is something to do.
+A text is a sentence that says what is wrong, and what to do where there is something to do. That of a Refused or a
+PeerFailed is a clause, because it is quoted behind a peer's name.
 """
 
 from collections.abc import Sequence
@@ -155,7 +156,7 @@ class DiskError(LocalError):
 
 
 class OutOfMemory(LocalError):
-    """There is not enough memory. The underscore keeps the name apart from Python's own."""
+    """There is not enough memory."""
 
     code: ClassVar[str] = "memory"
 

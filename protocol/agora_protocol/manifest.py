@@ -386,7 +386,7 @@ class SignedManifest:
         try:
             parts = unpack(data, MAX_MANIFEST_BYTES)
             if not isinstance(parts, tuple) or len(parts) != 3 or not is_version(parts[0], SIGNED_VERSION):
-                raise ProtocolError("bad-message", "it is not [1, canonical, signature]")
+                raise ProtocolError("bad-message", "It is not [1, canonical, signature].")
             values = unpack(parts[1], MAX_MANIFEST_BYTES) if isinstance(parts[1], bytes) else None
         except ProtocolError as error:
             raise ManifestError(f"The bytes are not a signed manifest ({error}); ask another peer.") from None

@@ -126,7 +126,8 @@ class Ping(Message, kind=2, frames=(FrameType.REQUEST,)):
 class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
     """Asks the receiver to run its stages on a microbatch and to answer with the gradient of the boundary.
 
-    Sent by the peer that computed the stage before. Answered by Processed, or by Refusal before any work was done.
+    Sent by the peer that computed the stage before. Answered by Processed, or by Refusal: before any work if the peer
+    refuses, later if its work fails.
     Tensors: the boundary that enters `stage`, encoded by the run's codec, and the tokens [b, s + 1], or with marks
     [2, b, s + 1], in the narrowest of uint8, int16 and int32 that holds them all.
     """

@@ -7,12 +7,12 @@ import math
 from agora_protocol.limits import MAX_PART_ELEMENTS, MAX_SMALL_PARTS, PART_ELEMENTS
 
 
-def slice_count(fraction: float) -> int:
+def fragment_count(fraction: float) -> int:
     """Returns how many slices a stage has if each holds `fraction` of its weights: ceil(1 / fraction)."""
     return math.ceil(round(1.0 / fraction, 9))
 
 
-def part_elements(numel: int) -> int:
+def shard_elements(numel: int) -> int:
     """Returns the number of elements of each shard of a vector of `numel` elements; the last one may be shorter.
 
     That is PART_ELEMENTS, doubled until there are at most MAX_SMALL_PARTS shards, but not beyond MAX_PART_ELEMENTS: a

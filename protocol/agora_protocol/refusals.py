@@ -20,7 +20,7 @@ def clip_text(sentence: str, most: int = MAX_TEXT_BYTES) -> str:
     return sentence.encode(errors="replace")[:most].decode(errors="ignore")
 
 
-def refusal_to_wire(error: AgoraError) -> Refusal:
+def refusal_of_error(error: AgoraError) -> Refusal:
     """Returns the Refusal to send for an error.
 
     A refusal, a violation or a peer's failure is sent with its code and text; any other error as "failed", with
@@ -36,7 +36,7 @@ def refusal_to_wire(error: AgoraError) -> Refusal:
     return Refusal("failed", f"the peer could not finish ({error.code})")
 
 
-def refusal_from_wire(message: Refusal) -> AgoraError:
+def error_of_refusal(message: Refusal) -> AgoraError:
     """Returns the error that a peer's Refusal stands for; a code that this version does not know becomes PeerFailed.
 
     Its text is one line of printable characters, "?" in place of others: a peer forges no second line of what is shown.

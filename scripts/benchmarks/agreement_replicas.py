@@ -134,7 +134,7 @@ class Exact:
 
     def after(self, step: int) -> None:
         """Lets the replicas agree after all have taken `step` steps, or computed its gradients."""
-        shares = [replica.stage.take_gradient_share() for replica in self._replicas]
+        shares = [replica.stage.close_share() for replica in self._replicas]
         values, weights = [share.values for share in shares], [float(share.tokens) for share in shares]
         in_time = self._in_time.draw()
         found, sent = exchange(values, weights, self._members, shares[0].step, "gradient", in_time)
@@ -192,12 +192,14 @@ def exchange(
     for index, cut in enumerate(cut_into_shards(len(values[0]))):
         shard = Shard(0, kind, number, index, slices)
         made = [
-            member.averager.contribution(shard, value[cut], weight)
+            member.averager.make_contribution(shard, value[cut], weight)
             for member, value, weight in zip(members, values, weights, strict=True)
         ]
         came = [decoder.decode(shard, contribution.encoded, len(contribution.values)) for contribution in made]
         present = [place for place, is_in_time in enumerate(in_time) if is_in_time]
-        found = reducer.mean(shard, [came[place] for place in present], [made[place].weight for place in present], None)
+        found = reducer.average(
+            shard, [came[place] for place in present], [made[place].weight for place in present], None
+        )
         assert found is not None
         for place, member in enumerate(members):
             answers[place][cut] = found.values

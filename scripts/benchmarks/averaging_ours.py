@@ -81,7 +81,7 @@ class Member:
     def _look(self, shard: Shard) -> RoundContext:
         view = RoundContext(self._members, frozenset(self._members), frozenset(), self._round_s)
         if shard.position >= len(self._sizes):
-            return replace(view, refusal=ProtocolError("bad-message", "no such shard"))
+            return replace(view, refusal=ProtocolError("bad-message", "No such shard."))
         return replace(view, numel=self._sizes[shard.position])
 
     async def _answer(self, call: IncomingCall) -> Reply:
@@ -89,7 +89,7 @@ class Member:
         if isinstance(call.message, Recall):
             return self._reducer.answer_recall(call.message)
         if not isinstance(call.message, Contribute):
-            raise ProtocolError("bad-message", "only rounds are answered here")
+            raise ProtocolError("bad-message", "Only rounds are answered here.")
         try:
             return await self._reducer.answer_contribution(call.peer, call.message, call.tensors, call.deadline)
         except TimeoutError:

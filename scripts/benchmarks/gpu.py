@@ -91,7 +91,7 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
     try:
         parts = parser.parse_args(list(options)).part.split(",")
     except (argparse.ArgumentError, SystemExit):
-        raise InputError(f"gpu takes --part, a list of {', '.join(PARTS)}, and no other option") from None
+        raise InputError(f"gpu takes --part, a list of {', '.join(PARTS)}, and no other option.") from None
     if unknown := [part for part in parts if part not in PARTS]:
         raise InputError(f"gpu has no part {unknown[0]!r}; its parts are {', '.join(PARTS)}")
     return run_parts(quick, parts)

@@ -138,7 +138,7 @@ def test_a_faster_uplink_or_machine_never_makes_the_plan_slower(run: str, tmp_pa
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (PEERS.replace("memory_gb = 4", "memory_gb = 0.05"), "machine attic has 0.05 GB for stages and the smallest"),
+        (PEERS.replace("memory_gb = 4", "memory_gb = 0.05"), "Machine attic has 0.05 GB for stages and the smallest"),
         (PEERS.replace("upload_mbps = 20", "upload_mbps = 0"), "machine 2 has upload_mbps 0; give its upload"),
         (PEERS.replace("flops_tflops", "flop_tflops"), r"no key 'flop_tflops'; did you mean 'flops_tflops'\?"),
         ("", "there is no machine in it"),

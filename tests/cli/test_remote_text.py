@@ -14,7 +14,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 from agora_protocol.messages import Refusal
-from agora_protocol.refusals import refusal_from_wire
+from agora_protocol.refusals import error_of_refusal
 
 import agora.net.dht
 from agora.cli import console, sample_command
@@ -66,7 +66,7 @@ def test_no_command_for_a_terminal_passes_whatever_a_peer_wrote(
 @pytest.mark.parametrize("code", ["busy", "unavailable", "refused", "not-admitted", "bad-message", "failed", "another"])
 def test_a_refusal_forges_no_line_of_what_a_command_prints(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     forged = "not now\nhealth  OK\r\u2028exported  /tmp/model\x85invite agora://x\x1b[2J"
-    error = refusal_from_wire(Refusal(code, forged))
+    error = error_of_refusal(Refusal(code, forged))
     text, _ = console.explain(error)
     console.print_to_stderr(f"error: {text}")
     written = capsys.readouterr().err

@@ -12,7 +12,7 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 
 from agora.data.draws import mix
-from agora.data.sampling import OriginBatches, Sampler, sample_id
+from agora.data.sampling import CorpusMicrobatches, Sampler, sample_id
 from agora.data.tokenizer import Ids
 from agora.observe.events import TaskFailed
 
@@ -156,9 +156,9 @@ def test_large_corpora_are_split_without_looking_at_every_window(monkeypatch: py
     assert not drawn.is_held_out(window_of(drawn.batch(np.arange(5000)))).any()
 
 
-def batches(folder: Path, reported: list[object]) -> OriginBatches:
+def batches(folder: Path, reported: list[object]) -> CorpusMicrobatches:
     """An origin's microbatches, of which numbers are reserved in `folder`."""
-    return OriginBatches(sampler(), PeerId("QmOrigin"), 2, folder / "drawn", reported.append)
+    return CorpusMicrobatches(sampler(), PeerId("QmOrigin"), 2, folder / "drawn", reported.append)
 
 
 def test_numbers_go_on_after_a_restart_and_a_file_that_is_spoilt_is_reported(tmp_path: Path) -> None:

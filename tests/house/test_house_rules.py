@@ -76,6 +76,52 @@ def test_packages_import_only_what_they_may() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# A user reads a sentence; a clause is quoted behind a peer's name or a command's. Classes that derive from these count.
+SENTENCES = {"InputError", "ManifestError", "DataError", "ProtocolError", "LocalError"}
+CLAUSES = {"Refused", "PeerFailed", "Failure"}
+QUOTED = {"KeyTwice"}  # behind the file and the line
+
+
+def classes_below(names: set[str]) -> set[str]:
+    """These classes of the product and all that derive from them."""
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for _, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = set(names)
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found
+
+
+def error_texts(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """The class, the line and the text of each error that is made of a text; {} stands for what is filled in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            for argument in node.args:
+                match argument:
+                    case ast.Constant(value=str(text)) if " " in text:
+                        yield node.func.id, node.lineno, text
+                    case ast.JoinedStr(values=parts):
+                        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+                        yield node.func.id, node.lineno, text
+
+
+def test_what_a_user_reads_is_a_sentence_and_what_a_peer_answers_a_clause() -> None:
+    sentences, clauses = classes_below(SENTENCES) - QUOTED, classes_below(CLAUSES)
+    wrong = []
+    for path, tree in parsed():
+        for name, line, text in error_texts(tree):
+            # A name, a flag or a section in front stays as it is written; a command at the end has no full stop.
+            if name in sentences and (re.match("(?!p2pd |gpu )[a-z]", text) or not text.endswith((".", "?", "}", "'"))):
+                wrong.append(f"{path}:{line} is no sentence: {text}")
+            if name in clauses and (re.match("(?!MLflow )[A-Z][a-z]+ ", text) or re.search(r"[^.]\.$", text)):
+                wrong.append(f"{path}:{line} is no clause: {text}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_every_module_says_what_it_is() -> None:
     silent = [str(path) for path, tree in parsed() if tree.body and not ast.get_docstring(tree)]
     assert not silent

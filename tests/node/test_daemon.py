@@ -277,7 +277,7 @@ def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
                 daemon.local_peer.host.brake._task.cancel()
             case "network":
                 monkeypatch.setattr(daemon.local_peer.network, "limits", None)
-        with pytest.raises(LocalError, match="p2pd ended by itself" if task == "p2pd" else f"its task {task} failed"):
+        with pytest.raises(LocalError, match="p2pd ended by itself" if task == "p2pd" else f"Its task {task} failed"):
             await asyncio.wait_for(running, 60)
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError
 
-from agora.node.process.main import MAX_INCARNATION, MOVES_NS, next_incarnation
+from agora.node.startup import INCARNATION_GAP_NS, MAX_INCARNATION, next_incarnation
 
 NOW = 1_790_000_000_000_000_000
 HOUR_NS = 3600 * 10**9
@@ -16,7 +16,7 @@ HOUR_NS = 3600 * 10**9
 def test_a_start_after_the_clock_was_set_back_has_the_greater_number(tmp_path: Path) -> None:
     file = tmp_path / "incarnation"
     assert next_incarnation(file, NOW) == NOW
-    assert next_incarnation(file, NOW - HOUR_NS) == NOW + MOVES_NS
+    assert next_incarnation(file, NOW - HOUR_NS) == NOW + INCARNATION_GAP_NS
     assert next_incarnation(file, NOW + HOUR_NS) == NOW + HOUR_NS
 
 

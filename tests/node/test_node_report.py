@@ -74,7 +74,7 @@ def report(**fields: object) -> NodeReport:
         incarnation=5,
         run=RunIdentity("ab" * 32, "poems", 2, 256),
         state="serving",
-        startup_step="",
+        start_phase="",
         pause_reason="",
         link="",
         health=Health("OK", "every stage steps"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from agora_protocol.errors import AgoraError, LocalError, NotAdmitted, ProtocolError
-from agora_protocol.refusals import refusal_from_wire, refusal_to_wire
+from agora_protocol.refusals import error_of_refusal, refusal_of_error
 
 import agora.net.dht
 from agora.cli import status_command
@@ -218,13 +218,13 @@ def as_answered(error: AgoraError) -> dict[str, Any]:
 
 def old_version() -> dict[str, Any]:
     text = "Protocol version 7 meets version 6; update the older one."
-    refused = refusal_from_wire(refusal_to_wire(ProtocolError("wrong-version", text)))
+    refused = error_of_refusal(refusal_of_error(ProtocolError("wrong-version", text)))
     return as_answered(LocalError(f"No peer of the run answered ({peer_id('a')}: {refused}). Check the invite."))
 
 
 def this_machine_banned() -> dict[str, Any]:
     text = "the run's founder, or a delegate, has banned this peer; ask them"
-    return as_answered(refusal_from_wire(refusal_to_wire(NotAdmitted(text))))
+    return as_answered(error_of_refusal(refusal_of_error(NotAdmitted(text))))
 
 
 CASES: list[tuple[Any, str, str, list[str]]] = [

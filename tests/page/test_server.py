@@ -110,5 +110,5 @@ def test_a_client_that_says_nothing_keeps_no_one_else_waiting() -> None:
 def test_an_address_that_is_taken_is_one_sentence_with_what_to_do() -> None:
     with listen(("127.0.0.1", 0), "") as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(LocalError, match=f"cannot listen on 127.0.0.1:{port} .*; choose another with --metrics"):
+        with pytest.raises(LocalError, match=f"Cannot listen on 127.0.0.1:{port} .*; choose another with --metrics"):
             listen(("127.0.0.1", port), "choose another with --metrics")

@@ -65,7 +65,7 @@ def test_after_the_last_step_nothing_is_opened_and_until_others_have_taken_it_on
 
 def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
     for before, open_count, action in (None, 3, "open"), (2, 1, "open"), (2, 2, "wait"), (-1, 0, "wait"):
-        opening = decide(seen=SendInputs(before_mean=before), open_count=open_count)
+        opening = decide(seen=SendInputs(max_open_before_mean=before), open_count=open_count)
         assert opening.action == action
     assert opening.reason == "its share of a step is opened, and the mean gradient awaited"
 

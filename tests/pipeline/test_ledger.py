@@ -133,7 +133,7 @@ def test_a_repeat_of_cancelled_work_gets_the_answer_of_what_was_counted_all_the_
         entries, counted = Entries(), []
 
         async def count(work: RunningWork) -> HopAnswer:
-            work.mark_counting()
+            work.mark_maybe_counted()
             with contextlib.suppress(asyncio.CancelledError):  # as a device that has begun to count
                 await asyncio.sleep(1.0)
             await asyncio.sleep(1.0)
@@ -158,10 +158,10 @@ def test_cancelled_work_ends_when_its_gradient_could_not_be_counted_after_all() 
         entries = Entries()
 
         async def refuse(work: RunningWork) -> HopAnswer:
-            work.mark_counting()
+            work.mark_maybe_counted()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1.0)
-            work.unmark_counting()
+            work.mark_not_counted()
             await asyncio.sleep(100.0)  # asks another peer
             return answer()
 

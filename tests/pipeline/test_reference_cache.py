@@ -10,7 +10,7 @@ from agora_protocol.tensors import WireTensor
 from agora.codec import encode_tokens
 from agora.pipeline.origin import ReferenceCache
 from agora.tuning.chat.sample_rows import open_sample_rows
-from agora.tuning.epochs.batches import EpochBatches
+from agora.tuning.epochs.batches import EpochMicrobatches
 from tests.pipeline.world import peer_id
 from tests.tuning.sample_runs import sample_run, write_records
 
@@ -68,7 +68,7 @@ def test_an_epoch_of_real_pairs_is_known_in_the_next_ones(tmp_path: Path) -> Non
     write_records(tmp_path / "samples.jsonl", pairs)
     rows = open_sample_rows(sample_run("dpo"), tmp_path / "cache", base=tmp_path)
     me = peer_id("origin")
-    batches, cache, asked = EpochBatches(rows, 3, 4, me, 1, lambda: (me,)), ReferenceCache(), [0] * EPOCHS
+    batches, cache, asked = EpochMicrobatches(rows, 3, 4, me, 1, lambda: (me,)), ReferenceCache(), [0] * EPOCHS
     for _ in range(EPOCHS * batches.assigner.count):
         drawn = batches.draw()
         assert drawn is not None

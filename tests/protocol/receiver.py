@@ -21,7 +21,7 @@ from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import CallProgress, Contribute, Message, Process, Processed, Recall
-from agora_protocol.refusals import refusal_from_wire
+from agora_protocol.refusals import error_of_refusal
 from agora_protocol.tensor_list import bits_to_held
 from agora_protocol.tensors import WireTensor
 
@@ -212,7 +212,7 @@ class Receiver:
                 pass
         answer, tensors = self._damage(request)
         if isinstance(answer, messages.Refusal):
-            raise refusal_from_wire(answer)
+            raise error_of_refusal(answer)
         return Reply(answer, tensors)
 
     async def _take(self, peer: PeerId, message: Message, tensors: Sequence[WireTensor], rest_s: float) -> None:
@@ -301,7 +301,7 @@ class Receiver:
                 is_private(message.seen)
                 host_and_port(message.seen)
             case messages.Refusal():
-                str(refusal_from_wire(message))
+                str(error_of_refusal(message))
 
 
 def valid_messages(run: RunId) -> list[tuple[Message, list[WireTensor]]]:

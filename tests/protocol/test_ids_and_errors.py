@@ -11,7 +11,7 @@ from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, Span, microbatch_id, peer_name
 from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.messages import Refusal
-from agora_protocol.refusals import refusal_from_wire, refusal_to_wire
+from agora_protocol.refusals import error_of_refusal, refusal_of_error
 
 
 @pytest.mark.parametrize(("text", "span"), [("0-1", Span(0, 1)), ("2", Span(2, 2)), (" 10-1023 ", Span(10, 1023))])
@@ -85,32 +85,32 @@ def test_who_has_seen_microbatch_ids_cannot_foretell_the_next_one() -> None:
     ],
 )
 def test_an_error_crosses_the_wire_as_itself(error: AgoraError) -> None:
-    back = refusal_from_wire(refusal_to_wire(error))
+    back = error_of_refusal(refusal_of_error(error))
     assert type(back) is type(error) and back.code == error.code and str(back) == str(error)
     if isinstance(error, errors.Busy):
         assert isinstance(back, errors.Busy) and back.retry_after_ms == 250
 
 
 def test_unavailable_keeps_its_stage_and_reasons() -> None:
-    back = refusal_from_wire(refusal_to_wire(errors.Unavailable(3, ["a: busy", "b: gone"])))
+    back = error_of_refusal(refusal_of_error(errors.Unavailable(3, ["a: busy", "b: gone"])))
     assert isinstance(back, errors.Unavailable)
     assert back.stage == 3 and str(back) == "stage 3 is unavailable: a: busy; b: gone"
     assert "no live peer" in str(errors.Unavailable(0, []))
 
 
 def test_a_peer_learns_no_details_of_our_own_failures() -> None:
-    refusal = refusal_to_wire(errors.DiskError("/home/alice/secret is full"))
+    refusal = refusal_of_error(errors.DiskError("/home/alice/secret is full"))
     assert refusal.code == "failed" and "alice" not in refusal.text and "disk" in refusal.text
-    assert isinstance(refusal_from_wire(refusal), errors.PeerFailed)
+    assert isinstance(error_of_refusal(refusal), errors.PeerFailed)
 
 
 def test_a_word_from_a_newer_version_is_a_failure_not_a_crash() -> None:
-    back = refusal_from_wire(Refusal("too-sunny", "come back at night"))
+    back = error_of_refusal(Refusal("too-sunny", "come back at night"))
     assert isinstance(back, errors.PeerFailed) and "too-sunny" in str(back)
 
 
 def test_long_texts_are_cut_at_a_character() -> None:
-    refusal = refusal_to_wire(errors.NotMyStage("\u00e9" * MAX_TEXT_BYTES + "\ud800"))
+    refusal = refusal_of_error(errors.NotMyStage("\u00e9" * MAX_TEXT_BYTES + "\ud800"))
     assert len(refusal.text.encode()) == MAX_TEXT_BYTES
 
 

@@ -178,7 +178,7 @@ class FakeStage:
                 self._tell(0)
         self._take_due_step()
 
-    async def take_gradient_share(self, stage: int) -> GradientShare:
+    async def close_share(self, stage: int) -> GradientShare:
         if self.share is None:
             self._close()
         assert self.share is not None

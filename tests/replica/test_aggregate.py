@@ -20,7 +20,7 @@ from agora.replica.shard_codec import (
 from agora.replica.trust import (
     MAX_OWN_RATIO,
     MAX_RATIO,
-    MAX_RATIO_EXACT,
+    MAX_RATIO_SYNCHRONOUS,
     MagnitudeBound,
     after_accepted_weights,
     believed_weights,
@@ -61,7 +61,7 @@ def test_one_contribution_however_long_moves_the_mean_by_no_more_than_a_bound(sc
     size = magnitude(alone)
     assert not MagnitudeBound(size, size).why_implausible(magnitude(beside), magnitude(others[0]))
     exact = averaged([*others, honest(3) * scale], exact=True).values
-    assert magnitude(exact) < (MAX_RATIO_EXACT / 4 + 1.5) * magnitude(alone)
+    assert magnitude(exact) < (MAX_RATIO_SYNCHRONOUS / 4 + 1.5) * magnitude(alone)
 
 
 def test_a_synchronous_mean_is_exact_where_one_honest_contribution_is_as_long_as_usual_and_the_others_are_short() -> (
@@ -74,7 +74,7 @@ def test_a_synchronous_mean_is_exact_where_one_honest_contribution_is_as_long_as
     usual = aggregate(values, weights, "mean", center=None, exact=True, usual_length=2.4)
     assert usual is not None and torch.allclose(usual.values, plain, rtol=1e-5, atol=1e-7)
     size, own = 2.4 / SIZE**0.5, 0.679 / SIZE**0.5
-    bound = MagnitudeBound(size, size, MAX_RATIO_EXACT)
+    bound = MagnitudeBound(size, size, MAX_RATIO_SYNCHRONOUS)
     assert not bound.why_implausible(magnitude(usual.values), own), "nor do the others refuse it"
     absurd = aggregate(
         [values[0], values[1] * 1e6, values[2]], weights, "mean", center=None, exact=True, usual_length=2.4

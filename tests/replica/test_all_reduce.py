@@ -485,13 +485,15 @@ def keep_means(keeper: Member, first: Shard, weight: float) -> None:
     cuts = cut_into_shards(SIZE)
     for index, cut in enumerate(cuts):
         part, values = first._replace(position=index), values_of(0)[cut]
-        mean = keeper.all_reduce.codec.mean(part, [values, values], [300.0, 200.0], None)
+        mean = keeper.all_reduce.codec.average(part, [values, values], [300.0, 200.0], None)
         assert mean is not None
         mean = replace(mean, message=replace(mean.message, weight=weight))
         reducer, _ = reducers_of(keeper.all_reduce.config.run, part, keeper.view)
         mean = signed_by(reducer, keeper.all_reduce.codec, part, mean)
         is_last = index == len(cuts) - 1
-        keeper.all_reduce.keep_mean(part, keeper.all_reduce.codec.zero_mean(part, len(values)) if is_last else mean)
+        keeper.all_reduce.keep_mean(
+            part, keeper.all_reduce.codec.make_zero_mean(part, len(values)) if is_last else mean
+        )
 
 
 @pytest.mark.parametrize(("said", "counts_as"), [(500.0, 500.0), (1e21, 1e9)])

@@ -14,7 +14,7 @@ from agora.replica.decide import (
     CLOSE_AFTER_FRACTION,
     LONE_CLOSE_FRACTION,
     MAX_CLOSE_AFTER_S,
-    RESUME_AFTER_S,
+    STAGE_CATCH_UP_AFTER_S,
     Action,
     StepSettings,
 )
@@ -147,11 +147,11 @@ def test_a_stage_one_synchronous_step_behind_comes_to_that_step(tokens: int) -> 
 
 def test_a_synchronous_stage_that_waits_behind_another_stage_takes_its_step_number_in_the_end() -> None:
     far = replace(others((A, 5, 0)), leading_step=40)
-    own = StageView(at(5, 0), behind_since=NOW - RESUME_AFTER_S)
+    own = StageView(at(5, 0), behind_since=NOW - STAGE_CATCH_UP_AFTER_S)
     assert next_action(NOW, own, far, SYNCHRONOUS)[0] == Action("catch up", 40)
-    assert next_action(NOW, replace(own, behind_since=NOW - RESUME_AFTER_S + 0.1), far, SYNCHRONOUS)[0] == Action(
-        "wait"
-    )
+    assert next_action(NOW, replace(own, behind_since=NOW - STAGE_CATCH_UP_AFTER_S + 0.1), far, SYNCHRONOUS)[
+        0
+    ] == Action("wait")
     assert next_action(NOW, replace(own, behind_since=None), far, SYNCHRONOUS)[0] == Action("wait")
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from agora_protocol.limits import MAX_PART_ELEMENTS, PART_ELEMENTS, SLICE_BLOCK
-from agora_protocol.parts import slice_count
+from agora_protocol.parts import fragment_count
 
 from agora.replica.reducers import (
     ROUNDS_PER_REDUCER,
@@ -24,7 +24,7 @@ from tests.replica.world import RUN, identities
 @pytest.mark.parametrize("blocks", [1, 2, 7, 47, 1000])
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 1.0])
 def test_every_block_is_in_exactly_one_of_the_fragments(blocks: int, fraction: float) -> None:
-    division = FragmentDivision(blocks * SLICE_BLOCK, slice_count(fraction), seed=7)
+    division = FragmentDivision(blocks * SLICE_BLOCK, fragment_count(fraction), seed=7)
     found = [division.blocks(number) for number in range(division.count)]
     assert sorted(np.concatenate(found)) == list(range(blocks))
     assert [len(it) * SLICE_BLOCK for it in found] == [division.numel_of(number) for number in range(division.count)]
@@ -41,25 +41,27 @@ def test_a_newcomer_reduces_no_shard_unless_all_are_newcomers() -> None:
 
 
 def test_a_twentieth_makes_twenty_fragments_and_the_blocks_are_pinned() -> None:
-    division = FragmentDivision(100 * SLICE_BLOCK, slice_count(0.05), seed=7)
-    assert division.count == slice_count(0.05) == 20
+    division = FragmentDivision(100 * SLICE_BLOCK, fragment_count(0.05), seed=7)
+    assert division.count == fragment_count(0.05) == 20
     assert (
-        division.blocks(3).tolist() == FragmentDivision(100 * SLICE_BLOCK, slice_count(0.05), seed=7).blocks(3).tolist()
+        division.blocks(3).tolist()
+        == FragmentDivision(100 * SLICE_BLOCK, fragment_count(0.05), seed=7).blocks(3).tolist()
     )
     assert (
-        division.blocks(3).tolist() != FragmentDivision(100 * SLICE_BLOCK, slice_count(0.05), seed=8).blocks(3).tolist()
+        division.blocks(3).tolist()
+        != FragmentDivision(100 * SLICE_BLOCK, fragment_count(0.05), seed=8).blocks(3).tolist()
     )
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(1.0, 1), (0.9, 2), (0.5, 2), (0.3, 4), (1 / 3, 3), (0.01, 100)])
 def test_how_many_fragments_there_are_does_not_depend_on_the_stage(fraction: float, count: int) -> None:
-    assert {FragmentDivision(blocks * SLICE_BLOCK, slice_count(fraction), seed=7).count for blocks in (1, 3, 1000)} == {
-        count
-    }
+    assert {
+        FragmentDivision(blocks * SLICE_BLOCK, fragment_count(fraction), seed=7).count for blocks in (1, 3, 1000)
+    } == {count}
 
 
 def test_fragments_beyond_the_number_of_blocks_are_empty() -> None:
-    division = FragmentDivision(3 * SLICE_BLOCK, slice_count(0.1), seed=7)
+    division = FragmentDivision(3 * SLICE_BLOCK, fragment_count(0.1), seed=7)
     assert [len(division.blocks(number)) for number in range(10)] == [1, 1, 1] + [0] * 7
     assert [division.numel_of(number) for number in range(2, 5)] == [SLICE_BLOCK, 0, 0]
     assert cut_into_shards(0) == [], "and have no shards"

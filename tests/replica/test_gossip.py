@@ -26,7 +26,7 @@ from agora.replica.view import (
     ReplicaCounts,
     StageView,
     live_replicas,
-    tokens_to_go,
+    missing_tokens,
     unreachable_replicas,
 )
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
@@ -98,7 +98,7 @@ class Replica:
 
     def to_go(self) -> int:
         live = live_replicas(self.others.known, self.others.listed, now())
-        return tokens_to_go(live, self.step, self.world.target)
+        return missing_tokens(live, self.step, self.world.target)
 
     def decide(self) -> None:
         config = StepSettings(self.world.target, False, max_steps_behind=10**30)

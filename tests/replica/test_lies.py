@@ -271,7 +271,7 @@ def test_what_the_only_other_replica_keeps_is_believed_and_what_another_could_co
 
         def kept(value: float) -> ShardMean:
             if signed == "by nobody, and zero":
-                return codec.zero_mean(shard, PART_ELEMENTS)
+                return codec.make_zero_mean(shard, PART_ELEMENTS)
             values = torch.full((PART_ELEMENTS,), value)
             encoded = EncodedShard("float32", NumberFormat("float32").encode(values))
             mean = ShardMean(values, Averaged(3, 3, 3.0, True, "float32"), encoded)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from agora_protocol.manifest import preset
-from agora_protocol.parts import slice_count
+from agora_protocol.parts import fragment_count
 from agora_protocol.presets import PRESETS
 
 from agora.core.moving_average import MovingAverage
@@ -73,4 +73,4 @@ def test_a_round_may_take_as_long_as_some_steps_last(kind: str, expected: float)
 def test_presets_train_with_muon_and_no_weight_waits_for_more_than_twenty_inner_steps(name: str) -> None:
     manifest = preset(name)
     assert manifest.optimizer.name == "muon"
-    assert slice_count(manifest.averaging.fraction) * manifest.averaging.every <= 20
+    assert fragment_count(manifest.averaging.fraction) * manifest.averaging.every <= 20

@@ -65,7 +65,7 @@ class Liar:
         answer = Averaged(in_mean=2, contributors=2, weight=64.0, counted=True, wire="float32")
         false, shard = [wire(np.full(tensors[0].shape, self.mean, np.float32))], Shard.of_message(request)
         mean = self._codec.decode_mean(shard, false, tensors[0].shape[0], replace(answer, reducer=OTHER))
-        signature = THEIRS.sign(self._codec.statement(shard, mean))
+        signature = THEIRS.sign(self._codec.signed_bytes(shard, mean))
         return SimpleNamespace(message=replace(mean.message, signature=signature), tensors=false)
 
 

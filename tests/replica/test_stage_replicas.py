@@ -11,7 +11,7 @@ from agora_protocol.messages import Contribute, GossipSteps, Recall
 
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
 from agora.replica import all_reduce
-from agora.replica.decide import RESUME_AFTER_S
+from agora.replica.decide import STAGE_CATCH_UP_AFTER_S
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
 from agora.replica.stage_replicas import LEADING_STEP_INTERVAL_S
 from agora.replica.step_runner import FETCH_TRIES
@@ -333,7 +333,7 @@ def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step
         world = GroupWorld([0.0, 0.0], **SYNCHRONOUS)
         world.run_steps = [[0, 0], [40, 40, 10**9]]
         async with world:
-            await asyncio.sleep(RESUME_AFTER_S)
+            await asyncio.sleep(STAGE_CATCH_UP_AFTER_S)
             assert [peer.stage.step for peer in world.all] == [0, 0]
             await asyncio.sleep(2 * LEADING_STEP_INTERVAL_S)
             assert [peer.stage.step for peer in world.all] == [40, 40]

@@ -21,13 +21,13 @@ from agora.replica.view import (
     leading_step,
     live_replicas,
     merge_gossip,
+    missing_tokens,
     newcomers,
+    reached_step,
     record_failure,
     record_view,
     round_members,
-    step_to_catch_up_to,
     suspected_replicas,
-    tokens_to_go,
     unreachable_replicas,
 )
 from tests.replica.world import identities
@@ -55,9 +55,9 @@ def entry(
 
 def test_what_the_others_have_counted_need_not_be_counted_here() -> None:
     others = known((A, 5, 300, 0), (B, 5, 200, 0))
-    assert tokens_to_go(others, 5, 1000) == 500
-    assert tokens_to_go(others, 6, 1000) == 1000, "counts of an earlier step are of no use"
-    assert tokens_to_go(known((A, 5, 5000, 0)), 5, 1000) == 1, "who has counted anything at all steps"
+    assert missing_tokens(others, 5, 1000) == 500
+    assert missing_tokens(others, 6, 1000) == 1000, "counts of an earlier step are of no use"
+    assert missing_tokens(known((A, 5, 5000, 0)), 5, 1000) == 1, "who has counted anything at all steps"
 
 
 def test_a_replica_that_has_stepped_took_its_tokens_with_it() -> None:
@@ -177,31 +177,31 @@ def test_a_replica_that_started_again_says_so_itself() -> None:
 )
 def test_whom_a_replica_follows(steps: list[int], expected: int) -> None:
     others = known(*((peer, step, 400, 400) for peer, step in zip((A, B, C), steps, strict=False)))
-    assert step_to_catch_up_to(others, len(steps), 5, 100, 1000) == expected
+    assert reached_step(others, len(steps), 5, 100, 1000) == expected
 
 
 def test_one_that_steps_without_tokens_carries_nobody() -> None:
     others = known((A, 6, 0, 0), (B, 5, 10, 0), (C, 5, 10, 0))
-    assert step_to_catch_up_to(others, 3, 5, 10, 1000) == 5
+    assert reached_step(others, 3, 5, 10, 1000) == 5
 
 
 def test_one_that_is_heard_first_is_no_majority() -> None:
     for step in (6, 7, 10**9):
-        assert step_to_catch_up_to(known((A, step, 400, 400)), 5, 5, 100, 1000) == 5
-    assert step_to_catch_up_to(known((A, 9, 4, 4), (B, 8, 4, 4)), 4, 5, 100, 1000) == 8
+        assert reached_step(known((A, step, 400, 400)), 5, 5, 100, 1000) == 5
+    assert reached_step(known((A, 9, 4, 4), (B, 8, 4, 4)), 4, 5, 100, 1000) == 8
 
 
 def test_gossip_about_others_is_no_majority() -> None:
     table = known((A, 5, 100, 0), (B, 5, 100, 0), (C, 5, 100, 0))
     lies = merge_gossip(table, [entry(C, 155, 1, 0), entry(A, 155, 1, 0), entry(B, 155, 1, 0)], C, ME, 1.0)
     assert lies[A].counts.step == 155, "believed until it speaks itself"
-    assert step_to_catch_up_to(live_replicas(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
+    assert reached_step(live_replicas(lies, [A, B, C], 1.0), 3, 5, 100, 1000) == 5
     near = merge_gossip(table, [entry(C, 6, 1, 0), entry(A, 6, 1, 0), entry(B, 6, 1, 0)], C, ME, 1.0)
-    assert step_to_catch_up_to(live_replicas(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, (
+    assert reached_step(live_replicas(near, [A, B, C], 1.0), 3, 5, 10, 2000) == 5, (
         "nor one step ahead, without its tokens"
     )
     said = merge_gossip(near, [entry(A, 6, 1, 0)], A, ME, 1.0)
-    assert step_to_catch_up_to(live_replicas(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
+    assert reached_step(live_replicas(said, [A, B, C], 1.0), 3, 5, 10, 2000) == 6
 
 
 def test_a_replica_whose_call_failed_belongs_to_an_all_reduce_step_until_it_is_silent() -> None:
@@ -265,8 +265,8 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
                     tables[other] = merge_gossip(tables[other], news, peer, other, now)
         for peer in peers:
             others = live_replicas(tables[peer], peers, now)
-            reached = step_to_catch_up_to(others, replicas - 1, step[peer], tokens[peer], target)
-            if tokens[peer] >= tokens_to_go(others, step[peer], target):
+            reached = reached_step(others, replicas - 1, step[peer], tokens[peer], target)
+            if tokens[peer] >= missing_tokens(others, step[peer], target):
                 reached = max(reached, step[peer] + 1)
             if reached > step[peer]:
                 spent.append(tokens[peer])

@@ -31,7 +31,7 @@ def identities(count: int) -> list[PeerId]:
 def signed_by(peer: PeerId, codec: ShardCodec, shard: Shard, mean: ShardMean) -> ShardMean:
     """The mean as if this peer, which may lie, had reduced the shard."""
     named = replace(mean, message=replace(mean.message, reducer=peer, signature=b""))
-    signature = IDENTITIES[peer].sign(codec.statement(shard, named))
+    signature = IDENTITIES[peer].sign(codec.signed_bytes(shard, named))
     return replace(named, message=replace(named.message, signature=signature))
 
 

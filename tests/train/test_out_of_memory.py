@@ -101,7 +101,7 @@ def another_state(optimizer: str) -> StageState:
 ACTIONS: dict[str, Action] = {
     "step along the own sum": lambda stage: stage.catch_up(stage.step + 1),
     "step along a mean": step_along_mean,
-    "close the share": lambda stage: stage.take_gradient_share(),
+    "close the share": lambda stage: stage.close_share(),
     "load a state": lambda stage: stage.load_state(another_state(stage.optimizer.section.name)),
     "export the state": lambda stage: stage.export_state(),
 }
@@ -181,7 +181,7 @@ def test_weights_whose_prediction_lacked_memory_are_predicted_again(optimizer: s
         stage = stage_after_a_step(optimizer, in_host=in_host)
         stage.enable_prediction()
         stage.set_instructions(StepInstructions(TOKENS + 1))
-        stage.take_gradient_share()
+        stage.close_share()
         count_gradient(stage, 3)
         stage.training_version()
         return stage

@@ -80,7 +80,7 @@ class Bench:
         return bytes((await self.middle.forward(replace(self.work(number, 1), purpose="evaluate"))).data)
 
     async def share(self, number: int) -> object:
-        return (await self.middle.take_gradient_share(1)).values.numpy().tobytes()
+        return (await self.middle.close_share(1)).values.numpy().tobytes()
 
     async def step(self, number: int) -> object:
         mean = torch.ones(self.middle.layout(1).numel)

@@ -53,7 +53,7 @@ def uneven_batches(manifest: Manifest) -> list[list[np.ndarray]]:
 
 async def exchange(stage: Sequence[DeviceWorker], number: int) -> None:
     """One step of a stage's replicas along the exact mean of their gradients."""
-    shares = [await worker.take_gradient_share(number) for worker in stage]
+    shares = [await worker.close_share(number) for worker in stage]
     tokens = sum(share.tokens for share in shares)
     mean = sum((share.values.double() * share.tokens for share in shares), torch.zeros(1)) / tokens
     for worker, share in zip(stage, shares, strict=True):
@@ -104,7 +104,7 @@ def test_replicas_without_a_single_microbatch_take_part_with_nothing_and_take_th
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0", "0"]) as (worker, idle):
             await one_microbatch(worker, 0)
-            mine, nothing = await worker.take_gradient_share(0), await idle.take_gradient_share(0)
+            mine, nothing = await worker.close_share(0), await idle.close_share(0)
             assert (mine.tokens, nothing.tokens) == (32, 0)
             assert not nothing.values.any()
             for worker in (worker, idle):
@@ -140,16 +140,16 @@ def with_stage_0(test: Any, **overrides: Any) -> Events:
 def test_a_gradient_that_comes_after_the_share_was_given_goes_into_the_next_step(kind: str) -> None:
     async def test(worker: DeviceWorker) -> None:
         await one_microbatch(worker, 0)
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         await one_microbatch(worker, 1)
         (progress,) = worker.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (0, 32, 64)
-        again = await worker.take_gradient_share(0)
+        again = await worker.close_share(0)
         assert torch.equal(again.values, share.values) and again.tokens == 32
         await worker.step_with_gradient(0, 0, share.values, 32)
         (progress,) = worker.progress()
         assert (progress.step, progress.tokens_in_share, progress.tokens_total) == (1, 32, 64)
-        late = await worker.take_gradient_share(0)
+        late = await worker.close_share(0)
         assert (late.step, late.tokens, bool(late.values.any())) == (1, 32, True)
 
     told = [
@@ -166,7 +166,7 @@ def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
             await worker.step_with_gradient(0, 1, torch.zeros(numel), 1)
         await one_microbatch(worker, 0)
         await worker.catch_up(0, 1)
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         with pytest.raises(LocalError, match="takes step 1 next"):
             await worker.step_with_gradient(0, 0, share.values, 32)
         for bad in (torch.full((numel,), float("nan")), torch.zeros(numel - 1), torch.zeros(numel).double()):
@@ -185,7 +185,7 @@ def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
     async def test(worker: DeviceWorker) -> None:
         await one_microbatch(worker, 0)
         worker.trainer.stages[0].sum.flat[7] = float("inf")
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         assert (share.tokens, bool(share.values.any())) == (0, False)
 
     assert len(with_stage_0(test).of(GradientRefused)) == 1
@@ -201,13 +201,13 @@ def test_a_share_is_closed_on_the_device_at_its_quota_and_what_comes_after_count
         assert progress.staleness[:2] == (2, 1), "the third gradient goes into a step after one that is still to come"
         events = worker.step_events()
         assert await anext(events) == ShareClosed(0, 0, 64)
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         assert (share.step, share.tokens) == (0, 64)
         await worker.step_with_gradient(0, 0, share.values, 64)
         assert await anext(events) == StageStepped(0, 1, 64)
         (progress,) = worker.progress()
         assert (progress.step, progress.open_step, progress.tokens_in_share, progress.tokens_counted) == (1, 1, 32, 96)
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         await worker.step_with_gradient(0, 1, share.values, 4096)
 
     taken = with_stage_0(test).of(StepTaken)
@@ -222,7 +222,7 @@ def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
         (progress,) = worker.progress()
         assert (progress.step, progress.open_step, progress.tokens_in_share) == (1, 1, 32)
         assert not np.array_equal((await worker.export_state(0)).weights, before.weights)
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         assert (share.step, share.tokens, bool(share.values.any())) == (1, 32, True)
 
     with_stage_0(test)
@@ -233,7 +233,7 @@ def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken(
         worker.set_step_instructions(0, StepInstructions(32, True, step=1, own_tokens=32, alone=True))
         await one_microbatch(worker, 0)
         await one_microbatch(worker, 1)
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         assert share.tokens == 64
         await one_microbatch(worker, 2)
         assert worker.step_of(0) == 0
@@ -298,7 +298,7 @@ def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it()
 def test_a_stage_whose_share_is_given_does_not_catch_up_before_it() -> None:
     async def test(worker: DeviceWorker) -> None:
         await one_microbatch(worker, 0)
-        share = await worker.take_gradient_share(0)
+        share = await worker.close_share(0)
         await worker.catch_up(0, 3)
         assert worker.progress()[0].step == 0
         await worker.step_with_gradient(0, 0, share.values, 32)
@@ -447,7 +447,7 @@ def test_nadams_product_is_recomputed_to_the_last_bit(beta1: float) -> None:
 def test_a_stage_that_is_not_held_is_refused() -> None:
     async def test(worker: DeviceWorker) -> None:
         for refused in (
-            worker.take_gradient_share(1),
+            worker.close_share(1),
             worker.catch_up(1, 3),
             worker.outer_gradient(1, np.arange(2)),
         ):

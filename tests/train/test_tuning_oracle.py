@@ -143,7 +143,7 @@ async def step_together(pipelines: Sequence[Sequence[DeviceWorker]], step: int) 
     """Every stage takes the step along the mean gradient of its replicas, weighted by their tokens."""
     for replicas in zip(*pipelines, strict=True):
         stage = replicas[0].span.first
-        shares = [await worker.take_gradient_share(stage) for worker in replicas]
+        shares = [await worker.close_share(stage) for worker in replicas]
         tokens = sum(share.tokens for share in shares)
         mean = sum(share.values * (share.tokens / tokens) for share in shares)
         for worker in replicas:

@@ -43,7 +43,7 @@ def test_the_prediction_is_the_step_along_this_replicas_own_gradient(optimizer: 
     assert stage.training_version() is stage.weights.current, "no share is closed"
     bench.forward(0)
     bench.backward(0)
-    own = stage.take_gradient_share()
+    own = stage.close_share()
     moments = {name: values.clone() for name, values in stage.moments.items()}
     before, predicted = flat(stage), stage.training_version().flat
     twin.step_with_gradient(2, own.values, TOKENS)
@@ -60,7 +60,7 @@ def test_steps_are_the_same_bits_with_and_without_predicted_weights() -> None:
         bench.forward(0)
         bench.backward(0)
         for number in range(4):
-            stage.take_gradient_share()
+            stage.close_share()
             assert (stage.training_version() is stage.weights.current) == (number > 0 or stage.prediction is None)
             stage.step_with_gradient(number, mean_gradient(stage, number), TOKENS)
     assert torch.equal(flat(benches[0][1]), flat(benches[1][1]))
@@ -69,7 +69,7 @@ def test_steps_are_the_same_bits_with_and_without_predicted_weights() -> None:
 def close_share_with(bench: Bench, stage: Stage, number: int) -> None:
     bench.forward(number)
     bench.backward(number)
-    stage.take_gradient_share()
+    stage.close_share()
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])

@@ -222,7 +222,7 @@ def test_the_state_is_equal_while_nothing_changes() -> None:
 
 @pytest.mark.parametrize("values", [(), (1,), (2, 0, 40), (1, 0, 40, 1, 1, 0, 0, 0, 0), (1, 0, 40, 1, 1, -1, 0, 0)])
 def test_a_malformed_share_is_a_violation(values: tuple[int, ...]) -> None:
-    with pytest.raises(ProtocolError, match="The share of b cannot be read"):
+    with pytest.raises(ProtocolError, match="The epoch state of b cannot be read"):
         pair()[0].merge("b", values)
 
 

@@ -13,7 +13,7 @@ from agora_protocol.ids import PeerId
 
 from agora.codec import decode_tokens
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
-from agora.tuning.epochs.batches import DrawnMicrobatch, EpochBatches, SampleCounts
+from agora.tuning.epochs.batches import DrawnMicrobatch, EpochMicrobatches, SampleCounts
 from agora.tuning.epochs.state import MAX_INT
 from tests.tuning.sample_runs import completions, sample_run, samples_of, sequence_of, unpacked, write_records
 
@@ -27,11 +27,11 @@ def rows_of(tmp_path: Path, count: int, **run: Any) -> SampleRows:
 
 def batches_of(
     rows: SampleRows, me: PeerId = ME, session: int = 1, live: tuple[PeerId, ...] = (), b: int = 4
-) -> EpochBatches:
-    return EpochBatches(rows, 3, b, me, session, lambda: live)
+) -> EpochMicrobatches:
+    return EpochMicrobatches(rows, 3, b, me, session, lambda: live)
 
 
-def drawn(batches: EpochBatches) -> DrawnMicrobatch:
+def drawn(batches: EpochMicrobatches) -> DrawnMicrobatch:
     microbatch = batches.draw()
     assert microbatch is not None
     return microbatch

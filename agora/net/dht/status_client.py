@@ -182,7 +182,7 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> 
         message, _ = decode_header(prefix, await _read_exactly(stream, prefix.header_bytes))
         match prefix.type, message:
             case FrameType.HELLO, messages.Hello() as hello if not query.is_of_run(hello, peer):
-                raise WrongRun("The peer takes part in another run; use an invite of this one.")
+                raise WrongRun("the peer takes part in another run; use an invite of this one")
             case FrameType.HELLO, messages.Hello():
                 await send(FrameType.REQUEST, 1, query.request)
             case FrameType.REQUEST, messages.Ping():
@@ -191,7 +191,7 @@ async def _ask(host: Any, peer: PeerId, addresses: list[str], query: _Query) -> 
                 await stream.close()
                 return answer
             case ((FrameType.REFUSAL | FrameType.GOODBYE), messages.Refusal() as refusal):
-                raise refusals.refusal_from_wire(refusal)
+                raise refusals.error_of_refusal(refusal)
 
 
 def _decode_status(answer: Message) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class SocketDirectory:
             self._make()
         except OSError as error:
             raise LocalError(
-                f"cannot make a folder for p2pd's sockets ({error.strerror or error}); set TMPDIR to a folder that can "
+                f"Cannot make a folder for p2pd's sockets ({error.strerror or error}); set TMPDIR to a folder that can "
                 f"be written, of at most {MAX_BASE_CHARACTERS} characters."
             ) from error
 

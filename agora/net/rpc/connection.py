@@ -42,7 +42,7 @@ from agora_protocol.messages import (
     ShareAmendments,
     ShareRevocations,
 )
-from agora_protocol.refusals import refusal_to_wire
+from agora_protocol.refusals import refusal_of_error
 from agora_protocol.tensors import WireTensor
 from agora_protocol.tickets import MEMBER, READER, run_token
 
@@ -55,7 +55,7 @@ from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget, Payloa
 from agora.net.rpc.liveness import LivenessCheck, StallDetector, Verdict
 
 # Maximum number of admitted members that are remembered; the one whose HELLO came longest ago is forgotten first.
-MAX_GREETED: Final = 16_384
+MAX_ADMITTED: Final = 16_384
 
 # Returns the role, MEMBER or READER, that a peer's proof bytes grant it. Raises NotAdmitted or ProtocolError.
 Judge = Callable[[PeerId, bytes], str]
@@ -111,7 +111,7 @@ class Gate:
         self._proof = proof
         self._judge = judge
         self._refusal_reason = refusal_reason
-        self._greeted: OrderedDict[PeerId, None] = OrderedDict()
+        self._admitted_members: OrderedDict[PeerId, None] = OrderedDict()
 
     def hello_to(self, peer: PeerId) -> Hello:
         """Returns a new HELLO for a stream to `peer`. No other peer can replay it or infer the run id from it."""
@@ -138,16 +138,16 @@ class Gate:
             text = f"Protocol version {hello.version} meets version {self.version}; update the older one."
             raise ProtocolError("wrong-version", text)
         if hello.run != run_token(self._run, hello.salt, peer, self._me):
-            raise WrongRun("The peer takes part in another run; use an invite of that run.")
+            raise WrongRun("the peer takes part in another run; use an invite of that run")
         role = self._judge(peer, hello.proof)
         if hello.role == READER:
             return READER
         if role != MEMBER:
-            raise NotAdmitted("The run lets this peer read, but not take part; ask its founder for a ticket.")
-        self._greeted[peer] = None
-        self._greeted.move_to_end(peer)
-        if len(self._greeted) > MAX_GREETED:
-            self._greeted.popitem(last=False)
+            raise NotAdmitted("the run lets this peer read, but not take part; ask its founder for a ticket")
+        self._admitted_members[peer] = None
+        self._admitted_members.move_to_end(peer)
+        if len(self._admitted_members) > MAX_ADMITTED:
+            self._admitted_members.popitem(last=False)
         return MEMBER
 
     def find_new_refusal(self, peer: PeerId, proof: bytes, role: str) -> AgoraError | None:
@@ -159,7 +159,7 @@ class Gate:
             is_same = self._judge(peer, proof) in (MEMBER, role)
         except AgoraError as error:
             return error
-        return None if is_same else NotAdmitted("The peer may not take part in the run any more; ask its founder.")
+        return None if is_same else NotAdmitted("the peer may not take part in the run any more; ask its founder")
 
     def find_refusal(self, peer: PeerId) -> AgoraError | None:
         """Returns the error to raise instead of calling `peer`, None if it may be called.
@@ -167,15 +167,15 @@ class Gate:
         It judges only the peer's id, by `refusal_reason`.
         """
         why = self._refusal_reason(peer)
-        return NotAdmitted(f"{peer} is not admitted: {why}.") if why else None
+        return NotAdmitted(f"{peer} is not admitted: {why}") if why else None
 
     def is_admitted_member(self, peer: PeerId) -> bool:
         """Returns whether `peer` was admitted as a member by a HELLO, is still remembered, and may still be called."""
-        return peer in self._greeted and not self._refusal_reason(peer)
+        return peer in self._admitted_members and not self._refusal_reason(peer)
 
     def forget(self, peer: PeerId) -> None:
         """Forgets that `peer` was admitted as a member: `is_admitted_member` is False until its next HELLO."""
-        self._greeted.pop(peer, None)
+        self._admitted_members.pop(peer, None)
 
 
 @dataclass(slots=True)
@@ -291,7 +291,7 @@ class IncomingCalls:
     def refuse(self, number: int, error: AgoraError) -> PayloadAction:
         """Sends the peer a REFUSAL of its request with `error`, releases the bytes of its answer, and returns DROP."""
         self._release_answer(number)
-        self._stream.enqueue(encode_frame(FrameType.REFUSAL, number, refusal_to_wire(error)), number)
+        self._stream.enqueue(encode_frame(FrameType.REFUSAL, number, refusal_of_error(error)), number)
         return PayloadAction.DROP
 
     def on_request(self, frame: Frame, request: Request) -> None:
@@ -383,7 +383,7 @@ class IncomingCalls:
             except ProtocolError as error:
                 self._services.report_failure(self._peer, error)
                 refusal = PeerFailed("the peer's answer would have broken the protocol")
-        return encode_frame(FrameType.REFUSAL, number, refusal_to_wire(refusal))
+        return encode_frame(FrameType.REFUSAL, number, refusal_of_error(refusal))
 
 
 # A call made here and not yet answered. request_type decides which messages answer it.
@@ -461,7 +461,7 @@ class Connection:
 
     def close(self, error: AgoraError, reason: str) -> None:
         """Queues a GOODBYE with `error`, closes the stream once it is sent; calls made here raise ConnectionBroken."""
-        self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusals.refusal_to_wire(error)))
+        self.stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusals.refusal_of_error(error)))
         self.stream.close()
         self.on_lost(reason)
 
@@ -605,9 +605,9 @@ class Connection:
         if prefix.type is FrameType.REQUEST:
             refusal = None
             if self.is_reader and not isinstance(message, READER_REQUESTS):
-                refusal = NotAdmitted("A reader may only ask for the manifest and the status.")
+                refusal = NotAdmitted("a reader may only ask for the manifest and the status")
             elif self._services.suspended_s(self.peer) > 0:
-                refusal = NotAdmitted("This peer answers nothing to you for now; ask another.")
+                refusal = NotAdmitted("this peer answers nothing to you for now; ask another")
             return self.incoming.on_request_header(prefix, message, refusal)
         if prefix.type is FrameType.ANSWER:
             call = self._find_open(prefix.call)
@@ -637,7 +637,7 @@ class Connection:
                 if call is not None and call.on_progress is not None:
                     asyncio.get_running_loop().call_soon(call.on_progress, call_progress)  # outside the read callback
             case FrameType.REFUSAL, Refusal() as refusal:
-                self._settle(frame.call, refusals.refusal_from_wire(refusal))
+                self._settle(frame.call, refusals.error_of_refusal(refusal))
             case FrameType.CANCEL, None:
                 self.incoming.on_cancel(frame.call)
             case FrameType.HELLO, Hello() as hello:
@@ -701,7 +701,7 @@ class Connection:
             self._peer_leaves = True
             self._close_when_idle()
             return
-        error = refusals.refusal_from_wire(refusal)
+        error = refusals.error_of_refusal(refusal)
         is_unwanted = isinstance(error, Refused) or error.code == "wrong-version"
         ended = ConnectionBroken(f"the peer ended the connection ({error.code}): {error}")
         self._mark_broken(error if is_unwanted else ended, handshake_error=error)

@@ -19,7 +19,7 @@ from agora_protocol.frames import FrameLimits, FrameType, encode_frame
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PROTOCOL_NAME
 from agora_protocol.messages import GetAddresses, Message, PeerAddresses, Request
-from agora_protocol.refusals import refusal_to_wire
+from agora_protocol.refusals import refusal_of_error
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
@@ -238,9 +238,9 @@ class Network:
         try:
             self._raise_if_refused(peer, by_id=False)  # its HELLO, which comes next, decides whether it is admitted
             if self._is_closing or not self._make_room(Requester(stream.address_prefix, peer)):
-                raise Refused("This peer takes no more connections now; try another.")
+                raise Refused("this peer takes no more connections now; try another")
         except Refused as error:
-            stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_to_wire(error)))
+            stream.enqueue(encode_frame(FrameType.GOODBYE, 0, refusal_of_error(error)))
             stream.close()
             return
         for older in list(self._connections.get(peer, ())):
@@ -277,7 +277,7 @@ class Network:
         if by_id and (refusal := self.gate.find_refusal(peer)):
             raise refusal
         if (seconds := self._suspended_s(peer)) > 0:
-            raise NotAdmitted(f"{peer} broke the rules too often; it is suspended for {seconds:.0f} s more.")
+            raise NotAdmitted(f"{peer} broke the rules too often; it is suspended for {seconds:.0f} s more")
 
     def _add_connection(self, stream: FrameStream, peer: PeerId, path: str, *, is_initiator: bool) -> Connection:
         connection = Connection(self._services, stream, peer, is_initiator=is_initiator, path=path)

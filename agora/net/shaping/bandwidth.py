@@ -35,10 +35,10 @@ def parse_rate(text: str) -> float:
         return math.inf
     match = _RATE.fullmatch(text.strip())
     if match is None:
-        raise InputError(f"{text!r} is not a rate; write 1MB/s, 500kB/s or 8Mbit/s")
+        raise InputError(f"{text!r} is not a rate; write 1MB/s, 500kB/s or 8Mbit/s.")
     rate = float(match[1]) * _FACTORS[match[2]] * (0.125 if match[3] == "bit" else 1.0)
     if rate < MIN_RATE:
-        raise InputError(f"{text} is too slow to train over; write {MIN_RATE / 1e3:.0f}kB/s or more")
+        raise InputError(f"{text} is too slow to train over; write {MIN_RATE / 1e3:.0f}kB/s or more.")
     return rate
 
 

@@ -71,11 +71,11 @@ class LinkSpec:
             values.append(float(match["number"]) * _UNITS[match["unit"]])
         spec = cls(*values, text=",".join(parts))
         if spec.rate < SLOWEST:
-            raise LinkError(f"a rate of {parts[0]} is too slow to train over; write 8kbit or more")
+            raise LinkError(f"A rate of {parts[0]} is too slow to train over; write 8kbit or more.")
         if max(spec.rtt_s, spec.jitter_s) > LONGEST_S:
-            raise LinkError(f"{text!r} has a delay above {LONGEST_S:.0f}s, where every call times out; write less")
+            raise LinkError(f"{text!r} has a delay above {LONGEST_S:.0f}s, where every call times out; write less.")
         if spec.loss > MAX_LOSS:
-            raise LinkError(f"a loss of {parts[3]} is more than TCP survives; write at most {MAX_LOSS:.0%}")
+            raise LinkError(f"A loss of {parts[3]} is more than TCP survives; write at most {MAX_LOSS:.0%}.")
         return spec
 
     def at_rate(self, text: str) -> LinkSpec:

@@ -76,8 +76,8 @@ class ControlSocket:
             self.path.chmod(0o600)
         except OSError as error:
             raise LocalError(
-                f"cannot open the control socket {self.path}: {error.strerror or error}; "
-                f"set {paths.RUNTIME_VARIABLE} to a directory of yours"
+                f"Cannot open the control socket {self.path}: {error.strerror or error}; "
+                f"set {paths.RUNTIME_VARIABLE} to a directory of yours."
             ) from error
 
     async def close(self) -> None:

@@ -69,7 +69,7 @@ class NodeReport:
     incarnation: int
     run: RunIdentity
     state: str  # of its claim: joining, serving or leaving
-    startup_step: str  # the step of its start that runs, or ""
+    start_phase: str  # the phase of its start that runs, or ""
     pause_reason: str  # why it is paused; "" when it works
     link: str  # the emulated link; "" for none
     health: Health

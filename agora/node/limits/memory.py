@@ -212,7 +212,9 @@ class MemoryGuard:
             give_back_freed_memory()
             self._ledger.reduce_slots(f"the owner's limit of memory is near: {self._describe(used)}")
         if reaction is Reaction.LEAVE:
-            raise OutOfMemory(f"{self._describe(used)}, with no work in progress; raise --memory, or hold fewer stages")
+            raise OutOfMemory(
+                f"{self._describe(used)}, with no work in progress; raise --memory, or hold fewer stages."
+            )
 
     def _describe(self, used: int) -> str:
         return f"{used / 2**20:,.0f} MiB of the {self._limit / 2**20:,.0f} MiB allowed are in use"

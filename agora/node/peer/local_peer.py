@@ -86,12 +86,12 @@ class LocalPeer:
         signed: SignedManifest,
         host: Host,
         proof: bytes,
-        take_node_report: Callable[[], NodeReport],
+        sample_node_report: Callable[[], NodeReport],
         on_task_end: Callable[[str, BaseException | None], None],
     ) -> None:
         """Wires a peer of the run on `host`, which its creator closes after it. Nothing runs until `start`.
 
-        proof: this machine's tickets, b"" for none. take_node_report: what other peers are told of this one.
+        proof: this machine's tickets, b"" for none. sample_node_report: what other peers are told of this one.
         on_task_end: see BackgroundTasks. Raises DiskError when the bans or revocations on this disk cannot be read.
         """
         settings, manifest, me, unix = startup.settings, signed.manifest, startup.me, startup.clock.unix
@@ -103,7 +103,7 @@ class LocalPeer:
         self.slots = compute_slots(manifest, measure_budget("cpu", settings.owners_memory).host)
         self.ledger = WorkLedger(me, self.slots, self._report)
         self.requests = RequestHandler(
-            signed, lambda: status_json(take_node_report()), score.report_violation, self.ledger
+            signed, lambda: status_json(sample_node_report()), score.report_violation, self.ledger
         )
 
         # Connections to other peers.
@@ -151,7 +151,7 @@ class LocalPeer:
             self.directory,
             startup.identity,
             self._report,
-            progress=lambda: progress_record(take_node_report()),
+            progress=lambda: progress_record(sample_node_report()),
             on_change=self._on_view_change,
             is_verified=self._is_verified,
             dial_unverified=self._dial_unverified,

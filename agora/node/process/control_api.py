@@ -78,11 +78,11 @@ class ControlApi:
         Its field `result`, which other machines are not told, has the folder of the result once the run has ended.
         """
         end = self._daemon.end
-        return status_json(self._daemon.take_node_report()) | {"result": asdict(end.result) if end else None}
+        return status_json(self._daemon.sample_node_report()) | {"result": asdict(end.result) if end else None}
 
     async def report(self) -> Answer:
         """Returns what this daemon has counted, and the state of its span; see report_json."""
-        return report_json(self._daemon.take_node_report())
+        return report_json(self._daemon.sample_node_report())
 
     async def invite(self) -> Answer:
         """Returns {"invite": text of an invite}, with addresses of this peer and of some others of the run.
@@ -181,7 +181,7 @@ class ControlApi:
 
     def _require_local_peer(self) -> LocalPeer:
         if self._daemon.local_peer is None:
-            raise LocalError(f"this daemon is {self._daemon.describe_state()}; ask again when it serves")
+            raise LocalError(f"This daemon is {self._daemon.describe_state()}; ask again when it serves.")
         return self._daemon.local_peer
 
     async def copied_key(self, root: str = "", pid: int = 0) -> Answer:
@@ -197,7 +197,7 @@ class ControlApi:
         local_peer = self._daemon.local_peer
         link = local_peer.host.link if local_peer is not None else None
         if link is None:
-            raise LocalError("this peer emulates no link; start it with --link RATE,RTT")
+            raise LocalError("This peer emulates no link; start it with --link RATE,RTT.")
         link.change_rate(rate)
         return {"link": link.spec.text}
 
@@ -230,9 +230,9 @@ class ControlApi:
         """
         origin = self._daemon.serving_span().origin
         if origin is None:
-            raise LocalError("this peer does not hold stage 0, so it has no text; ask one that does")
+            raise LocalError("This peer does not hold stage 0, so it has no text; ask one that does.")
         if not 1 <= batches <= MAX_EVALUATE_BATCHES:
-            raise LocalError(f"batches must be from 1 to {MAX_EVALUATE_BATCHES}")
+            raise LocalError(f"Batches must be from 1 to {MAX_EVALUATE_BATCHES}.")
         began = loop_time()
         evaluation = await origin.evaluate(batches, EVALUATE_S)
         return {
@@ -252,11 +252,11 @@ class ControlApi:
         loaded = self._daemon.serving_span()
         origin, startup, signed = loaded.origin, self._daemon.startup, self._daemon.signed
         if origin is None or signed is None:
-            raise LocalError("this peer does not hold stage 0, so it has no tokenizer; ask one that does")
+            raise LocalError("This peer does not hold stage 0, so it has no tokenizer; ask one that does.")
         if origin.objective == "dpo":
-            raise LocalError("a run of preferences has no loss of single texts; export its model and evaluate that")
+            raise LocalError("A run of preferences has no loss of single texts; export its model and evaluate that.")
         if not 0.0 < share <= 1.0 or items < 0:
-            raise LocalError("share must be above 0 and at most 1, items 0 or more")
+            raise LocalError("Share must be above 0 and at most 1, items 0 or more.")
         tokenizer = await run_in_thread(lambda: open_run_tokenizer(startup, signed.manifest))
         loaded_task = await run_in_thread(lambda: load_task(task))
         evaluator = TaskEvaluator(signed.manifest, tokenizer, origin.score, lambda: origin.completed, share)

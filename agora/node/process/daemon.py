@@ -76,7 +76,7 @@ class Daemon:
         self._key_remark = ""
         self._report_event = startup.report_event
         self._since_unix = startup.clock.unix()
-        self._watchdog = Watchdog(self.take_node_report, startup.report_event, startup.notifier, startup.age_s)
+        self._watchdog = Watchdog(self.sample_node_report, startup.report_event, startup.notifier, startup.age_s)
         self._addresses: tuple[str, ...] = ()
         self._rate = WindowedRate()
         self._move: _MoveRequest | None = None
@@ -117,7 +117,7 @@ class Daemon:
             return
         text = self.report_task_end(name, error)
         is_known = isinstance(error, AgoraError)
-        self._failure = LocalError(str(error) if is_known else f"its task {name} failed ({text}); please report this")
+        self._failure = LocalError(str(error) if is_known else f"Its task {name} failed ({text}); please report this.")
         self._failure.__cause__ = error
         self.leave(str(self._failure))
 
@@ -144,7 +144,7 @@ class Daemon:
     def serving_span(self) -> LoadedSpan:
         """Returns `loaded`, the held span. Raises LocalError, which says what the daemon does, while it is None."""
         if self.loaded is None:
-            raise LocalError(f"this daemon is {self.describe_state()}; ask again when it serves")
+            raise LocalError(f"This daemon is {self.describe_state()}; ask again when it serves.")
         return self.loaded
 
     def describe_state(self) -> str:
@@ -157,14 +157,14 @@ class Daemon:
         """Returns an invite with own and others' addresses. Raises LocalError while run or own address is unknown."""
         if self.signed is None or not self._addresses:
             missing = "know its run" if self.signed is None else "have an address"
-            raise LocalError(f"this daemon does not {missing} yet; ask again in a moment")
+            raise LocalError(f"This daemon does not {missing} yet; ask again in a moment.")
         known = self.local_peer.view if self.local_peer is not None else View()
         announced = self.local_peer.reachability.announcement().addresses if self.local_peer is not None else ()
         own = tuple(dict.fromkeys((*announced, *self._addresses)))
         allow_private = self.startup.settings.allow_private
         return joining.make_invite(self.signed, self.startup.me, own, known, allow_private=allow_private)
 
-    def take_node_report(self) -> NodeReport:
+    def sample_node_report(self) -> NodeReport:
         """Returns a snapshot of this daemon: state, health, counters, traffic, view, span. Updates the token rate."""
         startup, local_peer = self.startup, self.local_peer
         counters = startup.reporter.snapshot()
@@ -183,7 +183,7 @@ class Daemon:
             incarnation=claim.incarnation if claim else startup.incarnation,
             run=run,
             state=claim.state if claim else "joining",
-            startup_step=startup.phases.current,
+            start_phase=startup.phases.current,
             pause_reason=self.pause.reason,
             link=link.spec.text if link is not None else startup.settings.link,
             health=self._assess_health(view, run.stage_count, now_unix),
@@ -283,7 +283,7 @@ class Daemon:
             await asyncio.to_thread(disk.make_room, self.signed.manifest, None, MIN_FREE_BYTES)
         proof = joining.own_proof(startup, self.signed.run_id)
         with startup.phases.enter("directory"):
-            local_peer = LocalPeer(startup, self.signed, host, proof, self.take_node_report, self.note_task_end)
+            local_peer = LocalPeer(startup, self.signed, host, proof, self.sample_node_report, self.note_task_end)
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
         self.local_peer = local_peer
@@ -312,15 +312,15 @@ class Daemon:
         If loading fails, serves the former stages again and raises the error. Cancelling does not stop the move.
         """
         if self.is_leaving or self.pause.reason:
-            raise LocalError(f"this daemon is {self.pause.reason or 'leaving'}, and does not move")
+            raise LocalError(f"This daemon is {self.pause.reason or 'leaving'}, and does not move.")
         if self._move is not None:
-            raise LocalError(f"this daemon is moving to stages {self._move.span} already; wait until it serves them")
+            raise LocalError(f"This daemon is moving to stages {self._move.span} already; wait until it serves them.")
         held = self.serving_span().span
         count = self.signed.manifest.stage_count if self.signed else 0
         if stages.last >= count:
-            raise InputError(f"stages {stages} are beyond the run's last stage; give stages within 0-{count - 1}.")
+            raise InputError(f"Stages {stages} are beyond the run's last stage; give stages within 0-{count - 1}.")
         if stages == held:
-            raise LocalError(f"this daemon holds stages {held} already; give other stages, within 0-{count - 1}")
+            raise LocalError(f"This daemon holds stages {held} already; give other stages, within 0-{count - 1}.")
         self._move = move = _MoveRequest(stages)
         self._move_wanted.set()
         await asyncio.shield(move.done)  # who asked may hang up; the move goes on
@@ -330,7 +330,7 @@ class Daemon:
         assert move is not None
         self._move_wanted.clear()
         self._report_event(events.StateChanged("moving", f"from stages {former.span} to stages {move.span}"))
-        failure: AgoraError | None = LocalError("this daemon has ended its work, and has not moved")
+        failure: AgoraError | None = LocalError("This daemon has ended its work, and has not moved.")
         try:
             await self._give_up_span(local_peer, former)
             try:
@@ -350,7 +350,7 @@ class Daemon:
 
     async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
         # While a stage has no peer, this origin's own microbatches cannot come back.
-        timeout_s = ORIGIN_S if self.take_node_report().empty_stages else MOVE_FINISH_S
+        timeout_s = ORIGIN_S if self.sample_node_report().empty_stages else MOVE_FINISH_S
         await self._finish_work(local_peer, loaded, timeout_s, loop_time() + 2 * timeout_s, "moving to other stages")
         await loaded.write_checkpoints(MOVE_CHECKPOINT_S)
         self.loaded = None
@@ -376,7 +376,7 @@ class Daemon:
         if not local_peer.host.died.is_set():
             await self._finish_work(local_peer, loaded, ORIGIN_S, deadline, reason)
         await loaded.write_checkpoints(max(CHECKPOINT_S, deadline + CHECKPOINT_S - loop_time()))
-        self._watchdog.report_traffic(self.take_node_report())
+        self._watchdog.report_traffic(self.sample_node_report())
 
     async def _finish_work(
         self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, deadline: float, reason: str
@@ -409,7 +409,7 @@ class Daemon:
 
 async def _watch_p2pd(host: Host) -> None:
     await host.died.wait()
-    raise LocalError("the network process p2pd ended by itself; start the daemon again and look at its memory")
+    raise LocalError("The network process p2pd ended by itself; start the daemon again and look at its memory.")
 
 
 async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:

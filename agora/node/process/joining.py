@@ -31,10 +31,9 @@ from agora.node import paths, runs
 from agora.node.control import control_client
 from agora.node.peer.run_admission import load_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
-from agora.node.process.main import next_incarnation
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
 from agora.node.span.training_data import check_draft, remember_files
-from agora.node.startup import Startup
+from agora.node.startup import Startup, next_incarnation
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
 
@@ -103,7 +102,7 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
                 reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_S)
                 # Its hash must be the run's id, so a wrong manifest is no chance: ask nobody else.
                 if not isinstance(reply.message, ManifestAnswer):
-                    raise ManifestError("the peer sent an unexpected message; ask for another invite")
+                    raise ManifestError("The peer sent an unexpected message; ask for another invite.")
                 return SignedManifest.from_bytes(reply.message.manifest, run)
             except ManifestError:
                 raise
@@ -117,13 +116,13 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
     if refusals and len(refusals) == len(failures):
         raise refusals[0]
     raise RunUnreachable(
-        f"no peer of the invite gives the run's manifest ({'; '.join(failures[:2]) or 'it names no peer'}); "
-        "ask for a newer invite, or check this machine's network"
+        f"No peer of the invite gives the run's manifest ({'; '.join(failures[:2]) or 'it names no peer'}); "
+        "ask for a newer invite, or check this machine's network."
     )
 
 
 async def _refuse_while_joining(_: IncomingCall) -> Reply:
-    raise LocalError("this peer is still joining")
+    raise LocalError("This peer is still joining.")
 
 
 def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
@@ -247,7 +246,7 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
                 reached = await host.connect(known)
             why = "" if reached else await explain_unreachable(known)
         if not reached and signed is None:
-            raise RunUnreachable(f"no peer of the invite answers: {why}")
+            raise RunUnreachable(f"No peer of the invite answers: {why}")
         peers = len({address.rpartition("/")[2] for address in known})
         note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask, the first peer here"
         note.text += f": {why}" if peers and why else ""

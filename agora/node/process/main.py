@@ -21,7 +21,7 @@ from agora.core.clock import boot_time
 from agora.core.tasks import BackgroundTasks
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
-from agora.node.startup import Notifier, StartPhases, Startup
+from agora.node.startup import Notifier, StartPhases, Startup, next_incarnation
 from agora.observe import events, faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
@@ -34,24 +34,21 @@ if TYPE_CHECKING:
     from agora.node.process.daemon import Daemon
     from agora.node.process.metrics import DaemonMetrics
 
-# The next number is at least this much higher than the last: each new claim of a daemon adds 1 to its number.
-MOVES_NS: Final = 1_000_000_000
 # The signals that make a daemon leave, and the cause that its log then names.
 SIGNALS: Final[Mapping[signal.Signals, str]] = {
     signal.SIGTERM: "asked to leave by SIGTERM, from `kill` or the service manager",
     signal.SIGINT: "asked to leave by SIGINT, from Ctrl-C",
     signal.SIGHUP: "asked to leave by SIGHUP: its terminal was closed (start it with `nohup` or as a service to go on)",
 }
-MAX_INCARNATION: Final = 2**62  # a number from this one on in the file is ignored, and the clock alone counts
 
 
 def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
-    Returns the exit code, which is 0 but where it runs a daemon for each of several devices.
+    Returns 0; with several devices the supervisor's exit code.
     text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Raises
-    an AgoraError that says what to do when the daemon cannot begin, or when an error ends it. Whatever ends it, log and
-    journal name the cause, unless the kernel kills it.
+    an AgoraError that says what to do when the daemon cannot begin, or when an error ends it. Once the
+    data directory is locked, log and journal name the cause of whatever ends it, unless the kernel kills it.
     """
     end_on_signals()
     faults.set_active_faults(faults.from_environment())
@@ -128,7 +125,7 @@ async def _run_until_left(startup: Startup, counted: EventMetrics) -> None:
         asyncio.get_running_loop().add_signal_handler(number, leave_or_exit, number)
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
     control = ControlSocket(socket, ControlApi(daemon).questions())
-    metrics = DaemonMetrics(counted, startup.home.root, daemon.take_node_report, startup.report_event)
+    metrics = DaemonMetrics(counted, startup.home.root, daemon.sample_node_report, startup.report_event)
     tasks = BackgroundTasks(daemon.note_task_end)
     page_tasks = BackgroundTasks(daemon.report_task_end)
     await control.start()
@@ -248,27 +245,9 @@ def lock_file(path: Path) -> Iterator[None]:
             file.seek(0)
             raise LocalError(
                 f"{path.parent} is in use by the daemon with pid {file.read(32).strip() or 'unknown'}; "
-                f"stop it with `agora-node leave --dir {path.parent}`, or give this one its own --dir"
+                f"stop it with `agora-node leave --dir {path.parent}`, or give this one its own --dir."
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield  # the file stays: one that is removed can be locked twice
-
-
-def next_incarnation(file: Path, now_ns: int) -> int:
-    """Returns the number of this start and writes it to `file`: the greater of `now_ns` and the last one + MOVES_NS.
-
-    So a later start has a higher number even when the clock was set back. now_ns: unix time in
-    nanoseconds. A missing or malformed file counts as none. Raises DiskError if writing fails.
-    """
-    try:
-        last = int(file.read_text(encoding="ascii").strip() or 0)
-    except (OSError, ValueError):
-        last = 0
-    number = max(now_ns, last + MOVES_NS if 0 < last < MAX_INCARNATION else 0)
-    try:
-        paths.replace_text(file, f"{number}\n")
-    except OSError as error:
-        raise DiskError(f"Cannot write {file} ({error.strerror}); free some space, or choose another --dir.") from error
-    return number

@@ -33,16 +33,16 @@ class DaemonMetrics:
         self,
         counted: EventMetrics,
         directory: Path,
-        take_node_report: Callable[[], NodeReport],
+        sample_node_report: Callable[[], NodeReport],
         report_event: events.Report,
     ) -> None:
         """counted: gets the daemon's events as a sink. Its registry gets the rest, too. directory: of the file."""
         self.registry = counted.registry
         self._path = directory / FILE_NAME
-        self._take_node_report = take_node_report
+        self._sample_node_report = sample_node_report
         self._report_event = report_event
-        self.registry.register(SnapshotCollector(STATUS_METRICS, lambda: status_json(take_node_report())))
-        self.registry.register(SnapshotCollector(REPORT_METRICS, lambda: report_json(take_node_report())))
+        self.registry.register(SnapshotCollector(STATUS_METRICS, lambda: status_json(sample_node_report())))
+        self.registry.register(SnapshotCollector(REPORT_METRICS, lambda: report_json(sample_node_report())))
         prometheus_client.ProcessCollector(registry=self.registry)
 
     async def run(self) -> None:
@@ -56,7 +56,7 @@ class DaemonMetrics:
                 now = loop_time()
                 if not is_row_due(now - began, now - written_at, has_stepped=True):
                     continue
-                report = self._take_node_report()
+                report = self._sample_node_report()
                 reached = status_json(report)["step"]
                 if report.run.stage_count and is_row_due(now - began, now - written_at, has_stepped=reached != step):
                     step, written_at = reached, now

@@ -40,6 +40,6 @@ class DaemonSource:
 
     async def text(self) -> str:
         if self._daemon.signed is None or self._daemon.loaded is None:
-            raise LocalError("this daemon holds no stages yet")
+            raise LocalError("This daemon holds no stages yet.")
         signed = self._daemon.signed
         return await write_text(signed.manifest, signed.run_id, [self._daemon.startup.home.root])

@@ -52,13 +52,13 @@ class Watchdog:
 
     def __init__(
         self,
-        take_node_report: Callable[[], NodeReport],
+        sample_node_report: Callable[[], NodeReport],
         report_event: events.Report,
         notifier: Notifier,
         age_s: Callable[[], float],
     ) -> None:
         """age_s: returns how many seconds the process has run."""
-        self._take_node_report = take_node_report
+        self._sample_node_report = sample_node_report
         self._report_event = report_event
         self._notifier = notifier
         self._age_s = age_s
@@ -74,7 +74,7 @@ class Watchdog:
         """
         traffic_due = device_due = waits_due = 0.0
         while True:
-            report = self._take_node_report()
+            report = self._sample_node_report()
             self._report_changes(report)
             self._notify_systemd(report)
             if loop_time() >= traffic_due:
@@ -111,8 +111,8 @@ class Watchdog:
         path_s, in_progress = (report.span.path_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
         limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
-        if report.startup_step:
-            waiting_for = f"the step {report.startup_step!r} of its start"
+        if report.start_phase:
+            waiting_for = f"the phase {report.start_phase!r} of its start"
         silent_s = report.now_unix - report.counters.last_sign_unix
         is_allowed, phrase = may_feed(silent_s, limit_s, in_progress, waiting_for, report.pause_reason)
         if is_allowed:

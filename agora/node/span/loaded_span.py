@@ -36,7 +36,7 @@ from agora.swarm.health import has_ended
 from agora.train.device_worker import DeviceWorker
 from agora.train.gpu_support import unused_gpus_remark
 from agora.train.stage import stage_layout
-from agora.tuning.epochs.batches import EpochBatches, EpochFile
+from agora.tuning.epochs.batches import EpochFile, EpochMicrobatches
 from agora.tuning.epochs.gossip import EpochGossip
 
 # Assume that at least one token in this many of a microbatch is supervised, however few were measured.
@@ -96,9 +96,9 @@ class LoadedSpan:
             barrier=self._barrier,
             on_trained=self._on_trained,
         )
-        self._load_at_start = worker.load()
+        self._load_at_start = worker.device_load()
         self._epoch_file: EpochFile | None = None
-        self._epochs: EpochBatches | None = None
+        self._epochs: EpochMicrobatches | None = None
         self.epoch_gossip: EpochGossip | None = None
         if isinstance(data, Samples):
             self._epoch_file = data.epoch_file
@@ -118,10 +118,10 @@ class LoadedSpan:
         self.tasks = BackgroundTasks(local_peer.tasks.on_end)
         self.loaded_at = loop_time()
 
-    def _resume_epochs(self, samples: Samples) -> EpochBatches:
+    def _resume_epochs(self, samples: Samples) -> EpochMicrobatches:
         me, manifest = self._local_peer.startup.me, self._local_peer.manifest
         session = int.from_bytes(os.urandom(8), "big") >> 1
-        batches = EpochBatches(
+        batches = EpochMicrobatches(
             samples.rows,
             seed=manifest.seed,
             microbatch_size=manifest.schedule.microbatch,
@@ -139,7 +139,7 @@ class LoadedSpan:
                 self._local_peer.startup.report_event(events.OwnerTold(text))
         return batches
 
-    def _make_epoch_gossip(self, epochs: EpochBatches) -> EpochGossip:
+    def _make_epoch_gossip(self, epochs: EpochMicrobatches) -> EpochGossip:
         local_peer = self._local_peer
         return EpochGossip(
             epochs.assigner,
@@ -191,8 +191,8 @@ class LoadedSpan:
     def _gather_asynchronous_inputs(self, ready: bool) -> SendInputs:
         path_s = self.hop.path_s()
         if (lacking_tokens := self.replicas.stages[0].tokens_until_origins_wait()) is not None:
-            before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
-            return SendInputs(ready, None, path_s, before_mean=before_mean)
+            max_open_before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
+            return SendInputs(ready, None, path_s, max_open_before_mean=max_open_before_mean)
         position, count = self._position_among_origins()
         staleness = flow_control.staleness_ceiling(
             self._local_peer.manifest.schedule.staleness,
@@ -240,7 +240,7 @@ class LoadedSpan:
 
     def take_span_report(self) -> SpanReport:
         """Returns a snapshot of the span: steps, what each stage waits for, load, queue, and the origin's loss."""
-        now, load = loop_time(), self.worker.load()
+        now, load = loop_time(), self.worker.device_load()
         waits = self.hop.waits.waits(now, load.busy_s - self._load_at_start.busy_s, load.queued_s)
         return SpanReport(
             span=self.span,

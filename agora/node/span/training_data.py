@@ -15,7 +15,7 @@ from agora_protocol.manifest_sections import DataSection
 from agora.core.tasks import run_in_thread
 from agora.data.corpus import open_corpus
 from agora.data.local_files import LocalFiles
-from agora.data.sampling import OriginBatches, Sampler
+from agora.data.sampling import CorpusMicrobatches, Sampler
 from agora.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from agora.model import family_of
 from agora.node import paths, runs
@@ -35,14 +35,16 @@ class Samples:
     epoch_file: EpochFile
 
 
-OriginData = OriginBatches | Samples
+OriginData = CorpusMicrobatches | Samples
 
 
 async def open_training_data(local_peer: LocalPeer) -> OriginData:
-    """Opens what the run's origins train on: Samples, or OriginBatches of a corpus. May take long.
+    """Opens what the run's origins train on: Samples, or CorpusMicrobatches of a corpus. May take long.
 
-    Tokenises the data first, unless that is cached. It is a step of the start, "samples" or "corpus". Raises LocalError
-    for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError and DiskError.
+    Tokenises the data first, unless that is cached. It is a phase of the start, "samples" or "corpus".
+
+    Raises LocalError for files that the owner did not allow to read, DataError for what is wrong in them, ManifestError
+    and DiskError.
     """
     _require_permission(local_peer)
     if local_peer.manifest.has_marks:
@@ -56,8 +58,8 @@ def _require_permission(local_peer: LocalPeer) -> None:
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
     if sources and not startup.settings.allow_files and not is_own_manifest(startup, local_peer.signed.founder):
         raise LocalError(
-            f"the run reads files of this machine ({', '.join(sources[:3])}); "
-            "look at them, then join with --allow-files"
+            f"The run reads files of this machine ({', '.join(sources[:3])}); "
+            "look at them, then join with --allow-files."
         )
 
 
@@ -105,7 +107,7 @@ def _check_adapter(startup: Startup, draft: Manifest) -> None:
         # A start of before has kept it there.
         if (startup.home.base_model(model.tensors_hash) / ADAPTER_FILE).is_file():
             return
-        raise BaseModelError("the run goes on from an adapter; name the folder that has it: --adapter DIR")
+        raise BaseModelError("The run goes on from an adapter; name the folder that has it: --adapter DIR.")
 
 
 def _load_corpus(startup: Startup, manifest: Manifest, data: DataSection) -> tuple[Sampler, int]:
@@ -126,13 +128,13 @@ def open_run_tokenizer(startup: Startup, manifest: Manifest) -> Tokenizer:
     return open_tokenizer(source, manifest.model.vocabulary, base=startup.reference.base)
 
 
-async def _open_corpus(local_peer: LocalPeer) -> OriginBatches:
+async def _open_corpus(local_peer: LocalPeer) -> CorpusMicrobatches:
     startup, manifest = local_peer.startup, local_peer.manifest
     with startup.phases.enter("corpus") as note:
         sampler, count = await run_in_thread(lambda: _load_corpus(startup, manifest, _localise(startup, manifest)))
         note.text = f"{count:,} tokens"
     drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
-    return OriginBatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
+    return CorpusMicrobatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
 
 
 async def _open_samples(local_peer: LocalPeer) -> Samples:

@@ -115,7 +115,7 @@ class SettingsTable:
         self._asked.append(name)
         value = self._raw.get(name, default)
         if value is None:
-            raise self._error(f"{self._where} lacks {name}; see docs/use/simulator.md for an example")
+            raise self._error(f"{self._where} lacks {name}; see docs/use/simulator.md for an example.")
         return value
 
 
@@ -209,9 +209,9 @@ def load_scenario(path: Path) -> Scenario:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ScenarioError(f"{path} cannot be read ({error.strerror}); give the path of a scenario") from None
+        raise ScenarioError(f"{path} cannot be read ({error.strerror}); give the path of a scenario.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path} is not a TOML file ({error}); see docs/use/simulator.md for an example") from None
+        raise ScenarioError(f"{path} is not a TOML file ({error}); see docs/use/simulator.md for an example.") from None
     return parse_scenario(raw, path.stem)
 
 
@@ -235,11 +235,13 @@ def parse_scenario(raw: dict[str, Any], name: str = "scenario") -> Scenario:
     )
     top.end()
     if not scenario.peers:
-        raise ScenarioError("the scenario has no peers; write a [[machines]] table with a count of at least 1")
+        raise ScenarioError("The scenario has no peers; write a [[machines]] table with a count of at least 1.")
     if scenario.peers > MAX_PEERS:
-        raise ScenarioError(f"{scenario.peers} peers are more than can be simulated; write at most {MAX_PEERS}")
+        raise ScenarioError(f"{scenario.peers} peers are more than can be simulated; write at most {MAX_PEERS}.")
     if scenario.warmup_s >= scenario.seconds:
-        raise ScenarioError("warmup_s is not less than seconds, so that nothing is measured; write a smaller warmup_s")
+        raise ScenarioError(
+            "The warmup_s is not less than seconds, so that nothing is measured; write a smaller warmup_s."
+        )
     return scenario
 
 
@@ -273,7 +275,7 @@ def _machine_group(table: SettingsTable, stages: int) -> MachineGroup:
     )
     table.end()
     if group.span is not None and group.span.last >= stages:
-        raise ScenarioError(f"stages {group.span} of {group.kind!r} are not all there; the last one is {stages - 1}")
+        raise ScenarioError(f"Stages {group.span} of {group.kind!r} are not all there; the last one is {stages - 1}.")
     return group
 
 

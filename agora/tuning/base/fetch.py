@@ -150,9 +150,9 @@ class BaseFetch:
 
     def _ask_useless_sources_again(self, now: float) -> None:
         for source in self._chunks.usable_sources:
-            held = source.index
+            held = source.offer
             if held is not None and not source.calls and not any(number in held for number in self._missing):
-                source.index, source.not_before = None, now + AGAIN_S
+                source.offer, source.not_before = None, now + AGAIN_S
 
     def _holds(self, held: HeldTensors, chunk: int) -> bool:
         return self._pieces[chunk].number in held
@@ -186,7 +186,7 @@ class BaseFetch:
         try:
             reply = await call_until(self._peer_caller, source.peer, GetBase, loop_time() + INDEX_S)
             tensors = self.tensor_list or await self._fetch_tensor_list(source.peer, _read_list_size(reply))
-            source.index = _read_held(reply, tensors)
+            source.offer = _read_held(reply, tensors)
         except AgoraError as error:
             self._handle_failure(source, error)
             return
@@ -253,14 +253,14 @@ class BaseFetch:
         elif isinstance(error, Refused) and not isinstance(error, Busy):
             if key is None:
                 source.not_before = now + AGAIN_S
-            elif source.index is not None:
-                source.index -= {key.number}
+            elif source.offer is not None:
+                source.offer -= {key.number}
         else:
             source.record_failure(error, now)
             if isinstance(error, Busy) and now < self._last_arrival + BUSY_TIMEOUT_S:
                 self._last_progress_at = now
             if source.failures >= FAILURES:
-                source.index, source.failures, source.not_before = None, 0, now + RETRY_FAILED_S
+                source.offer, source.failures, source.not_before = None, 0, now + RETRY_FAILED_S
 
 
 def _read_list_size(reply: Reply) -> int:

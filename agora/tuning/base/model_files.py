@@ -271,7 +271,7 @@ def _check_hash(path: Path, digest: str) -> None:
 def require_folder(folder: Path | None) -> Path:
     """Raises BaseModelError, whose text says what to do, if it is None or is not a folder."""
     if folder is None:
-        raise BaseModelError("this run begins with a base model; name the folder that has its files: --base-model DIR")
+        raise BaseModelError("This run begins with a base model; name the folder that has its files: --base-model DIR.")
     if not folder.is_dir():
         raise BaseModelError(f"--base-model {folder} is not a folder; name the one that has the base model's files.")
     return folder

@@ -672,7 +672,7 @@ def open_samples(named: Sequence[Path], rules: ReadingRules, objective: Objectiv
         objective = objective or file.reader.format.objectives[0]
         files.append(file)
     if objective is None:
-        raise InputError("no data file is named; give one.")
+        raise InputError("No data file is named; give one.")
     return SampleFiles(tuple(files), objective, rules)
 
 

@@ -345,7 +345,10 @@ class EpochAssigner:
         return self.last_state
 
     def merge(self, origin: str, values: Sequence[int]) -> None:
-        """Raises ProtocolError if the state is malformed, DataError if that origin trains on other rows."""
+        """Takes the state that another origin sent; an older one of the same session is ignored.
+
+        Raises ProtocolError if the state is malformed, DataError if that origin trains on other rows.
+        """
         try:
             state = read_state(values, self._layout, self._rows_id, max_tallies=MAX_TALLIES)
         except DifferentRowsError:
@@ -354,7 +357,7 @@ class EpochAssigner:
                 "and give their hashes in the manifest ([data] samples_hash and tokenizer_hash) of the next run."
             ) from None
         except ValueError as error:
-            raise ProtocolError("bad-message", f"The share of {origin} cannot be read: {error}.") from None
+            raise ProtocolError("bad-message", f"The epoch state of {origin} cannot be read: {error}.") from None
         if origin == self._me:
             return
         known = self._others.get(origin)

@@ -43,7 +43,7 @@ class SampleCounts:
     missed: int
 
 
-class EpochBatches:
+class EpochMicrobatches:
     """Draws one origin's microbatches of samples, and counts what the swarm has trained on.
 
     microbatch_size: b, rows in a microbatch. session: a number below 2^63 that is used by no other start of any origin.

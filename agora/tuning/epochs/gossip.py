@@ -96,7 +96,7 @@ class EpochGossip:
     def _merge_answer(self, peer: PeerId, answer: Message) -> None:
         try:
             if not isinstance(answer, GossipedEpochs):
-                raise ProtocolError("bad-message", f"answered gossip with {type(answer).__name__}")
+                raise ProtocolError("bad-message", f"Answered gossip with {type(answer).__name__}.")
             self._merge(peer, answer.state)
         except ProtocolError as error:
             self._report_violation(peer, Violation.BAD_ANSWER, f"{error.code}: {error}")

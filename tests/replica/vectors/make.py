@@ -17,7 +17,7 @@ import torch
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_SMALL_PARTS, PART_ELEMENTS, SLICE_BLOCK
-from agora_protocol.parts import slice_count
+from agora_protocol.parts import fragment_count
 
 from agora.replica.reducers import FragmentDivision, reducers_of
 from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, cut_into_shards
@@ -42,7 +42,7 @@ def slices() -> list[dict[str, Any]]:
     """The blocks of the first rounds, and of one that is over the number of slices."""
     made = []
     for blocks, fraction, seed in ((1, 0.05, 0), (7, 0.05, 7), (24, 0.25, 7), (60, 0.3, 2**63), (100, 1.0, 1)):
-        it = FragmentDivision(blocks * SLICE_BLOCK, slice_count(fraction), seed)
+        it = FragmentDivision(blocks * SLICE_BLOCK, fragment_count(fraction), seed)
         rounds = {str(number): it.blocks(number).tolist() for number in (0, 1, 2, 1_000_003)}
         made.append(
             {"elements": blocks * SLICE_BLOCK, "fraction": fraction, "seed": seed, "count": it.count, "blocks": rounds}
