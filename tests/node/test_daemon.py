@@ -164,7 +164,7 @@ def test_a_task_that_ends_while_no_span_is_held_ends_the_daemon_which_says_which
         running = asyncio.create_task(daemon.run())
         await daemon.stands_by.wait()
         BackgroundTasks(daemon.note_task_end).start("membership", fail())
-        with pytest.raises(LocalError, match="its task membership failed .ZeroDivisionError: a bug.; please report"):
+        with pytest.raises(LocalError, match="Its task membership failed .ZeroDivisionError: a bug.; please report"):
             await asyncio.wait_for(running, 20)
         assert events.TaskFailed("membership", "ZeroDivisionError: a bug") in daemon.reported
         assert [event.state for event in daemon.reported if isinstance(event, events.StateChanged)] == ["leaving"]
@@ -180,7 +180,7 @@ def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch
         running = asyncio.create_task(daemon.run())
         await asyncio.sleep(0)
         BackgroundTasks(daemon.note_task_end).start("metrics server", fail())
-        with pytest.raises(LocalError, match="its task metrics server failed"):
+        with pytest.raises(LocalError, match="Its task metrics server failed"):
             await asyncio.wait_for(running, 20)
 
     asyncio.run(main())
@@ -193,7 +193,7 @@ def test_an_end_of_the_metrics_task_ends_the_daemon(tmp_path: Path, monkeypatch:
     startup.home.root.mkdir()
 
     monkeypatch.setattr(DaemonMetrics, "run", lambda self: fail())
-    with pytest.raises(LocalError, match="its task metrics failed"):
+    with pytest.raises(LocalError, match="Its task metrics failed"):
         asyncio.run(asyncio.wait_for(main_module._run_until_left(startup, EventMetrics()), 20))
 
 
