@@ -29,6 +29,7 @@ LOOK_S: Final = 2.0  # seconds between two looks at the status of a small run
 # A look takes up to 15 microseconds of a processor for each peer (python -m tests.page.figures): 0.4 % of a core.
 LOOK_S_PER_PEER: Final = 0.004
 FRESH_S: Final = 1.0  # a status is not asked for again within this time
+JOIN_S: Final = 300.0  # addresses change: after this time the invite is asked for again
 TEXT_S: Final = 600.0  # seconds between two texts of the model
 TEXT_RETRY_S: Final = 60.0
 TAIL_BYTES: Final = 4 * 2**20  # of journal and metrics, so much is read when somebody begins to look
@@ -114,6 +115,7 @@ class Feed:
         self._history = History()
         self._next_s = LOOK_S
         self._join: Mapping[str, str] | None = None
+        self._joined_at = 0.0
         self._text: Mapping[str, Any] = {"text": "", "why": "", "step": 0}
 
     async def run(self) -> None:
@@ -179,9 +181,10 @@ class Feed:
                 await run_in_thread(partial(self._history.take, status, folder, time.time()))
             except (AttributeError, LookupError, TypeError, ValueError):  # a peer of the network wrote it
                 self._status = status = _unreachable(None, "the peer that was asked sent a malformed status")
-            if self._join is None:
+            if self._join is None or time.monotonic() - self._joined_at >= JOIN_S:
                 with suppress(AgoraError):  # it is asked for again
                     self._join = how_to_join(await self._source.invitation())
+                    self._joined_at = time.monotonic()
             self._next_s = self._pause(len(status["peers"]), self._source.look_s)
             self._looked.set()
             self._looked = asyncio.Event()

@@ -40,7 +40,9 @@ def page_app(feed: Feed) -> Starlette:
             return PlainTextResponse("stage and start are numbers.\n", 400)
         return _json(await feed.peers(asked.get("stage"), asked.get("start", 0)))
 
-    async def send_updates(_: Request) -> Response:
+    async def send_updates(request: Request) -> Response:
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         if feed.followers >= MAX_FOLLOWERS:
             text = f"{MAX_FOLLOWERS} pages are open already; close one.\n"
             return PlainTextResponse(text, 503, {"Retry-After": "30"})

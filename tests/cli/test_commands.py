@@ -23,7 +23,8 @@ from agora.node.control import control_client
 Completed = subprocess.CompletedProcess[str]
 COMMANDS = [("node", name) for name in ("join", "leave", "pause", "resume", "move")]
 COMMANDS += [
-    ("swarm", name) for name in ("new", "status", "track", "demo", "export", "sample", "data", "launch", "evaluate")
+    ("swarm", name)
+    for name in ("new", "status", "page", "track", "demo", "export", "sample", "data", "launch", "evaluate")
 ]
 
 

@@ -88,6 +88,7 @@ def shows_the_status(browser: Chromium, status: dict[str, Any]) -> None:
     do = f" Do: {health['do']}." if health["do"] else ""
     assert browser.evaluate(FIRST_LINE) == f"{health['state']} {health['why']}.{do}"
     tiles = tiles_of(browser)
+    assert "Result" not in tiles, "there is none yet"
     assert tiles["Step"] == f"{status['step']:,}" and tiles["Peers"] == str(len(status["peers"]))
     assert tiles["Loss"] == (f"{status['loss']:.3f}" if status["loss"] is not None else "-")
     assert tiles["Tokens/s"] == f"{status['tokens_per_second']:,.0f}"
@@ -116,6 +117,7 @@ def test_it_shows_what_the_status_says(browser: Chromium, tmp_path: Path) -> Non
     status = status_of(known)
     device = {"name": "NVIDIA A40", "memory_used": 2**34, "memory_total": 48 * 2**30, "mfu": 0.413, "idle_in_jobs": 0.1}
     status["peers"][1]["device"] = device
+    status["result"] = {"state": "none", "folder": "", "why": ""}
     with serving(Fixed(status, tmp_path)) as url:
         opened(browser, url)
         shows_the_status(browser, json.loads(json.dumps(status)))

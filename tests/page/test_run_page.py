@@ -144,6 +144,8 @@ def test_without_a_daemon_the_statuses_tell_what_has_happened() -> None:
 
 def test_pages_are_bounded() -> None:
     with serving(Fixed(status_of(good_view()))) as url:
+        for _ in range(MAX_FOLLOWERS + 1):
+            assert ask(url, "/updates", "HEAD")[0] == 200, "a question for headers alone follows nothing"
         open_pages = [following(url) for _ in range(MAX_FOLLOWERS)]
         for page in open_pages:
             next(page.__enter__())

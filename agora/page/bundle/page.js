@@ -3,6 +3,7 @@
 
 const MAX_POINTS = 2000;
 const MAX_HAPPENINGS = 200;
+const MAX_TASKS = 400;
 const FIGURES = 20; // rows of the table of figures
 const PEERS_AT_A_TIME = 100;
 // How a state of the run, of a stage or of an event looks; others look plain.
@@ -44,7 +45,11 @@ const short = new Intl.NumberFormat("en-US", { notation: "compact", maximumFract
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const whole = (value) => (isNumber(value) ? grouped.format(value) : "-");
 const fixed = (value, digits) => (isNumber(value) ? value.toFixed(digits) : "-");
-const clock = (unix) => new Date(unix * 1000).toLocaleTimeString();
+const isToday = (time) => time.toDateString() === new Date().toDateString();
+const clock = (unix) => {
+  const time = new Date(unix * 1000);
+  return isToday(time) ? time.toLocaleTimeString() : time.toLocaleString();
+};
 const listOf = (value) => (Array.isArray(value) ? value : []);
 
 // --- writing into the page, only where something has changed
@@ -109,7 +114,8 @@ function showTiles(status, work) {
   for (const [name, value] of Object.entries(status.tuning ?? {})) tiles.push([name, fixed(value, 3), ""]);
   const { samples, result } = status;
   if (samples) tiles.push(["Epoch", whole(samples.epoch), `${whole(samples.seen)} samples seen`]);
-  if (result) tiles.push(["Result", String(result.state), String(result.folder || result.why || "")]);
+  if (result && result.state !== "none")
+    tiles.push(["Result", String(result.state), String(result.folder || result.why || "")]);
   const boxes = childrenOf(node("tiles"), tiles.length, () => {
     const box = make("div");
     box.append(make("dt"), make("dd"));
@@ -379,11 +385,18 @@ function showCharts() {
 
 // --- updates
 
+/** Of too many points every other one of the older half stays, so that the whole run is on the chart. */
+function thinned(found) {
+  const half = found.length >> 1;
+  return found.length > MAX_POINTS ? found.filter((_, at) => at >= half || at % 2 === 0) : found;
+}
+
 function take(update) {
   if (update.is_first) [points, happenings, tasks] = [[], [], []];
-  points = [...points, ...update.points].slice(-MAX_POINTS);
-  happenings = [...happenings, ...update.happenings].slice(-MAX_HAPPENINGS);
-  tasks = [...tasks, ...update.tasks];
+  points = thinned([...points, ...update.points]);
+  const all = [...happenings, ...update.happenings].sort(([one], [other]) => one - other);
+  happenings = all.slice(-MAX_HAPPENINGS);
+  tasks = [...tasks, ...update.tasks].slice(-MAX_TASKS);
   latest = update;
   if (isDue) return;
   isDue = true;
