@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.page.chromium import PROGRAM, chromium
-from tests.process.harness import WAIT_S, Daemon, Swarm, fired, last_step, swarm, swarm_command, tiny
+from tests.process.harness import WAIT_S, Daemon, Swarm, drained, fired, last_step, swarm, swarm_command, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -62,7 +62,7 @@ def test_a_daemon_and_a_machine_without_one_show_the_same_run(tmp_path: Path) ->
         the_status_is_the_command_s(made, daemon, url)
         the_history_is_the_journal_s(made, daemon, url)
         a_machine_without_a_daemon_shows_it_too(made, url, tmp_path)
-        a_browser_shows_it(made, url, tmp_path)
+        a_browser_shows_it(made, daemon, url, tmp_path)
         the_model_writes(made, url)
         with open_page(url):
             assert made.stop() == {"a": 0, "b": 0}, "an open page keeps nobody from leaving"
@@ -135,19 +135,38 @@ def a_machine_without_a_daemon_shows_it_too(made: Swarm, url: str, directory: Pa
         served.kill()
 
 
-def a_browser_shows_it(made: Swarm, url: str, directory: Path) -> None:
+def a_browser_shows_it(made: Swarm, daemon: Daemon, url: str, directory: Path) -> None:
+    """While the origin opens nothing new, so that page and status are of one moment."""
     if PROGRAM is None or os.environ.get("CI"):
         print("not shown in a browser: Chromium is not installed, or this is CI")
         return
     with chromium(directory / "profile") as browser:
         browser.open(url)
         browser.until("document.querySelector('#tiles dd')")
+        drained(made, daemon)
+        cells = (
+            "[...document.querySelectorAll('#peers tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+        )
 
         def agrees() -> bool:
-            shown = browser.evaluate("document.querySelector('#tiles dd span').textContent")
-            return bool(shown == f"{fetched(f'{url}/status.json')['step']:,}")
+            told = daemon.ask("status")
+            rows = [[row[0], row[1], row[2], row[3], row[8]] for row in browser.evaluate(cells)]
+            tiles = browser.evaluate(
+                "[...document.querySelectorAll('#tiles dd')].map((one) => one.firstChild.textContent)"
+            )
+            return rows == [
+                [
+                    f"{peer['name']} …{peer['peer'][-6:]}",
+                    "-".join(map(str, dict.fromkeys(peer["span"]))),
+                    peer["state"],
+                    f"{peer['step']:,}",
+                    peer["path"],
+                ]
+                for peer in told["peers"]
+            ] and tiles[:2] == [f"{told['step']:,}", f"{told['loss']:.3f}"]
 
-        made.until(agrees, "the browser to show the step of now")
+        made.until(agrees, "the browser to show what the status says")
+        daemon.ask("refill")
         line = browser.evaluate("document.querySelector('main').innerText.split('\\n')[0]")
         assert line.startswith("DEGRADED stage 0 has a single peer")
         assert not browser.complaints
