@@ -28,6 +28,7 @@ from agora.node.span.load_span import load_span
 from agora.node.span.loaded_span import LoadedSpan
 from agora.node.startup import Startup
 from agora.observe import events, faults
+from agora.pipeline.origin import Origin
 from agora.swarm import health
 from agora.swarm.health import Health
 from agora.swarm.placement import Placement
@@ -298,7 +299,7 @@ class Daemon:
             note.text = f"stages {loaded.span}"
         self._report_event(events.StateChanged("serving", f"stages {loaded.span}"))
         if loaded.origin is not None:
-            loaded.tasks.start("origin", loaded.origin.run())
+            loaded.tasks.start("origin", _run_origin(loaded.origin))
         return loaded
 
     # --- move
@@ -405,6 +406,12 @@ class Daemon:
                 await self._peer_closing.aclose()
         except TimeoutError:
             self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
+
+
+async def _run_origin(origin: Origin) -> None:
+    await origin.run()
+    # A pause or a move has made it leave: that is no task that has failed, and the span is closed soon.
+    await asyncio.Event().wait()
 
 
 async def _watch_p2pd(host: Host) -> None:
