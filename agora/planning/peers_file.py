@@ -37,7 +37,9 @@ class Accelerator:
 
 
 COMPUTED: Final = "computed from its data sheet, not measured"
-# Daemons use bf16, which cards older than Ampere do not have.
+IN_FP16: Final = "measured by others; daemons compute in fp16 there, which was never run on one"
+IN_FP16_COMPUTED: Final = "computed from its data sheet, not measured; daemons compute in fp16 there"
+# Daemons use bf16, or fp16 on Volta and Turing; older cards have tensor cores for neither.
 IN_FLOAT32: Final = "daemons compute in float32 there; that speed is " + COMPUTED
 # What part of the data sheet's peak, dense and summed in float32, such cards reach: in bf16 as the A6000 (84 of 155)
 # and, with faster memory, as the H100 (300 of 989); in float32 as the P40 (6.5 of 11.8).
@@ -74,9 +76,9 @@ ACCELERATORS: Final[dict[str, Accelerator]] = {
     "rtx3090": _in_bf16(71.2, 24),
     "rtx3080": _in_bf16(59.5, 10),
     "rtx3060": _in_bf16(25.5, 12),
-    "v100": _in_float32(15.7, 16),
-    "t4": _in_float32(8.1, 16),
-    "rtx2080ti": _in_float32(13.4, 11),
+    "v100": Accelerator(78, 16, IN_FP16),
+    "t4": Accelerator(26, 16, IN_FP16),
+    "rtx2080ti": Accelerator(round(PART_OF_BF16 * 53.8, 1), 11, IN_FP16_COMPUTED),
     "p100": _in_float32(9.5, 16),
     "p40": Accelerator(6.5, 24),
 }

@@ -426,6 +426,15 @@ def all_devices() -> list[str]:
     return [f"cuda:{number}" for number in seen if not why_cuda_device_unsupported(number)] or ["cpu"]
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype in which layers multiply on `device`: bf16, fp16 on Volta and Turing, or float32."""
+    if has_native_bf16(device):
+        return torch.bfloat16
+    # Their tensor cores take fp16; older cards have none, and those of Pascal are slower in fp16 than in float32.
+    has_tensor_cores = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+    return torch.float16 if has_tensor_cores else torch.float32
+
+
 def has_native_bf16(device: torch.device) -> bool:
     """Returns whether `device` is a CUDA device with bf16 in hardware; False for every CPU."""
     if device.type != "cuda":

@@ -16,7 +16,7 @@ from agora.core.machine_limits import least_memory
 from agora.train.device import has_native_bf16
 
 CPUINFO: Final = Path("/proc/cpuinfo")
-# TFLOP/s of data sheets: dense, in the precision that a daemon computes in, bf16 summed in float32 or else float32.
+# TFLOP/s of data sheets: dense, in the precision that a daemon computes in: bf16 or fp16 summed in float32, or float32.
 PEAK_TFLOPS: Final[dict[str, float]] = {
     "H200": 989,
     "H100 PCIe": 756,
@@ -38,9 +38,9 @@ PEAK_TFLOPS: Final[dict[str, float]] = {
     "RTX 3090": 71.2,
     "RTX 3080": 59.5,
     "RTX 3060": 25.5,
-    "V100": 15.7,
-    "T4": 8.1,
-    "RTX 2080 Ti": 13.4,
+    "V100": 125,
+    "T4": 65,
+    "RTX 2080 Ti": 53.8,
     "P100": 9.5,
     "P40": 11.8,
 }

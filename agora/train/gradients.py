@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,49 @@ class GradientNormBound:
         return size <= limit
 
 
+# fp16 ends at 65,504 and below 6e-8. Powers of two, so that scaling rounds nothing.
+FIRST_SCALE: Final = 2.0**10
+MOST_SCALE: Final = 2.0**16
+LEAST_SCALE: Final = 2.0**-14
+GROWS_AFTER: Final = (
+    2000  # backward passes without an overflow, after which the scale doubles, as in torch's GradScaler
+)
+MAX_HALVINGS: Final = 8  # of one microbatch; a gradient that is not finite then has another cause
+
+
+class GradientScale:
+    """The factor of the gradients inside this peer's backward passes, so that fp16 holds them: a loss scale of one hop.
+
+    A gradient that arrives is multiplied by it, and what leaves, or is added to a sum, divided: other peers do not know
+    of it. value: 1 for products in another dtype than fp16.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.is_used = dtype == torch.float16
+        self.value = FIRST_SCALE if self.is_used else 1.0
+        self._halvings = self._passes = 0
+
+    def accepts(self, norm: Tensor) -> bool:
+        """Returns whether gradients of this norm may be used; otherwise the pass is to be repeated with half the scale.
+
+        Without a scale it reads nothing and accepts all. Accepts what is still not finite after MAX_HALVINGS, with the
+        scale as it was before them: then the gradients themselves are not finite.
+        """
+        if not self.is_used:
+            return True
+        if math.isfinite(float(norm)):
+            self._halvings, self._passes = 0, self._passes + 1
+            if self._passes >= GROWS_AFTER:
+                self._passes, self.value = 0, min(2 * self.value, MOST_SCALE)
+            return True
+        if self._halvings >= MAX_HALVINGS or self.value <= LEAST_SCALE:
+            self.value *= 2.0**self._halvings
+            self._halvings = 0
+            return True
+        self._halvings, self._passes, self.value = self._halvings + 1, 0, self.value / 2
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class GradientShare:
     """A replica's share of a step: the mean gradient over its own tokens."""
@@ -72,18 +116,21 @@ class ClosedShare(NamedTuple):
     totals: SumTotals
 
 
-def add_gradients(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Adds to each float32 sum its gradient, of any float dtype, in place. If memory lacks, no sum has changed."""
+def add_gradients(sums: Sequence[Tensor], gradients: Sequence[Tensor], scale: float = 1.0) -> None:
+    """Adds to each float32 sum its gradient, of any float dtype, divided by `scale`, in place.
+
+    If memory lacks, no sum has changed.
+    """
     pairs = list(zip(sums, gradients, strict=True))
     mixed = [(total, gradient) for total, gradient in pairs if gradient.dtype != total.dtype]
     converts = bool(mixed) and converts_before_adding(sums[0].device)
     scratch = sums[0].new_empty(max(len(total.flatten()) for total, _ in mixed) if converts else 0)
     if same := [(total, gradient) for total, gradient in pairs if gradient.dtype == total.dtype]:
-        torch._foreach_add_(*map(list, zip(*same, strict=True)))
+        torch._foreach_add_(*map(list, zip(*same, strict=True)), alpha=1 / scale)
     for total, gradient in mixed:
         if converts:
             gradient = scratch[: total.numel()].view(total.shape).copy_(gradient)
-        total.add_(gradient)
+        total.add_(gradient, alpha=1 / scale)
 
 
 def converts_before_adding(device: torch.device) -> bool:

@@ -27,7 +27,7 @@ from agora.cost.activation_bytes import MicrobatchSize
 from agora.cost.decoder_sizes import decoder_sizes
 from agora.cost.manifest_cost import microbatch_flops
 from agora.model import StageModule, family_of
-from agora.train.device import has_native_bf16
+from agora.train.device import product_dtype
 from agora.train.weight_versions import StageWeights
 
 VERSION: Final = 1
@@ -126,7 +126,7 @@ def measure_profile(
     TypeError for a model family without formulas.
     """
     layer = manifest.model.layers // 2
-    dtype = torch.bfloat16 if has_native_bf16(device) else torch.float32
+    dtype = product_dtype(device)
     weights = StageWeights(_make_filled_stage(manifest, range(layer, layer + 1)), device, dtype=dtype)
     stage = weights.current.module
     max_rows = manifest.schedule.microbatch
@@ -187,7 +187,8 @@ def _measure_seconds(
 
 
 def _forward_and_backward(stage: StageModule, entry: Tensor, tokens: Tensor, device: torch.device) -> None:
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_native_bf16(device)):
+    dtype = product_dtype(device)
+    with torch.autocast(device.type, dtype=dtype if dtype != torch.float32 else None, enabled=dtype != torch.float32):
         output = stage(entry, tokens)
     inputs: list[Tensor] = [parameter for _, parameter in stage.trained_parameters()]
     inputs += [entry] if entry.requires_grad else []

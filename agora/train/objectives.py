@@ -73,6 +73,9 @@ class Head:
     logits: Callable[[Tensor], Tensor]  # the logits [n, v], of any float dtype, of hidden states [n, d]
     modules: nn.Module  # whose parameters `logits` uses
     vocabulary: int
+    # By which a backward pass will multiply the gradient of the loss. Where gradients are computed in the forward, they
+    # are multiplied there, so that fp16 holds them.
+    scale: float = 1.0
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -251,7 +254,8 @@ class _SummedLosses(torch.autograd.Function):
             if not needs_gradients:
                 continue
             inputs = [*([entry] if needs_hidden else []), *(trained if needs_trained else ())]
-            computed = list(torch.autograd.grad([loss], inputs))
+            scale = None if head.scale == 1.0 else [torch.full_like(loss, head.scale)]
+            computed = list(torch.autograd.grad([loss], inputs, scale))
             if needs_hidden:
                 of_hidden.append(computed.pop(0))
             if of_trained:
@@ -265,11 +269,12 @@ class _SummedLosses(torch.autograd.Function):
             del loss, computed  # or they would be in memory together with those of the next chunk
         rounded = (total.to(tensor.dtype) for total, tensor in zip(of_trained, trained, strict=bool(of_trained)))
         context.gradients = [torch.cat(of_hidden) if needs_hidden else None, *rounded]
+        context.scale = head.scale
         return loss_sum
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = gradients
+        scale = gradients[0] if context.scale == 1.0 else gradients[0] / context.scale
         computed, context.gradients = context.gradients, None
         return None, None, None, *(tensor if tensor is None else tensor.mul_(scale) for tensor in computed)
 

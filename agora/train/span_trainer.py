@@ -26,8 +26,8 @@ from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
 from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
 from agora.train.compiled_layers import LayerCompiler
-from agora.train.device import has_native_bf16, is_out_of_memory
-from agora.train.gradients import add_gradients
+from agora.train.device import has_native_bf16, is_out_of_memory, product_dtype
+from agora.train.gradients import GradientScale, add_gradients
 from agora.train.objectives import Head, objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import Stage
@@ -60,6 +60,7 @@ class _Gradients(NamedTuple):
     of_entry: Tensor | None  # [b, s, k]; None at stage 0
     of_parameters: list[Tensor]
     norm: Tensor  # of all of them, a scalar
+    scale: float = 1.0  # those by parameters are multiplied by it
 
 
 class HeldStages(dict[int, Stage]):
@@ -126,7 +127,8 @@ class SpanTrainer:
         self._dropout = manifest.model.dropout
         self.compiler = None if manifest.model.dropout else compiler
         self._report = report
-        self._dtype = torch.bfloat16 if has_native_bf16(device) else torch.float32  # of products
+        self._dtype = torch.bfloat16 if has_native_bf16(device) else product_dtype(device)  # of products
+        self.scale = GradientScale(self._dtype)
         self.graphs = GraphBudget(manifest.schedule.activations, device)
         self.stashed = StashedForwards(MAX_TIMES_IN_FLIGHT * in_flight)
         self.stages = HeldStages()
@@ -212,30 +214,45 @@ class SpanTrainer:
         does not take. before_adding: called with the gradient for the boundary that entered, before the gradients are
         added. After an error, also of before_adding, nothing was added.
         """
-        batch, trains = work.batch, work.is_training
-        tokens = self.objective.loss_weight(batch)
-        with torch.set_grad_enabled(trains):
-            hidden, versions = self._run_for_gradients(work) if trains else (self._run(work), ())
-            with self._head_for(work, versions) as head:
-                if work.purpose == "reference":
-                    rows = tuple(row_log_probabilities(head, hidden, batch).tolist())
-                    self._require_finite(sum(rows), work, "the reference's log-probability")
-                    return FinishedMicrobatch(0.0, tokens, log_probabilities=rows)
-                loss, metrics = self.objective.loss(head, hidden, batch, work.references)
-            del hidden
-        results = [loss.detach(), *metrics]
-        if not trains:
-            loss_sum, *sums = torch.stack(results).tolist()
+        tokens = self.objective.loss_weight(work.batch)
+        if work.purpose == "reference":
+            rows = self._reference_rows(work)
+            return FinishedMicrobatch(0.0, tokens, log_probabilities=rows)
+        if not work.is_training:
+            with torch.no_grad():
+                loss, metrics, _ = self._run_to_loss(work)
+            loss_sum, *sums = torch.stack([loss, *metrics]).tolist()
             self._require_plausible_loss(loss_sum, work)
             return FinishedMicrobatch(loss_sum, tokens, metrics=tuple(sums))
         steps = tuple(stage.step for stage in self._stages_of(work))
-        gradients = self._compute_gradients(StashedForward(work, tokens, steps, loss, versions))
+        while True:
+            loss, metrics, versions = self._run_to_loss(work)
+            gradients = self._compute_gradients(StashedForward(work, tokens, steps, loss, versions))
+            results = [loss.detach(), *metrics]
+            if self.scale.accepts(gradients.norm):
+                break
+            del gradients, loss
         before_adding(gradients.of_entry)
         # All that the host reads, together and as late as possible: it waits here for what the device still computes.
         loss_sum, *sums, norm = torch.stack([*results, gradients.norm]).tolist()
         self._require_plausible_loss(loss_sum, work)
         self._add(gradients, norm, loss_sum)
         return FinishedMicrobatch(loss_sum, tokens, gradients.of_entry, tuple(sums))
+
+    def _reference_rows(self, work: DecodedWork) -> tuple[float, ...]:
+        with torch.no_grad():
+            hidden = self._run(work)
+            with self._head_for(work, ()) as head:
+                rows = tuple(row_log_probabilities(head, hidden, work.batch).tolist())
+        self._require_finite(sum(rows), work, "the reference's log-probability")
+        return rows
+
+    def _run_to_loss(self, work: DecodedWork) -> tuple[Tensor, tuple[Tensor, ...], tuple[WeightVersion, ...]]:
+        with torch.set_grad_enabled(work.is_training):
+            hidden, versions = self._run_for_gradients(work) if work.is_training else (self._run(work), ())
+            with self._head_for(work, versions) as head:
+                loss, metrics = self.objective.loss(head, hidden, work.batch, work.references)
+        return loss, metrics, versions
 
     def backward(
         self,
@@ -260,6 +277,8 @@ class SpanTrainer:
                 with torch.enable_grad():
                     forward.output, forward.versions = self._run_for_gradients(forward.work, keeps_last_layer=True)
             gradients = self._compute_gradients(forward, gradient)
+            while not self.scale.accepts(gradients.norm):
+                gradients = self._compute_gradients(forward, gradient)
             before_adding(gradients.of_entry)
             received, norm = torch.stack([torch.linalg.vector_norm(gradient), gradients.norm]).tolist()
             check_received(received)
@@ -327,7 +346,7 @@ class SpanTrainer:
         stage = self.stages[self.span.last]
         module = (versions[-1] if versions else stage.evaluated).module
         with self._autocast(), self._mode_for(module, work, stage.number):
-            yield Head(module.logits, module.head_modules(), self._vocabulary)
+            yield Head(module.logits, module.head_modules(), self._vocabulary, self.scale.value)
 
     @contextmanager
     def _mode_for(self, module: StageModule, work: DecodedWork, stage: int) -> Iterator[None]:
@@ -376,17 +395,33 @@ class SpanTrainer:
         assert output is not None
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
         inputs = [work.entry, *parameters] if work.entry_stage > 0 else parameters
+        if self.scale.is_used:
+            return self._compute_scaled(forward, torch.ones_like(output) if gradient is None else gradient, inputs)
         received = None if gradient is None else [gradient.to(output.dtype)]
         computed = list(torch.autograd.grad([output], inputs, received))
         norm = get_total_norm(computed, foreach=True)
         return _Gradients(forward, computed.pop(0) if work.entry_stage > 0 else None, computed, norm)
+
+    def _compute_scaled(self, forward: StashedForward, gradient: Tensor, inputs: Sequence[Tensor]) -> _Gradients:
+        # In fp16. The gradients by parameters are still multiplied by the scale. The graph is kept, to be gone through
+        # once more should they have overflowed; whoever has it drops it with `forward`.
+        scale, output = self.scale.value, forward.output
+        assert output is not None
+        received = gradient.to(output.dtype) * scale
+        computed = list(torch.autograd.grad([output], inputs, [received], retain_graph=True))
+        norms = [torch.linalg.vector_norm(found, dtype=torch.float32) for found in computed]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
+        of_entry = computed.pop(0).div_(scale) if forward.work.entry_stage > 0 else None
+        return _Gradients(forward, of_entry, computed, norm, scale)
 
     def _add(self, gradients: _Gradients, norm: float, loss_sum: float = 0.0) -> None:
         forward, work = gradients.forward, gradients.forward.work
         # Before any is added: an error must not leave a part of them in the sums.
         self._require_finite(norm, work, "the gradient it computed")
         stages = self._stages_of(work)
-        add_gradients([tensor for stage in stages for tensor in stage.sum.tensors], gradients.of_parameters)
+        add_gradients(
+            [tensor for stage in stages for tensor in stage.sum.tensors], gradients.of_parameters, gradients.scale
+        )
         name = work.microbatch.hex()
         for stage, step, version in zip(stages, forward.steps, forward.versions, strict=True):
             predicted = stage.prediction is not None and stage.prediction.owns(version)

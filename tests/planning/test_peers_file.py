@@ -44,7 +44,7 @@ def test_one_more_machine_is_of_a_kind_of_the_file_or_an_accelerator_with_the_me
     peers = read_peers(GOOD, "peers.toml")
     assert peers.find_kind("attic") == peers.kinds[1]
     added = peers.find_kind("t4")
-    assert (added.flops, added.upload, added.host_memory) == (4.5e12, 125e6, 0.0)
+    assert (added.flops, added.upload, added.host_memory) == (26e12, 125e6, 0.0)
     with pytest.raises(InputError, match=r"--add 'h10' is not a kind of machine; did you mean 'h100'\?"):
         peers.find_kind("h10")
 
@@ -63,7 +63,7 @@ def test_a_speed_that_nobody_has_measured_is_said_to_be_computed_unless_the_owne
         and remarks[0].startswith("89.2 TFLOP/s of rtx4090: computed")
         and "flops_tflops" in remarks[0]
     )
-    assert "t4: daemons compute in float32 there" in remarks[1]
+    assert "t4: measured by others; daemons compute in fp16 there" in remarks[1]
     assert read_peers(machine.format("t4", "shed") + "flops_tflops = 6\n", "peers.toml").remarks == ()
 
 

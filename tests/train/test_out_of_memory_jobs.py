@@ -176,7 +176,7 @@ def test_whatever_allocation_fails_in_a_job_it_gives_the_same_result_and_the_sam
                         assert found == expected, f"{job.__name__}, when {failing.__name__} fails at {fails_at}"
                     if not injected.has_fired:
                         break
-                assert fails_at > 1, f"{failing.__name__} allocates"
+                assert fails_at > 1 or failing is Bench.load, f"{failing.__name__} allocates"
                 assert await faulty.states() == await sound.states(), failing.__name__
             assert not faulty.middle.trainer.stashed and not faulty.events.of(TaskFailed)
 

@@ -17,7 +17,7 @@ from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine
 from agora.observe import events
 from agora.pipeline.work_ledger import WorkLedger
-from agora.train.device import choose_device, has_native_bf16
+from agora.train.device import choose_device, has_native_bf16, product_dtype
 from agora.train.memory import available_bytes, give_back_freed_memory, limit_memory, resident_bytes
 
 BASE_BYTES: Final = 256 * 2**20  # memory of a daemon without stages: torch, the event loop, p2pd
@@ -35,7 +35,7 @@ SHORT: Final = "short of memory"  # completes "this peer is ..." for requesters 
 class MemoryBudget:
     """The bytes that a daemon may take. host: of the machine's memory. gpu: of its GPU, None if stages use none.
 
-    host_limit: what limits the first, in words, "" if that was not asked. in_bf16: whether products are in bf16.
+    host_limit: what limits the first, in words, "" if that was not asked. in_bf16: whether products are in 16 bits.
     """
 
     host: int
@@ -64,7 +64,9 @@ def measure_budget(device: str, owners: OwnersMemory) -> MemoryBudget:
     except DeviceError:
         chosen = torch.device("cpu")
     gpu = available_bytes(chosen, within_limit=False) if chosen.type == "cuda" else None
-    budget = MemoryBudget(host, gpu, least_memory().source, in_bf16=has_native_bf16(chosen))
+    budget = MemoryBudget(
+        host, gpu, least_memory().source, in_bf16=has_native_bf16(chosen) or product_dtype(chosen) == torch.float16
+    )
     return limit_budget(budget, owners)
 
 
