@@ -63,7 +63,8 @@ def why_unseen(vendors: Sequence[str], build: TorchBuild, *, has_driver: bool) -
     wanted = "CUDA" if kind == "NVIDIA" else "ROCm"
     fact = f"this machine has {len(vendors)} {kind} GPU{'s' * (len(vendors) > 1)}, and torch {build.version} sees none"
     if built_for != wanted:
-        return f"{fact}: it is built for {built_for}; install PyTorch's {wanted} build in this environment"
+        how = "" if wanted == "CUDA" else " (for scripts/ set TORCH_INDEX to the index of PyTorch's ROCm builds)"
+        return f"{fact}: it is built for {built_for}; install PyTorch's {wanted} build in this environment{how}"
     if kind == "NVIDIA" and not has_driver:
         return f"{fact}: NVIDIA's driver is not loaded; install it, or give the container its GPUs (--gpus all)"
     if kind == "NVIDIA":

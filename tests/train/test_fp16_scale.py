@@ -104,14 +104,14 @@ def test_a_backward_pass_that_overflows_is_repeated_with_half_the_scale_and_noth
     too_high, events = trainer_in(torch.float16, monkeypatch, stage, activations)
     too_high.scale.value = 2.0**20
     passes = []
-    real = SpanTrainer._compute_scaled
+    real = GradientScale.accepts
 
-    def count(self: SpanTrainer, *args: object) -> object:
-        passes.append(self.scale.value)
-        assert not sum_of(self).any(), "nothing was added so far"
-        return real(self, *args)  # type: ignore[arg-type]
+    def count(self: GradientScale, norm: Tensor) -> bool:
+        passes.append(self.value)
+        assert not sum_of(too_high).any(), "nothing was added so far"
+        return real(self, norm)
 
-    monkeypatch.setattr(SpanTrainer, "_compute_scaled", count)
+    monkeypatch.setattr(GradientScale, "accepts", count)
     run(too_high)
     assert passes == [2.0 ** (20 - number) for number in range(len(passes))] and 1 < len(passes) <= MAX_HALVINGS
     assert too_high.scale.value == passes[-1] and not events.of(GradientRefused)
@@ -123,12 +123,10 @@ def test_a_backward_pass_that_overflows_is_repeated_with_half_the_scale_and_noth
 def test_gradients_that_no_scale_makes_finite_are_refused_and_leave_scale_and_sum_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer, events = trainer_in(torch.float16, monkeypatch, 0)
-    with torch.no_grad():
-        trainer.stages[0].weights.current.parameters[0].fill_(float("nan"))
-    monkeypatch.setattr(SpanTrainer, "_require_finite", lambda *args: None)
+    trainer, events = trainer_in(torch.float16, monkeypatch, 0, "recompute")
     trainer.forward(work(0))
-    monkeypatch.undo()
+    with torch.no_grad():  # the backward runs the forward again
+        trainer.stages[0].weights.current.parameters[0].fill_(float("nan"))
     with pytest.raises(NonFinite):
         trainer.backward(ForwardKey(microbatch_id(0), 0), torch.ones(MANIFEST.boundary_shape()))
     assert trainer.scale.value == FIRST_SCALE and not sum_of(trainer).any()

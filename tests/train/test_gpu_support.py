@@ -58,6 +58,7 @@ def test_code_for_one_card_alone_serves_no_other_and_an_unknown_list_refuses_not
         (["NVIDIA"], TorchBuild("2.13+cu130", "13.0", None, 0), False, "driver is not loaded"),
         (["NVIDIA"], TorchBuild("2.13+cu130", "13.0", None, 0), True, "too old for CUDA 13.0"),
         (["AMD"], TorchBuild("2.13+cu130", "13.0", None, 0), False, "built for CUDA; install PyTorch's ROCm build"),
+        (["AMD"], TorchBuild("2.13+cu130", "13.0", None, 0), False, "set TORCH_INDEX to the index of PyTorch's ROCm"),
         (["AMD"], TorchBuild("2.13+rocm", None, "7.0", 0), False, "/dev/kfd"),
         (["AMD", "NVIDIA"], TorchBuild("2.13+cu130", "13.0", None, 1), True, ""),
         ([], TorchBuild("2.13+cpu", None, None, 0), False, ""),
