@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ Tokens = NDArray[np.int32]
 SCANNED_WINDOWS = 1 << 22
 DRAW_KEY = 0x6472617773616D70  # goes into the hash that draws windows
 SPLIT_KEY = 0x73706C6974776E64  # goes into the hash that chooses held-out windows
+MIXTURE_KEY = 0x6D69787475726573  # goes into the hash that chooses a sample's source
+LOOKED_AT = 4096  # windows of a source that are looked at for one that is not held out
 RESERVED_AT_ONCE = 4096  # microbatch numbers that are reserved with one write to the disk
 
 
@@ -42,7 +45,8 @@ class Sampler:
     is held out and one is not. Raises ManifestError when the corpus has too few tokens.
     """
 
-    def __init__(self, tokens: Ids, context: int, heldout: float, seed: int) -> None:
+    def __init__(self, tokens: Ids, context: int, heldout: float, seed: int, ends: Sequence[int] = ()) -> None:
+        """ends: for each source of the corpus how many tokens it and those before it have; empty: there is one."""
         self.context = context
         self.windows = (len(tokens) - 1) // context
         needed = 2 if heldout > 0 else 1
@@ -59,27 +63,47 @@ class Sampler:
         if heldout > 0:
             # split_limit moves it if no window, or every window, of a small corpus would be held out
             self._limit = split_limit(mix(self._scanned, self._split_key), heldout)
+        self._mixture_key = seed_key(seed, MIXTURE_KEY)
+        # A source has the windows that begin in it. One of which all windows are held out is never drawn.
+        bounds = np.minimum(-(-np.array([0, *(ends or [len(tokens)])]) // context), self.windows)
+        self._starts, self._counts = bounds[:-1].astype(np.uint64), np.diff(bounds).astype(np.uint64)
+        self._is_drawn = np.array(
+            [not self.is_held_out(np.arange(a, min(b, a + LOOKED_AT))).all() for a, b in pairwise(bounds)]
+        )
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Returns for each window number [n] whether the window is held out from training, bool [n]."""
         return np.less(mix(windows.astype(np.uint64), self._split_key), self._limit)
 
-    def windows_of(self, sample_ids: Sequence[int] | Hashes) -> NDArray[np.int64]:
+    def windows_of(self, sample_ids: Sequence[int] | Hashes, weights: Sequence[float] = ()) -> NDArray[np.int64]:
         """Returns, for each sample id, the number of its window among all windows of the corpus, [b]; never held out.
 
         The windows are drawn uniformly, by the hash of (seed, id), from those that are not held out; a held-out window
-        is redrawn. Every call gives the same windows; two ids may have the same one.
+        is redrawn. Every call gives the same windows; two ids may have the same one. weights: how often each source is
+        drawn, relative to the others; empty: by its size.
         """
-        state = mix(np.asarray(sample_ids, np.uint64), self._draw_key)
-        drawn = state % np.uint64(self.windows)
+        ids = np.asarray(sample_ids, np.uint64)
+        first, count = self._ranges(ids, weights)
+        state = mix(ids, self._draw_key)
+        drawn = first + state % count
         while (rejected := self.is_held_out(drawn)).any():
             state[rejected] = mix(state[rejected], self._draw_key)
-            drawn[rejected] = state[rejected] % np.uint64(self.windows)
+            drawn[rejected] = first[rejected] + state[rejected] % count[rejected]
         return drawn.astype(np.int64)
 
-    def batch(self, sample_ids: Sequence[int] | Hashes) -> Tokens:
+    def _ranges(self, ids: Hashes, weights: Sequence[float]) -> tuple[Hashes, Hashes]:
+        # For each sample the first of the windows that it is drawn from, and how many these are.
+        shares = np.where(self._is_drawn, np.array(weights), 0.0) if len(weights) == len(self._starts) else np.zeros(1)
+        if not shares.any():
+            return np.zeros(len(ids), np.uint64), np.full(len(ids), self.windows, np.uint64)
+        uniform = mix(ids, self._mixture_key) / 2.0**64
+        chosen = np.searchsorted(np.cumsum(shares) / shares.sum(), uniform, side="right")
+        chosen = np.minimum(chosen, np.flatnonzero(shares)[-1])  # a hash next to 2^64 is 1.0 as a float
+        return self._starts[chosen], self._counts[chosen]
+
+    def batch(self, sample_ids: Sequence[int] | Hashes, weights: Sequence[float] = ()) -> Tokens:
         """Returns the training samples with these ids [b], int32 [b, context + 1]: inputs [:, :-1], targets [:, 1:]."""
-        return self._gather(self.windows_of(sample_ids))
+        return self._gather(self.windows_of(sample_ids, weights))
 
     def heldout_windows(self) -> NDArray[np.int64]:
         """Returns the numbers of the held-out windows, int64 [n], the lowest hash first: a pseudorandom order.
@@ -108,6 +132,7 @@ class CorpusMicrobatches:
     A microbatch is a function of seed, origin and number. Blocks of RESERVED_AT_ONCE numbers are reserved in the file
     `reserved` before they are used; after a restart the rest of a block is skipped. Only if that file is missing,
     unreadable or malformed, or could not be written, numbers are drawn again. microbatch_size: samples in a microbatch.
+    weights: returns how often each source of the corpus is drawn now, see Sampler.windows_of; may be replaced.
     report: gets DiskTrouble if the file cannot be written, TaskFailed if it cannot be read.
     """
 
@@ -117,6 +142,7 @@ class CorpusMicrobatches:
         self._microbatch_size = microbatch_size
         self._file = reserved
         self._report = report
+        self.weights: Callable[[], Sequence[float]] = tuple
         self._next = 0
         try:
             self._next = max(0, int(reserved.read_text()))
@@ -134,7 +160,7 @@ class CorpusMicrobatches:
             self._reserve(number + RESERVED_AT_ONCE)
         self._next += 1
         ids = [sample_id(self._origin, number * b + row) for row in range(b)]
-        return DrawnMicrobatch(encode_tokens(self._sampler.batch(ids)), number)
+        return DrawnMicrobatch(encode_tokens(self._sampler.batch(ids, self.weights())), number)
 
     def mark_completed(self, number: int) -> None:
         """Does nothing: no number is drawn twice, completed or not. See EpochMicrobatches.mark_completed."""

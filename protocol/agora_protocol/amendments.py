@@ -31,6 +31,7 @@ AMENDABLE: Final = (
     "optimizer.total_steps",
     "optimizer.minimum_ratio",
     "optimizer.target_tokens",
+    "data.weights",
 )
 
 

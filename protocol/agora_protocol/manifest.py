@@ -275,6 +275,17 @@ def _check_tokenizer(manifest: Manifest) -> str | None:
     return None
 
 
+def _check_weights(manifest: Manifest) -> str | None:
+    weights, corpus = manifest.data.weights, manifest.data.corpus
+    if not weights:
+        return None
+    if manifest.objective.kind != "lm":
+        return f"[data] weights have no effect with [objective] kind {manifest.objective.kind}; remove them."
+    if len(weights) != len(corpus):
+        return f"[data] weights has {len(weights)} numbers where corpus has {len(corpus)} entries; give one for each."
+    return None if any(weights) else "[data] weights are all 0, so nothing could be drawn; make one of them 1.0."
+
+
 def _check_objective(manifest: Manifest) -> str | None:
     kind, microbatch = manifest.objective.kind, manifest.schedule.microbatch
     if kind == "lm":
@@ -330,6 +341,7 @@ RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
     _check_payload,
     _check_size,
     _check_tokenizer,
+    _check_weights,
     _check_objective,
     _check_founder,
     _check_admission,

@@ -161,6 +161,11 @@ class DataSection(Section):
         max_length=64,
         description="stdlib, or .txt, .jsonl and .parquet files and globs",
     )
+    weights: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = Field(
+        default=(),
+        max_length=64,
+        description="how often text of each entry of corpus is drawn, such as [2.0, 1.0, 0.0]; empty: by its size",
+    )
     tokenizer: PathText = Field(default="bytes", description="bytes, or the path of a tokenizers JSON file")
     heldout: float = Field(default=0.01, ge=0, le=0.5, description="share of the text that is never trained on")
     samples: Annotated[str, Field(max_length=1024)] | Annotated[tuple[PathText, ...], Field(max_length=64)] = Field(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from agora_protocol.errors import DataError, DiskError, LocalError, ManifestError
 
 from agora.data import record_files, text_sources, token_cache
-from agora.data.corpus import open_corpus
+from agora.data.corpus import open_corpus, open_corpus_parts
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import ByteTokenizer, Ids
 
@@ -392,3 +393,19 @@ def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="Cannot write the token cache in .*Not a directory"):
         open_corpus(["0.txt"], ByteTokenizer(), tmp_path / "file" / "cache", base=tmp_path)
+
+
+def test_the_parts_of_a_corpus_are_its_sources_also_from_a_cache_of_before(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "aaaa"), ("b.txt", "bb"), ("c.txt", "ccc")):
+        (tmp_path / name).write_text(text)
+    sources = ["b.txt", "*.txt"]
+    how: Any = {"base": tmp_path}
+    ids, ends = open_corpus_parts(sources, ByteTokenizer(), tmp_path / "cache", **how)
+    texts = [bytes(ids[a:b].astype(np.uint8)) for a, b in pairwise((0, *ends))]
+    assert texts[0].startswith(b"bb") and texts[1].startswith(b"aaaa") and b"ccc" in texts[1] and ends[-1] == len(ids)
+    assert open_corpus_parts(sources, ByteTokenizer(), tmp_path / "cache", **how)[1] == ends
+    (index,) = (tmp_path / "cache" / "index").glob("*.json")
+    index.write_text(json.dumps({key: it for key, it in json.loads(index.read_text()).items() if "details" not in key}))
+    again, found = open_corpus_parts(sources, ByteTokenizer(), tmp_path / "cache", **how)
+    assert found == ends and again.tolist() == ids.tolist()
+    assert open_corpus_parts(["a.txt"], ByteTokenizer(), tmp_path / "cache", **how)[1] == (5,)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 
+from agora.codec import decode_tokens
 from agora.data.draws import mix
 from agora.data.sampling import CorpusMicrobatches, Sampler, sample_id
 from agora.data.tokenizer import Ids
@@ -169,3 +173,47 @@ def test_numbers_go_on_after_a_restart_and_a_file_that_is_spoilt_is_reported(tmp
     (tmp_path / "drawn").write_text("many")
     assert batches(tmp_path, reported).draw().number == 0
     assert [type(event) for event in reported] == [TaskFailed]
+
+
+def mixture(ends: Sequence[int], heldout: float = 0.1) -> Sampler:
+    return Sampler(counting(1000), CONTEXT, heldout, 3, ends)
+
+
+def source_of(made: Sampler, ids: Sequence[int], weights: Sequence[float], ends: Sequence[int]) -> list[int]:
+    windows = made.windows_of(ids, weights)
+    assert not made.is_held_out(windows).any()
+    return [bisect_right(ends, int(window) * CONTEXT) for window in windows]
+
+
+def test_each_source_is_drawn_as_often_as_its_weight_says_and_never_what_is_held_out() -> None:
+    ends = (CONTEXT * 600 + 3, CONTEXT * 900, CONTEXT * 1000 + 1)
+    made, ids = mixture(ends), range(20_000)
+    for weights in ((1.0, 1.0, 2.0), (0.0, 0.0, 5.0), (0.3, 0.0, 0.1)):
+        counts = Counter(source_of(made, ids, weights, ends))
+        for source, weight in enumerate(weights):
+            assert counts[source] / len(ids) == pytest.approx(weight / sum(weights), abs=0.02)
+
+
+def test_without_weights_a_corpus_of_several_sources_is_drawn_as_one() -> None:
+    ends = (CONTEXT * 600, CONTEXT * 1000 + 1)
+    assert mixture(ends).windows_of(range(500)).tolist() == mixture(()).windows_of(range(500)).tolist()
+    assert sorted(mixture(ends).heldout_windows()) == sorted(mixture(()).heldout_windows())
+    counts = Counter(source_of(mixture(ends), range(20_000), (), ends))
+    assert counts[0] / 20_000 == pytest.approx(0.6, abs=0.02)
+
+
+def test_a_source_without_a_window_to_train_on_is_not_drawn() -> None:
+    ends = (CONTEXT * 1000 - 2, CONTEXT * 1000, CONTEXT * 1000 + 1)
+    assert set(source_of(mixture(ends), range(100), (1.0, 1.0, 1.0), ends)) == {0}
+    assert set(source_of(mixture(ends), range(100), (0.0, 1.0, 1.0), ends)) == {0}, "nothing else is left"
+
+
+def test_an_origin_draws_by_the_weights_of_the_moment(tmp_path: Path) -> None:
+    ends = (CONTEXT * 500, CONTEXT * 1000 + 1)
+    batches = OriginBatches(mixture(ends), PeerId("QmOrigin"), 4, tmp_path / "drawn", lambda event: None)
+    drawn = []
+    for weights in ((1.0, 0.0), (0.0, 1.0)):
+        batches.weights = lambda weights=weights: weights  # type: ignore[misc]
+        tokens = decode_tokens(batches.draw().tokens, len(counting(1000)))
+        drawn.append({bisect_right(ends, int(row[0])) for row in tokens})
+    assert drawn == [{0}, {1}]

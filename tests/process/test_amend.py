@@ -37,10 +37,14 @@ def run_manifest(**sections: Any) -> Manifest:
 def amend(made: Swarm, capsys: pytest.CaptureFixture[str], from_step: int, values: Mapping[str, Any]) -> dict[str, Any]:
     """What `swarm amend --json` prints on the founder's machine."""
     capsys.readouterr()
-    sets = [f"optimizer.{key}={value}" for key, value in values.items()]
+    sets = [f"{key}={value}" for key, value in named(values).items()]
     amend_command.amend(str(made.file), from_step, sets, made.directory / "founder", as_json=True)
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     return printed
+
+
+def named(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key if "." in key else f"optimizer.{key}": value for key, value in values.items()}
 
 
 def listed(made: Swarm, capsys: pytest.CaptureFixture[str], name: str) -> list[dict[str, Any]]:
@@ -102,6 +106,14 @@ def has_changed_at(daemon: Daemon, stage: int, step: int) -> bool:
     return [event["learning_rate"] for event in taken] == expected
 
 
+def has_other_text_from(daemon: Daemon, step: int) -> bool:
+    """Whether the loss jumps at `step`: what was drawn before is one letter, and afterwards noise."""
+    losses = {int(e["step"]) - 1: e["loss"] for e in steps_of(daemon, 1) if e["loss"] is not None}
+    before = [losses[at] for at in range(step - 6, step - 1) if at in losses]
+    after = [losses[at] for at in range(step + 1, step + 6) if at in losses]
+    return bool(before and after) and max(before) + 1.0 < min(after)
+
+
 def common_step(daemons: list[Daemon], stage: int, least: int) -> int | None:
     """A step from `least` on of which all have a checkpoint of the stage with the same bits; None without one."""
     written = [{int(e["step"]) for e in daemon.events("CheckpointWritten", stage=stage)} for daemon in daemons]
@@ -118,8 +130,19 @@ def common_step(daemons: list[Daemon], stage: int, least: int) -> int | None:
 def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with swarm(tmp_path, run_manifest()) as made:
-        founder, mate, killed, away = (made.start(name, "0-1") for name in ("founder", "mate", "killed", "away"))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "letter.txt").write_text("a" * 50_000)
+    noise = np.random.default_rng(0).integers(97, 123, 200_000).astype(np.uint8)
+    (texts / "noise.txt").write_bytes(noise.tobytes())
+    data, changed = (
+        {"corpus": ["letter.txt", "noise.txt"], "weights": [1.0, 0.0]},
+        CHANGED | {"data.weights": [0.0, 1.0]},
+    )
+    flags = ["--allow-files", "--data", str(texts)]
+    with swarm(tmp_path, run_manifest(data=data)) as made:
+        four = [made.start(name, "0-1", flags=flags) for name in ("founder", "mate", "killed", "away")]
+        founder, mate, killed, away = four
         made.until(lambda: min(map(last_step, (founder, mate, killed, away))) >= 2 * NOTICE, "steps of all four")
         away.ask("pause")
         made.until(lambda: away.ask("report")["paused"], "one to be away")
@@ -127,7 +150,7 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
         assert inject(mate, run) == 7 and listed(made, capsys, "mate") == []
 
         step = founder.ask("amendments")["step"] + AHEAD
-        said = amend(made, capsys, step, CHANGED)
+        said = amend(made, capsys, step, changed)
         assert said["amendment"]["number"] == 1 and f"the daemon in {founder.root}" in said["told"]
         with pytest.raises(Failure, match="use --from-step"):
             amend(made, capsys, said["step"] + 1, {"learning_rate": 0.5})
@@ -136,11 +159,12 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
         live = [founder, mate]
         made.until(lambda: min(map(last_step, live)) >= step + 10, "steps beyond the amendment")
         away.ask("resume")
-        back = made.start("killed", "0-1")
+        back = made.start("killed", "0-1", flags=flags)
         made.serving("founder", "mate", "killed", "away")
         assert inject(mate, run) == 7
         made.until(lambda: min(map(last_step, (founder, mate, back, away))) >= step + 30, "steps of all four again")
 
+        assert all(has_other_text_from(daemon, step) for daemon in live), steps_of(founder, 1)
         for stage in (0, 1):
             for daemon in live:
                 assert [e["step"] for e in daemon.events("AmendmentInForce", stage=stage)] == [step]
@@ -151,7 +175,7 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
             assert equal > step
         for daemon in (*live, back, away):
             (only,) = listed(made, capsys, daemon.name)
-            assert only["in_force"] and only["changes"] == {f"optimizer.{key}": value for key, value in CHANGED.items()}
+            assert only["in_force"] and only["changes"] == named(changed)
             assert daemon.ask("status")["amendments"][0]["number"] == 1
             assert not [e for e in daemon.events("StageDiverged") if e["step"] >= step - AHEAD]
         made.stop()

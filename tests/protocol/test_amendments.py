@@ -153,6 +153,8 @@ def test_an_amendment_needs_notice_unless_the_run_is_over() -> None:
         ({"optimizer.total_steps": "many"}, 100, "total_steps"),
         ({"optimizer.total_steps": 500}, 600, "would have ended after 500 steps"),
         ({"optimizer.total_steps": 5000}, 2001, "ends after 2000 steps, before step 2001"),
+        ({"data.weights": [1.0, 2.0]}, 100, "weights has 2 numbers where corpus has 1 entries"),
+        ({"data.weights": [0.0]}, 100, "weights are all 0"),
         (RATE, 70, "in force from step 80, so the next cannot be from step 70"),
     ],
 )

@@ -13,7 +13,7 @@ from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from agora_protocol.manifest_sections import DataSection
 
 from agora.core.tasks import run_in_thread
-from agora.data.corpus import open_corpus
+from agora.data.corpus import open_corpus_parts
 from agora.data.local_files import LocalFiles
 from agora.data.sampling import CorpusMicrobatches, Sampler
 from agora.data.tokenizer import BYTES, Tokenizer, open_tokenizer
@@ -113,8 +113,8 @@ def _check_adapter(startup: Startup, draft: Manifest) -> None:
 def _load_corpus(startup: Startup, manifest: Manifest, data: DataSection) -> tuple[Sampler, int]:
     base = startup.reference.base
     tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
-    corpus = open_corpus(data.corpus, tokenizer, _cache_folder(startup), base=base)
-    return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed), len(corpus)
+    corpus, ends = open_corpus_parts(data.corpus, tokenizer, _cache_folder(startup), base=base)
+    return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed, ends), len(corpus)
 
 
 def _load_samples(startup: Startup, manifest: Manifest, data: DataSection) -> SampleRows:
