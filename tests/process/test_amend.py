@@ -97,6 +97,11 @@ def inject(daemon: Daemon, run: str) -> int:
     return refused
 
 
+def slowest_step(daemon: Daemon) -> int:
+    """Returns the step of its stage that has taken the fewest."""
+    return min(max((int(e["step"]) for e in steps_of(daemon, stage)), default=0) for stage in (0, 1))
+
+
 def has_changed_at(daemon: Daemon, stage: int, step: int) -> bool:
     """Whether the rates of the stage's steps are the manifest's before `step`, and the amended ones from it on."""
     before = OptimizerSection(**OPTIMIZER)
@@ -107,11 +112,15 @@ def has_changed_at(daemon: Daemon, stage: int, step: int) -> bool:
 
 
 def has_other_text_from(daemon: Daemon, step: int) -> bool:
-    """Whether the loss jumps at `step`: what was drawn before is one letter, and afterwards noise."""
-    losses = {int(e["step"]) - 1: e["loss"] for e in steps_of(daemon, 1) if e["loss"] is not None}
-    before = [losses[at] for at in range(step - 6, step - 1) if at in losses]
-    after = [losses[at] for at in range(step + 1, step + 6) if at in losses]
-    return bool(before and after) and max(before) + 1.0 < min(after)
+    """Whether the loss falls once stage 0, whose peer draws, is at `step`: from noise to a single letter.
+
+    The last stage, which knows the loss, may be at another step then.
+    """
+    (changed_at,) = [event["at_unix"] for event in steps_of(daemon, 0) if event["step"] == step]
+    losses = [(event["at_unix"], event["loss"]) for event in steps_of(daemon, 1) if event["loss"] is not None]
+    before = [loss for at, loss in losses if at < changed_at][-6:-1]
+    after = [loss for at, loss in losses if at > changed_at][-5:]
+    return bool(before and after) and max(after) + 0.5 < min(before)
 
 
 def common_step(daemons: list[Daemon], stage: int, least: int) -> int | None:
@@ -136,7 +145,7 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
     noise = np.random.default_rng(0).integers(97, 123, 200_000).astype(np.uint8)
     (texts / "noise.txt").write_bytes(noise.tobytes())
     data, changed = (
-        {"corpus": ["letter.txt", "noise.txt"], "weights": [1.0, 0.0]},
+        {"corpus": ["noise.txt", "letter.txt"], "weights": [1.0, 0.0]},
         CHANGED | {"data.weights": [0.0, 1.0]},
     )
     flags = ["--allow-files", "--data", str(texts)]
@@ -157,18 +166,21 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
         made.until(lambda: killed.events("AmendmentTaken") and mate.events("AmendmentTaken"), "the amendment to spread")
         killed.kill()
         live = [founder, mate]
-        made.until(lambda: min(map(last_step, live)) >= step + 10, "steps beyond the amendment")
+        made.until(lambda: min(map(slowest_step, live)) >= step + 10, "steps beyond the amendment")
         away.ask("resume")
         back = made.start("killed", "0-1", flags=flags)
         made.serving("founder", "mate", "killed", "away")
         assert inject(mate, run) == 7
-        made.until(lambda: min(map(last_step, (founder, mate, back, away))) >= step + 30, "steps of all four again")
+        made.until(lambda: min(map(slowest_step, (founder, mate, back, away))) >= step + 30, "steps of all four again")
 
-        assert all(has_other_text_from(daemon, step) for daemon in live), steps_of(founder, 1)
+        for daemon in live:
+            assert has_other_text_from(daemon, step), steps_of(daemon, 1)
         for stage in (0, 1):
             for daemon in live:
                 assert [e["step"] for e in daemon.events("AmendmentInForce", stage=stage)] == [step]
                 assert has_changed_at(daemon, stage, step), steps_of(daemon, stage)
+                diverged = daemon.events("StageDiverged", stage=stage)
+                assert not [event for event in diverged if step <= event["step"] < step + 10], "they changed together"
             for daemon in (back, away):
                 assert has_changed_at(daemon, stage, step), steps_of(daemon, stage)
             equal = made.until(lambda stage=stage: common_step([*live, back, away], stage, step + 10), "the same bits")
@@ -177,7 +189,6 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
             (only,) = listed(made, capsys, daemon.name)
             assert only["in_force"] and only["changes"] == named(changed)
             assert daemon.ask("status")["amendments"][0]["number"] == 1
-            assert not [e for e in daemon.events("StageDiverged") if e["step"] >= step - AHEAD]
         made.stop()
 
 

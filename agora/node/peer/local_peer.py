@@ -96,6 +96,7 @@ class LocalPeer:
         """
         settings, manifest, me, unix = startup.settings, signed.manifest, startup.me, startup.clock.unix
         self.startup, self.signed, self.host, self._report = startup, signed, host, startup.report_event
+        self._take_node_report = take_node_report
 
         # Who may take part, how peers behave, and what they ask.
         self.peer_score = score = PeerScore(self._report, loop_time)
@@ -320,8 +321,10 @@ class LocalPeer:
         return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
 
     def usual_step(self) -> int:
-        """Returns the step that the run has come to: of the stages' median replicas, that of the furthest stage."""
-        return max((statistics.median_high(steps) for steps in self.steps_of_run() if steps), default=0)
+        """Returns the step that the run has come to: of this peer, and of each stage's median replica, the furthest."""
+        span = self._take_node_report().span
+        own = [progress.step for progress in span.stages] if span is not None else []
+        return max([0, *own, *(statistics.median_high(steps) for steps in self.steps_of_run() if steps)])
 
     def uplink_bytes_per_s(self) -> float | None:
         """Returns the measured rate of this peer's uplink in bytes per second; None until bytes had to wait for it."""

@@ -171,10 +171,9 @@ class ControlApi:
 
         Raises LocalError while the daemon starts or is paused.
         """
-        local_peer, loaded = self._require_local_peer(), self._daemon.loaded
-        own = max(loaded.own_steps.values(), default=0) if loaded is not None else 0
+        local_peer = self._require_local_peer()
         known = [sealed.hex() for sealed in local_peer.amendments.book.sealed()]
-        return {"known": known, "step": max(own, local_peer.usual_step())}
+        return {"known": known, "step": local_peer.usual_step()}
 
     def _require_bans(self) -> Bans:
         return self._require_local_peer().bans
