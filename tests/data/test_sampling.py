@@ -210,7 +210,7 @@ def test_a_source_without_a_window_to_train_on_is_not_drawn() -> None:
 
 def test_an_origin_draws_by_the_weights_of_the_moment(tmp_path: Path) -> None:
     ends = (CONTEXT * 500, CONTEXT * 1000 + 1)
-    batches = OriginBatches(mixture(ends), PeerId("QmOrigin"), 4, tmp_path / "drawn", lambda event: None)
+    batches = CorpusMicrobatches(mixture(ends), PeerId("QmOrigin"), 4, tmp_path / "drawn", lambda event: None)
     drawn = []
     for weights in ((1.0, 0.0), (0.0, 1.0)):
         batches.weights = lambda weights=weights: weights  # type: ignore[misc]

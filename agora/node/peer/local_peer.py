@@ -96,7 +96,7 @@ class LocalPeer:
         """
         settings, manifest, me, unix = startup.settings, signed.manifest, startup.me, startup.clock.unix
         self.startup, self.signed, self.host, self._report = startup, signed, host, startup.report_event
-        self._take_node_report = take_node_report
+        self._sample_node_report = sample_node_report
 
         # Who may take part, how peers behave, and what they ask.
         self.peer_score = score = PeerScore(self._report, loop_time)
@@ -322,7 +322,7 @@ class LocalPeer:
 
     def usual_step(self) -> int:
         """Returns the step that the run has come to: of this peer, and of each stage's median replica, the furthest."""
-        span = self._take_node_report().span
+        span = self._sample_node_report().span
         own = [progress.step for progress in span.stages] if span is not None else []
         return max([0, *own, *(statistics.median_high(steps) for steps in self.steps_of_run() if steps)])
 

@@ -17,7 +17,7 @@ from agora.core.clock import loop_time
 from agora.core.step_schedule import ShareClosed
 from agora.core.tasks import BackgroundTasks
 from agora.cost.manifest_cost import run_cost, usual_in_flight
-from agora.data.sampling import OriginBatches
+from agora.data.sampling import CorpusMicrobatches
 from agora.net.rpc.connection import IncomingCall
 from agora.node.control.node_report import SpanReport, WindowedRate, use_of_device
 from agora.node.peer.local_peer import LocalPeer
@@ -106,7 +106,7 @@ class LoadedSpan:
             self._epochs = self._resume_epochs(data)
             self.epoch_gossip = self._make_epoch_gossip(self._epochs)
         source: MicrobatchSource | None = self._epochs if isinstance(data, Samples) else data
-        if isinstance(data, OriginBatches):
+        if isinstance(data, CorpusMicrobatches):
             data.weights = lambda: local_peer.live.at(worker.progress_of(0).open_step).data.weights
         self.origin = None if source is None else self._make_origin(source)
         self.collector = StageCollector(
