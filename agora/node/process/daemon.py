@@ -474,9 +474,3 @@ async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: flo
         if placement is None:
             return None
     return placement
-
-
-async def _run_origin(origin: Origin) -> None:
-    await origin.run()
-    # It returns when a pause or a move has it leave; that is no end before its time, and the span is closed later.
-    await asyncio.Event().wait()
