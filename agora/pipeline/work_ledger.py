@@ -31,7 +31,7 @@ MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000  # all slots are taken: the bounds of the 
 OVERLAP_RETRY_MS = 1000  # the microbatch entered this peer at another stage before
 ENDING_RETRY_MS = 1000  # an earlier attempt of the microbatch is still ending here
 ANSWERS_PER_SLOT = 32  # one slot comes back after this many answers without an out-of-memory error
-MAX_ENDING_S = 5.0  # seconds that `WorkLedger.drain` waits for cancelled work to end
+MAX_ENDING_S = 5.0  # seconds that `WorkLedger.drain` waits for cancelled work to end, unless it is given other ones
 
 # Does a microbatch's work here and returns its answer.
 Perform = Callable[["RunningWork"], Coroutine[Any, Any, HopAnswer]]
@@ -252,11 +252,11 @@ class WorkLedger:
         """Refuses new work while memory is short; completes "this peer is ..." in the error, "" for no shortage."""
         self._shortage = shortage
 
-    async def drain(self, within_s: float, reason: str) -> bool:
+    async def drain(self, within_s: float, reason: str, ending_s: float = MAX_ENDING_S) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
         Whoever waits for cancelled work gets PeerFailed, but the answer if the device was counting the gradient at that
-        time and ends it within MAX_ENDING_S. Returns whether all work ended by itself. reason: completes "this peer is
+        time and ends it within `ending_s`. Returns whether all work ended by itself. reason: completes "this peer is
         ..." in the Busy of new requests.
         """
         self.stop_accepting(reason)
@@ -266,7 +266,7 @@ class WorkLedger:
         for work in late:
             work.cancel()
         if late:
-            await asyncio.wait([work.task for work in late], timeout=MAX_ENDING_S)
+            await asyncio.wait([work.task for work in late], timeout=ending_s)
         return not late
 
     def _start(self, key: WorkKey, last_stage: int, requester: Requester | None, perform: Perform) -> RunningWork:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,13 +21,16 @@ from agora.node.paths import RUNTIME_VARIABLE, Home, make_private
 from agora.node.process import daemon as daemon_module
 from agora.node.process import main as main_module
 from agora.node.process.daemon import Daemon
+from agora.node.process.main import END_S
 from agora.node.process.metrics import DaemonMetrics
+from agora.node.process.watchdog import Watchdog
 from agora.node.settings import Settings
 from agora.node.startup import Notifier, StartPhases, Startup
 from agora.observe import events
 from agora.observe.metrics import EventMetrics
 from agora.observe.reporter import Reporter
 from agora.swarm.swarm_clock import SwarmClock
+from tests.virtual_time import run
 
 
 class LoadsNothing(Daemon):
@@ -142,7 +146,7 @@ def test_a_pause_that_ends_while_the_work_is_being_cancelled_still_closes_what_w
 class StandsBy(LoadsNothing):
     """Has no span yet, and waits for one for ever. reported: the events."""
 
-    def __init__(self, home: Path | Startup) -> None:
+    def __init__(self, home: Path | Startup, on_leave: Callable[[], None] = lambda: None) -> None:
         super().__init__(home if isinstance(home, Path) else home.home.root)
         self.signed = self.loaded = None
         self.reported: list[events.Event] = []
@@ -172,6 +176,78 @@ def test_a_task_that_ends_while_no_span_is_held_ends_the_daemon_which_says_which
     asyncio.run(main())
 
 
+class Hangs(StandsBy):
+    """Serves a span of which every part hangs for as long as it is let, and more: what is cancelled ends 1 s later."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.reached: list[str] = []
+        hang = self.hang
+        self.loaded = cast(
+            Any,
+            SimpleNamespace(
+                span=Span(0, 0),
+                collector=SimpleNamespace(close=lambda: None),
+                tasks=BackgroundTasks(self.note_task_end),
+                origin=SimpleNamespace(leave=lambda within_s: hang("origin")),
+                write_checkpoints=lambda within_s: hang("checkpoints", within_s),
+            ),
+        )
+        self.local_peer = cast(
+            Any,
+            SimpleNamespace(
+                host=SimpleNamespace(died=asyncio.Event()),
+                membership=SimpleNamespace(set_state=lambda state: hang("directory")),
+                ledger=SimpleNamespace(drain=lambda within_s, reason, ending_s: hang("work", within_s + ending_s)),
+            ),
+        )
+        self._span_closing.push_async_callback(asyncio.sleep, 1.0)  # the device's thread, once closing was cancelled
+        self._span_closing.push_async_callback(hang, "span")
+        self._peer_closing.push_async_callback(hang, "peer")
+
+    async def hang(self, part: str, seconds: float = 1e6) -> None:
+        self.reached.append(part)
+        await asyncio.sleep(seconds)
+
+    def sample_node_report(self) -> Any:
+        return None
+
+    def _total_traffic(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("is_starting", [False, True], ids=["serving", "in a start that does not end when cancelled"])
+def test_a_daemon_of_which_everything_hangs_has_left_within_ten_seconds_and_has_tried_every_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_starting: bool
+) -> None:
+    monkeypatch.setattr(Watchdog, "report_traffic", lambda self, report: None)
+    monkeypatch.setattr(Watchdog, "run", lambda self: asyncio.Event().wait())
+
+    class EndsLate(Hangs):
+        async def _start_and_serve(self) -> None:
+            try:
+                await super()._start_and_serve()
+            except asyncio.CancelledError:
+                await asyncio.sleep(1e6 if is_starting else 0.0)
+
+    async def main() -> float:
+        begun: list[float] = []
+        daemon = EndsLate(tmp_path)
+        daemon.loaded = None if is_starting else daemon.loaded
+        daemon_of_main = asyncio.create_task(daemon.run())
+        await daemon.stands_by.wait()
+        begun.append(asyncio.get_running_loop().time())
+        daemon.leave("asked to")
+        daemon.leave("asked to, again")
+        await daemon_of_main
+        served = [] if is_starting else ["origin", "work", "checkpoints"]
+        assert daemon.reached == ["directory", *served, "span", "peer"]
+        assert daemon.leave_reason == "asked to"
+        return asyncio.get_running_loop().time() - begun[0]
+
+    assert run(main()) <= END_S
+
+
 def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         monkeypatch.setattr(daemon_module.joining, "register_paused", lambda *_: None)
@@ -194,7 +270,7 @@ def test_an_end_of_the_metrics_task_ends_the_daemon(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(DaemonMetrics, "run", lambda self: fail())
     with pytest.raises(LocalError, match="Its task metrics failed"):
-        asyncio.run(asyncio.wait_for(main_module._run_until_left(startup, EventMetrics()), 20))
+        asyncio.run(asyncio.wait_for(main_module._run_until_left(startup, EventMetrics(), lambda: None), 20))
 
 
 def test_a_disk_that_takes_no_row_of_metrics_ends_the_rows_and_not_the_task(tmp_path: Path) -> None:

@@ -143,6 +143,35 @@ def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> N
         assert not daemon.events("StateChanged", state="left")
 
 
+def test_a_daemon_that_hangs_while_it_leaves_ends_by_itself_and_leave_waits_for_that(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2)) as made:
+        hangs = made.start("hangs", "0-1", faults="daemon.leaving:hang:1")
+        made.until(lambda: made.completed(hangs) > 3, "it to train")
+        hangs.end_is_intended = True
+        command = [sys.executable, "-m", "agora.cli.main_node", "leave", "--dir", str(hangs.root)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.stderr.splitlines()[-1:] == ["it has left."], done.stderr
+        assert hangs.process.wait(WAIT_S) == 1
+        assert [entry[1:3] for entry in fired(hangs)] == [["daemon.leaving", "hang"]]
+        assert "not everything could be ended in time" in hangs.log()
+
+
+def test_a_device_job_that_hangs_holds_up_nobodys_goodbye(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(2)) as made:
+        hangs = made.start("hangs", "0-1", faults="device.job:hang:20")
+        made.until(lambda: fired(hangs), "a job to hang")
+        hangs.end_is_intended = True
+        network = p2pd_of(hangs)
+        command = [sys.executable, "-m", "agora.cli.main_node", "leave", "--dir", str(hangs.root)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.stderr.splitlines()[-1:] == ["it has left."], done.stderr
+        hangs.process.wait(WAIT_S)
+        assert not network.is_running()
+        assert [entry[1:3] for entry in fired(hangs)] == [["device.job", "hang"]]
+        late = [event["error"] for event in hangs.events("TaskFailed", task="close")]
+        assert not [why for why in late if "local peer" in why], late
+
+
 def refused(made: Swarm, name: str, *flags: str, run: str = "", file_bytes: int | None = None) -> str:
     """The last line of a join that is expected to fail."""
     arguments = ["join", run or str(made.file), "--dir", str(made.directory / name)]

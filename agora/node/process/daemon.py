@@ -29,6 +29,7 @@ from agora.node.span.loaded_span import LoadedSpan
 from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.pipeline.origin import Origin
+from agora.pipeline.work_ledger import MAX_ENDING_S
 from agora.swarm import health
 from agora.swarm.health import Health
 from agora.swarm.placement import Placement
@@ -37,13 +38,17 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-# Seconds that all of leaving takes, one less than the 10 s in texts for users. A device job that counts a gradient just
-# then may add the ledger's MAX_ENDING_S.
+# Seconds from the request to leave, or to pause, until all is closed: 10 s in texts for users. What follows is taken
+# from them, the last parts first: what nobody waits for any more must not take the time of what others see.
 LEAVE_S = 9.0
+STOP_S = 3.0  # seconds that a start, or a move, has to end when it is cancelled
 ANNOUNCE_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
 ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
+ENDING_S = 1.5  # seconds that device jobs which count a gradient get when the work of others is cancelled
 CHECKPOINT_S = 1.0  # seconds that writing the checkpoints may take at least, however long the work took
-CLOSE_S = 3.0  # seconds that closing the span and the local peer takes at most
+CLOSE_SPAN_S = 1.0  # seconds that closing the span may take at least, and one more if the device's job does not end
+CLOSE_PEER_S = 1.0  # seconds that closing the local peer may take at least
+CLOSE_S = CLOSE_SPAN_S + 1.0 + CLOSE_PEER_S
 MOVE_FINISH_S = 30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
 MOVE_CHECKPOINT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
 MEASURE_S = 4.0  # seconds between two measurements of how long microbatches take here
@@ -65,7 +70,8 @@ class Daemon:
     when the run has taken its steps; None until the first span is served.
     """
 
-    def __init__(self, startup: Startup) -> None:
+    def __init__(self, startup: Startup, on_leave: Callable[[], None] = lambda: None) -> None:
+        """on_leave: called once, when the daemon begins to leave."""
         self.startup = startup
         self.signed: SignedManifest | None = None
         self.local_peer: LocalPeer | None = None
@@ -74,6 +80,8 @@ class Daemon:
         self._stop = asyncio.Event()
         self.leave_reason = ""
         self._failure: LocalError | None = None
+        self._on_leave = on_leave
+        self._leave_by: float | None = None  # loop time
         self._key_remark = ""
         self._report_event = startup.report_event
         self._since_unix = startup.clock.unix()
@@ -101,13 +109,17 @@ class Daemon:
             if self._failure is not None:
                 raise self._failure
         finally:
-            await self._close()
+            await self._close(self._leave_by or loop_time() + CLOSE_S)
             await self._tasks.close()
 
     def leave(self, reason: str) -> None:
-        """Makes `run` leave in order, which takes about LEAVE_S. reason: for the log."""
+        """Makes `run` leave in order, which takes LEAVE_S at most; a second call does nothing. reason: for the log."""
+        if self.is_leaving:
+            return
         self.leave_reason = reason
+        self._leave_by = loop_time() + LEAVE_S
         self._stop.set()
+        self._on_leave()
 
     def note_task_end(self, name: str, error: BaseException | None) -> None:
         """Makes `run` leave in order and then raise LocalError, since a task of this daemon has ended before its time.
@@ -228,12 +240,15 @@ class Daemon:
         if serving.done() and not self.is_leaving:
             serving.result()
         serving.cancel()  # closes nothing: the span is still wanted for leaving in order
-        await asyncio.gather(serving, return_exceptions=True)
+        await asyncio.wait([serving], timeout=STOP_S)
+        if serving.done() and not serving.cancelled():
+            serving.exception()  # retrieved: leaving was first
 
     async def _stay_paused(self) -> None:
         self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
-        await self._wind_down("paused")
-        await self._close()  # everything but the control socket, so that no traffic is left
+        until = loop_time() + LEAVE_S
+        await self._wind_down("paused", until)
+        await self._close(until)  # everything but the control socket, so that no traffic is left
         joining.register_paused(self.startup, self.signed)
         await wait_for_any(self._stop.wait(), self.pause.wait_until(paused=False))
         if not self.is_leaving:
@@ -363,11 +378,12 @@ class Daemon:
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
         await faults.reach("daemon.leaving")
-        await self._wind_down("leaving")
+        await self._wind_down("leaving", self._leave_by or loop_time() + LEAVE_S)
 
-    async def _wind_down(self, reason: str) -> None:
+    async def _wind_down(self, reason: str, until: float) -> None:
         local_peer, loaded = self.local_peer, self.loaded
-        deadline = loop_time() + LEAVE_S - CLOSE_S - CHECKPOINT_S
+        close_at = until - CLOSE_S
+        work_until = close_at - CHECKPOINT_S - ENDING_S
         if local_peer is not None and loaded is None and not local_peer.host.died.is_set():
             await self._announce_leaving(local_peer)
         if local_peer is None or loaded is None:
@@ -375,12 +391,19 @@ class Daemon:
         loaded.collector.close()
         # When p2pd is gone, neither requesters nor the directory can be told: what is open is lost either way.
         if not local_peer.host.died.is_set():
-            await self._finish_work(local_peer, loaded, ORIGIN_S, deadline, reason)
-        await loaded.write_checkpoints(max(CHECKPOINT_S, deadline + CHECKPOINT_S - loop_time()))
+            origin_s = min(ORIGIN_S, max(0.1, work_until - loop_time()))
+            await self._finish_work(local_peer, loaded, origin_s, work_until, reason, ENDING_S)
+        await loaded.write_checkpoints(max(CHECKPOINT_S, close_at - loop_time()))
         self._watchdog.report_traffic(self.sample_node_report())
 
     async def _finish_work(
-        self, local_peer: LocalPeer, loaded: LoadedSpan, origin_s: float, deadline: float, reason: str
+        self,
+        local_peer: LocalPeer,
+        loaded: LoadedSpan,
+        origin_s: float,
+        deadline: float,
+        reason: str,
+        ending_s: float = MAX_ENDING_S,
     ) -> None:
         try:
             async with asyncio.timeout(origin_s):
@@ -388,7 +411,7 @@ class Daemon:
                 await asyncio.gather(self._announce_leaving(local_peer), *own_work)
         except TimeoutError:
             self._report_event(events.TaskFailed("leave", "open work could not be ended in time"))
-        await local_peer.ledger.drain(max(0.1, deadline - loop_time()), reason)
+        await local_peer.ledger.drain(max(0.1, deadline - loop_time()), reason, ending_s)
 
     async def _announce_leaving(self, local_peer: LocalPeer) -> None:
         try:
@@ -397,15 +420,19 @@ class Daemon:
         except TimeoutError:
             self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
 
-    async def _close(self) -> None:
+    async def _close(self, until: float) -> None:
         self._past_traffic = self._total_traffic()
         self.loaded = self.local_peer = None
-        try:
-            async with asyncio.timeout(CLOSE_S):  # what is late is left to the end of the process
-                await self._span_closing.aclose()
-                await self._peer_closing.aclose()
-        except TimeoutError:
-            self._report_event(events.TaskFailed("close", f"not everything could be closed within {CLOSE_S:.0f} s"))
+        # What is late is left to the end of the process. A span that hangs must not keep this peer from saying goodbye.
+        for what, closing, by in (
+            ("stages", self._span_closing, until - CLOSE_PEER_S - 1.0),
+            ("local peer", self._peer_closing, until),
+        ):
+            try:
+                async with asyncio.timeout_at(max(by, loop_time() + CLOSE_PEER_S)):
+                    await closing.aclose()
+            except TimeoutError:
+                self._report_event(events.TaskFailed("close", f"the {what} could not be closed in time"))
 
 
 async def _run_origin(origin: Origin) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import fcntl
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,6 +42,8 @@ SIGNALS: Final[Mapping[signal.Signals, str]] = {
     signal.SIGINT: "asked to leave by SIGINT, from Ctrl-C",
     signal.SIGHUP: "asked to leave by SIGHUP: its terminal was closed (start it with `nohup` or as a service to go on)",
 }
+# Seconds after which a process that was to leave ends, whatever hangs: a device, a disk, a thread. In order it takes 9.
+END_S: Final = 9.4
 
 
 def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
@@ -100,31 +104,40 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
             began_s=began_s,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_until_left(startup, counted))
+            runner.run(_run_until_left(startup, counted, partial(_end_if_late, startup)))
     return 0
 
 
-async def _run_until_left(startup: Startup, counted: EventMetrics) -> None:
+def _end_if_late(startup: Startup) -> None:
+    # A thread, since the event loop may hang as well as what it waits for, and so may the interpreter's end.
+    timer = threading.Timer(END_S, _end_at_once, (startup, "not everything could be ended in time"))
+    timer.daemon = True
+    timer.start()
+
+
+def _end_at_once(startup: Startup, why: str) -> None:
+    startup.report_event(events.OwnerTold(f"ended at once: {why}; what was open is lost"))
+    paths.unregister(paths.socket_of(startup.home))
+    os._exit(1)
+
+
+async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Callable[[], None]) -> None:
     from agora.node.control.control_socket import ControlSocket
     from agora.node.process.control_api import ControlApi
     from agora.node.process.daemon import Daemon
     from agora.node.process.metrics import DaemonMetrics
 
-    daemon = Daemon(startup)
-    socket = paths.socket_of(startup.home)
+    daemon = Daemon(startup, on_leave)
 
     def leave_or_exit(number: signal.Signals) -> None:
-        if daemon.is_leaving:  # the second signal
-            told = f"ended at once by a second signal, {number.name}; what was open is lost"
-            startup.report_event(events.OwnerTold(told))
-            paths.unregister(socket)
-            os._exit(1)
+        if daemon.is_leaving:
+            _end_at_once(startup, f"a second signal, {number.name}")
         daemon.leave(SIGNALS[number])
 
     for number in heeded_signals():
         asyncio.get_running_loop().add_signal_handler(number, leave_or_exit, number)
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
-    control = ControlSocket(socket, ControlApi(daemon).questions())
+    control = ControlSocket(paths.socket_of(startup.home), ControlApi(daemon).questions())
     metrics = DaemonMetrics(counted, startup.home.root, daemon.sample_node_report, startup.report_event)
     tasks = BackgroundTasks(daemon.note_task_end)
     page_tasks = BackgroundTasks(daemon.report_task_end)

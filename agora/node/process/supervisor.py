@@ -43,7 +43,8 @@ MAX_RESTART_S: Final = 300.0
 RESTART_MEMORY_S: Final = 3600.0
 # A daemon that has fed its watchdog, but not for this long, is killed and started again; under systemd its interval.
 WATCHDOG_S: Final = 60.0
-LEAVE_S: Final = 16.0  # after which daemons that were told to leave are killed: about 9 s, and what a device job adds
+# After which daemons that were told to leave are killed: they end by themselves before, see END_S of main.py.
+LEAVE_S: Final = 9.7
 NEVER_RESTARTED: Final = (0, 2)  # exit codes: it has left in order, or its arguments are wrong
 MAX_NOTICE_BYTES: Final = 4096
 
