@@ -332,8 +332,9 @@ class Stage:
 
     def _close_open_share(self) -> None:
         step = self._open_step
-        mean = self.sum.mean().cpu()
-        is_finite = bool(mean.isfinite().all())
+        # Divided where it is kept: the device needs no memory for it. The extremes are NaN if any value is.
+        mean = self.sum.flat.to(CPU, copy=True).div_(max(self.sum.totals.tokens, 1))
+        is_finite = all(math.isfinite(float(extreme)) for extreme in torch.aminmax(mean))
         totals = self.sum.clear()  # what may lack memory came before it
         if not is_finite:
             # The others wait for a share: zeros over 0 tokens say that there is nothing to add.

@@ -123,6 +123,18 @@ def test_a_state_is_copied_once_when_it_is_exported_and_not_at_all_when_it_is_lo
     assert all(map(np.array_equal, state_of(giver).values(), state_of(taker).values()))
 
 
+def test_a_share_closes_with_one_copy_of_the_sum_and_is_refused_for_one_value_that_is_not_finite() -> None:
+    stage = stage_of(small_manifest(model=LARGE, schedule={"predict_weights": False}))
+    for value in (1.0, float("nan"), float("inf"), -float("inf")):
+        stage.sum.flat.fill_(1.0)
+        stage.sum.flat[7], stage.sum.totals.tokens = value, 4
+        with most_bytes() as closed:
+            share = stage.close_share()
+        assert closed() < 1.05 * stage.sum.flat.nbytes
+        assert share.tokens == (4 if value == 1.0 else 0) and (share.values == (0.25 if value == 1.0 else 0.0)).all()
+        stage.step_with_gradient(stage.step, share.values, 0)
+
+
 def test_a_checkpoint_is_read_into_the_arrays_that_are_loaded_a_tensor_at_a_time(tmp_path: Path) -> None:
     manifest = small_manifest(model=LARGE)
     stage = stage_of(manifest)
