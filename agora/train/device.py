@@ -127,7 +127,7 @@ class DeviceQueue:
     ) -> None:
         """Starts the thread, which also calls `fault` and `on_error`.
 
-        limit: maximum number of waiting jobs of one priority.
+        limit: maximum number of waiting jobs of one priority; backwards, which end earlier work, have none.
         slowdown: factor on the time that each job takes, at least 1; the thread sleeps for the additional time.
         work_clock: returns seconds, by which a job's time is measured for `slowdown`.
         fault: called with "device.job" at the start of each job.
@@ -174,7 +174,8 @@ class DeviceQueue:
         runs; the result of a running one is passed to `on_abandoned` on the event loop. With keeps_result, for what
         cannot be undone, the first cancellation of a running job does nothing, and its result is returned. Raises the
         function's own exception, but torch's as OutOfMemory or DeviceError; Busy without waiting when `limit` jobs of
-        this priority wait; DeviceError when the queue is closed or the thread has ended. No error keeps a tensor of the
+        this priority wait, never for a backward;
+        DeviceError when the queue is closed or the thread has ended. No error keeps a tensor of the
         job alive.
         """
         job = _DeviceJob(priority, lambda: function(*args), afterwards, free_memory)
@@ -182,7 +183,8 @@ class DeviceQueue:
         with self._condition:
             if self._closing or not self._thread.is_alive():
                 raise DeviceError("The device thread has ended; start the daemon again.")
-            if len(queue) >= self._limit:
+            # A backward ends earlier work, so their number is bounded already; a refusal would lose that work.
+            if priority is not Priority.BACKWARD and len(queue) >= self._limit:
                 raise Busy(f"{self._limit} {priority.name.lower()} jobs wait for the device; ask another peer")
             queue.append(job)
             self._condition.notify()

@@ -271,8 +271,8 @@ class DeviceWorker:
 
         gradient: of the loss sum by the boundary that `forward` returned; one that is implausibly large also raises
         ProtocolError. The result has the encoded gradient with respect to the boundary that entered, None at stage 0,
-        and the device seconds of forward and backward. After ProtocolError or Busy, `backward` may be called again;
-        after other errors the stashed forward may be gone.
+        and the device seconds of forward and backward. After ProtocolError, `backward` may be called again; after
+        other errors the stashed forward may be gone.
         Raises LocalError when no forward is stashed.
         """
 

@@ -153,6 +153,19 @@ def test_the_queue_is_bounded_for_each_priority() -> None:
     run(test, limit=3)
 
 
+def test_a_full_queue_refuses_no_backward_since_the_work_before_it_would_be_lost() -> None:
+    async def test(queue: DeviceQueue) -> None:
+        gate = Gate()
+        running = await gate.occupy(queue)
+        jobs = [asyncio.ensure_future(queue.run(Priority.BACKWARD, int, number)) for number in range(3)]
+        await all_queued(queue, 3)
+        gate.opened.set()
+        assert await asyncio.gather(*jobs) == [0, 1, 2]
+        await running
+
+    run(test, limit=1)
+
+
 def test_an_error_reaches_its_waiter_and_the_thread_goes_on() -> None:
     async def test(queue: DeviceQueue) -> None:
         with pytest.raises(ZeroDivisionError):
