@@ -344,7 +344,7 @@ class StageReplicas:
             case "catch up":
                 work = self._worker.catch_up(stage, action.number)
             case "step":
-                work = self._worker.catch_up(stage, step + 1)
+                work = self._worker.step_alone(stage, step)
             case "replay":
                 work = self.step_runner.replay(action.number)
             case "step together":

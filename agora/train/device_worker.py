@@ -361,6 +361,7 @@ class DeviceWorker:
 
     outer_gradient = _job_on_stage(Stage.outer_gradient)
     outer_step = _job_on_stage(Stage.outer_step)
+    step_alone = _job_on_stage(Stage.step_alone)
     catch_up = _job_on_stage(Stage.catch_up)
     close_share = _job_on_stage(Stage.close_share)
     step_with_gradient = _job_on_stage(Stage.step_with_gradient)

@@ -293,6 +293,10 @@ class Stage:
             return self._live.target_tokens(step)
         return self._instructions.tokens_needed(step)
 
+    def step_alone(self, step: int) -> None:
+        """Takes step `step` along the own gradient sum, unless it was taken or a share is closed."""
+        self.catch_up(step + 1)
+
     def catch_up(self, step: int) -> None:
         """Raises the step count to `step`, that of the other replicas; not while a share is closed.
 

@@ -24,7 +24,8 @@ from hivemind.p2p import PeerID
 
 from agora.core.calls import Reply
 from agora.net.p2pd.host import Host
-from agora.net.rpc.connection import Gate, Handler, IncomingCall
+from agora.net.rpc.connection import Handler, IncomingCall
+from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from benchmarks.worker import Channel
 

@@ -40,7 +40,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.net.p2pd.host import Host
-from agora.net.rpc.connection import Gate, IncomingCall
+from agora.net.rpc.connection import IncomingCall
+from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.net.shaping.link import LinkSpec
 

@@ -31,7 +31,8 @@ from agora.net.nat import relay
 from agora.net.nat.hole_punching import HolePuncher
 from agora.net.nat.relay import RelayService
 from agora.net.p2pd.host import Host
-from agora.net.rpc.connection import Gate, IncomingCall
+from agora.net.rpc.connection import IncomingCall
+from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from tests.process.nat_lab import RESTRICTED, SYMMETRIC, NatLab
 

@@ -16,7 +16,8 @@ from agora_protocol.messages import CallProgress, Message, Processed, Refusal
 from agora.core.calls import ConnectionBroken, Reply
 from agora.net.p2pd.frame_stream import DROPPABLE_BYTES, HEAD_BYTES, FrameStream
 from agora.net.rpc.budgets import GUARANTEED_BYTES, AnswerBudget, NetLimits, PayloadBudget
-from agora.net.rpc.connection import Connection, ConnectionServices, Gate, IncomingCall
+from agora.net.rpc.connection import Connection, ConnectionServices, IncomingCall
+from agora.net.rpc.gate import Gate
 from tests.net.helpers import RUN, boundary, process
 from tests.net.test_streams import PEER, PREAMBLE, FakeTransport
 from tests.virtual_time import VirtualLoop, run

@@ -31,7 +31,7 @@ from hivemind.p2p import PeerID
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
 from agora.net.rpc.budgets import NetLimits
-from agora.net.rpc.connection import Gate
+from agora.net.rpc.gate import Gate
 from agora.swarm.peer_score import PeerScore, Violation
 from tests.net.helpers import RUN, Peer, after, boundary, echo, peers, process, run, until
 

@@ -15,7 +15,8 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.net.rpc.budgets import MAX_FRACTION_EACH, STATUS_BURST, NetLimits
-from agora.net.rpc.connection import Gate, IncomingCall
+from agora.net.rpc.connection import IncomingCall
+from agora.net.rpc.gate import Gate
 from agora.net.rpc.liveness import PRESSED_S, STALLED_S, StallDetector
 from agora.net.rpc.network import Network
 from tests.net.helpers import RUN

@@ -9,7 +9,12 @@ from typing import Any
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.process.daemon import MEASURE_S, WAIT_AFTER_FAILURE_S, keep_balance, publish_capacity
+from agora.node.process.daemon import (
+    MEASURE_S,
+    WAIT_AFTER_FAILURE_S,
+    keep_claimed_capacity_current,
+    rebalance_repeatedly,
+)
 from agora.observe.events import MoveChosen
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S
 from agora.swarm.stage_capacity import MachineCapacity, equal_needs
@@ -89,7 +94,7 @@ def balanced_for(
     """Lets the task run for so long."""
 
     async def work() -> None:
-        task = asyncio.create_task(keep_balance(local_peer, serving, mover.move))  # type: ignore[arg-type]
+        task = asyncio.create_task(rebalance_repeatedly(local_peer, serving, mover.move))  # type: ignore[arg-type]
         await asyncio.sleep(seconds)
         assert not task.done()
         task.cancel()
@@ -139,7 +144,7 @@ def test_what_was_measured_is_put_into_the_claim_while_a_span_is_held() -> None:
     held: list[Any] = [None]
 
     async def work() -> None:
-        task = asyncio.create_task(publish_capacity(local_peer, lambda: held[0]))  # type: ignore[arg-type]
+        task = asyncio.create_task(keep_claimed_capacity_current(local_peer, lambda: held[0]))  # type: ignore[arg-type]
         await asyncio.sleep(2.5 * MEASURE_S)
         held[0] = SimpleNamespace(span=Span(0, 0), hop=hop)
         await asyncio.sleep(2 * MEASURE_S)

@@ -31,7 +31,8 @@ from hivemind.proto import dht_pb2
 from agora.core.calls import Reply
 from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import Directory
-from agora.net.rpc.connection import Gate, IncomingCall
+from agora.net.rpc.connection import IncomingCall
+from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import runs
 from agora.node.paths import Home

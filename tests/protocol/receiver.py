@@ -34,7 +34,7 @@ from agora.core.span_work import ForwardKey, SpanResult, SpanWork
 from agora.core.step_schedule import ONLY_ALL_REDUCE
 from agora.net.nat.addresses import host_and_port, is_private
 from agora.net.nat.dialling import AddressBook
-from agora.net.rpc.connection import Gate
+from agora.net.rpc.gate import Gate
 from agora.pipeline.barriers import StepBarrier
 from agora.pipeline.hop import Hop
 from agora.pipeline.process_call import ProcessCall

@@ -547,13 +547,13 @@ def test_a_reducer_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
         reducer, _ = reducer_of_shard(world, 0)
-        average = reducer.all_reduce.codec.mean
+        average = reducer.all_reduce.codec.average
 
         def lie(*arguments: Any) -> ShardMean | None:
             mean = average(*arguments)
             return mean and replace(mean, message=replace(mean.message, weight=1e21))
 
-        monkeypatch.setattr(reducer.all_reduce.codec, "mean", lie)
+        monkeypatch.setattr(reducer.all_reduce.codec, "average", lie)
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         for result in await one_round(world, members, [1.0] * 2, values=chosen):
             assert result.weight == reducer.all_reduce.config.max_weight and not result.failed_shards

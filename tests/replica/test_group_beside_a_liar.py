@@ -93,7 +93,7 @@ def test_a_reducer_that_makes_up_the_tokens_of_a_round_changes_no_step(times: fl
             liar = world.peers[reducer]
             honest = next(peer for peer in world.all if peer is not liar)
             codec, lies = liar.group.stages[0].all_reduce.codec, 0
-            true_mean = codec.mean
+            true_mean = codec.average
 
             def mean(*arguments: Any) -> ShardMean | None:
                 nonlocal lies
@@ -102,7 +102,7 @@ def test_a_reducer_that_makes_up_the_tokens_of_a_round_changes_no_step(times: fl
                 lies += 1
                 return replace(made, message=replace(made.message, weight=times * made.message.weight))
 
-            codec.mean = mean  # type: ignore[method-assign]
+            codec.average = mean  # type: ignore[method-assign]
             assert isinstance(liar.stage, LyingStage)
             liar.stage.lie = LIES[lie] if lie else None
             shares = len(honest.stage.closed)

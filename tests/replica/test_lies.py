@@ -86,25 +86,25 @@ def changes_means(change: Callable[[torch.Tensor, int, int], torch.Tensor]) -> C
 def claims_tokens(liar: GroupPeer) -> None:
     """It contributes its gradient as that of as many tokens as are not refused."""
     codec = liar.group.stages[0].all_reduce.codec
-    honest = codec.contribution
+    honest = codec.make_contribution
 
     def contribution(shard: Shard, values: torch.Tensor, weight: float, wire: object = None):  # type: ignore[no-untyped-def]
         made = honest(shard, values, weight)
         return replace(made, weight=0.9 * liar.group.stages[0].all_reduce.config.max_weight)
 
-    codec.contribution = contribution  # type: ignore[method-assign, assignment]
+    codec.make_contribution = contribution  # type: ignore[method-assign, assignment]
 
 
 def tells_tokens_of_means(liar: GroupPeer) -> None:
     """As a reducer it answers true means, of a tenth of their tokens."""
     codec = liar.group.stages[0].all_reduce.codec
-    honest = codec.mean
+    honest = codec.average
 
     def mean(*arguments: Any) -> ShardMean | None:
         made = honest(*arguments)
         return made and replace(made, message=replace(made.message, weight=0.1 * made.message.weight))
 
-    codec.mean = mean  # type: ignore[method-assign]
+    codec.average = mean  # type: ignore[method-assign]
 
 
 def tells_false_progress(liar: GroupPeer) -> None:

@@ -243,7 +243,7 @@ def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(na
     reducer, member = (ShardCodec(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
     part = Shard(0, kind, 30, 0, int(kind == "fragment"))
     first, second = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
-    average = reducer.mean(part, [first, second], [1.0, 3.0], None)
+    average = reducer.average(part, [first, second], [1.0, 3.0], None)
     assert average is not None and average.encoded is not None and average.message.wire == name
     told = member.decode_mean(part, average.encoded.tensors, 1000, average.message)
     assert torch.equal(told.values, average.values), "the reducer too uses what the bytes decode to"

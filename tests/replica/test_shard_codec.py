@@ -116,22 +116,22 @@ def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> Non
     contributions = ShardCodec(terms)
     sent, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
-        made = contributions.contribution(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
+        made = contributions.make_contribution(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
         sent += contributions.decode(part(number), made.encoded, SIZE)
         wanted += gradient(number)
         assert contributions.record_outcome(part(number), made, counted=True) == 0.0
     assert float((sent - wanted).norm()) < 1.5 * float(gradient(0).norm()), "which does not grow with the rounds"
     contributions.drop_stage(0)
-    assert torch.equal(contributions.contribution(part(FIRST), gradient(1), 1.0, "normal2").values, gradient(1))
+    assert torch.equal(contributions.make_contribution(part(FIRST), gradient(1), 1.0, "normal2").values, gradient(1))
 
 
 def test_the_first_gradients_travel_as_int8_and_leave_nothing() -> None:
     exchange = ShardCodec(config())
     assert [exchange.format_of(part(number)) for number in (0, FIRST - 1, FIRST)] == ["int8", "int8", "normal2"]
-    made = exchange.contribution(part(FIRST - 1), gradient(1), 100.0)
+    made = exchange.make_contribution(part(FIRST - 1), gradient(1), 100.0)
     assert made.encoded.wire == "int8"
     exchange.record_outcome(part(FIRST - 1), made, counted=True)
-    assert torch.equal(exchange.contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
+    assert torch.equal(exchange.make_contribution(part(FIRST), gradient(2), 100.0).values, gradient(2))
 
 
 def test_fragments_travel_in_few_bits_from_the_first_one_on() -> None:
@@ -140,62 +140,62 @@ def test_fragments_travel_in_few_bits_from_the_first_one_on() -> None:
 
 def test_a_gradient_that_came_too_late_is_in_the_next_contribution_with_its_tokens() -> None:
     exchange = ShardCodec(config("float32"))
-    late = exchange.contribution(part(5), gradient(1), 300.0)
+    late = exchange.make_contribution(part(5), gradient(1), 300.0)
     assert exchange.record_outcome(part(5), late, counted=False) == 0.0
-    both = exchange.contribution(part(6), gradient(2), 100.0)
+    both = exchange.make_contribution(part(6), gradient(2), 100.0)
     torch.testing.assert_close(both.values, (300 * gradient(1) + 100 * gradient(2)) / 400)
     assert (both.weight, both.late_tokens) == (400.0, 300.0)
     assert exchange.record_outcome(part(6), both, counted=False) == 300.0, "late twice: the first of the two is lost"
-    again = exchange.contribution(part(7), gradient(3), 0.0)
+    again = exchange.make_contribution(part(7), gradient(3), 0.0)
     torch.testing.assert_close(again.values, gradient(2))
     assert again.weight == 100.0
     exchange.record_outcome(part(7), again, counted=None)
-    alone = exchange.contribution(part(8), gradient(3), 50.0)
+    alone = exchange.make_contribution(part(8), gradient(3), 50.0)
     assert alone.weight == 50.0, "what may have counted is not sent again"
 
 
 def test_the_shards_and_stages_of_a_round_leave_their_own() -> None:
     exchange = ShardCodec(config("float32"))
-    late = exchange.contribution(part(5), gradient(1), 300.0)
+    late = exchange.make_contribution(part(5), gradient(1), 300.0)
     exchange.record_outcome(part(5), late, counted=False)
-    assert exchange.contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
-    assert exchange.contribution(Shard(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
-    assert exchange.contribution(part(6), gradient(2), 1.0).weight == 301.0
+    assert exchange.make_contribution(part(6, stage=1), gradient(2), 1.0).weight == 1.0
+    assert exchange.make_contribution(Shard(0, "gradient", 6, 1), gradient(2), 1.0).weight == 1.0
+    assert exchange.make_contribution(part(6), gradient(2), 1.0).weight == 301.0
 
 
 def test_two_fragments_do_not_mix_what_they_have_lost() -> None:
     """Of three slices round 9 is of round 6's: its difference has what that one has lost, and no other slice's."""
     exchange = ShardCodec(config())
-    made = exchange.contribution(fragment_shard(6), gradient(1), 100.0)
+    made = exchange.make_contribution(fragment_shard(6), gradient(1), 100.0)
     exchange.record_outcome(fragment_shard(6), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     assert bool(lost.any())
     for number in (7, 8):
-        assert torch.equal(exchange.contribution(fragment_shard(number), gradient(2), 100.0).values, gradient(2))
-    assert torch.equal(exchange.contribution(fragment_shard(9), gradient(2), 100.0).values, gradient(2) + lost)
-    gradient_of_the_same_number = exchange.contribution(Shard(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
+        assert torch.equal(exchange.make_contribution(fragment_shard(number), gradient(2), 100.0).values, gradient(2))
+    assert torch.equal(exchange.make_contribution(fragment_shard(9), gradient(2), 100.0).values, gradient(2) + lost)
+    gradient_of_the_same_number = exchange.make_contribution(Shard(0, "gradient", FIRST + 1, 0), gradient(2), 100.0)
     assert torch.equal(gradient_of_the_same_number.values, gradient(2)), "nor a gradient's"
 
 
 def test_a_difference_that_came_too_late_is_not_added_to_the_next_which_has_it_anyway() -> None:
     exchange = ShardCodec(config())
     for counted in (False, None):
-        made = exchange.contribution(fragment_shard(6), gradient(1), 300.0)
+        made = exchange.make_contribution(fragment_shard(6), gradient(1), 300.0)
         assert exchange.record_outcome(fragment_shard(6), made, counted) == 0.0
-        again = exchange.contribution(fragment_shard(9), gradient(2), 100.0)
+        again = exchange.make_contribution(fragment_shard(9), gradient(2), 100.0)
         assert torch.equal(again.values, gradient(2)) and (again.weight, again.late_tokens) == (100.0, 0.0)
 
 
 def test_what_was_lost_waits_for_a_contribution_that_counts() -> None:
     exchange = ShardCodec(config())
-    made = exchange.contribution(fragment_shard(0), gradient(1), 1.0)
+    made = exchange.make_contribution(fragment_shard(0), gradient(1), 1.0)
     exchange.record_outcome(fragment_shard(0), made, counted=True)
     lost = gradient(1) - decoded(made.encoded)
     for number, counted in ((3, False), (6, None)):
-        made = exchange.contribution(fragment_shard(number), gradient(2), 1.0)
+        made = exchange.make_contribution(fragment_shard(number), gradient(2), 1.0)
         assert torch.equal(made.values, gradient(2) + lost)
         exchange.record_outcome(fragment_shard(number), made, counted)
-    assert torch.equal(exchange.contribution(fragment_shard(9), gradient(3), 1.0).values, gradient(3) + lost)
+    assert torch.equal(exchange.make_contribution(fragment_shard(9), gradient(3), 1.0).values, gradient(3) + lost)
 
 
 def decoded(sent: EncodedShard) -> torch.Tensor:
@@ -210,7 +210,7 @@ def test_a_reducer_feeds_back_what_its_answer_loses() -> None:
     answered, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
         values = [gradient(number), gradient(-number)]
-        found = reducer.mean(part(number), values, [1.0, 3.0], None)
+        found = reducer.average(part(number), values, [1.0, 3.0], None)
         assert found is not None
         answered += found.values
         wanted += (values[0] + 3 * values[1]) / 4
@@ -221,7 +221,7 @@ def test_a_reducer_feeds_back_what_its_answer_loses() -> None:
 
 def test_a_mean_of_one_contribution_changes_nothing_for_the_next() -> None:
     reducer, other = ShardCodec(config()), ShardCodec(config())
-    reducer.mean(part(FIRST), [gradient(1)], [1.0], None)
+    reducer.average(part(FIRST), [gradient(1)], [1.0], None)
     assert torch.equal(mean(reducer, part(FIRST + 1), 2), mean(other, part(FIRST + 1), 2))
 
 
@@ -239,7 +239,7 @@ def test_a_reducer_of_two_fragments_does_not_mix_what_its_answers_lost() -> None
 
 def mean(exchange: ShardCodec, of: Shard, seed: int) -> torch.Tensor:
     """A reducer's mean of two contributions."""
-    found = exchange.mean(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
+    found = exchange.average(of, [gradient(seed), gradient(seed + 1)], [1.0, 1.0], None)
     assert found is not None
     return found.values
 

@@ -319,11 +319,11 @@ def test_what_encoding_had_lost_is_dropped_with_the_state_that_a_fetch_replaces(
             Shard(0, "gradient", INT8_ROUNDS, 0),
             peer.stage.gradient,
         )
-        made = averager.contribution(part, gradient, 1.0)
+        made = averager.make_contribution(part, gradient, 1.0)
         averager.record_outcome(part, made, counted=True)
-        assert not torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
+        assert not torch.equal(averager.make_contribution(part, gradient, 1.0).values, gradient)
         await peer.group.stages[0].step_runner.fetch_state([other.peer], 0)
-        assert torch.equal(averager.contribution(part, gradient, 1.0).values, gradient)
+        assert torch.equal(averager.make_contribution(part, gradient, 1.0).values, gradient)
 
     run(main())
 

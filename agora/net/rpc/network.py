@@ -29,7 +29,8 @@ from agora.net.nat.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget
-from agora.net.rpc.connection import Connection, ConnectionServices, Gate, Handler
+from agora.net.rpc.connection import Connection, ConnectionServices, Handler
+from agora.net.rpc.gate import Gate
 
 GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline has missed its own deadline

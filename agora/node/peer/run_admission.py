@@ -25,7 +25,8 @@ from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.dht.directory import Directory
-from agora.net.rpc.connection import Gate, IncomingCall
+from agora.net.rpc.connection import IncomingCall
+from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import runs
 from agora.node.paths import Home

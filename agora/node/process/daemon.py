@@ -269,11 +269,11 @@ class Daemon:
             )
         )
         print(f"invite {self.invite()}", flush=True)
-        local_peer.tasks.start("capacity", publish_capacity(local_peer, lambda: self.loaded))
+        local_peer.tasks.start("capacity", keep_claimed_capacity_current(local_peer, lambda: self.loaded))
         self.end = EndOfRun(local_peer, lambda: self.loaded, self.leave)
         local_peer.tasks.start("end", self.end.run())
         if self.startup.settings.rebalance and self.startup.settings.span is None:
-            local_peer.tasks.start("rebalance", keep_balance(local_peer, self._movable_span, self.move))
+            local_peer.tasks.start("rebalance", rebalance_repeatedly(local_peer, self._movable_span, self.move))
         while True:
             await self._move_wanted.wait()
             await self._carry_out_move(local_peer)
@@ -446,7 +446,7 @@ async def _watch_p2pd(host: Host) -> None:
     raise LocalError("The network process p2pd ended by itself; start the daemon again and look at its memory.")
 
 
-async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
+async def keep_claimed_capacity_current(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
     """Every MEASURE_S, until cancelled, puts this machine's measured rate and uplink into its claim.
 
     The claim's next publication has them. Does nothing until a microbatch has been measured. held_span: returns the
@@ -463,7 +463,7 @@ async def publish_capacity(local_peer: LocalPeer, held_span: Callable[[], Loaded
         await asyncio.sleep(MEASURE_S)
 
 
-async def keep_balance(
+async def rebalance_repeatedly(
     local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], move: Callable[[Span], Awaitable[None]]
 ) -> None:
     """Decides at random moments, until cancelled, whether this peer should hold other stages, and if so moves there.

@@ -25,7 +25,8 @@ from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.nat.addresses import is_named, is_private
 from agora.net.p2pd.host import Host
-from agora.net.rpc.connection import Gate, IncomingCall
+from agora.net.rpc.connection import IncomingCall
+from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import paths, runs
 from agora.node.control import control_client
