@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import functools
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from agora_protocol.addresses import address_problem
 from agora_protocol.errors import AmendmentError, DiskError, InputError, LocalError, ManifestError, ProtocolError
@@ -80,7 +81,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     run or a malformed invite, ManifestError for a bad manifest, DiskError for a manifest that cannot be read.
     """
     if text == STDIN:
-        text = sys.stdin.read(MAX_INVITE_CHARACTERS).strip()
+        text = _read_once(sys.stdin)
         if not text.startswith(SCHEME):
             raise InputError("Standard input holds no invite; give one: `agora-node join - < FILE`.")
     if text.startswith(SCHEME):
@@ -95,6 +96,12 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     if "/" in text or text.endswith(".toml"):
         raise InputError(f"There is no manifest {text}; write one with `swarm new {text}`, or correct the path.")
     return _by_name(text, home)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_once(stream: TextIO) -> str:
+    # Whoever watches a run resolves its name again and again.
+    return stream.read(MAX_INVITE_CHARACTERS).strip()
 
 
 def _by_invite(text: str, home: paths.Home) -> RunReference:

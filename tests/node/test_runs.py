@@ -170,6 +170,8 @@ def test_an_invite_may_come_from_a_file_or_standard_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     found = runs.resolve("-" if how == "stdin" else str(tmp_path / "invite"), home)
     assert (found.run, found.addresses, found.file) == (signed.run_id, (ADDRESS + signed.founder,), None)
+    if how == "stdin":
+        assert runs.resolve("-", home) == found, "whoever watches the run asks again, and it can be read only once"
 
 
 @pytest.mark.parametrize("text", ["", "name = 'poems'\n", "agora:/x", "\N{BOM}agora://x"])
