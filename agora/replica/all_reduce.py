@@ -434,7 +434,7 @@ class AllReduce:
         # A gathering ends before its contributors' deadlines, and so holds their values no longer than they wait.
         requester = Requester("", peer)
         if peer != self.config.me and not self._gathered_bytes.acquire(requester, size):
-            raise Busy("Too many contributions wait here for their means; ask the second reducer.", 1000)
+            raise Busy("too many contributions wait here for their means; ask the second reducer", 1000)
         try:
             yield
         finally:

@@ -605,7 +605,7 @@ def test_a_reducer_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest
         monkeypatch.setattr(reducer.all_reduce.codec, "average", lie)
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
         for result in await one_round(world, members, [1.0] * 2, values=chosen):
-            assert result.weight == reducer.all_reduce.config.max_weight and not result.failed_shards
+            assert result.weight == reducer.all_reduce.config.weight_limit and not result.failed_shards
         await world.close()
 
     run(main())
