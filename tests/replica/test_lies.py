@@ -13,7 +13,7 @@ import pytest
 import torch
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
-from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
+from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Recall, Recalled
 from agora_protocol.parts import PART_ELEMENTS
 from agora_protocol.tensors import WireTensor
 
@@ -22,7 +22,7 @@ from agora.observe.events import RoundDone, StageDiverged
 from agora.replica.all_reduce import RoundResult
 from agora.replica.reducers import reducers_of
 from agora.replica.shard_codec import EncodedShard, NumberFormat, Shard, ShardMean
-from agora.replica.view import ReplicaCounts, may_sign
+from agora.replica.view import may_sign
 from agora.swarm.peer_score import Violation
 from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of
 from tests.replica.group_world import NUMEL, FakeStage, GroupPeer, GroupWorld
@@ -131,15 +131,15 @@ def answers_recalls(liar: GroupPeer) -> None:
 
 
 def tells_another_history(liar: GroupPeer) -> None:
-    """It says that it has applied other means, another one at each step."""
+    """Whoever gossips with it hears that it has applied other means, another one at each step."""
     gossip = liar.group.stages[0].gossip
-    true = gossip._counts
+    honest = gossip.answer
 
-    def counts() -> ReplicaCounts:
-        told = true()
-        return told._replace(history_hash=1 + told.agreed_step)
+    def answer(peer: PeerId, message: GossipSteps) -> GossipedSteps:
+        (own, *others) = honest(peer, message).replicas
+        return GossipedSteps(((*own[:6], 1 + own[5], *own[7:]), *others))
 
-    gossip._counts = counts
+    gossip.answer = answer  # type: ignore[method-assign]
 
 
 def huge(mean: torch.Tensor, number: int, asker: int) -> torch.Tensor:
