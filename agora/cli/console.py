@@ -7,11 +7,13 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from packaging.version import Version
@@ -132,15 +134,32 @@ def run(app: typer.Typer) -> None:
     """
     try:
         app()
-        return
+        code = DONE
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print_to_stderr(ended.code)
+        code = ended.code if isinstance(ended.code, int) else FAILED if ended.code else DONE
     except KeyboardInterrupt:
-        text, code = "stopped", 130
+        print_to_stderr("error: stopped")
+        code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
+        code = FAILED
     except Exception as error:
         text, code = explain(error)
-    print_to_stderr(f"error: {text}")
+        print_to_stderr(f"error: {text}")
+    end_process(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the process with exit code `code`, whatever its threads are doing."""
+    # The interpreter takes daemon threads away when it ends: one in the middle of C++ code, such as a device's job that
+    # was not waited for, then aborts the process. A service manager would take that for a crash.
+    if any(thread.daemon for thread in threading.enumerate()):
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -274,3 +274,29 @@ def test_foreseen_errors_are_their_own_sentence() -> None:
     assert explain(Failure("no", 3)) == ("no", 3)
     assert explain(InputError("no")) == ("no", console.USAGE)
     assert explain(ManifestError("no")) == ("no", console.FAILED)
+
+
+# A thread in the middle of torch's code: the interpreter's own end would abort this process, with 134.
+BUSY = """
+import threading
+import torch
+from agora.cli import console
+
+begun = threading.Event()
+
+def work():
+    while True:
+        values = torch.ones(300, 300, requires_grad=True)
+        (values @ values).relu().sum().backward()
+        begun.set()
+
+threading.Thread(target=work, daemon=True).start()
+begun.wait()
+print("said before", end="")
+console.end_process(3)
+"""
+
+
+def test_a_process_whose_device_still_computes_ends_with_its_code_and_what_it_has_printed() -> None:
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said before", "")
