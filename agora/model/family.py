@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -250,12 +250,14 @@ class Family(abc.ABC):
         # trained: False: the trained parameters stay on the meta device.
         with torch.device("meta"):
             stage = self.make_stage(layers)
-        left_out = [] if trained else list(stage.trained_parameters())
-        for name, _ in left_out:
-            set_parameter(stage, name, None)
+        left_out = (
+            {} if trained else {parameter: names_of(stage, parameter) for _, parameter in stage.trained_parameters()}
+        )
+        for names in left_out.values():
+            set_parameter(stage, names, None)
         stage.allocate()
-        for name, parameter in left_out:
-            set_parameter(stage, name, parameter)
+        for parameter, names in left_out.items():
+            set_parameter(stage, names, parameter)
         stage.fill_buffers(seed)
         return stage
 
@@ -272,10 +274,16 @@ class Family(abc.ABC):
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())
 
 
-def set_parameter(stage: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """name: its full name."""
-    owner, _, own_name = name.rpartition(".")
-    stage.get_submodule(owner).register_parameter(own_name, parameter)
+def names_of(stage: nn.Module, parameter: nn.Parameter) -> list[str]:
+    """Returns the full names of a parameter: several if modules share it, as an embedding and a head that are tied."""
+    return [name for name, other in stage.named_parameters(remove_duplicate=False) if other is parameter]
+
+
+def set_parameter(stage: nn.Module, names: Iterable[str], parameter: nn.Parameter | None) -> None:
+    """Puts `parameter` in place of the one of these full `names`."""
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        stage.get_submodule(owner).register_parameter(own_name, parameter)
 
 
 def initial_values(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:

@@ -120,7 +120,7 @@ class Stage:
 
         dtype: of products. live: what holds at each step; None: `manifest` at all.
         """
-        self._live = live or LiveManifest(manifest)
+        self._live = live = live or LiveManifest(manifest)
         self.number = number
         self.weights = StageWeights(module, offload.device, module.hidden_matrices(), stashed, dtype)
         layout, flat = self.weights.layout, self.weights.current.flat
@@ -130,7 +130,8 @@ class Stage:
             layout,
             flat,
             offload,
-            section_at=lambda step: self._live.at(step).optimizer,
+            # Not through `self`: in a cycle, the weights would outlive the stage until the garbage collector comes.
+            section_at=lambda step: live.at(step).optimizer,
         )
         self.layout = self.optimizer.layout
         self._averaging = manifest.averaging

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from agora.core.span_work import ForwardKey
 from agora.model import StageModule
-from agora.model.family import set_parameter
+from agora.model.family import names_of, set_parameter
 from agora.state.layout import Layout, TensorSlot, lay_out
 from agora.train.objectives import TokenBatch
 
@@ -216,7 +216,7 @@ class StageWeights(VersionedWeights):
             if not trainable[slot.name].is_meta:
                 values.copy_(trainable[slot.name].detach())
             # The module's own are given up here, one by one, and nothing is copied that will be replaced.
-            set_parameter(module, slot.name, nn.Parameter(values))
+            set_parameter(module, names_of(module, trainable[slot.name]), nn.Parameter(values))
         self._unfilled = module if any(parameter.is_meta for parameter in trainable.values()) else None
         del trainable
         module = module.to(device)

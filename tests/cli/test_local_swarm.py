@@ -70,7 +70,7 @@ def test_what_does_not_happen_in_time_fails_with_what_was_waited_for_and_the_las
     swarm = make("import time; print('so far so good', flush=True); time.sleep(60)")
     daemon = swarm.start("first")
     swarm.until(lambda: daemon.log(), "its first line", 20.0)
-    with pytest.raises(SwarmFailed, match=r"waited 0 s for rain; the last lines are: first: so far so good"):
+    with pytest.raises(SwarmFailed, match=r"Waited 0 s for rain; the last lines are: first: so far so good"):
         swarm.until(lambda: None, "rain", 0.1)
     swarm.kill_all()
     assert not daemon.is_alive

@@ -320,7 +320,7 @@ def test_who_lacks_a_package_is_told_the_command(
     family = family_of(manifest_of(folder, model=NF4).model)
     with pytest.raises(
         TuningMissing,
-        match=rf"this run {purpose}.* needs the package {package}, .* pip install 'agora-swarm\[tuning\]'",
+        match=rf"This run {purpose}.* needs the package {package}, .* pip install 'agora-swarm\[tuning\]'",
     ):
         family.check_machine(folder)
     family_of(manifest_of(folder).model).check_machine(folder)

@@ -329,11 +329,11 @@ def test_the_reference_stays_the_model_with_the_adapter_whatever_is_learnt(
     begun_as = logits_of(stages, tokens)
     for stage in stages:
         stage.keep_reference()
-    trained = [parameter for stage in stages for _, parameter in stage.trained_parameters()]
     names = [[name for name, _ in stage.named_parameters()] for stage in stages]
     # As the trainer does, which computes on versions that share what does not change.
     versions = [StageWeights(stage, torch.device("cpu")) for stage in stages]
     modules = [weights.twin().current.module for weights in versions]
+    trained = [parameter for stage in stages for _, parameter in stage.trained_parameters()]
     for module in modules:
         for _, parameter in module.trained_parameters():
             parameter.add_(0.1)
