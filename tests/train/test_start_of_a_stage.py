@@ -6,7 +6,9 @@ The bytes are those of torch's tensors, of numpy's arrays, and of what files are
 from __future__ import annotations
 
 import asyncio
+import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -160,3 +162,15 @@ def test_a_stage_is_built_with_its_weights_once_in_memory(monkeypatch: pytest.Mo
         held = weights + stage.sum.flat.nbytes + sum(moment.nbytes for moment in stage.moments.values())
         fixed = sum(buffer.nbytes for buffer in stage.weights.current.module.buffers())
         assert built() < 1.05 * (held + fixed) + (largest if draws else 0)
+
+
+def test_a_span_that_is_given_up_gives_its_memory_back_at_once() -> None:
+    """Not when the garbage collector comes: the next span's stages must fit beside what is left."""
+    trainer = SpanTrainer(small_manifest(), Span(0, 1), CPU, report=lambda event: None, in_flight=1)
+    left = [weakref.ref(kept) for stage in trainer.stages.values() for kept in (stage, stage.weights.current.module)]
+    gc.disable()
+    try:
+        del trainer
+        assert [kept() for kept in left] == [None] * 4
+    finally:
+        gc.enable()
