@@ -142,7 +142,7 @@ def test_a_random_replica_killed_again_and_again_loses_no_microbatch(
 
 @pytest.mark.parametrize(
     ("fault", "sentence"),
-    [("device.job:exit:20", "the device thread has ended"), ("device.job:fail:20+", "times in a row")],
+    [("device.job:exit:20", "The device thread has ended"), ("device.job:fail:20+", "times in a row")],
 )
 def test_a_dead_device_ends_the_daemon_and_the_others_go_on(tmp_path: Path, fault: str, sentence: str) -> None:
     """It ends with exit code 1 and says why; its claim is withdrawn, and no microbatch is lost."""
