@@ -45,10 +45,14 @@ class Manager:
 
 def test_a_daemon_that_stands_by_notices_that_p2pd_has_died(tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(1)) as made:
-        made.start("first", "0")
-        made.start("second", "0")
-        made.serving()
-        idle = made.start("idle", slowdown=1000.0)
+        both = made.start("first", "0"), made.start("second", "0")
+
+        def know_each_other() -> bool:
+            asked = [daemon.try_ask("status") for daemon in both]
+            return all(one is not None and one["stages"][0]["replicas"] == 2 for one in asked)
+
+        made.until(know_each_other, "both to know each other: a stage of one peer takes any newcomer")
+        idle = made.start("idle", slowdown=1_000_000.0)
 
         def stands_by() -> bool:
             asked = idle.try_ask("status")
