@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, cast
 
@@ -331,10 +331,12 @@ class AllReduce:
         report: events.Report,
         report_violation: ReportViolation,
         reach_fault: faults.ReachFault = faults.reach,
+        on_reduced: Callable[[Collection[PeerId]], None] = lambda contributors: None,
     ) -> None:
         """wanted_fragments: in how many fragments, or ALL_REDUCE, a stage should agree later that has so many now.
 
-        sign: returns this peer's signature of a message.
+        sign: returns this peer's signature of a message. on_reduced: called with those whose values are in a mean made
+        here.
         """
         self.config = codec.config
         self.peer_caller = peer_caller
@@ -345,6 +347,7 @@ class AllReduce:
         self.context_of = context_of
         self._wanted_fragments = wanted_fragments
         self._sign = sign
+        self._on_reduced = on_reduced
         self._gatherings: dict[Shard, _Gathering] = {}
         self._rounds: dict[RoundKey, _RoundRecord] = {}
         # By stage and kind, the fractions of all tokens that members contributed, see after_accepted_weights.
@@ -485,6 +488,7 @@ class AllReduce:
         center = gathering.values[me] if weights.get(me, 0.0) > 0 else None
         mean = self.codec.mean(shard, list(gathering.values.values()), list(weights.values()), center)
         if mean is not None:
+            self._on_reduced({peer for peer, weight in weights.items() if weight > 0})
             mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard.fragments)))
             # Not of one alone: later contributions may make another mean.
             signed = self._record_of(shard).signed

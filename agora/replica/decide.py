@@ -141,10 +141,15 @@ def decide(view: StageView, now: float, settings: StepSettings) -> Decision:
 
 def _look_at(view: StageView, now: float, settings: StepSettings) -> _Situation:
     members, live = counting_replicas(view, now)
-    reachable = len(members - unreachable_replicas(view.known, members, now))
+    unreachable = unreachable_replicas(view.known, members, now)
+    reachable = len(members - unreachable)
     listed_live = cap_reported_tokens(live_replicas(view.known, view.listed, now), view.counts, view.shares)
-    step, tokens = view.counts.step, view.counts.tokens
-    reached = step_to_catch_up_to(listed_live, reachable, step, tokens, settings.target_tokens)
+    # Of many ids whose histories nobody shared, none is caught up with; what they say to have counted is bounded.
+    voters = listed_live if view.voters is None else {p: it for p, it in listed_live.items() if p in view.voters}
+    rest = {peer: it for peer, it in listed_live.items() if peer not in voters}
+    voting = reachable if view.voters is None else len((members & set(view.voters)) - unreachable)
+    step, tokens = view.counts.step, view.counts.tokens + count_tokens(rest, view.counts.step)
+    reached = step_to_catch_up_to(voters, voting, step, tokens, settings.target_tokens)
     return _Situation(view, now, settings, members, live, reachable, reached)
 
 

@@ -46,12 +46,14 @@ class SwarmQueries:
     not show that others are down.
     uplink_bytes_per_s: of this peer, measured while data waits for it; None otherwise.
     steps_of_run: for each stage of the run, the steps that each of its replicas has taken.
+    networks: of a stage's serving replicas, the public networks that they are seen in, this peer's own included.
     """
 
     replicas_in_view: Callable[[int], Mapping[PeerId, float]]
     has_connections: Callable[[], bool]
     uplink_bytes_per_s: Callable[[], float | None]
     steps_of_run: Callable[[], Collection[Collection[int]]]
+    networks: Callable[[int], Mapping[PeerId, str]] = lambda stage: {}
 
 
 class StepGossip:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from agora_protocol.errors import NotMyStage
@@ -35,7 +36,7 @@ from agora.replica.stage_worker import StageWorker
 from agora.replica.step_runner import FetchState, StepRunner
 from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
-from agora.replica.trust import INNER_STEPS_LEAD, JOIN_S, LEAD, OwnPace, replicas_to_fetch_from
+from agora.replica.trust import INNER_STEPS_LEAD, JOIN_S, LEAD, OwnPace
 from agora.replica.view import (
     ReplicaCounts,
     StageView,
@@ -45,12 +46,17 @@ from agora.replica.view import (
     live_replicas,
     round_members,
 )
+from agora.replica.votes import Electorate, Standings, replicas_to_fetch_from, with_reduced_shard, with_reports
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.gradients import GradientShare
 from agora.train.stage import StageProgress
 
 # Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
 MAX_CARRIED: Final = 1_000_000
+# Seconds, and times the duration of a step, without a step of its own after which a replica catches up with any others
+# if none of those that it knows is left: it has slept, or they have.
+AWAY_S: Final = 60.0
+AWAY_STEPS: Final = 10
 # Seconds between two measurements, in a synchronous run, of how far the other stages are.
 LEADING_STEP_INTERVAL_S: Final = 5.0
 
@@ -93,6 +99,9 @@ class StageReplicas:
         self._leading_step = 0
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
+        self._networks = swarm.networks
+        self._standings: Standings = {}
+        self._stepped_at = _time_with_suspend()
         self._compared: dict[PeerId, int] = {}  # by replica, the step at which its means were compared with own ones
         self._comparison: asyncio.Task[None] | None = None
         self._is_leaving = False
@@ -138,6 +147,7 @@ class StageReplicas:
             identity.sign,
             report,
             report_violation,
+            on_reduced=self._on_reduced,
         )
         self._fragment_syncs = FragmentSyncs(
             stage,
@@ -180,6 +190,7 @@ class StageReplicas:
     def on_stepped(self, step: int, tokens: int) -> None:
         """Called after each optimizer step. step: steps taken so far. tokens: of this replica in that step."""
         now = loop_time()
+        self._stepped_at = _time_with_suspend()
         self.pacing.on_stepped(now)
         if self.counts().open_step > step:
             self.pacing.on_share_closed(now)
@@ -284,6 +295,10 @@ class StageReplicas:
         quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
         takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
         behind_at, behind_since = self._behind_at or (-1, None)
+        reports = {peer: last.direct.history for peer, last in live.items()}
+        self._standings = with_reports(self._standings, progress.history, reports)
+        networks = partial(self._networks, self._stage)
+        electorate = Electorate(self._me, self._start_step, reports, self._standings, networks)
         return StageView(
             own,
             known,
@@ -299,14 +314,21 @@ class StageReplicas:
             is_busy=self._task is not None and not self._task.done(),
             sync_due=self._fragment_syncs.next_due(own.step, own.agreed_step) if takes_inner_steps else None,
             behind_since=behind_since if behind_at == own.step < self._leading_step else None,
-            diverged_from=replicas_to_fetch_from(
-                progress.history,
-                self._me,
-                {peer: last.direct.history for peer, last in live.items()},
-                is_torn=progress.is_torn,
-            ),
+            diverged_from=replicas_to_fetch_from(progress.history, electorate, is_torn=progress.is_torn),
+            voters=self._find_voters(electorate, own.agreed_step),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
+
+    def _find_voters(self, electorate: Electorate, step: int) -> set[PeerId] | None:
+        if electorate.knows_nobody(step):
+            return None
+        voters = electorate.voters(step) - {self._me}
+        away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
+        is_away = _time_with_suspend() - self._stepped_at > away_s
+        return None if is_away and not voters else voters
+
+    def _on_reduced(self, contributors: Collection[PeerId]) -> None:
+        self._standings = with_reduced_shard(self._standings, contributors, self._progress().agreed_step)
 
     def _compare_means(self) -> None:
         # Replicas whose histories differ have applied other means: perhaps one reducer has told them different ones.

@@ -1,4 +1,4 @@
-"""What is not believed of other replicas: sizes of means, numbers of steps, histories. Pure."""
+"""What is not believed of other replicas: sizes of means, weights, tokens, numbers of steps. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from agora_protocol.ids import PeerId
 
@@ -65,9 +65,9 @@ def believed_claim(claim: float, median: float, most_times: float = MAX_TIMES_ME
 def believed_bandwidths(claims: Mapping[PeerId, float], networks: Mapping[PeerId, str]) -> dict[PeerId, float]:
     """Returns the bandwidths by which shards are apportioned to reducers: `claims`, as far as they are believed.
 
-    claims: 0 means unknown, and stays 0; others count as at least 1 / MAX_TIMES_MEDIAN of the median. networks: the
-    network of a peer's address, "" or left out if unknown. The median is the lower one over the networks, each with the
-    lower median of its peers' claims: ids are free, networks are not. A peer of an unknown network is one of its own.
+    claims: 0 means unknown, and stays 0; others count as at least 1 / MAX_TIMES_MEDIAN of the median. networks: in
+    which a peer is seen, "" or left out if unknown. The median is the lower one over the networks, each with the lower
+    median of its peers' claims: ids are free, networks are not. A peer of an unknown network is one of its own.
     """
     by_network: defaultdict[str, list[float]] = defaultdict(list)
     for peer, claim in claims.items():
@@ -325,40 +325,3 @@ class OwnPace:
         least_s = self.step_s / MAX_SPEED_UP if self.step_s else target_tokens / FASTEST_TOKENS_PER_S
         most_steps = int((SLACK_S + max(0.0, now - self.own_step_at)) / least_s)
         return max(self.present_step + 1, self.own_step + lead + most_steps)
-
-
-# --- histories
-
-
-class HistoryReport(NamedTuple):
-    """What a replica last reported itself: the digest of all means that it has applied up to `step`, 0 if unknown."""
-
-    step: int
-    digest: int
-
-
-def replicas_to_fetch_from(
-    history: Mapping[int, int], me: PeerId, reports: Mapping[PeerId, HistoryReport], *, is_torn: bool = False
-) -> tuple[PeerId, ...]:
-    """Returns the sorted ids of the replicas whose state is right, for this one to fetch, because its own is wrong.
-
-    history: of this replica, digests of all means applied up to a step, by the number of that step. reports: of the
-    live replicas. Replicas with the same digest at the same step form a group. The largest group is right; among groups
-    of equal size, the one that has the least id. A replica at a later step than `history` reaches joins this replica's
-    group; one that reports no digest, or is at a step for which `history` has none, is ignored. is_torn: this
-    replica has taken a step by half, so any other group is right. Returns () when this replica's own group is right,
-    and when there is no other.
-    """
-    equal = [] if is_torn else [me]
-    groups: defaultdict[HistoryReport, list[PeerId]] = defaultdict(list)
-    for peer, report in reports.items():
-        if not report.digest:
-            continue
-        if is_torn:
-            groups[report].append(peer)
-        elif report.step > max(history, default=0):
-            equal.append(peer)
-        elif own_digest := history.get(report.step, 0):
-            (equal if report.digest == own_digest else groups[report]).append(peer)
-    majority = min([equal, *groups.values()], key=lambda group: (-len(group), min(group, default=me)))
-    return () if majority is equal else tuple(sorted(majority))

@@ -26,7 +26,8 @@ from agora_protocol.messages import GossipEntry
 
 from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.replica.pacing import Shares, TokenRate
-from agora.replica.trust import HistoryReport, believed_tokens
+from agora.replica.trust import believed_tokens
+from agora.replica.votes import HistoryReport
 
 SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
 # Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent:
@@ -97,7 +98,7 @@ class DirectReport:
 
     @property
     def history(self) -> HistoryReport:
-        return HistoryReport(self.agreed_step, self.history_hash)
+        return HistoryReport(self.agreed_step, self.history_hash, self.start_step)
 
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
         """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
@@ -210,6 +211,8 @@ class StageView:
     behind_since: float | None = None
     # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
     diverged_from: tuple[PeerId, ...] = ()
+    # Other replicas with which this one catches up, see Electorate; None: all.
+    voters: Collection[PeerId] | None = None
     in_progress: int = 0  # number of microbatches in progress here that belong to the open share
 
 

@@ -7,7 +7,9 @@ NAT, or reserved (RFC 6890).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import functools
 import ipaddress
 import socket
 from collections import defaultdict
@@ -15,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import psutil
-from agora_protocol.addresses import address_problem, peer_of_address
+from agora_protocol.addresses import address_prefix, address_problem, peer_of_address
 from agora_protocol.errors import InputError, LocalError
 from agora_protocol.ids import PeerId
 
@@ -132,6 +134,19 @@ def relays_of(addresses: Sequence[str]) -> dict[PeerId, list[str]]:
 def public_only(addresses: Iterable[str]) -> tuple[str, ...]:
     """Returns the addresses that are not private, in their order."""
     return tuple(address for address in addresses if not is_private(address))
+
+
+@functools.lru_cache(maxsize=4096)  # it is asked for all replicas, for each shard of a round
+def public_network(observed: str, announced: tuple[str, ...]) -> str:
+    """Returns the public network of a peer, as 203.0.113.0/24: that of `observed`, else of an `announced` address.
+
+    observed: the network in which it is connected, see address_prefix; "" if it is not. Returns "" where both are
+    private or unknown, as in a LAN.
+    """
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_network(observed).is_global:
+            return observed
+    return next(filter(None, map(address_prefix, public_only(announced))), "")
 
 
 def interface_addresses(listen: Sequence[str]) -> list[str]:

@@ -317,6 +317,7 @@ class Host:
         stream, response = await self._request(
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), limits, timeout_s
         )
+        stream.address_prefix = address_prefix(_address_text(response.streamInfo.addr))
         return self._shape(stream), self._record_path(peer, response.streamInfo.addr)
 
     async def open_raw(self, peer: PeerId, protocol: str, timeout_s: float) -> RawStream:

@@ -161,6 +161,11 @@ class Network:
     def paths(self) -> dict[PeerId, str]:
         return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
+    @property
+    def address_prefixes(self) -> dict[PeerId, str]:
+        """By peer, the network of the address at which it is connected, "" if unknown."""
+        return {peer: connections[-1].stream.address_prefix for peer, connections in self._connections.items()}
+
     def round_trip_s(self, peer: PeerId) -> float | None:
         """Returns the average round trip to `peer` in seconds, on its fastest connection; None when unmeasured."""
         measured = [connection.round_trip.value for connection in self._connections.get(peer, ())]

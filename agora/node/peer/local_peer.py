@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
-from agora_protocol.addresses import address_prefix, peer_of_address
+from agora_protocol.addresses import peer_of_address
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_ADDRESSES
@@ -25,7 +25,7 @@ from agora.core.tasks import BackgroundTasks
 from agora.cost.manifest_cost import usual_in_flight
 from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import Directory
-from agora.net.nat.addresses import addresses_by_peer, is_circuit, public_only
+from agora.net.nat.addresses import addresses_by_peer, is_circuit, public_network, public_only
 from agora.net.nat.dialling import AddressBook, DialStrategy
 from agora.net.nat.reachability_keeper import ReachabilityKeeper
 from agora.net.nat.relay import RelayService
@@ -305,8 +305,19 @@ class LocalPeer:
         That is its published uplink; the median if it published none; less behind a relay. See reducing_bandwidths.
         """
         replicas = self.view.replicas(stage)
-        networks = {seen.peer: address_prefix(seen.addresses[0]) for seen in replicas if seen.addresses}
-        return reducing_bandwidths({seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas}, networks)
+        claimed = {seen.peer: (seen.bandwidth, seen.reachability) for seen in replicas}
+        return reducing_bandwidths(claimed, self.networks(stage))
+
+    def networks(self, stage: int) -> Mapping[PeerId, str]:
+        """Returns, for each serving replica of a stage and this peer, its public network, if it is known to have one.
+
+        That is where this peer sees it: a claim names any address.
+        """
+        observed = self.network.address_prefixes
+        announced = {seen.peer: seen.addresses for seen in self.view.replicas(stage)}
+        announced[self.startup.identity.peer] = tuple(self._own_addresses())
+        found = {peer: public_network(observed.get(peer, ""), addresses) for peer, addresses in announced.items()}
+        return {peer: network for peer, network in found.items() if network}
 
     def steps_of(self, stage: int) -> Mapping[PeerId, int]:
         """Returns, for each serving replica of a stage, how many steps it has published there; 0 if none is known."""
