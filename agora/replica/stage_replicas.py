@@ -101,6 +101,7 @@ class StageReplicas:
         self._in_progress = 0
         self._networks = swarm.networks
         self._standings: Standings = {}
+        self._began = step  # steps of the state that it loaded last
         self._stepped_at = _time_with_suspend()
         self._compared: dict[PeerId, int] = {}  # by replica, the step at which its means were compared with own ones
         self._comparison: asyncio.Task[None] | None = None
@@ -297,8 +298,10 @@ class StageReplicas:
         behind_at, behind_since = self._behind_at or (-1, None)
         reports = {peer: last.direct.history for peer, last in live.items()}
         self._standings = with_reports(self._standings, progress.history, reports)
+        if len(progress.history) == 1:  # as of a state that was just loaded
+            self._began = own.agreed_step
         networks = partial(self._networks, self._stage)
-        electorate = Electorate(self._me, self._start_step, reports, self._standings, networks)
+        electorate = Electorate(self._me, self._began, reports, self._standings, networks)
         return StageView(
             own,
             known,

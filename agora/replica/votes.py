@@ -96,41 +96,43 @@ class Electorate:
     | a replica has a vote | if |
     |---|---|
     | this one | always |
-    | another one | it has shared this one's history for VOTE_STEPS steps, or for half of those since this one began |
+    | another one | it has shared this one's history for VOTE_STEPS steps, or half as long as any has, this one included |
     | an idle one | never |
-    | any | this one has begun less than VOTE_STEPS ago, and no live one has shared its history yet |
+    | any | the state here began less than VOTE_STEPS ago, and no live one has shared its history yet |
 
     Of these only those count that began VOTE_STEPS ago, by their own word, if there are any: so a newcomer sees as
-    those see it that do not know it yet. reports: of the live replicas. networks: asked only where histories differ:
-    the networks of peers, this one included; one that is left out, as in a LAN, is of this peer's network.
+    those see it that do not know it yet.
+
+    began: the step at which this replica loaded its state. reports: of the live replicas. networks: asked only where
+    histories differ: the networks of peers, this one included; one that is left out, as in a LAN, is of this peer's
+    network.
     """
 
     me: PeerId
-    start_step: int
+    began: int
     reports: Mapping[PeerId, HistoryReport]
     standings: Standings
     networks: Callable[[], Mapping[PeerId, str]] = dict
 
     def knows_nobody(self, step: int) -> bool:
         """Returns whether this replica, at `step`, is too new to say whose word counts: then everybody's does."""
-        return step - self.start_step < VOTE_STEPS and not self.standings.keys() & self.reports.keys()
+        return step - self.began < VOTE_STEPS and not self.standings.keys() & self.reports.keys()
 
     def voters(self, step: int) -> set[PeerId]:
         """Returns the live replicas that have a vote by what was seen up to `step`, this one included."""
         if self.knows_nobody(step):
             entitled = {*self.reports, self.me}
         else:
-            needed = min(VOTE_STEPS, max(step - self.start_step, 0) // 2)
-            entitled = {
-                peer
-                for peer, known in self.standings.items()
-                if peer in self.reports and min(known.last, step) - known.first >= needed and not known.is_idle
-            } | {self.me}
-        return {peer for peer in entitled if self.begun(peer) + VOTE_STEPS <= step} or entitled
+            live = {peer: known for peer, known in self.standings.items() if peer in self.reports}
+            shared = {peer: min(known.last, step) - known.first for peer, known in live.items()}
+            needed = min(VOTE_STEPS, max(step - self.began, *shared.values(), 0) // 2)
+            entitled = {peer for peer, known in live.items() if shared[peer] >= needed and not known.is_idle}
+            entitled.add(self.me)
+        return {peer for peer in entitled if self.began_of(peer) + VOTE_STEPS <= step} or entitled
 
-    def begun(self, peer: PeerId) -> int:
+    def began_of(self, peer: PeerId) -> int:
         """Returns the steps of the state that a live replica began with, by its own word."""
-        return self.start_step if peer == self.me else self.reports[peer].start_step
+        return self.began if peer == self.me else self.reports[peer].start_step
 
 
 def replicas_to_fetch_from(
@@ -178,7 +180,7 @@ def replicas_to_fetch_from(
     own_network = networks.get(me, "")
 
     def order(group: set[PeerId]) -> tuple[object, ...]:
-        votes, oldest = group & voters, min((electorate.begun(peer), peer) for peer in group or {me})
+        votes, oldest = group & voters, min((electorate.began_of(peer), peer) for peer in group or {me})
         return -len({networks.get(peer, own_network) for peer in votes}), -len(votes), -len(group), oldest
 
     right = min([own, *groups.values()], key=order)

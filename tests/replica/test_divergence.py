@@ -111,6 +111,8 @@ def test_a_replica_that_has_taken_half_a_step_follows_any_other_group_and_is_fol
 ) -> None:
     others = {id_of_the_other: HistoryReport(10, OTHER[10])}
     assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, others, {}), is_torn=True) == (id_of_the_other,)
-    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, {A: HistoryReport(11, 7), C: HistoryReport(11, 7)}, {}), is_torn=True) == (A, C)
+    assert replicas_to_fetch_from(
+        EQUAL, Electorate(ME, 0, {A: HistoryReport(11, 7), C: HistoryReport(11, 7)}, {}), is_torn=True
+    ) == (A, C)
     assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, {}, {}), is_torn=True) == ()
     assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, {A: HistoryReport(10, 0)}, {}), is_torn=True) == ()

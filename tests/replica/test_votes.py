@@ -40,10 +40,10 @@ def fetched_from(
     networks: dict[PeerId, str] | None = None,
     *,
     me: PeerId = ME,
-    start_step: int = 0,
+    began: int = 0,
 ) -> tuple[PeerId, ...]:
     found = networks if networks is not None else {peer: peer for peer in (*reports, me)}
-    return replicas_to_fetch_from(HISTORY, Electorate(me, start_step, reports, standings, lambda: found))
+    return replicas_to_fetch_from(HISTORY, Electorate(me, began, reports, standings, lambda: found))
 
 
 def test_any_number_of_ids_that_never_shared_the_history_decides_nothing() -> None:
@@ -53,6 +53,7 @@ def test_any_number_of_ids_that_never_shared_the_history_decides_nothing() -> No
     assert fetched_from(reports, standings) == ()
     assert fetched_from(reports, standings | dict.fromkeys(strangers, NEW)) == (), "a few steps are not enough"
     assert fetched_from(dict.fromkeys(strangers, OTHER), {}) == (), "a lone replica follows no strangers either"
+    assert fetched_from(dict.fromkeys(strangers, OTHER), dict.fromkeys(strangers, NEW)) == (), "nor when all are new"
 
 
 def test_the_larger_group_of_those_that_have_shared_the_history_is_right() -> None:
@@ -87,22 +88,22 @@ def test_equal_halves_choose_the_one_that_began_first_and_then_the_least_id(star
     other = {A: OTHER._replace(start_step=started)}
     mine = {ME: OTHER}
     assert fetched_from(other, {A: APART}) == (() if started else (A,))
-    assert fetched_from(mine, {ME: APART}, me=A, start_step=started) == ((ME,) if started else ())
+    assert fetched_from(mine, {ME: APART}, me=A, began=started) == ((ME,) if started else ())
 
 
 def test_a_newcomer_sees_as_those_see_it_that_do_not_know_it_yet() -> None:
     """It and another newcomer have one history; the replica that was there before them has another."""
     start, began = STEP - 20, Standing(STEP - 18, STEP)
     young = EQUAL._replace(start_step=start)
-    assert fetched_from({A: OTHER, C: young}, {A: began, C: began}, start_step=start) == (A,)
+    assert fetched_from({A: OTHER, C: young}, {A: began, C: began}, began=start) == (A,)
     assert fetched_from({ME: OTHER._replace(start_step=start), C: young._replace(digest=7)}, {ME: began}, me=A) == ()
 
 
 def test_who_has_just_begun_and_shares_nobodys_history_follows_the_others() -> None:
     reports = {A: OTHER, B: OTHER}
-    assert fetched_from(reports, {}, start_step=STEP - VOTE_STEPS + 1) == (A, B)
-    assert fetched_from(reports, {C: LONG}, start_step=STEP - 1) == (A, B), "whom it knew is gone"
-    assert fetched_from(reports, {}, start_step=STEP - VOTE_STEPS) == ()
+    assert fetched_from(reports, {}, began=STEP - VOTE_STEPS + 1) == (A, B)
+    assert fetched_from(reports, {C: LONG}, began=STEP - 1) == (A, B), "whom it knew is gone"
+    assert fetched_from(reports, {}, began=STEP - VOTE_STEPS) == ()
 
 
 def test_a_standing_grows_with_steps_and_not_with_reports() -> None:
@@ -123,7 +124,9 @@ def test_who_brings_nothing_to_the_means_has_no_vote_and_who_was_not_reached_los
         standings = dict(with_reduced_shard(standings, {ME, A}, STEP + MAX_LAG))
     assert not standings[A].is_idle and standings[B].is_idle and standings[C] == APART
     assert fetched_from({A: EQUAL, B: OTHER}, standings) == ()
-    assert fetched_from({A: OTHER, B: EQUAL}, standings, {}) == (), "a tie of two, and this one's side has more replicas"
+    assert fetched_from({A: OTHER, B: EQUAL}, standings, {}) == (), (
+        "a tie of two, and this one's side has more replicas"
+    )
 
 
 def sybils_of(world: GroupWorld, count: int) -> tuple[list[GroupPeer], list[GroupPeer]]:
@@ -135,13 +138,11 @@ def sybils_of(world: GroupWorld, count: int) -> tuple[list[GroupPeer], list[Grou
 def lies_of_history(peer: GroupPeer, ahead: int) -> None:
     gossip = peer.group.stages[0].gossip
     true = gossip._counts
-    gossip._counts = lambda: (
-        (told := true())._replace(
-            step=told.step + ahead,
-            open_step=told.open_step + ahead,
-            history_hash=1 + told.agreed_step,
-            start_step=0,
-        )
+    gossip._counts = lambda: (told := true())._replace(
+        step=told.step + ahead,
+        open_step=told.open_step + ahead,
+        history_hash=1 + told.agreed_step,
+        start_step=0,
     )
 
 
