@@ -96,7 +96,7 @@ class Electorate:
     | a replica has a vote | if |
     |---|---|
     | this one | always |
-    | another one | it has shared this one's history for VOTE_STEPS steps, or half as long as any has, this one included |
+    | another one | it has shared this one's history for VOTE_STEPS steps, or half as long as any has, or as began is ago |
     | an idle one | never |
     | any | the state here began less than VOTE_STEPS ago, and no live one has shared its history yet |
 
