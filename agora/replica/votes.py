@@ -96,14 +96,14 @@ class Electorate:
     | a replica has a vote | if |
     |---|---|
     | this one | always |
-    | another one | it has shared this one's history for VOTE_STEPS steps, or half as long as any has, or as began is ago |
+    | another one | it has shared this one's history for VOTE_STEPS steps; or for half of the most that any has |
     | an idle one | never |
     | any | the state here began less than VOTE_STEPS ago, and no live one has shared its history yet |
 
     Of these only those count that began VOTE_STEPS ago, by their own word, if there are any: so a newcomer sees as
     those see it that do not know it yet.
 
-    began: the step at which this replica loaded its state. reports: of the live replicas. networks: asked only where
+    "Any" includes this one since it `began`: the step at which it loaded its state. reports: of the live replicas. networks: asked only where
     histories differ: the networks of peers, this one included; one that is left out, as in a LAN, is of this peer's
     network.
     """
