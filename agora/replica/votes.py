@@ -103,9 +103,9 @@ class Electorate:
     Of these only those count that began VOTE_STEPS ago, by their own word, if there are any: so a newcomer sees as
     those see it that do not know it yet.
 
-    "Any" includes this one since it `began`: the step at which it loaded its state. reports: of the live replicas. networks: asked only where
-    histories differ: the networks of peers, this one included; one that is left out, as in a LAN, is of this peer's
-    network.
+    "Any" includes this one since it `began`: the step at which it loaded its state. reports: of the live replicas.
+    networks: asked only where histories differ: the networks of peers, this one included; one that is left out, as in a
+    LAN, is of this peer's network.
     """
 
     me: PeerId
