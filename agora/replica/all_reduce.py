@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple, cast
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from agora.core.calls import ConnectionBroken, PeerCaller, Reply
 from agora.core.clock import loop_time
+from agora.core.fair_shares import Requester, SharedCapacity
 from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events, faults
 from agora.replica.reducers import Members, reducers_of
@@ -59,7 +60,13 @@ SECOND_REDUCER_WINDOW: Final = 0.2
 # The window ends early so that every contributor gets its answer with a third of its time to its deadline left.
 MAX_TIMEOUT_FRACTION: Final = 2 / 3
 RECALL_FRACTION: Final = 0.1  # fraction of allowed_s in which the members asked by Recall must answer
-MAX_GATHERINGS: Final = 4096  # maximum number of shards whose contributions are collected at the same time
+# Bytes of all contributions that wait here for their means, decoded; beyond half of them each contributor has an equal
+# part.
+MAX_GATHERED_BYTES: Final = 2**30
+# The fraction of these that one contributor may have: the shards that a member sends at a time, of the rounds that it
+# may be running, are half of that.
+MAX_GATHERED_FRACTION: Final = 2**-3
+CONTRIBUTION_BYTES: Final = 4096  # bytes that a contribution takes beside its values
 
 # Which reducer of a shard has signed a mean, as far as this peer knows the reducers. "nobody": the mean is unsigned, as
 # that of a newcomer, or the zeros of a shard that no reducer could average.
@@ -349,6 +356,7 @@ class AllReduce:
         self._sign = sign
         self._on_reduced = on_reduced
         self._gatherings: dict[Shard, _Gathering] = {}
+        self._gathered_bytes = SharedCapacity(MAX_GATHERED_BYTES, MAX_GATHERED_FRACTION)
         self._rounds: dict[RoundKey, _RoundRecord] = {}
         # By stage and kind, the fractions of all tokens that members contributed, see after_accepted_weights.
         self._accepted_weights: defaultdict[tuple[int, RoundKind], dict[PeerId, float]] = defaultdict(dict)
@@ -400,8 +408,9 @@ class AllReduce:
     ) -> ShardMean:
         """Adds a member's values to a shard, waits for the shard's mean, and returns that.
 
-        Raises Refused when there is no mean, or the round is too far from this peer's own; Busy when too many shards
-        are gathered here; ProtocolError for what no member may send; TimeoutError at the loop time `deadline`.
+        Raises Refused when there is no mean, or the round is too far from this peer's own; Busy when the contributions
+        that wait here, or this peer's, take too many bytes; ProtocolError for what no member may send; TimeoutError at
+        the loop time `deadline`.
         """
         shard = Shard.of_message(message)
         context = self.context_of(shard)
@@ -409,18 +418,31 @@ class AllReduce:
             raise context.refusal
         if message.weight > self.config.weight_limit:
             raise ProtocolError("bad-message", f"a weight of {message.weight:.3g} tokens is more than a round can have")
-        values = self.codec.decode(shard, EncodedShard(cast("WireName", message.wire), tensors), context.numel)
-        self._record_contribution(peer, shard)
-        await self.reach_fault("averaging.received")
-        kept = self._find_kept_mean(shard)
-        if kept:
-            mean = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
-        else:
-            mean = await self._gather(peer, message, shard, values, deadline)
+        with self._holding_bytes(peer, 4 * context.numel + CONTRIBUTION_BYTES):
+            values = self.codec.decode(shard, EncodedShard(cast("WireName", message.wire), tensors), context.numel)
+            self._record_contribution(peer, shard)
+            await self.reach_fault("averaging.received")
+            kept = self._find_kept_mean(shard)
+            if kept:
+                mean = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
+            else:
+                mean = await self._gather(peer, message, shard, values, deadline)
         # A contribution that is late, or of a peer that is not a member, is answered without being in the mean.
         counted = kept is None and peer in self._remember_members(shard)
         await self.reach_fault("averaging.answered")
         return replace(mean, message=replace(mean.message, counted=counted))
+
+    @contextlib.contextmanager
+    def _holding_bytes(self, peer: PeerId, size: int) -> Iterator[None]:
+        # A gathering ends before its contributors' deadlines, and so holds their values no longer than they wait.
+        requester = Requester("", peer)
+        if peer != self.config.me and not self._gathered_bytes.acquire(requester, size):
+            raise Busy("too many contributions wait here for their means; ask the second reducer", 1000)
+        try:
+            yield
+        finally:
+            if peer != self.config.me:
+                self._gathered_bytes.release(requester, size)
 
     def _record_contribution(self, peer: PeerId, shard: Shard) -> None:
         record = self._record_of(shard)
@@ -454,8 +476,6 @@ class AllReduce:
             return await asyncio.shield(gathering.result)
 
     def _open_gathering(self, shard: Shard, peer: PeerId, numel: int, is_second: bool) -> _Gathering:
-        if len(self._gatherings) >= MAX_GATHERINGS:
-            raise Busy("too many shards are being averaged here; ask the second reducer", 1000)
         loop, context, record = asyncio.get_running_loop(), self.context_of(shard), self._record_of(shard)
         # Members that are not awaited may still be alive: they are waited for if there is nobody else.
         members = frozenset(context.members)

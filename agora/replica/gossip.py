@@ -191,7 +191,8 @@ class StepGossip:
         entries = self._select_plausible(entries, sender)
         listed = self.others_in_view()
         accepted = [entry for entry in entries if entry[0] == sender or {entry[0], sender} <= listed]
-        known = merge_gossip(self._known, accepted, sender, self._me, now)
+        # Two others can tell of a third one only where there are three.
+        known = merge_gossip(self._known, accepted, sender, self._me, now, witnesses=2 if len(listed) > 2 else 1)
         self._known = record_view(known, listed, now)
         self._on_change()
 

@@ -122,6 +122,14 @@ class DirectReport:
         )
 
 
+class RelayedReport(NamedTuple):
+    """What a replica, the `witness`, last told of another one, which had reported it at `reported_at`."""
+
+    witness: PeerId
+    counts: ReplicaCounts
+    reported_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaProgress:
     """What is known of one other replica of a stage, first-hand or relayed by others. Times are in seconds."""
@@ -134,6 +142,7 @@ class ReplicaProgress:
     broken_at: float = -math.inf  # the last such time
     direct: DirectReport = field(default_factory=DirectReport)  # its own last report
     listed: bool = False  # whether the view has named it since the first report of it
+    relayed: tuple[RelayedReport, ...] = ()  # the last ones of the two replicas that told of it last
 
     def is_silent(self, now: float) -> bool:
         """Returns whether the last report is older than SILENT_S, or connections broke since then for GONE_S.
@@ -220,7 +229,7 @@ class StageView:
 
 
 def merge_gossip(
-    known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float
+    known: KnownReplicas, entries: Iterable[GossipEntry], sender: PeerId, me: PeerId, now: float, witnesses: int = 1
 ) -> dict[PeerId, ReplicaProgress]:
     """Returns a copy of `known` after `sender` reported `entries` about itself and about other replicas.
 
@@ -233,6 +242,9 @@ def merge_gossip(
     | this peer (`me`) | never |
 
     An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.
+
+    witnesses: 2: what is told of another known replica counts only as far as two have told it: the earlier and lesser
+    of what both tell. So one alone neither keeps a dead replica alive nor has a living one count more than it does.
     """
     merged = dict(known)
     for entry in entries:
@@ -241,7 +253,15 @@ def merge_gossip(
         reported_at = now if peer == sender else now - age_ms / 1000
         if peer == me or now - reported_at > SILENT_S:
             continue
-        progress = merged.get(peer) or ReplicaProgress(counts, reported_at)
+        progress = merged.get(peer)
+        if peer != sender and witnesses > 1 and progress is not None:
+            others = [told for told in progress.relayed if told.witness != sender][-1:]
+            told = RelayedReport(sender, counts, reported_at)
+            progress = merged[peer] = replace(progress, relayed=(*others, told))
+            if not others or now - others[0].reported_at > SILENT_S:
+                continue
+            counts, reported_at = min(others[0].counts, counts), min(others[0].reported_at, reported_at)
+        progress = progress or ReplicaProgress(counts, reported_at)
         if peer == sender or counts >= progress.counts or not progress.is_live(now):
             progress = progress.with_counts(counts, max(reported_at, progress.reported_at))
         if peer == sender:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from agora_protocol.errors import ProtocolError
+from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.messages import Averaged, Contribute, Recall
@@ -109,6 +109,55 @@ def test_int8_rounds_once_where_members_agree() -> None:
         for result in await one_round(world, members, [1.0] * 3, values=[same] * 3):
             moved = float((result.mean != sent).double().mean())
             assert moved < 0.01, "only blocks whose exponent is another by then are rounded again"
+        await world.close()
+
+    run(main())
+
+
+def test_a_member_that_fills_a_reducer_with_contributions_has_a_part_of_its_memory_and_takes_nothing_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sends all shards of five rounds at once; each is refused before it is decoded."""
+    shard_bytes = 4 * PART_ELEMENTS + all_reduce.CONTRIBUTION_BYTES
+    monkeypatch.setattr(all_reduce, "MAX_GATHERED_BYTES", 48 * shard_bytes)
+
+    async def main() -> None:
+        world = World(3 * PART_ELEMENTS)
+        reducer, greedy, honest = world.add(*identities(3))
+        own, decoded = reducer.all_reduce, 0
+        true_decode = own.codec.decode
+
+        def decode(*arguments: Any) -> torch.Tensor:
+            nonlocal decoded
+            decoded += arguments[1].tensors is tensors
+            return true_decode(*arguments)
+
+        own.codec.decode = decode  # type: ignore[method-assign]
+        tensors = NumberFormat("float32").encode(torch.zeros(PART_ELEMENTS))
+
+        async def send(member: Member, number: int, position: int) -> str:
+            message = Contribute(
+                stage=0,
+                what="slice",
+                round=number,
+                part=position,
+                slices=1,
+                weight=1.0,
+                first_owner_failed=False,
+                wire="float32",
+                deadline_ms=1000,
+            )
+            try:
+                await own.contribute(member.peer, message, tensors, asyncio.get_running_loop().time() + 1.0)
+            except (AgoraError, TimeoutError) as error:
+                return getattr(error, "code", "timeout")
+            return ""
+
+        sent = [send(greedy, number, position) for number in range(5) for position in range(3)]
+        answers = await asyncio.gather(*sent, *(send(honest, 2, position) for position in range(3)))
+        assert answers[:15].count("busy") == 9 and decoded == 6 + 3, "a sixth of the bytes each, of which it wants more"
+        assert "busy" not in answers[15:]
+        assert not own._gathered_bytes.held
         await world.close()
 
     run(main())

@@ -411,13 +411,15 @@ def test_one_of_three_that_is_far_ahead_carries_nobody() -> None:
     in_world([400.0] * 3 + [0.0], work)
 
 
-def test_lies_about_others_last_until_those_report() -> None:
+def test_one_alone_says_nothing_of_others_and_two_say_it_until_those_report() -> None:
     async def work(world: World) -> None:
         first, second, third, hostile = world.all
         for honest in (second, third):
             first.gossip.answer(honest.peer, told(0, 100, by=honest.peer))
         first.gossip.answer(hostile.peer, told(0, 0, entry(second.peer, 0, 400), by=hostile.peer))
-        assert first.to_go() == 500
+        assert first.to_go() == 800, "nobody else says so"
+        first.gossip.answer(third.peer, told(0, 100, entry(second.peer, 0, 150), by=third.peer))
+        assert first.to_go() == 750, "the lesser of both"
         first.gossip.answer(second.peer, told(0, 101, by=second.peer))
         assert first.to_go() == 1000 - 201
         first.gossip.answer(

@@ -277,6 +277,20 @@ def test_replicas_that_lose_a_fifth_of_their_messages_step_together(replicas: in
     assert 0.97 * target <= per_step <= 1.35 * target, per_step / target
 
 
+def test_one_witness_keeps_no_silent_replica_alive_and_two_do() -> None:
+    table = known((A, 5, 300, 0), (B, 5, 100, 0), (C, 5, 100, 0))
+    told = entry(A, 5, 900, age_ms=0)
+    for now in (1.0, 4.0, SILENT_S + 1.0):
+        table = merge_gossip(table, [told], B, ME, now, witnesses=2)
+        assert table[A].counts.tokens == 300 and table[A].reported_at == 0.0
+    assert not table[A].is_live(SILENT_S + 1.0)
+    table = merge_gossip(table, [entry(A, 5, 400, age_ms=2000)], C, ME, SILENT_S + 1.0, witnesses=2)
+    assert table[A].is_live(SILENT_S + 1.0), "and the earlier and lesser of both counts"
+    assert table[A].counts.tokens == 400 and table[A].reported_at == SILENT_S - 1.0
+    later = merge_gossip(table, [told], B, ME, 3 * SILENT_S, witnesses=2)
+    assert later[A].reported_at == SILENT_S - 1.0, "what the other one told is too old"
+
+
 def test_the_furthest_stage_is_not_what_a_single_replica_claims() -> None:
     assert leading_step([[40, 40, 41], [20, 10**12], []]) == 40
     assert leading_step([[3], [7]]) == 7
