@@ -103,7 +103,8 @@ class StageReplicas:
         self._standings: Standings = {}
         self._began = step  # steps of the state that it loaded last
         self._stepped_at = _time_with_suspend()
-        self._compared: dict[PeerId, int] = {}  # by replica, the step at which its means were compared with own ones
+        # By replica, the step from which its means are compared with own ones again, and the steps to the time after.
+        self._next_comparison: dict[PeerId, tuple[int, int]] = {}
         self._comparison: asyncio.Task[None] | None = None
         self._is_leaving = False
         self._task: asyncio.Task[None] | None = None  # the latest step, fetch or catch-up
@@ -341,8 +342,12 @@ class StageReplicas:
         for peer, progress in self.gossip.live_progress().items():
             step, their_hash = progress.direct.agreed_step, progress.direct.history_hash
             differs = their_hash and history.get(step, 0) not in (0, their_hash)
-            if differs and step > 0 and self._compared.get(peer, -1) < step:
-                self._compared[peer] = step
+            next_step, pause = self._next_comparison.get(peer, (1, 1))
+            if differs and step >= next_step:
+                # Each takes the bytes of a few rounds, which one that says another history at every step may not cost.
+                known = self.gossip.known_progress().keys()
+                self._next_comparison = {each: at for each, at in self._next_comparison.items() if each in known}
+                self._next_comparison[peer] = step + pause, 2 * pause
                 work = self._expose_equivocation(peer, step)
                 self._comparison = start_reported(work, self._report, "comparison of means")
                 return
