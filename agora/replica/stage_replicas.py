@@ -100,6 +100,7 @@ class StageReplicas:
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
         self._networks = swarm.networks
+        self._fetch = fetch_state
         self._standings: Standings = {}
         self._began = step  # steps of the state that it loaded last
         self._stepped_at = _time_with_suspend()
@@ -170,7 +171,7 @@ class StageReplicas:
             live=self.gossip.live_progress,
             record_step=self._record_step,
             stop_syncs=self._fragment_syncs.stop,
-            fetch_state=fetch_state,
+            fetch_state=self._fetch_state,
             report=report,
         )
         worker.set_step_instructions(stage, StepInstructions(self._settings.target_tokens, averages=True))
@@ -299,10 +300,8 @@ class StageReplicas:
         behind_at, behind_since = self._behind_at or (-1, None)
         reports = {peer: last.direct.history for peer, last in live.items()}
         self._standings = with_reports(self._standings, progress.history, reports)
-        if len(progress.history) == 1:  # as of a state that was just loaded
-            self._began = own.agreed_step
         networks = partial(self._networks, self._stage)
-        electorate = Electorate(self._me, self._began, reports, self._standings, networks)
+        electorate = Electorate(self._me, self._start_step, self._began, reports, self._standings, networks)
         return StageView(
             own,
             known,
@@ -330,6 +329,10 @@ class StageReplicas:
         away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
         is_away = _time_with_suspend() - self._stepped_at > away_s
         return None if is_away and not voters else voters
+
+    async def _fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
+        await self._fetch(stage, sources, at_least)
+        self._began = self._worker.step_of(stage)
 
     def _on_reduced(self, contributors: Collection[PeerId]) -> None:
         self._standings = with_reduced_shard(self._standings, contributors, self._progress().agreed_step)

@@ -103,12 +103,13 @@ class Electorate:
     Of these only those count that began VOTE_STEPS ago, by their own word, if there are any: so a newcomer sees as
     those see it that do not know it yet.
 
-    "Any" includes this one since it `began`: the step at which it loaded its state. reports: of the live replicas.
-    networks: asked only where histories differ: the networks of peers, this one included; one that is left out, as in a
-    LAN, is of this peer's network.
+    "Any" includes this one since it `began`: the steps of the state that it loaded last. start_step: of the state that
+    it started with, which is what the others know. reports: of the live replicas. networks: asked only where histories
+    differ: the networks of peers, this one included; one that is left out, as in a LAN, is of this peer's network.
     """
 
     me: PeerId
+    start_step: int
     began: int
     reports: Mapping[PeerId, HistoryReport]
     standings: Standings
@@ -123,16 +124,25 @@ class Electorate:
         if self.knows_nobody(step):
             entitled = {*self.reports, self.me}
         else:
-            live = {peer: known for peer, known in self.standings.items() if peer in self.reports}
-            shared = {peer: min(known.last, step) - known.first for peer, known in live.items()}
+            shared = self._steps_shared(step)
             needed = min(VOTE_STEPS, max(step - self.began, *shared.values(), 0) // 2)
-            entitled = {peer for peer, known in live.items() if shared[peer] >= needed and not known.is_idle}
+            entitled = {p for p, steps in shared.items() if steps >= needed and not self.standings[p].is_idle}
             entitled.add(self.me)
-        return {peer for peer in entitled if self.began_of(peer) + VOTE_STEPS <= step} or entitled
+        return {peer for peer in entitled if self.start_of(peer, step) + VOTE_STEPS <= step} or entitled
 
-    def began_of(self, peer: PeerId) -> int:
-        """Returns the steps of the state that a live replica began with, by its own word."""
-        return self.began if peer == self.me else self.reports[peer].start_step
+    def start_of(self, peer: PeerId, step: int) -> int:
+        """Returns the steps of the state that a live replica started with, by its own word.
+
+        Of this one, those of the state that it loaded last, if all that know it do so since then.
+        """
+        if peer != self.me:
+            return self.reports[peer].start_step
+        is_known = max(self._steps_shared(step).values(), default=0) >= VOTE_STEPS
+        return self.start_step if is_known else self.began
+
+    def _steps_shared(self, step: int) -> dict[PeerId, int]:
+        live = {peer: known for peer, known in self.standings.items() if peer in self.reports}
+        return {peer: min(known.last, step) - known.first for peer, known in live.items()}
 
 
 def replicas_to_fetch_from(
@@ -174,13 +184,14 @@ def replicas_to_fetch_from(
     step = max(history, default=0)
     known = electorate.standings
     shared = [known[peer].last for group in groups.values() for peer in group & known.keys()]
-    voters = electorate.voters(max(shared, default=step))
+    split_at = max(shared, default=step)
+    voters = electorate.voters(split_at)
 
     networks = electorate.networks()
     own_network = networks.get(me, "")
 
     def order(group: set[PeerId]) -> tuple[object, ...]:
-        votes, oldest = group & voters, min((electorate.began_of(peer), peer) for peer in group or {me})
+        votes, oldest = group & voters, min((electorate.start_of(peer, split_at), peer) for peer in group or {me})
         return -len({networks.get(peer, own_network) for peer in votes}), -len(votes), -len(group), oldest
 
     right = min([own, *groups.values()], key=order)

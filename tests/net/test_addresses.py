@@ -19,6 +19,7 @@ from agora.net.nat.addresses import (
     interface_addresses,
     is_private,
     listening_places,
+    public_network,
     public_only,
 )
 from agora.net.nat.dialling import AddressBook
@@ -215,3 +216,21 @@ def test_a_relays_name_is_checked_as_well(names: dict[str, list[str]]) -> None:
     other = Identity(bytes([7]) * 32).peer
     book.learn_announced(other, [f"/dns4/relay.lan/tcp/1{RELAYED}/p2p/{other}"])
     assert dialled(book, PeerId(relay)) == dialled(book, other) == []
+
+
+@pytest.mark.parametrize(
+    ("observed", "announced", "network"),
+    [
+        ("203.0.114.0/24", ("/ip4/198.41.0.4/tcp/1",), "203.0.114.0/24"),
+        ("", ("/ip4/192.168.1.7/tcp/1", "/ip4/198.41.0.4/tcp/1"), "198.41.0.0/24"),
+        ("127.0.0.0/24", ("/ip4/198.41.0.4/tcp/1",), "198.41.0.0/24"),
+        ("192.168.1.0/24", ("/ip4/192.168.1.7/tcp/1",), ""),
+        ("2a00:1450:1::/48", (), "2a00:1450:1::/48"),
+        ("", (), ""),
+    ],
+    ids=["seen", "not connected", "through a tunnel", "in a LAN", "IPv6", "unknown"],
+)
+def test_the_network_of_a_peer_is_where_it_is_seen_and_only_without_that_what_it_announces(
+    observed: str, announced: tuple[str, ...], network: str
+) -> None:
+    assert public_network(observed, announced) == network

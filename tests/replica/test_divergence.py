@@ -70,7 +70,7 @@ def test_a_history_hash_is_unknown_after_one_that_is() -> None:
 def test_the_largest_group_is_right_and_of_equal_ones_that_with_the_least_id(
     others: dict[PeerId, HistoryReport], fetch_from: tuple[PeerId, ...]
 ) -> None:
-    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, others, {})) == fetch_from
+    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, 0, others, {})) == fetch_from
 
 
 def split(world: GroupWorld, one: list[GroupPeer], other: list[GroupPeer]) -> None:
@@ -110,9 +110,9 @@ def test_a_replica_that_has_taken_half_a_step_follows_any_other_group_and_is_fol
     id_of_the_other: PeerId,
 ) -> None:
     others = {id_of_the_other: HistoryReport(10, OTHER[10])}
-    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, others, {}), is_torn=True) == (id_of_the_other,)
+    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, 0, others, {}), is_torn=True) == (id_of_the_other,)
     assert replicas_to_fetch_from(
-        EQUAL, Electorate(ME, 0, {A: HistoryReport(11, 7), C: HistoryReport(11, 7)}, {}), is_torn=True
+        EQUAL, Electorate(ME, 0, 0, {A: HistoryReport(11, 7), C: HistoryReport(11, 7)}, {}), is_torn=True
     ) == (A, C)
-    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, {}, {}), is_torn=True) == ()
-    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, {A: HistoryReport(10, 0)}, {}), is_torn=True) == ()
+    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, 0, {}, {}), is_torn=True) == ()
+    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, 0, {A: HistoryReport(10, 0)}, {}), is_torn=True) == ()

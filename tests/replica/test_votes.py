@@ -43,7 +43,7 @@ def fetched_from(
     began: int = 0,
 ) -> tuple[PeerId, ...]:
     found = networks if networks is not None else {peer: peer for peer in (*reports, me)}
-    return replicas_to_fetch_from(HISTORY, Electorate(me, began, reports, standings, lambda: found))
+    return replicas_to_fetch_from(HISTORY, Electorate(me, began, began, reports, standings, lambda: found))
 
 
 def test_any_number_of_ids_that_never_shared_the_history_decides_nothing() -> None:
@@ -97,6 +97,14 @@ def test_a_newcomer_sees_as_those_see_it_that_do_not_know_it_yet() -> None:
     young = EQUAL._replace(start_step=start)
     assert fetched_from({A: OTHER, C: young}, {A: began, C: began}, began=start) == (A,)
     assert fetched_from({ME: OTHER._replace(start_step=start), C: young._replace(digest=7)}, {ME: began}, me=A) == ()
+
+
+@pytest.mark.parametrize("known_for", [VOTE_STEPS - 1, VOTE_STEPS])
+def test_who_has_loaded_another_state_is_new_to_those_that_know_it_since_then(known_for: int) -> None:
+    """It has run since step 0; who has known it for long knows that too, and the two are equal but for their ids."""
+    standings = {C: Standing(STEP - known_for, STEP)}
+    electorate = Electorate(ME, 0, STEP - 30, {C: OTHER}, standings)
+    assert replicas_to_fetch_from(HISTORY, electorate) == ((C,) if known_for < VOTE_STEPS else ())
 
 
 def test_who_has_just_begun_and_shares_nobodys_history_follows_the_others() -> None:
