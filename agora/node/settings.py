@@ -85,7 +85,7 @@ class Settings(pydantic.BaseModel):
     # RATE,RTT[,JITTER[,LOSS]] that this peer's streams emulate; "" is the network as it is.
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
     threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: as many as this process's limits allow
-    slowdown: float = pydantic.Field(1.0, ge=1.0, le=1000.0)  # computes this many times slower, by sleeping
+    slowdown: float = pydantic.Field(1.0, ge=1.0, le=1e6)  # computes this many times slower, by sleeping
     # For experiments: a stage's forward pass takes at least so long, by sleeping, and other jobs in proportion; 0: off.
     emulated_ms: float = pydantic.Field(0.0, ge=0.0, le=60_000.0)
     memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free

@@ -43,6 +43,32 @@ class Manager:
         self._channel.close()
 
 
+def test_a_daemon_that_stands_by_notices_that_p2pd_has_died(tmp_path: Path) -> None:
+    with swarm(tmp_path, tiny(1)) as made:
+        both = made.start("first", "0"), made.start("second", "0")
+
+        def say_how_fast_they_are() -> bool:
+            asked = [daemon.try_ask("status") for daemon in both]
+            return all(one is not None and sum(p["capacity"] > 0 for p in one["peers"]) == 2 for one in asked)
+
+        made.until(say_how_fast_they_are, "both to claim what they have measured: slow is who is slower than others")
+        idle = made.start("idle", slowdown=1_000_000.0)
+
+        def stands_by() -> bool:
+            asked = idle.try_ask("status")
+            return asked is not None and "standing by" in asked["health"]["why"]
+
+        made.until(stands_by, "the slow one to stand by")
+        killed = p2pd_of(idle)
+        killed.kill()
+        assert idle.process.wait(WAIT_S) == 1
+        idle.end_is_intended = True
+        assert [event["task"] for event in idle.events("TaskFailed")] == ["p2pd"]
+        assert "p2pd ended by itself" in idle.log().splitlines()[-1]
+        assert not killed.is_running()
+        assert made.stop() == {"first": 0, "second": 0, "idle": 1}
+
+
 def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """READY comes after the first hop served and not before; SIGTERM leaves in order; a dead p2pd is a clean end."""
     manager = Manager(tmp_path / "notify")
