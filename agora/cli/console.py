@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import json
 import os
@@ -152,10 +153,11 @@ def run(app: typer.Typer) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends the process with exit code `code`, whatever its threads are doing."""
+    """Ends the process with exit code `code` after what is registered with atexit, whatever its threads are doing."""
     # The interpreter takes daemon threads away when it ends: one in the middle of C++ code, such as a device's job that
     # was not waited for, then aborts the process. A service manager would take that for a crash.
     if any(thread.daemon for thread in threading.enumerate()):
+        atexit._run_exitfuncs()
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

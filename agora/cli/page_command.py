@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +35,8 @@ def serve(run: str, directory: Path | None, address: tuple[str, int]) -> int:
 
     Raises InputError for an unknown run, ManifestError for a bad manifest, LocalError for an address that is taken.
     """
-    if run == runs.STDIN:  # it is read once, and the run is looked up again and again
-        run = sys.stdin.read(runs.MAX_INVITE_CHARACTERS).strip()
+    if run == runs.STDIN:  # `swarm sample`, which writes the text, gets no standard input
+        run = runs.read_standard_input()
     home = paths.home_at(directory)
     source = SwarmSource(run, home, runs.resolve(run, home))
     asyncio.run(_serve(source, address))

@@ -81,7 +81,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     run or a malformed invite, ManifestError for a bad manifest, DiskError for a manifest that cannot be read.
     """
     if text == STDIN:
-        text = _read_once(sys.stdin)
+        text = read_standard_input()
         if not text.startswith(SCHEME):
             raise InputError("Standard input holds no invite; give one: `agora-node join - < FILE`.")
     if text.startswith(SCHEME):
@@ -98,9 +98,13 @@ def resolve(text: str, home: paths.Home) -> RunReference:
     return _by_name(text, home)
 
 
+def read_standard_input() -> str:
+    """Returns what standard input holds, also when it is asked for again: who watches a run resolves it often."""
+    return _read_once(sys.stdin)
+
+
 @functools.lru_cache(maxsize=1)
 def _read_once(stream: TextIO) -> str:
-    # Whoever watches a run resolves its name again and again.
     return stream.read(MAX_INVITE_CHARACTERS).strip()
 
 

@@ -72,7 +72,7 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WireRules:
-    """What the run allows in Process requests and in answers to them, and the functions that check it."""
+    """What the run allows in Process requests and in the answers to them."""
 
     boundary: TensorForm
     gradient: TensorForm

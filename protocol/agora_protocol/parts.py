@@ -1,4 +1,4 @@
-"""How a stage's weights are cut into slices, and a gradient or a slice into shards: one reducer averages one shard."""
+"""How a stage's weights are cut into fragments (slices on the wire), and a gradient or a fragment into shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agora_protocol.limits import MAX_PART_ELEMENTS, MAX_SMALL_PARTS, PART_ELEME
 
 
 def fragment_count(fraction: float) -> int:
-    """Returns how many slices a stage has if each holds `fraction` of its weights: ceil(1 / fraction)."""
+    """Returns how many fragments a stage has if each holds `fraction` of its weights: ceil(1 / fraction)."""
     return math.ceil(round(1.0 / fraction, 9))
 
 

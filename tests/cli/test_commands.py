@@ -278,7 +278,7 @@ def test_foreseen_errors_are_their_own_sentence() -> None:
 
 # A thread in the middle of torch's code: the interpreter's own end would abort this process, with 134.
 BUSY = """
-import threading
+import atexit, threading
 import torch
 from agora.cli import console
 
@@ -292,11 +292,12 @@ def work():
 
 threading.Thread(target=work, daemon=True).start()
 begun.wait()
-print("said before", end="")
+atexit.register(print, "and at the end", end="")
+print("said before ", end="")
 console.end_process(3)
 """
 
 
 def test_a_process_whose_device_still_computes_ends_with_its_code_and_what_it_has_printed() -> None:
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "said before", "")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "said before and at the end", "")

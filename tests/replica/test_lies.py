@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from agora_protocol.ids import PeerId
+from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Averaged, Contribute, GossipedSteps, GossipSteps, Recall, Recalled
-from agora_protocol.parts import PART_ELEMENTS
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply

@@ -324,6 +324,18 @@ class Network:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def start_calls(self, peer: PeerId, requests: Iterable[Request], within_s: float) -> None:
+        """Starts to make calls one after the other, each within so many seconds; the first failure ends them, silently.
+
+        For news that the peer also gets in another way, should this one fail.
+        """
+        self.spawn(self._make_calls(peer, requests, within_s))
+
+    async def _make_calls(self, peer: PeerId, requests: Iterable[Request], within_s: float) -> None:
+        with contextlib.suppress(AgoraError):
+            for request in requests:
+                await self.call(peer, request, deadline=loop_time() + within_s)
+
     def _all_connections(self) -> list[Connection]:
         return [connection for connections in self._connections.values() for connection in connections]
 

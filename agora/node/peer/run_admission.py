@@ -23,7 +23,6 @@ from agora_protocol.shards import Shard
 
 from agora import __version__
 from agora.core.calls import Reply
-from agora.core.clock import loop_time
 from agora.net.dht.directory import Directory
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
@@ -189,14 +188,10 @@ class Bans:
             self._start_sending(peer, sealed)
 
     def _start_sending(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        # A failure costs nothing: the neighbour gets the revocations at its next HELLO, or from the DHT.
-        self._network.spawn(self._call_in_parts(peer, sealed))
-
-    async def _call_in_parts(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        with contextlib.suppress(AgoraError):
-            for first in range(0, len(sealed), MAX_SHARED_REVOCATIONS):
-                request = ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS]))
-                await self._network.call(peer, request, deadline=loop_time() + SHARE_S)
+        parts = range(0, len(sealed), MAX_SHARED_REVOCATIONS)
+        requests = (ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS])) for first in parts)
+        # If it fails, the neighbour gets them at its next HELLO, or from the DHT.
+        self._network.start_calls(peer, requests, SHARE_S)
 
     async def exchange_lists(self, directory: Directory) -> None:
         """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes others' from there.

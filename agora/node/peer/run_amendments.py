@@ -150,16 +150,12 @@ class Amendments:
         self.reconsider()
 
     def send_all(self, peer: PeerId) -> None:
-        """Starts to send all amendments that are known to a member that has said HELLO."""
-        if sealed := self.book.sealed():
-            # A failure costs nothing: the neighbour asks, or gets them at its next HELLO.
-            self._network.spawn(self._send(peer, sealed))
-
-    async def _send(self, peer: PeerId, sealed: Sequence[bytes]) -> None:
-        with contextlib.suppress(AgoraError):
-            for first in range(0, len(sealed), MAX_SHARED_AMENDMENTS):
-                request = ShareAmendments(tuple(sealed[first : first + MAX_SHARED_AMENDMENTS]))
-                await self._network.call(peer, request, deadline=loop_time() + SHARE_S)
+        """Starts to send all known amendments to a member, which must have said HELLO."""
+        sealed = self.book.sealed()
+        parts = range(0, len(sealed), MAX_SHARED_AMENDMENTS)
+        requests = (ShareAmendments(tuple(sealed[first : first + MAX_SHARED_AMENDMENTS])) for first in parts)
+        # If it fails, the member asks, or gets them at its next HELLO.
+        self._network.start_calls(peer, requests, SHARE_S)
 
     async def fetch(self, peers: Collection[PeerId]) -> None:
         """Asks up to MAX_ASKED of `peers` for what is not known here. Ignores those that do not answer in FETCH_S.

@@ -33,8 +33,7 @@ from agora.swarm.key_use import KeyInUse, key_in_use_text
 from agora.swarm.swarm_clock import SwarmClock
 
 if TYPE_CHECKING:
-    from agora.node.process.daemon import Daemon
-    from agora.node.process.metrics import DaemonMetrics
+    pass
 
 # The signals that make a daemon leave, and the cause that its log then names.
 SIGNALS: Final[Mapping[signal.Signals, str]] = {
@@ -125,7 +124,8 @@ async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Cal
     from agora.node.control.control_socket import ControlSocket
     from agora.node.process.control_api import ControlApi
     from agora.node.process.daemon import Daemon
-    from agora.node.process.metrics import DaemonMetrics
+    from agora.node.process.metrics import DaemonMetrics, serve_metrics
+    from agora.node.process.page import serve_page
 
     daemon = Daemon(startup, on_leave)
 
@@ -144,41 +144,14 @@ async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Cal
     await control.start()
     try:
         tasks.start("metrics", metrics.run())
-        _serve_metrics(daemon, metrics, tasks)
-        _serve_page(daemon, page_tasks)
+        serve_metrics(daemon.startup, metrics, tasks)
+        serve_page(daemon, page_tasks)
         await daemon.run()
     finally:
         await page_tasks.close()
         await tasks.close()
         await control.close()
     startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
-
-
-def _serve_metrics(daemon: Daemon, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
-    startup = daemon.startup
-    if address := startup.settings.metrics_address:
-        from agora.page.server import HttpServer, listen, metrics_app
-
-        with startup.phases.enter("metrics") as note:
-            listening = listen(address, "choose another address with --metrics")
-            server = HttpServer(metrics_app(metrics.registry), listening)
-            note.text = f"{server.url}/metrics"
-        tasks.start("metrics server", server.run())
-
-
-def _serve_page(daemon: Daemon, tasks: BackgroundTasks) -> None:
-    if address := daemon.startup.settings.page_endpoint:
-        from agora.node.process.page import DaemonSource
-        from agora.page.feed import Feed
-        from agora.page.run_page import page_app
-        from agora.page.server import HttpServer, listen
-
-        with daemon.startup.phases.enter("page") as note:
-            feed = Feed(DaemonSource(daemon))
-            server = HttpServer(page_app(feed), listen(address, "choose another address with AGORA_PAGE_ADDRESS"))
-            note.text = server.url
-        tasks.start("page", feed.run())
-        tasks.start("page server", server.run())
 
 
 def refuse_copied_key(home: paths.Home, me: PeerId) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import prometheus_client
 
 from agora.core.clock import loop_time
+from agora.core.tasks import BackgroundTasks
 from agora.node.control.node_report import NodeReport, report_json, status_json
+from agora.node.startup import Startup
 from agora.observe import events
 from agora.observe.journal import LineFile
 from agora.observe.metrics import (
@@ -64,3 +66,15 @@ class DaemonMetrics:
         except OSError as error:
             self._report_event(events.DiskTrouble(str(self._path), error.strerror or str(error)))
             await asyncio.Event().wait()  # the daemon goes on without rows, and would end with this task
+
+
+def serve_metrics(startup: Startup, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
+    """Serves them to Prometheus where `--metrics` says, in one of `tasks`. Raises LocalError if that is taken."""
+    if address := startup.settings.metrics_address:
+        from agora.page.server import HttpServer, listen, metrics_app
+
+        with startup.phases.enter("metrics") as note:
+            listening = listen(address, "choose another address with --metrics")
+            server = HttpServer(metrics_app(metrics.registry), listening)
+            note.text = f"{server.url}/metrics"
+        tasks.start("metrics server", server.run())

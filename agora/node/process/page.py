@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from agora_protocol.errors import LocalError
 
+from agora.core.tasks import BackgroundTasks
 from agora.node.process.control_api import ControlApi
-from agora.page.feed import LOOK_S, Invitation
+from agora.page.feed import LOOK_S, Feed, Invitation
 from agora.page.model_text import write_text
 
 if TYPE_CHECKING:
@@ -43,3 +44,17 @@ class DaemonSource:
             raise LocalError("This daemon holds no stages yet.")
         signed = self._daemon.signed
         return await write_text(signed.manifest, signed.run_id, [self._daemon.startup.home.root])
+
+
+def serve_page(daemon: Daemon, tasks: BackgroundTasks) -> None:
+    """Serves the page where `--page` says, in two of `tasks`. Raises LocalError if that address is taken."""
+    if address := daemon.startup.settings.page_endpoint:
+        from agora.page.run_page import page_app
+        from agora.page.server import HttpServer, listen
+
+        with daemon.startup.phases.enter("page") as note:
+            feed = Feed(DaemonSource(daemon))
+            server = HttpServer(page_app(feed), listen(address, "choose another address with AGORA_PAGE_ADDRESS"))
+            note.text = server.url
+        tasks.start("page", feed.run())
+        tasks.start("page server", server.run())
