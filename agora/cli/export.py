@@ -6,7 +6,7 @@
 | LoRA                      | adapter | the matrices of LoRA, to be loaded onto the base model       |
 | LoRA, with --merge        | merged  | the base model with the matrices of LoRA added to its own    |
 
-Loads torch only once there is something to export.
+With --push the folder is also published on the Hugging Face Hub. Loads torch only once there is something to export.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import json
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.cli import console
 from agora.cli.console import USAGE, Failure, ProgressDisplay, print_to_stderr
-from agora.cli.stage_sources import StageSources, base_model_folder, collect_stages, find_run, steps_by_stage
+from agora.cli.stage_sources import FoundRun, StageSources, base_model_folder, collect_stages, find_run, steps_by_stage
 from agora.data.tokenizer import tokenizer_files
 from agora.node import paths
 from agora.node.control import control_client
@@ -45,6 +46,8 @@ from agora.state.merged_model import (
     write_weights_file,
 )
 from agora.state.model_card import ExportDescription, Kind, model_card
+from agora.swarm.amendments import describe_changes
+from agora.tuning.base.hub import Repository, check_can_publish, open_repository, publish_folder
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer, pretrained_tokenizer_files, turn_end_ids
 
 if TYPE_CHECKING:
@@ -81,9 +84,11 @@ class ExportTarget:
 
 def run(
     named_run: str,
-    out: Path,
+    out: Path | None,
     directories: Sequence[Path] = (),
     *,
+    push: str | None = None,
+    private: bool = False,
     average: bool = True,
     dtype: str = "float32",
     shard_size: str | None = None,
@@ -93,8 +98,10 @@ def run(
     as_json: bool = False,
 ) -> int:
     """The weights come from where find_run and collect_stages find them. Raises Failure for wrong flags, and with exit
-    code 4 when a stage has no weights; ExportError for damaged ones, DiskError if `out` cannot be written, and what
-    find_run raises.
+    code 4 when a stage has no weights; ExportError for damaged ones, DiskError if `out` cannot be written, PublishError
+    if `push` cannot be published to, and what find_run raises.
+
+    out: None to keep nothing here. push: ORG/NAME on the Hub, None for none. private: of a repository that is new.
     """
     started = time.monotonic()
     shard_bytes = parse_size(SHARD_SIZE if shard_size is None else shard_size)
@@ -103,21 +110,45 @@ def run(
         raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
     if base_model is not None and not merge:
         raise Failure("--base-model names the model that --merge adds an adapter to; give both, or neither", USAGE)
-    out_folder = resolve_export_folder(out, replace=force)
-    with _sigterm_as_interrupt():
+    if out is None and push is None:
+        raise Failure("give --out DIR, --push ORG/NAME, or both", USAGE)
+    if push is not None:
+        check_can_publish(push)
+    elif private:
+        raise Failure("--private is for a repository that --push makes; give both, or neither", USAGE)
+    with _sigterm_as_interrupt(), contextlib.ExitStack() as stack:
+        kept_folder = resolve_export_folder(out, replace=force) if out is not None else None
         found = find_run(named_run, directories)
+        out_folder = kept_folder or _temporary_folder(found, stack)
         kind = choose_kind(found.signed.manifest, merge)
         base_folder = _require_base_model(base_model, directories, found.known_files()) if kind == "merged" else None
         if kind == "adapter" and shard_size is not None:
             print_to_stderr("an adapter is one file; --shard-size has no effect")
         target = ExportTarget(out_folder, kind, known_dtype, shard_bytes, base_folder)
+        repository = open_repository(push, found.signed.run_id, private=private) if push is not None else None
         sources = collect_stages(found, average=average)
         written, parameters = _export(sources, target)
+        pushed = _push(out_folder, repository, sources) if repository is not None else None
     sizes = {name: file.size for name, file in sorted(written.items())}
-    result = _summary(sources, target) | {"out": str(out_folder), "parameters": parameters}
+    result = _summary(sources, target) | {"out": str(kept_folder) if kept_folder else None, "parameters": parameters}
+    result |= {"pushed": pushed} if pushed is not None else {}
     result |= {"bytes": sum(sizes.values()), "files": sizes, "seconds": round(time.monotonic() - started, 3)}
     (console.print_json if as_json else _print_result)(result)
     return console.DONE
+
+
+def _temporary_folder(found: FoundRun, stack: contextlib.ExitStack) -> Path:
+    # Not where temporary files go: those places are often small. Some home has at least the run's manifest.
+    home = next((home for home in found.homes if home.root.is_dir()), paths.home_at())
+    home.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".push-", dir=home.root))) / "export"
+
+
+def _push(folder: Path, repository: Repository, sources: StageSources) -> dict[str, str]:
+    steps = sorted({file.step for file in sources.files})
+    message = f"{sources.signed.manifest.name} at step {' to '.join(str(step) for step in (steps[0], *steps[1:][-1:]))}"
+    with ProgressDisplay(f"publishing {repository.repo}"):
+        return {"repo": repository.repo, "commit": publish_folder(folder, repository, message)}
 
 
 def choose_kind(manifest: Manifest, merge: bool) -> Kind:
@@ -228,12 +259,18 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
         configs = family.merged_config_files(target.base_model, dtype, turn_ends)
     steps = {file.stage: file.step for file in sources.files}
     metrics = _fetch_metrics(sources.daemon)
-    exported = ExportDescription(parameters, dtype, SOURCES[sources.kind], sources.average, target.kind, metrics)
+    changes = tuple(
+        f"from step {each.amendment.from_step}: {describe_changes(each.amendment)}" for each in sources.amendments
+    )
+    source_words = SOURCES[sources.kind]
+    exported = ExportDescription(parameters, dtype, source_words, sources.average, target.kind, metrics, changes)
+    sealed = "".join(f"{each.sealed.hex()}\n" for each in sources.amendments).encode()
     return {
         **files,
         **{name: json.dumps(value, indent=2).encode() + b"\n" for name, value in configs.items()},
         "README.md": model_card(manifest, described, steps, exported).encode() + b"\n",
         "run.toml": sources.signed.to_toml().encode(),
+        **({"amendments": sealed} if sealed else {}),
     }
 
 
@@ -270,7 +307,7 @@ def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
-    out = result["out"]
+    pushed, out = result.get("pushed"), result["out"] or result["pushed"]["repo"]
     shards = sum(name.endswith(".safetensors") for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
     console.print_to_stdout(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")
@@ -280,4 +317,6 @@ def _print_result(result: Mapping[str, Any]) -> None:
         f"{'their moving average' if result['average'] else 'of the last step'}"
     )
     console.print_to_stdout(f"stages    {stages}, from {SOURCES[result['from']]}")
+    if pushed:
+        console.print_to_stdout(f"published {pushed['commit']}")
     console.print_to_stdout(f"load      {LOADERS[result['kind']].format(repr(out))}")

@@ -289,7 +289,13 @@ def demo(
 @app.command()
 def export(
     run: console.RUN,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; it appears when it is complete.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder to write; it appears when it is complete.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Publish it on the Hugging Face Hub, in one commit.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="A repository that --push makes is private.")] = False,
     average: console.AVERAGE = True,
     dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
     shard_size: SHARD_SIZE = None,
@@ -306,14 +312,16 @@ def export(
     AGORA_BASE_MODEL or the data directory's agora.toml names the folder to merge into, as for a daemon.
 
     A daemon of the run on this machine collects every stage from the swarm; without one, the newest whole checkpoints
-    in the data directories are taken. Everything is checked against the manifest before anything is written. Exit code:
-    4 when a stage is neither in the swarm nor on this machine.
+    in the data directories are taken. Everything is checked against the manifest before anything is written. With
+    --push, which needs a login (`hf auth login`), an earlier export of the run is replaced there, and nothing else.
+    Exit code: 4 when a stage is neither in the swarm nor on this machine.
 
     \b
     Examples:
       swarm export run.toml --out model
       swarm export agora://... --out model --dtype bf16 --dir ./one --dir ./two
       swarm export tuned.toml --out merged --merge --base-model ./Qwen3-0.6B
+      swarm export run.toml --push my-org/my-model
     """
     from agora.cli import export as command
 
@@ -322,6 +330,8 @@ def export(
             run,
             out,
             directories or (),
+            push=push,
+            private=private,
             average=average,
             dtype=dtype,
             shard_size=shard_size,

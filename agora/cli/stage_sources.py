@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agora_protocol.amendments import SealedAmendment
 from agora_protocol.errors import DiskError, InputError, LocalError
 from agora_protocol.manifest import SignedManifest
 
@@ -30,7 +31,8 @@ COLLECT_S = 3600.0  # for a daemon to fetch the weights of all stages
 @dataclass(frozen=True, slots=True)
 class StageSources:
     """A weights file for every stage, and the signed manifest. average: whether they are moving averages. base: where
-    relative paths of the manifest start. daemon: that collected them, None for checkpoints.
+    relative paths of the manifest start. daemon: that collected them, None for checkpoints. amendments: those that
+    count and are known here.
     """
 
     signed: SignedManifest
@@ -41,6 +43,7 @@ class StageSources:
     daemon: paths.DaemonEntry | None = None
     places: tuple[Path, ...] = ()
     known: KnownFiles = NOTHING_KNOWN
+    amendments: tuple[SealedAmendment, ...] = ()
 
     def find_tokenizer(self, base_model: Path | None) -> str:
         """Returns a path of this machine for [data] tokenizer, or "bytes". Raises DiskError if it is nowhere."""
@@ -100,7 +103,9 @@ def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
     chosen = settings.load(found.homes[0].root / "agora.toml", {})
     model = chosen.named_base_model
     places = chosen.data_places if model is None or not model.is_dir() else (*chosen.data_places, model)
-    return replace(_collect(found, average=average), places=places, known=found.known_files())
+    amendments = runs.amendments_on_disk(found.homes, found.signed, time.time()).chain
+    collected = _collect(found, average=average)
+    return replace(collected, places=places, known=found.known_files(), amendments=amendments)
 
 
 def _collect(found: FoundRun, *, average: bool) -> StageSources:

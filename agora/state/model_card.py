@@ -47,9 +47,14 @@ tags:
 ## The run
 
 All that its peers agreed on; `run.toml` is the same with its founder's signature, and `export.json` lists the SHA-256 \
-of every file here.
+of every file here.{amendments}
 
 {manifest}"""
+AMENDMENTS: Final = """ Amendments changed it while it trained; the file `amendments` has each as it was signed, in hex:
+
+{changes}
+
+The manifest as it was founded:"""
 BYTES: Final = "bytes"
 # How the model was made, in words, by whether the run began with a trained model.
 BEGINNINGS: Final = {False: "trained from nothing", True: "trained further from a model that others had trained"}
@@ -104,6 +109,7 @@ class ExportDescription:
     average: whether the weights are moving averages over the steps.
     kind: model, adapter or merged.
     metrics: name -> value that the swarm reported when the stages were collected; {} if the swarm was not asked.
+    changes: the run's amendments in words, in order.
     """
 
     parameters: int
@@ -112,6 +118,7 @@ class ExportDescription:
     average: bool
     kind: Kind = "model"
     metrics: Mapping[str, float] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
 
 
 def model_card(
@@ -130,6 +137,9 @@ def model_card(
         facts=_facts_table(manifest, model, steps, exported),
         loading=_loading_code(manifest, exported.kind),
         limits=_limits_list(manifest, model, steps, exported.kind),
+        amendments=AMENDMENTS.format(changes="\n".join(f"- {_cell(change)}" for change in exported.changes))
+        if exported.changes
+        else "",
         manifest="\n".join(f"    {line}".rstrip() for line in manifest.to_toml().splitlines()),
     )
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agora_protocol.amendments import Amendment, open_amendment, seal_amendment
 from agora_protocol.errors import InputError, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.manifest import Manifest, SignedManifest
+from agora_protocol.packing import pack_canonical
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,6 +40,8 @@ from agora.state.merged_model import ExportError
 from agora.train.objectives import stage_loss
 from agora.train.optimizer import with_moments
 from agora.train.weight_versions import StageWeights
+from agora.tuning.base.hub import PublishError
+from tests.tuning.hub_server import WritableHub, serve_writable
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}
 VALUES = {"name": "poems", "model": MODEL | {"rope_theta": 777.0, "norm_epsilon": 1e-3}, "stages": {"count": 3}}
@@ -475,3 +480,156 @@ def test_people_get_four_lines(checkpoints: paths.Home, tmp_path: Path, capsys: 
     assert [line.split()[0] for line in output.out.splitlines()] == ["exported", "weights", "stages", "load"]
     assert "0 at step 41, 1 at step 40, 2 at step 42, from checkpoints of its peers" in output.out
     assert "checking" in output.err and "writing" in output.err
+
+
+# --- publishing
+
+TOKEN = "hf_" + "t" * 34
+REPO = "poets/poems"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WritableHub]:
+    import huggingface_hub.constants
+
+    # Its files go another way where this is on, to servers that only the Hub has.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve_writable(WritableHub(TOKEN)) as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield served
+
+
+def push(out: Path | None = None, **flags: Any) -> int:
+    return export.run("poems", out, (), push=REPO, as_json=True, **flags)
+
+
+@torch.no_grad()
+def test_what_is_published_is_the_run_in_one_commit_and_nothing_of_it_stays_here(
+    checkpoints: paths.Home,
+    stages: list[StageModule],
+    signed: SignedManifest,
+    hub: WritableHub,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert push(private=True) == console.DONE
+    said = json.loads(capsys.readouterr().out)
+    assert said["out"] is None and said["pushed"]["repo"] == REPO
+    assert said["pushed"]["commit"].endswith(hub.heads[REPO])
+    (commit,) = hub.commits
+    assert commit[:2] == (REPO, "poems at step 40 to 42") and hub.private == {REPO}
+    files = hub.repos[REPO]
+    assert files.keys() == {".gitattributes", "export.json", *said["files"]}
+    assert SignedManifest.from_toml(files["run.toml"].decode()).run_id == signed.run_id
+    for name, content in files.items():
+        place = tmp_path / "fetched" / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(content)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "fetched").eval()
+    tokens = some_tokens()[:, :-1]
+    assert torch.allclose(model(tokens).logits, logits_of(stages, tokens), rtol=1e-4, atol=1e-4)
+    assert not list(checkpoints.root.glob(".push-*"))
+
+
+def test_an_earlier_export_of_the_run_is_replaced_and_leaves_no_file_behind(
+    checkpoints: paths.Home, hub: WritableHub, tmp_path: Path
+) -> None:
+    push(shard_size="20KB")
+    first = set(hub.repos[REPO])
+    hub.repos[REPO]["notes.md"] = b"mine"
+    push(tmp_path / "out")
+    left = set(hub.repos[REPO])
+    shards = {name for name in first if name.endswith(".safetensors")}
+    assert len(shards) > 1 and not shards & left and "notes.md" in left
+    assert left - {".gitattributes", "notes.md"} == {path.name for path in (tmp_path / "out").iterdir()}
+    assert len(hub.commits) == 2 and hub.commits[0][2] != hub.commits[1][2]
+
+
+@pytest.mark.parametrize("fail", ["upload", "commit"])
+def test_half_an_upload_publishes_nothing_and_no_message_has_the_token(
+    fail: str,
+    checkpoints: paths.Home,
+    hub: WritableHub,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.fail = fail
+    with caplog.at_level("DEBUG"), pytest.raises(PublishError) as failed:
+        push()
+    assert hub.requests[fail] >= 1 and not hub.commits and hub.repos[REPO].keys() == {".gitattributes"}
+    assert "nothing is published" in str(failed.value)
+    seen = str(failed.value) + "".join(capfd.readouterr()) + caplog.text
+    assert TOKEN not in seen
+
+
+def test_again_what_arrived_is_not_sent_again_and_what_is_published_makes_no_commit(
+    checkpoints: paths.Home, hub: WritableHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.fail = "commit"
+    with pytest.raises(PublishError):
+        push()
+    hub.fail, sent = "", hub.requests["upload"]
+    push()
+    push()
+    assert hub.requests["upload"] == sent == 1 and len(hub.commits) == 1
+
+
+def test_what_others_publish_meanwhile_is_not_undone(checkpoints: paths.Home, hub: WritableHub) -> None:
+    hub.on_upload = lambda: hub.move_head(REPO) and None
+    with pytest.raises(PublishError, match="changed meanwhile"):
+        push()
+    assert hub.requests["upload"] >= 1 and not hub.commits
+
+
+def test_a_repository_of_something_else_is_left_alone(checkpoints: paths.Home, hub: WritableHub) -> None:
+    hub.make(REPO, {"config.json": b"{}"})
+    with pytest.raises(PublishError, match="no export of a run"):
+        push()
+    hub.make(REPO, {"export.json": json.dumps({"run_id": "ab" * 32, "files": {}}).encode()})
+    with pytest.raises(PublishError, match="an export of run abababababab"):
+        push()
+    hub.make(REPO, {"export.json": b"[]"})
+    with pytest.raises(PublishError, match="no export wrote"):
+        push()
+    assert not hub.commits and not hub.requests["upload"]
+
+
+def test_who_may_not_publish_is_told_before_anything_is_collected(
+    checkpoints: paths.Home, hub: WritableHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(Failure, match="give --out DIR, --push"):
+        export.run("poems", None)
+    with pytest.raises(Failure, match="--private is for"):
+        export.run("poems", tmp_path / "out", private=True)
+    with pytest.raises(PublishError, match="write it as ORG/NAME"):
+        export.run("poems", None, push="poems")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    with pytest.raises(PublishError, match="hf auth login"):
+        push()
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(PublishError, match="Nobody is logged in"):
+        push()
+    assert not hub.commits and not hub.requests["preupload"]
+
+
+def test_the_signed_history_goes_with_the_model(home: paths.Home, stages: list[StageModule], tmp_path: Path) -> None:
+    founder = Identity.generate()
+    signed = SignedManifest.sign(MANIFEST, founder)
+    runs.remember_manifest(home, signed)
+    for stage in range(3):
+        checkpoint(home, signed, stages, stage, STEPS[stage])
+    changes = pack_canonical({"optimizer.total_steps": 900})
+    run_id = bytes.fromhex(signed.run_id)
+    amendment = Amendment(founder.peer, 1, run_id, 10, 30, int(time.time()), changes, b"")
+    sealed = seal_amendment(amendment, signed.run_id, founder)
+    runs.write_amendments(home, signed.run_id, [sealed])
+    run("poems", tmp_path / "out")
+    (line,) = (tmp_path / "out" / "amendments").read_text().split()
+    assert open_amendment(bytes.fromhex(line), signed.run_id).amendment == amendment
+    assert "- from step 30: optimizer.total_steps = 900" in (tmp_path / "out" / "README.md").read_text()
