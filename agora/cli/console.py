@@ -33,7 +33,7 @@ STALLED = 4  # or unreachable
 # Where torch reads its allocator's settings: before version 2.9 not yet in the first, since then still in the others.
 NAMED_SINCE = Version("2.9")
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-LINE_S = 2.0  # seconds between two lines of a ProgressDisplay that has no terminal
+PROGRESS_LINE_INTERVAL_S = 2.0  # seconds between two lines of a ProgressDisplay that has no terminal
 
 RUN = Annotated[
     str,
@@ -187,7 +187,7 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 class ProgressDisplay:
-    """Shows on standard error how far work has come: a bar on a terminal, elsewhere lines at least LINE_S apart."""
+    """Shows on standard error how far work has come: a bar on a terminal, elsewhere a line now and then."""
 
     def __init__(self, what: str, total: float | None = None) -> None:
         """what: names the work. total: its amount, in bytes for `advance`, any unit for `show`; None if unknown."""
@@ -226,7 +226,7 @@ class ProgressDisplay:
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, description=printable(text))
-        elif now - self._last_line >= LINE_S and text != self._last_text:
+        elif now - self._last_line >= PROGRESS_LINE_INTERVAL_S and text != self._last_text:
             print_to_stderr(f"{text}  {now - self._began:.0f} s")
             self._last_line, self._last_text = now, text
 

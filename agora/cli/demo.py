@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
 POLL_S = 0.2
-STALL_S = 180.0  # without any progress, after which a demo fails
-JOIN_S = 60.0  # to wait, after the last step, for peers that are still joining
-DRAIN_S = 90.0  # for each peer
-EVALUATE_S = 300.0  # for each peer
+STALL_TIMEOUT_S = 180.0  # without any progress, after which a demo fails
+JOIN_TIMEOUT_S = 60.0  # to wait, after the last step, for peers that are still joining
+DRAIN_TIMEOUT_S = 90.0  # for each peer
+EVALUATION_TIMEOUT_S = 300.0  # for each peer
 EVALUATE_BATCHES = 32
 STDLIB = "stdlib"
 USUAL_PRESET = "tiny"
@@ -332,10 +332,10 @@ class Demo:
         if achieved != self._achieved:
             self._achieved = achieved
             self._achieved_at = time.monotonic()
-        elif time.monotonic() - self._achieved_at > STALL_S:
+        elif time.monotonic() - self._achieved_at > STALL_TIMEOUT_S:
             completed, step, joined = achieved
             words = next(d.last_words() for d in self.swarm.daemons.values() if not d.end_is_intended)
-            still = f"still {completed} microbatches, step {step} and {joined} peers after {STALL_S:.0f} s"
+            still = f"still {completed} microbatches, step {step} and {joined} peers after {STALL_TIMEOUT_S:.0f} s"
             raise Failure(f"training stopped: {still}: {words}")
 
     def _kill_a_peer(self) -> bool:
@@ -353,7 +353,7 @@ class Demo:
         return True
 
     def _await_joining_peers(self) -> None:
-        deadline = time.monotonic() + JOIN_S
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
         while (self._not_started or self._living(serving=False)) and time.monotonic() < deadline:
             self._watch_once()
             self._drain()
@@ -362,13 +362,13 @@ class Demo:
 
     def _drain(self) -> None:
         for index, daemon in self._living(serving=True):
-            if index not in self._drained and daemon.try_ask("drain", DRAIN_S) is not None:
+            if index not in self._drained and daemon.try_ask("drain", DRAIN_TIMEOUT_S) is not None:
                 self._drained.add(index)
         self._read_journals()
 
     def _evaluate(self) -> float | None:
         for index, daemon in self._living(serving=True):
             serves_first = 0 in self.totals.peer(index).stages
-            if serves_first and (answer := daemon.try_ask("evaluate", EVALUATE_S, batches=EVALUATE_BATCHES)):
+            if serves_first and (answer := daemon.try_ask("evaluate", EVALUATION_TIMEOUT_S, batches=EVALUATE_BATCHES)):
                 return float(answer["loss"])
         return None

@@ -11,7 +11,7 @@ from agora.cli.console import USAGE, Failure
 from agora.node import paths, runs
 from agora.node.control import control_client
 
-ANSWER_S: Final = 86_400.0
+ANSWER_TIMEOUT_S: Final = 86_400.0
 
 
 def evaluate(run: str, tasks: Sequence[str], items: int, share: float, directory: Path | None, *, as_json: bool) -> int:
@@ -44,7 +44,7 @@ def _ask(entries: Sequence[paths.DaemonEntry], task: str, items: int, share: flo
     for entry in entries:
         try:
             return control_client.ask(
-                Path(entry.socket), "evaluate_task", timeout_s=ANSWER_S, task=task, items=items, share=share
+                Path(entry.socket), "evaluate_task", timeout_s=ANSWER_TIMEOUT_S, task=task, items=items, share=share
             )
         except control_client.DaemonRefused as error:
             refusals.append(str(error))

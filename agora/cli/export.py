@@ -59,7 +59,7 @@ DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
 SPARE_BYTES = 64 * 2**20  # of free disk, for the files other than weights
 SHARD_SIZE = "5GB"
 ADAPTER_FILE = "adapter_model.safetensors"
-STATUS_S = 5.0
+STATUS_TIMEOUT_S = 5.0
 SUFFIXES: dict[Kind, str] = {"model": "", "adapter": ", as an adapter", "merged": ", merged into its base model"}
 LOADERS: dict[Kind, str] = {
     "model": "AutoModelForCausalLM.from_pretrained({})",
@@ -286,7 +286,7 @@ def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
     if daemon is None:
         return {}
     try:
-        status = control_client.ask(Path(daemon.socket), "status", timeout_s=STATUS_S)
+        status = control_client.ask(Path(daemon.socket), "status", timeout_s=STATUS_TIMEOUT_S)
         reported = {"training loss": status["loss"], **status["tuning"]}
     except (control_client.DaemonUnreachable, control_client.DaemonRefused, KeyError, TypeError):
         return {}

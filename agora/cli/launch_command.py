@@ -31,7 +31,7 @@ from agora.node.control import control_client
 Tool = Literal["ssh", "slurm", "kubernetes", "skypilot"]
 TOOLS: Final[tuple[Tool, ...]] = ("ssh", "slurm", "kubernetes", "skypilot")
 MAX_COUNT: Final = 1000
-LEAVE_S: Final = 30  # for a daemon to leave, which takes about 10 s, before a tool kills it
+LEAVE_TIMEOUT_S: Final = 30  # for a daemon to leave, which takes about 10 s, before a tool kills it
 PORT: Final = 31330
 POLL_S: Final = 3.0
 INVITE_VARIABLE: Final = "SWARM_INVITE"  # without the prefix of settings
@@ -170,7 +170,7 @@ def _slurm_job(request: LaunchRequest, label: str, invite: str, folder: Path) ->
 #SBATCH --open-mode=append
 #SBATCH --requeue
 # It leaves its run in order when the time is over, or when the job is preempted.
-#SBATCH --signal=B:TERM@{LEAVE_S}
+#SBATCH --signal=B:TERM@{LEAVE_TIMEOUT_S}
 exec {program} join {place}/invite --dir {place}/node-"$SLURM_ARRAY_TASK_ID" --device all
 """
     return Job(
@@ -211,7 +211,7 @@ spec:
       labels:
         app: {label}
     spec:
-      terminationGracePeriodSeconds: {LEAVE_S}
+      terminationGracePeriodSeconds: {LEAVE_TIMEOUT_S}
       # The variables AGORA_..._PORT of services would be taken for settings.
       enableServiceLinks: false
       securityContext:

@@ -25,12 +25,12 @@ from agora.observe.journal import Follower
 
 T = TypeVar("T")
 
-START_S: Final = 120.0  # for a daemon to give its invite, or for another condition
-STOP_S: Final = 10.0  # between SIGTERM and SIGKILL
-KILLED_S: Final = 60.0  # for a process to end after SIGKILL
-ANSWER_S: Final = 60.0
+START_TIMEOUT_S: Final = 120.0  # for a daemon to give its invite, or for another condition
+STOP_TIMEOUT_S: Final = 10.0  # between SIGTERM and SIGKILL
+KILL_TIMEOUT_S: Final = 60.0  # for a process to end after SIGKILL
+ANSWER_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.05
-CAUSE_S: Final = 3.0  # after a daemon has ended by itself, in which others may end for the same cause
+COMMON_CAUSE_WINDOW_S: Final = 3.0  # after a daemon has ended by itself, in which others may end for the same cause
 
 
 class SwarmFailed(LocalError):
@@ -84,7 +84,7 @@ class LocalDaemon:
     def peer(self) -> str:
         return str(self.events("PeerStarted")[0]["peer"])
 
-    def ask(self, question: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
+    def ask(self, question: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
         """Raises DaemonUnreachable without an answer within `timeout_s` seconds, DaemonRefused for an error."""
         return control_client.ask(self._socket, question, timeout_s=timeout_s, **arguments)
 
@@ -104,12 +104,12 @@ class LocalDaemon:
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """To the daemon's process alone. SIGKILL marks its end as intended and waits; raises TimeoutExpired after
-        KILLED_S.
+        KILL_TIMEOUT_S.
         """
         self.process.send_signal(signal_number)
         if signal_number == signal.SIGKILL:
             self.end_is_intended = True
-            self.process.wait(KILLED_S)
+            self.process.wait(KILL_TIMEOUT_S)
 
     def kill_group(self) -> None:
         """Kills the daemon with all that it has started, and removes its socket and registry file; waits up to 5 s."""
@@ -196,19 +196,19 @@ class LocalSwarm:
         return daemon
 
     def take_invite(self, daemon: LocalDaemon) -> str:
-        """Waits until the daemon gives its invite, by which later ones join. Raises SwarmFailed after START_S or at its
-        end.
+        """Waits until the daemon gives its invite, by which later ones join. Raises SwarmFailed after START_TIMEOUT_S
+        or at its end.
         """
 
         def ask_for_invite() -> dict[str, Any] | None:
             answer = daemon.try_ask("invite")
             return answer if answer is not None and daemon.answers_peers() else None
 
-        answer = self.until(ask_for_invite, f"{daemon.name} to give its invite", START_S)
+        answer = self.until(ask_for_invite, f"{daemon.name} to give its invite", START_TIMEOUT_S)
         self.invite = str(answer["invite"])
         return self.invite
 
-    def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_S) -> T:
+    def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_TIMEOUT_S) -> T:
         """Polls `condition` every POLL_S until it is true. Raises SwarmFailed when a daemon ends by itself, and after
         `within_s`.
         """
@@ -222,10 +222,10 @@ class LocalSwarm:
         return value
 
     def check_alive(self) -> None:
-        """Raises SwarmFailed, with their last words, if daemons have ended by themselves; waits up to CAUSE_S for
-        others to follow.
+        """Raises SwarmFailed, with their last words, if daemons have ended by themselves; waits up to
+        COMMON_CAUSE_WINDOW_S for others to follow.
         """
-        deadline = time.monotonic() + CAUSE_S
+        deadline = time.monotonic() + COMMON_CAUSE_WINDOW_S
         while failed := [d for d in self.daemons.values() if self.has_failed(d)]:
             if time.monotonic() > deadline or not any(daemon.is_alive for daemon in self.daemons.values()):
                 ended = "ended by itself with exit code"
@@ -242,7 +242,7 @@ class LocalSwarm:
             daemon.end_is_intended = True
             daemon.process.send_signal(signal.SIGTERM)
 
-    def stop(self, within_s: float = STOP_S) -> dict[str, int | None]:
+    def stop(self, within_s: float = STOP_TIMEOUT_S) -> dict[str, int | None]:
         """SIGTERM, after `within_s` seconds SIGKILL. Exit codes by name: None where it was killed here, negative after
         a signal.
         """

@@ -20,10 +20,10 @@ app = console.new_app(
     "Contribute this machine to a training run.\n\nExample: agora-node join agora://...", "agora-node"
 )
 
-ANSWER_S = 12.0  # for a daemon's answer
-CLOSED_S = 3.0  # for a daemon's end once it has closed its control socket
-LEFT_S = 20.0  # for a daemon's end, which takes 10 s; more where the machine has no time for it
-MOVE_S = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs
+ANSWER_TIMEOUT_S = 12.0  # for a daemon's answer
+END_AFTER_CLOSE_TIMEOUT_S = 3.0  # for a daemon's end once it has closed its control socket
+LEAVE_TIMEOUT_S = 20.0  # for a daemon's end, which takes 10 s; more where the machine has no time for it
+MOVE_TIMEOUT_S = 3600.0  # it fetches the state of the new stages, which takes as long as the link needs
 RUN_OR_NONE = Annotated[
     str | None,
     typer.Argument(metavar="[RUN]", help="Which run's daemon, where several run; a manifest, invite or name."),
@@ -240,13 +240,13 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json:
     if not as_json:
         _print_answer(answer, as_json)
     pid = supervisor or entries[0].pid
-    deadline = time.monotonic() + LEFT_S
+    deadline = time.monotonic() + LEAVE_TIMEOUT_S
     while paths.is_alive(pid):
         if time.monotonic() > deadline:
             text = (
-                f"the daemon (pid {pid}) is still leaving after {LEFT_S:.0f} s: this machine is very busy, or its disk "
+                f"the daemon (pid {pid}) is still leaving after {LEAVE_TIMEOUT_S:.0f} s: this machine is very busy, or"
             )
-            raise console.Failure(text + f"hangs; wait, or end it at once with `kill {pid}`")
+            raise console.Failure(f"{text} its disk hangs; wait, or end it at once with `kill {pid}`")
         time.sleep(0.1)
     _print_answer({**answer, "text": "it has left."}, as_json)
 
@@ -303,7 +303,7 @@ def move(
     if len(entries) > 1:
         listed = "; ".join(f"--dir {entry.root}" for entry in entries)
         raise console.Failure(f"a daemon runs for each device of this machine; choose one: {listed}")
-    _print_answer(_ask(entries[0], "move", MOVE_S, stages=stages), as_json)
+    _print_answer(_ask(entries[0], "move", MOVE_TIMEOUT_S, stages=stages), as_json)
 
 
 @app.command()
@@ -347,7 +347,9 @@ def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
     return [entry for entry in entries if str(Path(entry.root).resolve()) == root]
 
 
-def _ask(entry: paths.DaemonEntry, question: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Mapping[str, Any]:
+def _ask(
+    entry: paths.DaemonEntry, question: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
+) -> Mapping[str, Any]:
     try:
         return control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
     except control_client.DaemonRefused as error:
@@ -358,9 +360,9 @@ def _ask(entry: paths.DaemonEntry, question: str, timeout_s: float = ANSWER_S, *
 
 
 def _ask_to_leave(entry: paths.DaemonEntry) -> Mapping[str, Any]:
-    deadline = time.monotonic() + CLOSED_S
+    deadline = time.monotonic() + END_AFTER_CLOSE_TIMEOUT_S
     try:
-        return control_client.ask(Path(entry.socket), "leave", timeout_s=ANSWER_S)
+        return control_client.ask(Path(entry.socket), "leave", timeout_s=ANSWER_TIMEOUT_S)
     except control_client.DaemonUnreachable as error:
         while paths.is_alive(entry.pid):
             if time.monotonic() > deadline:

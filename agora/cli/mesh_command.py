@@ -29,7 +29,7 @@ DEFAULT_PORT: Final = 51820
 INTERFACE: Final = "agora"
 KEY_FILE: Final = f"/etc/wireguard/{INTERFACE}.key"
 # Seconds after which a machine behind a NAT sends something, so that the NAT keeps the machine's mapping.
-KEEPALIVE_S: Final = 25
+KEEPALIVE_INTERVAL_S: Final = 25
 MAX_MACHINES: Final = 1000
 MAX_FILE_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)
@@ -125,7 +125,7 @@ def configuration_of(mesh: Mesh, me: MeshMachine) -> str:
         if machine.endpoint:
             lines.append(f"Endpoint = {machine.endpoint}")
         if not me.endpoint:
-            lines.append(f"PersistentKeepalive = {KEEPALIVE_S}")
+            lines.append(f"PersistentKeepalive = {KEEPALIVE_INTERVAL_S}")
     return "\n".join(lines) + "\n"
 
 

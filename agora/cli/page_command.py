@@ -19,7 +19,7 @@ from agora.cli import console, status_command
 from agora.core.tasks import run_in_thread
 from agora.node import paths, runs
 from agora.node.control import control_client
-from agora.page.feed import LOOK_S, Feed, Invitation
+from agora.page.feed import LOOK_INTERVAL_S, Feed, Invitation
 from agora.page.model_text import write_text
 from agora.page.run_page import page_app
 from agora.page.server import HttpServer, listen
@@ -27,7 +27,7 @@ from agora.page.server import HttpServer, listen
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
-ASK_S = 10.0  # seconds between two questions to a peer over the network
+QUESTION_INTERVAL_S = 10.0  # seconds between two questions to a peer over the network
 
 
 def serve(run: str, directory: Path | None, address: tuple[str, int]) -> int:
@@ -67,7 +67,7 @@ class SwarmSource:
 
     def __init__(self, text: str, home: paths.Home, reference: runs.RunReference) -> None:
         """text: as the user named the run."""
-        self.look_s = LOOK_S
+        self.look_s = LOOK_INTERVAL_S
         self.name = reference.name or "the run"
         self._text = text
         self._home = home
@@ -93,7 +93,7 @@ class SwarmSource:
 
     def _fetch(self) -> Mapping[str, Any]:
         entry = self._find_daemon()
-        self.look_s = LOOK_S if entry is not None else ASK_S
+        self.look_s = LOOK_INTERVAL_S if entry is not None else QUESTION_INTERVAL_S
         self._folder = Path(entry.root) if entry is not None else None
         return status_command.fetch(self._text, self._home)
 

@@ -25,7 +25,7 @@ from agora.state.merged_model import StageFile
 from agora.tuning.base.hub import absolute_name
 
 NOTHING_KNOWN = KnownFiles()
-COLLECT_S = 3600.0  # for a daemon to fetch the weights of all stages
+COLLECTION_TIMEOUT_S = 3600.0  # for a daemon to fetch the weights of all stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _find_signed_manifest(
 
 def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -> tuple[StageFile, ...]:
     with ProgressDisplay(f"the daemon in {entry.root} collects {stage_count} stages from the swarm"):
-        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECT_S, average=average)
+        answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECTION_TIMEOUT_S, average=average)
     try:
         steps, files = answer["steps"], answer["files"]
         for stage in answer.get("uncompared", []):

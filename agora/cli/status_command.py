@@ -22,7 +22,7 @@ from agora.observe.events import DeviceUsed
 if TYPE_CHECKING:
     from agora_protocol.identity import Identity
 
-WATCH_S = 2.0
+REFRESH_INTERVAL_S = 2.0
 # A peer wrote the status: one wide cell would widen every row, and a megabyte of it has tens of thousands of rows.
 MAX_CELL, MAX_ROWS, MAX_LINE = 64, 1000, 1024
 MAX_AMENDED = 3  # how many of the latest amendments are shown
@@ -34,8 +34,8 @@ Status = Mapping[str, Any]
 
 
 def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int:
-    """`watch`: every WATCH_S until Ctrl-C. Returns the exit code for the health shown last. Raises Failure for `watch`
-    with `as_json`, and what fetch raises.
+    """`watch`: every REFRESH_INTERVAL_S until Ctrl-C. Returns the exit code for the health shown last. Raises Failure
+    for `watch` with `as_json`, and what fetch raises.
     """
     if watch and as_json:
         raise console.Failure(
@@ -56,7 +56,7 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
                 console.print_to_stdout("\n".join(lines_of(status)))
             if not watch:
                 return code
-            time.sleep(WATCH_S)
+            time.sleep(REFRESH_INTERVAL_S)
     except KeyboardInterrupt:
         if not watch:
             raise

@@ -27,7 +27,7 @@ from agora.observe.metrics import FILE_NAME, STATUS_METRICS, Row, SnapshotCollec
 
 MAX_WAITING = 10_000  # rows that wait for a tracker that does not answer
 POLL_S = 5.0  # seconds between two looks for new rows
-ASK_S = 10.0  # seconds between two questions to a peer, while no daemon of this machine writes rows
+QUESTION_INTERVAL_S = 10.0  # seconds between two questions to a peer, while no daemon of this machine writes rows
 
 
 def track(run: str, targets: Sequence[str], directory: Path | None, *, once: bool) -> int:
@@ -107,7 +107,7 @@ class RowSource:
     text: str  # as the user named the run
     home: paths.Home
     _followers: dict[Path, Follower] = field(default_factory=dict)
-    _asked_at: float = -ASK_S
+    _asked_at: float = -QUESTION_INTERVAL_S
     _step: int = -1
 
     @classmethod
@@ -127,7 +127,7 @@ class RowSource:
         folder = Path(entries[0].root) if entries else self.home.root
         follower = self._followers.setdefault(folder, Follower(folder, FILE_NAME))
         rows = [row for fields in follower.read_new() if (row := Row.from_json(fields)) and row.run == self.run]
-        if not entries and time.monotonic() - self._asked_at >= ASK_S:
+        if not entries and time.monotonic() - self._asked_at >= QUESTION_INTERVAL_S:
             rows += self._ask()
         return sorted(rows, key=lambda row: row.unix)
 

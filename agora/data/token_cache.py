@@ -31,7 +31,7 @@ BLOCK_BYTES = 4 << 20
 CHECKED_BLOCKS = 256  # maximum number of blocks that are checked, 1 GiB; in a larger file they are evenly spread
 BUILDING = "building-"  # prefix of unfinished files
 ABANDONED_S = 24 * 3600  # age after which an unfinished file is deleted
-LOCK_WAIT_S = 600.0
+LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.05
 
 
@@ -52,7 +52,7 @@ class CachedTokens:
     def open_or_write(self, write: Callable[[], None]) -> Ids:
         """Returns the ids [n], memory-mapped; if they are missing or damaged, calls the argument `write` first.
 
-        `write` must call CachedTokens.write. Of several processes, one writes and the others wait, at most LOCK_WAIT_S.
+        `write` must call CachedTokens.write. Of several processes, one writes, the others wait for LOCK_TIMEOUT_S.
         Sets `details`. Raises DiskError when the written ids read back damaged, and any exception of `write`.
         """
         if (ids := self.open()) is None:
@@ -94,13 +94,13 @@ class CachedTokens:
     def lock(self) -> Iterator[None]:
         """Context manager: waits, blocking, for the file lock of this signature, so that one process builds the ids.
 
-        After LOCK_WAIT_S, and on a file system without locks, the block is entered without it.
+        After LOCK_TIMEOUT_S, and on a file system without locks, the block is entered without it.
         """
         with _disk_errors(self._folder):
             self._index.parent.mkdir(parents=True, exist_ok=True)
             lock = self._index.with_suffix(".lock").open("wb")
         with lock:
-            deadline = time.monotonic() + LOCK_WAIT_S
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
             while time.monotonic() < deadline:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

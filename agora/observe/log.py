@@ -17,7 +17,7 @@ from agora.observe.events import Event
 LEVELS = ("debug", "info", "warning", "error")  # in rising order
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m"}
 _PRIORITY = {"debug": 7, "info": 6, "warning": 4, "error": 3}
-REPEAT_S = 10.0  # seconds for which a sentence that was written is not written again, unless its level is info
+REPEAT_INTERVAL_S = 10.0  # seconds for which a sentence that was written is not written again, unless its level is info
 
 
 def is_journald_stream(stream: TextIO) -> bool:
@@ -32,8 +32,8 @@ def is_journald_stream(stream: TextIO) -> bool:
 class EventLog:
     """A reporter's sink that writes each event of `level` or above to a stream, standard error by default.
 
-    People get `12:00:01 sentence`. A sentence that is repeated within REPEAT_S is left out, unless its level is info;
-    when it is next written, the line ends with how often it was reported. journald gets each event, as
+    People get `12:00:01 sentence`. A sentence that is repeated within REPEAT_INTERVAL_S is left out, unless its level
+    is info; when it is next written, the line ends with how often it was reported. journald gets each event, as
     `<priority>{json}`. prefix: written before each sentence for people.
     """
 
@@ -54,7 +54,7 @@ class EventLog:
             return
         sentence = printable(event.describe(), keep="")  # peers wrote parts of some
         written_unix, repeats = self._last.get(sentence, (0.0, 0))
-        if event.level != "info" and 0.0 <= at_unix - written_unix < REPEAT_S:
+        if event.level != "info" and 0.0 <= at_unix - written_unix < REPEAT_INTERVAL_S:
             self._last[sentence] = (written_unix, repeats + 1)
             return
         if len(self._last) >= 256:

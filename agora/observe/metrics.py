@@ -27,8 +27,8 @@ FILE_NAME: Final = "metrics.jsonl"
 MAX_FILE_BYTES: Final = 32 * 2**20
 MAX_SERIES: Final = 256  # of one metric; values of labels that would be more are counted as OTHER
 OTHER: Final = "other"
-ROW_S: Final = 30.0  # seconds between two rows of a long run
-QUIET_S: Final = 300.0  # seconds between two rows while the run takes no step
+ROW_INTERVAL_S: Final = 30.0  # seconds between two rows of a long run
+QUIET_ROW_INTERVAL_S: Final = 300.0  # seconds between two rows while the run takes no step
 STATES: Final = ("OK", "COMPLETED", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE")
 _SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 # The code with which most reasons begin, or a phrase without numbers and names.
@@ -507,9 +507,10 @@ def _tag(name: str, labels: Mapping[str, str]) -> str:
 
 
 def is_row_due(age_s: float, since_s: float, *, has_stepped: bool) -> bool:
-    """Returns whether a row is to be made: every second at first, every ROW_S in the end; seldom without a step.
+    """Returns whether a row is to be made: every second at first, every ROW_INTERVAL_S in the end; seldom without a
+    step.
 
     age_s: for how long rows have been made. since_s: since the last one.
     """
-    interval_s = min(ROW_S, max(1.0, age_s / 100.0))
-    return since_s >= (interval_s if has_stepped else max(interval_s, QUIET_S))
+    interval_s = min(ROW_INTERVAL_S, max(1.0, age_s / 100.0))
+    return since_s >= (interval_s if has_stepped else max(interval_s, QUIET_ROW_INTERVAL_S))

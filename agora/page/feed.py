@@ -25,13 +25,13 @@ from agora.observe import events, faults
 from agora.observe.journal import Follower, from_json
 from agora.observe.metrics import FILE_NAME, Row
 
-LOOK_S: Final = 2.0  # seconds between two looks at the status of a small run
+LOOK_INTERVAL_S: Final = 2.0  # seconds between two looks at the status of a small run
 # A look takes up to 15 microseconds of a processor for each peer (python -m tests.page.figures): 0.4 % of a core.
 LOOK_S_PER_PEER: Final = 0.004
-FRESH_S: Final = 1.0  # a status is not asked for again within this time
-JOIN_S: Final = 300.0  # addresses change: after this time the invite is asked for again
-TEXT_S: Final = 600.0  # seconds between two texts of the model
-TEXT_RETRY_S: Final = 60.0
+STATUS_INTERVAL_S: Final = 1.0  # a status is not asked for again within this time
+INVITE_INTERVAL_S: Final = 300.0  # addresses change: after this time the invite is asked for again
+TEXT_INTERVAL_S: Final = 600.0  # seconds between two texts of the model
+TEXT_RETRY_INTERVAL_S: Final = 60.0
 TAIL_BYTES: Final = 4 * 2**20  # of journal and metrics, so much is read when somebody begins to look
 MAX_POINTS: Final = 2000
 MAX_HAPPENINGS: Final = 200
@@ -111,9 +111,9 @@ class Feed:
         self._looked = asyncio.Event()  # replaced at every look
         self._asking = asyncio.Lock()
         self._status: Status | None = None
-        self._asked_at = -FRESH_S
+        self._asked_at = -STATUS_INTERVAL_S
         self._history = History()
-        self._next_s = LOOK_S
+        self._next_s = LOOK_INTERVAL_S
         self._join: Mapping[str, str] | None = None
         self._joined_at = 0.0
         self._text: Mapping[str, Any] = {"text": "", "why": "", "step": 0}
@@ -125,9 +125,9 @@ class Feed:
             group.create_task(self._write_again_and_again())
 
     async def status(self) -> Status:
-        """Returns the source's status, FRESH_S old at most; if the source raises, one with its reason."""
+        """Returns the source's status, STATUS_INTERVAL_S old at most; if the source raises, one with its reason."""
         async with self._asking:
-            if self._status is None or time.monotonic() - self._asked_at >= FRESH_S:
+            if self._status is None or time.monotonic() - self._asked_at >= STATUS_INTERVAL_S:
                 try:
                     self._status = await self._source.status()
                 except AgoraError as error:
@@ -181,7 +181,7 @@ class Feed:
                 await run_in_thread(partial(self._history.take, status, folder, time.time()))
             except (AttributeError, LookupError, TypeError, ValueError):  # a peer of the network wrote it
                 self._status = status = _unreachable(None, "the peer that was asked sent a malformed status")
-            if self._join is None or time.monotonic() - self._joined_at >= JOIN_S:
+            if self._join is None or time.monotonic() - self._joined_at >= INVITE_INTERVAL_S:
                 with suppress(AgoraError):  # it is asked for again
                     self._join = how_to_join(await self._source.invitation())
                     self._joined_at = time.monotonic()
@@ -196,13 +196,13 @@ class Feed:
             step = (await self.status())["step"]
             try:
                 self._text = {"text": shown(await self._source.text()), "why": "", "step": step}
-                await asyncio.sleep(TEXT_S)
+                await asyncio.sleep(TEXT_INTERVAL_S)
             except AgoraError as error:
                 self._text = {**self._text, "why": shown(str(error))}
-                await asyncio.sleep(TEXT_RETRY_S)
+                await asyncio.sleep(TEXT_RETRY_INTERVAL_S)
 
 
-def pause_s(peers: int, least_s: float = LOOK_S) -> float:
+def pause_s(peers: int, least_s: float = LOOK_INTERVAL_S) -> float:
     """Returns the seconds until the next look at a run in whose status there are so many peers."""
     return max(least_s, LOOK_S_PER_PEER * peers)
 

@@ -19,7 +19,7 @@ from agora.cost.manifest_cost import trained_parameters
 
 MAX_PARAMETERS: Final = 25_000_000  # 100 MB, which a daemon may have to fetch from its peers for each text
 TOKENS: Final = 120
-SAMPLE_S: Final = 300.0
+SAMPLE_TIMEOUT_S: Final = 300.0
 LOWEST_PRIORITY: Final = 19
 
 
@@ -58,10 +58,12 @@ async def _sample(run: str, directories: Sequence[Path]) -> str:
     )
     try:
         os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)  # training comes first
-        async with asyncio.timeout(SAMPLE_S):
+        async with asyncio.timeout(SAMPLE_TIMEOUT_S):
             answer, errors = await process.communicate()
     except TimeoutError:
-        raise LocalError(f"`swarm sample` did not end within {SAMPLE_S:.0f} s; call it yourself to see why.") from None
+        raise LocalError(
+            f"`swarm sample` did not end within {SAMPLE_TIMEOUT_S:.0f} s; call it yourself to see why."
+        ) from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

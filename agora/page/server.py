@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_CONNECTIONS = 64
-CLOSE_S = 1  # seconds that open answers get when the server is closed
+CLOSE_TIMEOUT_S = 1  # seconds that open answers get when the server is closed
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; require-trusted-types-for 'script'; base-uri 'none'; form-action 'none'; "
@@ -100,7 +100,7 @@ class _QuietServer(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves `app`, behind a Guard, on a listening socket: `run` until `close`, then for CLOSE_S at most."""
+    """Serves `app`, behind a Guard, on a listening socket: `run` until `close`, then for CLOSE_TIMEOUT_S at most."""
 
     def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # says of every broken connection what it was
@@ -114,7 +114,7 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=CLOSE_S,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
         self._server = _QuietServer(config)
         self._listening = listening

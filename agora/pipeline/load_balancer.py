@@ -33,7 +33,7 @@ MAX_CALLEES = 8
 # rather than none.
 MIN_TIMES_MEDIAN, MAX_TIMES_MEDIAN = 0.5, 16.0
 UNMEASURED_SERVICE_S = 0.25  # assumed device seconds of a microbatch until a peer of the stage has been measured
-BACKOFF_S = 0.25  # least pause after a peer's first failure; it doubles with each further failure in a row
+FIRST_BACKOFF_S = 0.25  # least pause after a peer's first failure; it doubles with each further failure in a row
 MAX_BACKOFF_S = 60.0
 MAX_BACKOFF_IF_ALL_FAIL_S = 4.0  # while every peer of the stage fails there is nobody else to ask
 ACCEPTANCE_WAITS = 128  # of each peer this many latest waits are kept, from sending to acceptance
@@ -128,8 +128,8 @@ class PeerStats:
     def count_failure(self, now: float, wasted_s: float, max_failures: int = MAX_FAILURES) -> None:
         """Counts a failed call that took `wasted_s`, unless `max_failures` in a row are counted already."""
         self.wasted_s = max(self.wasted_s, wasted_s)
-        # A failure within BACKOFF_S of the last one does not count: one broken connection fails all of its calls.
-        if not self.failures or now >= self.failed_at + BACKOFF_S:
+        # A failure within FIRST_BACKOFF_S of the last one does not count: one broken connection fails all of its calls.
+        if not self.failures or now >= self.failed_at + FIRST_BACKOFF_S:
             self.failures = min(self.failures + 1, max(max_failures, self.failures))
             self.failed_at = now
 
@@ -413,14 +413,14 @@ def choose_next(
 ) -> Choice:
     """Chooses the ready peer of `stage` to ask: the one that `hint` names for it, otherwise least lead_s + finish_s.
 
-    The peer is None when none is ready, and when the one that holds the result will be ready within BACKOFF_S.
+    The peer is None when none is ready, and when the one that holds the result will be ready within FIRST_BACKOFF_S.
     """
     held_by = hint.peer_by_stage.get(stage)
     hinted = next((each for each in candidates if each.peer == held_by), None) if held_by is not None else None
     if hinted is not None and hinted.ready_at <= now:
         verb = "already holds the result of" if hinted.peer in hint.finished else "already works on"
         return Choice(hinted.peer, f"{verb} this microbatch")
-    if hinted is not None and hinted.peer in hint.finished and hinted.ready_at <= now + BACKOFF_S:
+    if hinted is not None and hinted.peer in hint.finished and hinted.ready_at <= now + FIRST_BACKOFF_S:
         # Its connection broke just before the answer: any other peer would count the microbatch a second time.
         return Choice(None, f"the peer that holds the result is {hinted.obstacle}", hinted.ready_at)
     ready = [candidate for candidate in candidates if candidate.ready_at <= now]
@@ -476,7 +476,7 @@ def _ready_at(stats: PeerStats, is_any_healthy: bool, is_any_measured: bool) -> 
         if stats.open_calls and is_any_healthy:
             return math.inf, "on trial"
         longest = MAX_BACKOFF_S if is_any_healthy else MAX_BACKOFF_IF_ALL_FAIL_S
-        backoff_s = min(longest, max(BACKOFF_S, stats.wasted_s) * 2.0 ** min(stats.failures - 1, 30))
+        backoff_s = min(longest, max(FIRST_BACKOFF_S, stats.wasted_s) * 2.0 ** min(stats.failures - 1, 30))
         return stats.failed_at + backoff_s, "backing off"
     if is_any_measured and not stats.answers and stats.open_calls >= NEWCOMER_CALLS:
         return math.inf, "new"

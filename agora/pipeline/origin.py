@@ -36,8 +36,8 @@ MIN_TIMEOUT_S = 20.0  # lower bound of an attempt's timeout, once an attempt was
 TIMEOUT_FACTOR = 10.0  # an attempt may take this many times the usual, so that it survives a hung peer at every stage
 MAX_TIMEOUT_S = MAX_DEADLINE_MS / 1000.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0  # pause after a failed attempt: the first one, which doubles, and the longest
-DRAW_AGAIN_S = 0.1  # seconds after which an origin asks its source again if the source had no microbatch
-LOOK_AGAIN_S = 0.5  # seconds after which an origin looks again while it waits for what nobody tells it
+DRAW_RETRY_DELAY_S = 0.1  # seconds after which an origin asks its source again if the source had no microbatch
+LOOK_INTERVAL_S = 0.5  # seconds after which an origin looks again while it waits for what nobody tells it
 # Maximum number of rows whose reference is remembered, at about 200 bytes each. The first ones stay; for the others
 # every epoch asks again.
 MAX_ROWS: Final = 1 << 18
@@ -254,9 +254,9 @@ class Origin:
                 or bool(inputs.end)
             )
             if decision.action == "open":  # the source had nothing
-                await self._changed.wait(loop_time() + DRAW_AGAIN_S)
+                await self._changed.wait(loop_time() + DRAW_RETRY_DELAY_S)
             else:
-                await self._changed.wait(loop_time() + LOOK_AGAIN_S if depends_on_others else None)
+                await self._changed.wait(loop_time() + LOOK_INTERVAL_S if depends_on_others else None)
 
     def _decide(self, inputs: SendInputs) -> tuple[SendDecision, SendWindow]:
         ceiling = self._config.ceiling

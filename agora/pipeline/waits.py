@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final, NamedTuple
 
-RECENT_S: Final = 60.0
+RECENT_WINDOW_S: Final = 60.0
 LEAST_APART_S: Final = 1.0  # between two accounts that are kept to tell the recent part, however often it is asked for
 WORDS: Final = {
     "microbatches": "microbatches",
@@ -94,10 +94,10 @@ class WaitingAccount:
         )
 
     def recent(self, now: float, total: Waits) -> Waits:
-        """Returns the part of `total`, the account since the start, of about the last RECENT_S."""
+        """Returns the part of `total`, the account since the start, of about the last RECENT_WINDOW_S."""
         if now - self._recent[-1][0] >= LEAST_APART_S:
             self._recent.append((now, total))
-        while len(self._recent) > 2 and now - self._recent[0][0] > RECENT_S:
+        while len(self._recent) > 2 and now - self._recent[0][0] > RECENT_WINDOW_S:
             self._recent.popleft()
         return total.since(self._recent[0][1])
 

@@ -31,7 +31,9 @@ MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000  # all slots are taken: the bounds of the 
 OVERLAP_RETRY_MS = 1000  # the microbatch entered this peer at another stage before
 ENDING_RETRY_MS = 1000  # an earlier attempt of the microbatch is still ending here
 ANSWERS_PER_SLOT = 32  # one slot comes back after this many answers without an out-of-memory error
-MAX_ENDING_S = 5.0  # seconds that `WorkLedger.drain` waits for cancelled work to end, unless it is given other ones
+MAX_ENDING_TIMEOUT_S = (
+    5.0  # seconds that `WorkLedger.drain` waits for cancelled work to end, unless it is given other ones
+)
 
 # Does a microbatch's work here and returns its answer.
 Perform = Callable[["RunningWork"], Coroutine[Any, Any, HopAnswer]]
@@ -252,7 +254,7 @@ class WorkLedger:
         """Refuses new work while memory is short; completes "this peer is ..." in the error, "" for no shortage."""
         self._shortage = shortage
 
-    async def drain(self, within_s: float, reason: str, ending_s: float = MAX_ENDING_S) -> bool:
+    async def drain(self, within_s: float, reason: str, ending_s: float = MAX_ENDING_TIMEOUT_S) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
         Whoever waits for cancelled work gets PeerFailed, but the answer if the device was counting the gradient at that

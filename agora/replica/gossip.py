@@ -33,8 +33,8 @@ INTERVAL_S: Final = 0.25
 # The same in synchronous runs, where every replica waits for the step.
 SYNCHRONOUS_INTERVAL_S: Final = 0.02
 # Seconds after which a replica reports again although nothing has changed, so that it does not count as silent.
-HEARTBEAT_S: Final = 1.5
-CALL_S: Final = 3.0  # seconds after which a call that was not answered has failed
+HEARTBEAT_INTERVAL_S: Final = 1.5
+CALL_TIMEOUT_S: Final = 3.0  # seconds after which a call that was not answered has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class StepGossip:
         listed = self.others_in_view()
         self._known = record_view(self._known, listed, now)
         targets = suspected_replicas(self._known, listed, now)
-        has_news = self._sent != own or now - self._sent_at > HEARTBEAT_S
+        has_news = self._sent != own or now - self._sent_at > HEARTBEAT_INTERVAL_S
         if has_news:
             targets.update(choose_targets(listed, self._me, self._rng))
         free = [peer for peer in sorted(targets) if peer not in self._calls]
@@ -175,7 +175,7 @@ class StepGossip:
 
     async def _gossip_with(self, peer: PeerId, request: GossipSteps) -> None:
         try:
-            reply = await self._peer_caller.call(peer, request, (), deadline=loop_time() + CALL_S)
+            reply = await self._peer_caller.call(peer, request, (), deadline=loop_time() + CALL_TIMEOUT_S)
             if isinstance(reply.message, GossipedSteps):
                 self._merge(reply.message.replicas, peer)
         except AgoraError as error:

@@ -35,9 +35,9 @@ from agora.replica.view import (
 MAX_ROUNDS_APART: Final = 2
 # Steps by which a replica's last report may lag behind the step of a fragment sync in which it takes part.
 MAX_REPORT_LAG: Final = 2
-# A round of an asynchronous run may take max(MIN_ROUND_S, ROUND_STEPS * the average duration of a step).
+# A round of an asynchronous run may take max(MIN_ROUND_TIMEOUT_S, ROUND_STEPS * the average duration of a step).
 ROUND_STEPS: Final = 2.0
-MIN_ROUND_S: Final = 4.0
+MIN_ROUND_TIMEOUT_S: Final = 4.0
 
 
 class RoundRules:
@@ -89,7 +89,7 @@ class RoundRules:
         step_s = self._pacing.step_s.value
         if self._synchronous or step_s is None:
             return self._averaging.round_s
-        return min(self._averaging.round_s, max(MIN_ROUND_S, ROUND_STEPS * step_s))
+        return min(self._averaging.round_s, max(MIN_ROUND_TIMEOUT_S, ROUND_STEPS * step_s))
 
     def context_of(self, shard: Shard) -> RoundContext:
         """Returns what is known of the shard's round."""

@@ -18,7 +18,7 @@ from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_worker import StageWorker
 from agora.train.gradients import GradientShare
 
-FETCH_AGAIN_S: Final = 1.0  # seconds of pause after a failed fetch of a state
+FETCH_RETRY_DELAY_S: Final = 1.0  # seconds of pause after a failed fetch of a state
 # After this many failed fetches of a state the member with the least id takes the step itself.
 FETCH_TRIES: Final = 3
 
@@ -134,7 +134,7 @@ class StepRunner:
             await self.fetch_state(sorted(sources or self._live()), at_least)
         except Unavailable as error:
             self._report(events.TaskFailed("fetch state", str(error)))
-            await asyncio.sleep(FETCH_AGAIN_S)
+            await asyncio.sleep(FETCH_RETRY_DELAY_S)
             if not self._synchronous:
                 await self._worker.catch_up(self._stage, reached)
 
@@ -151,7 +151,7 @@ class StepRunner:
                 self._report(events.TaskFailed("fetch state", str(error)))
             if tries >= FETCH_TRIES and self._me < others[0]:
                 return False
-            await asyncio.sleep(FETCH_AGAIN_S)
+            await asyncio.sleep(FETCH_RETRY_DELAY_S)
         return False
 
     async def fetch_state(self, sources: Sequence[PeerId], at_least: int) -> None:

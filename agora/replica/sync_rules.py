@@ -20,7 +20,7 @@ RETURN_FACTOR: Final = 1.5
 CHANGE_FACTOR: Final = 1.5  # the number of fragments changes if it should be this many times as large, or as small
 # Seconds for which a reducer must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
 # seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were.
-WISH_S: Final = 20.0
+WISH_LIFETIME_S: Final = 20.0
 SCALE_BYTES: Final = 1 / QUANTISER_BLOCK
 # Bytes of one value in each format; the smallest format first.
 BYTES: Final[dict[WireName, float]] = {
@@ -111,8 +111,8 @@ class Wish(NamedTuple):
         return self if kind == self.kind else Wish(kind, now)
 
     def is_held(self, now: float) -> bool:
-        """Returns whether it has been wanted for WISH_S seconds, so that the reducer may ask for it."""
-        return now - self.since >= WISH_S
+        """Returns whether it has been wanted for WISH_LIFETIME_S seconds, so that the reducer may ask for it."""
+        return now - self.since >= WISH_LIFETIME_S
 
 
 # --- gradient compression

@@ -3,7 +3,7 @@
 | a replica is | when | what follows |
 |---|---|---|
 | listed | the directory's view names it as a replica of the stage | it is gossiped to |
-| silent | its last report is older than SILENT_S, or connections broke for GONE_S since | it is in no step or round |
+| silent | no report for SILENCE_TIMEOUT_S, or its connections broke for GONE_AFTER_S since | it is in no step or round |
 | suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
 | unreachable | it is silent or suspected | no shard of a round waits for it |
 | live | it is not unreachable | its tokens count, and others catch up with it |
@@ -28,10 +28,10 @@ from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.replica.pacing import Shares, TokenRate
 from agora.replica.trust import HistoryReport, believed_tokens
 
-SILENT_S: Final = 6.0  # seconds without a report after which a replica is silent
+SILENCE_TIMEOUT_S: Final = 6.0  # seconds without a report after which a replica is silent
 # Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent:
-# its process has ended, so that nothing accepts connections. Only SILENT_S notices a process that hangs.
-GONE_S: Final = 1.0
+# its process has ended, so that nothing accepts connections. Only SILENCE_TIMEOUT_S notices a process that hangs.
+GONE_AFTER_S: Final = 1.0
 # Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random.
 MAX_DIRECT_TARGETS: Final = 8
 GOSSIP_FANOUT: Final = 4  # number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS
@@ -135,11 +135,12 @@ class ReplicaProgress:
     listed: bool = False  # whether the view has named it since the first report of it
 
     def is_silent(self, now: float) -> bool:
-        """Returns whether the last report is older than SILENT_S, or connections broke since then for GONE_S.
+        """Returns whether the last report is older than SILENCE_TIMEOUT_S, or connections broke since then for
+        GONE_AFTER_S.
 
         That is the time from the first break to the last.
         """
-        return now - self.reported_at > SILENT_S or self.broken_at - self.broken_since >= GONE_S
+        return now - self.reported_at > SILENCE_TIMEOUT_S or self.broken_at - self.broken_since >= GONE_AFTER_S
 
     def is_live(self, now: float) -> bool:
         """Returns whether it is neither silent (see is_silent) nor suspected (a call failed since its last report)."""
@@ -228,7 +229,7 @@ def merge_gossip(
     | an entry is about | it is used when |
     |---|---|
     | the sender | always: a replica that has restarted reports lower numbers |
-    | another replica | it is at most SILENT_S old; and its counts, compared in order, are not less, or it is silent |
+    | another replica | it is younger than SILENCE_TIMEOUT_S, and its counts, compared in order, are not less, or it is silent |
     | this peer (`me`) | never |
 
     An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.
@@ -238,7 +239,7 @@ def merge_gossip(
         peer, *_, age_ms = entry
         counts = ReplicaCounts.from_entry(entry)
         reported_at = now if peer == sender else now - age_ms / 1000
-        if peer == me or now - reported_at > SILENT_S:
+        if peer == me or now - reported_at > SILENCE_TIMEOUT_S:
             continue
         progress = merged.get(peer) or ReplicaProgress(counts, reported_at)
         if peer == sender or counts >= progress.counts or not progress.is_live(now):
@@ -255,8 +256,8 @@ def record_failure(
     """Returns a copy of `known` in which a call to `peer` failed at time `now`, see ReplicaProgress.with_failure.
 
     A peer that is not in `known` is added with counts of 0, reported_at `now`, and no direct report: it is suspected
-    immediately, and silent after SILENT_S. broken: whether the connection to the peer broke or could not be opened, so
-    that the peer may be gone.
+    immediately, and silent after SILENCE_TIMEOUT_S. broken: whether the connection to the peer broke or could not be
+    opened, so that the peer may be gone.
     """
     progress = known.get(peer) or ReplicaProgress(ReplicaCounts(), now)
     return dict(known) | {peer: progress.with_failure(now, broken=broken)}

@@ -27,13 +27,13 @@ from agora.state.chunk_schedule import ChunkSchedule
 SOURCES: Final = 4  # how many sources are asked for chunks at the same time; the others wait to replace them
 WINDOW: Final = 3  # open calls to a source whose last chunk took less than QUICK_S; other sources get one at a time
 QUICK_S: Final = 4.0
-CHUNK_S: Final = 120.0  # seconds a call for one chunk may last; then it has failed
-INDEX_S: Final = 30.0  # seconds a source may take to say what it can give: it may have to copy a stage first
+CHUNK_TIMEOUT_S: Final = 120.0  # seconds a call for one chunk may last; then it has failed
+INDEX_TIMEOUT_S: Final = 30.0  # seconds a source may take to say what it can give: it may have to copy a stage first
 FAILURES: Final = 4  # after this many failures in a row a source is given up, or left alone for long
-PAUSE_S: Final = 0.5  # seconds without a call after a source's first failure; doubles with each further one
+FIRST_PAUSE_S: Final = 0.5  # seconds without a call after a source's first failure; doubles with each further one
 MAX_PAUSE_S: Final = 10.0  # the longest pause that a Busy source can ask for
-SLOW_S: Final = 5.0  # a source without an answer for this long, and for four median chunk times, counts as slow
-TICK_S: Final = 0.05  # seconds between two checks for slow sources while nothing arrives
+SLOW_AFTER_S: Final = 5.0  # a source without an answer for this long, and for four median chunk times, counts as slow
+TICK_INTERVAL_S: Final = 0.05  # seconds between two checks for slow sources while nothing arrives
 
 Offered = TypeVar("Offered")  # what a source can give
 
@@ -70,16 +70,16 @@ class Source(Generic[Offered]):
 
         | error | counted in `failures` | pause |
         |---|---|---|
-        | Busy | no | as long as the peer asks for, clamped to PAUSE_S and MAX_PAUSE_S |
-        | any other | yes | PAUSE_S, doubled with each failure in a row |
+        | Busy | no | as long as the peer asks for, clamped to FIRST_PAUSE_S and MAX_PAUSE_S |
+        | any other | yes | FIRST_PAUSE_S, doubled with each failure in a row |
         | other than Busy, during a pause | no | as before |
         """
         self.last_error = str(error)
         if isinstance(error, Busy):
-            self.not_before = now + min(max(error.retry_after_ms / 1000, PAUSE_S), MAX_PAUSE_S)
+            self.not_before = now + min(max(error.retry_after_ms / 1000, FIRST_PAUSE_S), MAX_PAUSE_S)
         elif now >= self.not_before:  # during a pause, other calls fail because the same stream broke: not counted
             self.failures += 1
-            self.not_before = now + PAUSE_S * 2 ** (self.failures - 1)
+            self.not_before = now + FIRST_PAUSE_S * 2 ** (self.failures - 1)
 
     def give_up(self, reason: str) -> None:
         """Asks the source for nothing any more and cancels its open calls; chunks that it gave stay."""
@@ -152,7 +152,7 @@ class ChunkFetch(Generic[Offered]):
             source.calls[None] = (asyncio.create_task(self._ask_index(source)), now)
 
     def _is_slow(self, source: Source[Offered], now: float) -> bool:
-        timeout_s = SLOW_S if source.offer is None else max(SLOW_S, 4 * self.schedule.median_s())
+        timeout_s = SLOW_AFTER_S if source.offer is None else max(SLOW_AFTER_S, 4 * self.schedule.median_s())
         return source.is_slow(now, timeout_s)
 
     def ask_for_chunks(self, now: float) -> None:

@@ -29,7 +29,7 @@ from agora.state.rules import LAG_LIMIT, most_advanced_first, plausibility_bound
 from agora.state.state_fetch import StateFetch
 from agora.swarm.peer_score import ReportViolation
 
-COLLECT_S: Final = 3500.0
+COLLECTION_TIMEOUT_S: Final = 3500.0
 RETRY_MS: Final = 1000
 SPARE_BYTES: Final = 64 * 2**20  # what must stay free on the disk
 
@@ -70,8 +70,8 @@ class StageCollector:
         """Writes a weight file for every stage, and returns them in stage order.
 
         average: the moving averages of the weights; in a run that keeps none the plain ones. Raises Busy while another
-        collection runs, Unavailable for a stage that no peer gives within COLLECT_S, DiskError, and LocalError when
-        `close` was called. After a failure the last collection is still there.
+        collection runs, Unavailable for a stage that no peer gives within COLLECTION_TIMEOUT_S, DiskError, and
+        LocalError when `close` was called. After a failure the last collection is still there.
         """
         if self._closed:
             raise LocalError("This daemon is leaving; ask another one of the run.")
@@ -94,7 +94,7 @@ class StageCollector:
             self._task.cancel()
 
     async def _collect(self, average: bool) -> list[StageFile]:
-        deadline = loop_time() + COLLECT_S
+        deadline = loop_time() + COLLECTION_TIMEOUT_S
         layouts = await run_in_thread(self._layouts)
         for stage in range(len(layouts)):
             if stage not in self._stages.span and not self._serving(stage):

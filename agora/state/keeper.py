@@ -25,11 +25,13 @@ from agora.state.snapshot import SnapshotServer
 from agora.state.state_fetch import StateFetch
 from agora.swarm.peer_score import ReportViolation
 
-FETCH_S: Final = 1800.0  # seconds that fetching one state may take
+FETCH_TIMEOUT_S: Final = 1800.0  # seconds that fetching one state may take
 TIMEOUT_S: Final = 300.0  # seconds that a joiner without a checkpoint looks for new sources when all have failed
-ANSWERS_S: Final = 10.0  # seconds that a joiner waits for all replicas to answer whether they have taken a step
-RETURN_S: Final = 120.0  # seconds in which the last peer that offered a stage may come back, before it counts as lost
-RETRY_S: Final = 2.0  # seconds between two attempts to find a source
+ANSWERS_TIMEOUT_S: Final = 10.0  # seconds that a joiner waits for all replicas to answer whether they have taken a step
+RETURN_TIMEOUT_S: Final = (
+    120.0  # seconds in which the last peer that offered a stage may come back, before it counts as lost
+)
+RETRY_INTERVAL_S: Final = 2.0  # seconds between two attempts to find a source
 
 
 class KeptStages(Protocol):
@@ -191,12 +193,12 @@ class StateKeeper:
                 plausible = {peer: step for peer, step in answers.items() if step <= bound}
                 return rules.choose_start(None, plausible, rules.LAG_LIMIT)
             waited_s = loop_time() - started_at
-            if answers and waited_s > ANSWERS_S:
+            if answers and waited_s > ANSWERS_TIMEOUT_S:
                 break
             if waited_s > TIMEOUT_S:
                 raise Unavailable(stage, [f"{', '.join(silent)} serve it and do not say whether a step was taken"])
             if not answers.keys() >= set(silent):
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
         return decision
 
     def _offers(self, stage: int) -> dict[PeerId, int]:
@@ -216,8 +218,8 @@ class StateKeeper:
         The stage then counts as filled, and its next checkpoint is due from the fetched step on. sources: the best
         first. at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
         lowest_step_to_fetch. timeout_s: seconds for which a failed fetch is tried again, from the peers that offer the
-        stage by then. If it is not 0 and no peer offers the stage any more, the fetch goes on for RETURN_S. Raises
-        Unavailable after that, and ProtocolError for a fetched state that cannot be loaded.
+        stage by then. If it is not 0 and no peer offers the stage any more, the fetch goes on for RETURN_TIMEOUT_S.
+        Raises Unavailable after that, and ProtocolError for a fetched state that cannot be loaded.
         """
         started_at = loop_time()
         fetch = StateFetch(
@@ -246,15 +248,17 @@ class StateKeeper:
         started_at = last_offered_at = loop_time()
         while True:
             try:
-                return await fetch.run(sources, deadline=started_at + FETCH_S, at_least=at_least)
+                return await fetch.run(sources, deadline=started_at + FETCH_TIMEOUT_S, at_least=at_least)
             except Unavailable as error:
                 now, is_offered = loop_time(), bool(self._offers(stage))
                 if sources or is_offered:
                     last_offered_at = now
-                if now >= (started_at + timeout_s if is_offered or not timeout_s else last_offered_at + RETURN_S):
+                if now >= (
+                    started_at + timeout_s if is_offered or not timeout_s else last_offered_at + RETURN_TIMEOUT_S
+                ):
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it is tried again"))
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
             sources = rules.most_advanced_first(self._offers(stage))
 
     # --- giving copies to other peers

@@ -43,10 +43,10 @@ FRESH_FACTOR: Final = 10.0  # A snapshot is given for at most this many times th
 REMAKE_FACTOR: Final = 2.0  # takes the place of FRESH_FACTOR for a joiner that needs a later step than the snapshot's
 SHORTEST_COPY_S: Final = 0.02  # a copy counts as having taken at least this long
 IN_USE_S: Final = 10.0  # seconds after its last use during which a snapshot is not dropped to make room for another
-IDLE_S: Final = 60.0  # seconds after its last use at which a snapshot is dropped
+IDLE_TIMEOUT_S: Final = 60.0  # seconds after its last use at which a snapshot is dropped
 MAX_BYTES: Final = 2**31  # of all snapshots together
 # One requester's wish for a later step holds up training at most this often; in between, it waits as others do.
-REMAKE_EVERY_S: Final = 60.0
+REMAKE_INTERVAL_S: Final = 60.0
 # A requester may have this many chunks sketched per second, and in one burst: each takes a core about 10 ms.
 SKETCHED_PER_S, SKETCHED_BURST = 16.0, 4096.0
 
@@ -77,7 +77,7 @@ class SnapshotServer:
         self._export = export
         self._nbytes_of = nbytes_of
         self._step_of = step_of
-        self._remakes = RateLimiter(1 / REMAKE_EVERY_S, 1.0)
+        self._remakes = RateLimiter(1 / REMAKE_INTERVAL_S, 1.0)
         self._sketched = RateLimiter(SKETCHED_PER_S, SKETCHED_BURST)
         self._sketching = asyncio.Lock()  # sketches take at most one core, however many requesters ask
         self._kept: dict[bytes, _Snapshot] = {}
@@ -152,7 +152,7 @@ class SnapshotServer:
         return snapshot
 
     def drop_idle(self) -> None:
-        oldest = loop_time() - IDLE_S
+        oldest = loop_time() - IDLE_TIMEOUT_S
         self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if snapshot.last_used >= oldest}
 
     async def _find_or_make(self, stage: int, at_least: int, requester: PeerId) -> _Snapshot | None:

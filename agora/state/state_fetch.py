@@ -38,11 +38,11 @@ from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
 from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule, SyncSchedule
 from agora.state.chunk_fetch import (
-    CHUNK_S,
+    CHUNK_TIMEOUT_S,
     FAILURES,
-    INDEX_S,
-    PAUSE_S,
-    TICK_S,
+    FIRST_PAUSE_S,
+    INDEX_TIMEOUT_S,
+    TICK_INTERVAL_S,
     ChunkFetch,
     Source,
     call_until,
@@ -61,8 +61,8 @@ from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState
 from agora.state.rules import CLAIM_LAG
 from agora.swarm.peer_score import ReportViolation, Violation
 
-GATHER_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
-STALL_S: Final = 60.0  # seconds without a chunk from any chosen source, before other snapshots are chosen
+OFFERS_WINDOW_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
+STALL_TIMEOUT_S: Final = 60.0  # seconds without a chunk from any chosen source, before other snapshots are chosen
 
 
 class MixingKey(NamedTuple):
@@ -194,7 +194,7 @@ class StateFetch:
             sources = self._chunks.sources.values()
             errors = [f"{source.peer}: {source.last_error}" for source in sources if source.last_error]
             raise Unavailable(self._stage, [arrived + ending, *errors])
-        await self._chunks.wait(min(TICK_S, self._deadline - now))
+        await self._chunks.wait(min(TICK_INTERVAL_S, self._deadline - now))
 
     # --- choosing a mixing key
 
@@ -202,7 +202,7 @@ class StateFetch:
         sources = self._chunks.sources.values()
         offers = [source.offer for source in sources if source.offer]
         others_pending = any(None in source.calls for source in sources)
-        if not offers or (others_pending and now < (self._first_offer_at or now) + GATHER_S):
+        if not offers or (others_pending and now < (self._first_offer_at or now) + OFFERS_WINDOW_S):
             return
         arrived = {mixing_key(chunk.index) for chunk in self._partial.arrived.values()}
         offered = Counter(offer.mixing_key for offer in offers)
@@ -226,7 +226,7 @@ class StateFetch:
                 index = source.offer.index
                 if (index.agreed, index.step) < chosen_steps:
                     source.offer = None
-                    source.not_before = now + PAUSE_S
+                    source.not_before = now + FIRST_PAUSE_S
 
     def _reconsider_mixing_key(self, now: float) -> None:
         if self._chosen is None:
@@ -234,9 +234,9 @@ class StateFetch:
         sources = self._chunks.sources.values()
         fetched_from = [source for source in sources if source.offer and self._has_chosen_key(source.offer)]
         others = [source for source in sources if source not in fetched_from and not source.given_up]
-        if others and now > self._last_arrival + STALL_S:
+        if others and now > self._last_arrival + STALL_TIMEOUT_S:
             for source in fetched_from:
-                source.give_up(f"no chunk came within {STALL_S:.0f} s")
+                source.give_up(f"no chunk came within {STALL_TIMEOUT_S:.0f} s")
             fetched_from = []
         if others and not fetched_from:
             self._chosen = self._first_offer_at = None
@@ -252,7 +252,7 @@ class StateFetch:
 
     async def _ask_for_offer(self, source: Source[Offer]) -> None:
         at_least = self._chosen.step if self._chosen else self._lowest_step
-        deadline = min(self._deadline, loop_time() + INDEX_S)
+        deadline = min(self._deadline, loop_time() + INDEX_TIMEOUT_S)
         try:
             reply = await call_until(self._peer_caller, source.peer, partial(GetState, self._stage, at_least), deadline)
             offer = check_offer(reply, self._all_reduce_layout, self._change_rule)
@@ -283,7 +283,7 @@ class StateFetch:
         self._chunks.record_arrival(source, chunk)
 
     async def _get_chunk(self, peer: PeerId, offer: Offer, chunk: int) -> list[Flat]:
-        deadline = min(self._deadline, loop_time() + CHUNK_S)
+        deadline = min(self._deadline, loop_time() + CHUNK_TIMEOUT_S)
         reply = await call_until(self._peer_caller, peer, partial(GetChunk, offer.index.snapshot, chunk), deadline)
         # This runs in a thread: hashing a chunk would hold up the event loop.
         return await asyncio.to_thread(check_chunk, reply, offer.hash_of(chunk), offer.layout, chunk)
@@ -318,13 +318,13 @@ class StateFetch:
             await self._judge_outvoted_sources()
 
     async def _ask_for_more_offers(self) -> None:
-        until = min(self._deadline, loop_time() + INDEX_S)
+        until = min(self._deadline, loop_time() + INDEX_TIMEOUT_S)
         while (now := loop_time()) < until:
             usable = self._chunks.usable_sources
             if sum(1 for source in usable if source.offer) > VOTES or all(source.offer for source in usable):
                 return
             self._chunks.ask_for_indexes(now)
-            await self._chunks.wait(TICK_S)
+            await self._chunks.wait(TICK_INTERVAL_S)
 
     async def _compare_by_sketch(self, chunks: Sequence[int]) -> dict[PeerId, tuple[Verdict, list[int]]]:
         layout, arrived = self._partial.layout, self._partial.arrived
@@ -374,7 +374,7 @@ class StateFetch:
                 first, count = min(wanted), max(wanted) - min(wanted) + 1
                 make = partial(GetSketches, offer.index.snapshot, seed, first, count)
                 reply = await call_until(
-                    self._peer_caller, source.peer, make, min(self._deadline, loop_time() + CHUNK_S)
+                    self._peer_caller, source.peer, make, min(self._deadline, loop_time() + CHUNK_TIMEOUT_S)
                 )
                 sums[rows] = check_sketches(reply, (count, arrays, SKETCH_SUMS))[[chunk - first for chunk in wanted]]
         except AgoraError as error:

@@ -31,7 +31,7 @@ from agora.swarm.directory_shards import (
 from agora.swarm.view import StageEstimate
 
 READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0  # seconds between two reads of the directory; see read_interval_s
-SLOW_READ_S = 3.0  # seconds that any read of the directory may take, although the one before was quicker
+SLOW_READ_TIMEOUT_S = 3.0  # seconds that any read of the directory may take, although the one before was quicker
 JITTER = 0.2  # A wait is made longer or shorter at random by this fraction at most
 
 
@@ -194,4 +194,4 @@ def linger_s(took_s: float) -> float:
     The longest wait before the next read, jitter included, and time for that read: a slow one must not look like a dead
     peer.
     """
-    return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_S, 2.0 * took_s)
+    return (1.0 + JITTER) * read_interval_s(True, took_s) + max(SLOW_READ_TIMEOUT_S, 2.0 * took_s)

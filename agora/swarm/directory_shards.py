@@ -41,7 +41,7 @@ MIN_CYCLES_FOR_OTHERS = 4.0  # minimum number of cycles after which a shard of s
 RANDOM_SHARD_ROTATION_S = 1920.0
 # Seconds after which all replicas of a stage too large to be read whole move on, at the same time, to other shards.
 OWN_SHARD_ROTATION_S = 600.0
-READINGS_S = 300.0  # A reading no longer counts when it is this many seconds older than the stage's newest one
+READINGS_LIFETIME_S = 300.0  # A reading no longer counts when it is this many seconds older than the stage's newest one
 # A cached function keeps at most this many results: a simulation asks for those of 10,000 peers in turn.
 MAX_CACHED_RESULTS = 1 << 17
 # A peer publishes at depth 0 while its expected rank there is at most this times the records that the key keeps.
@@ -99,13 +99,13 @@ def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
 def add_readings(known: KnownReadings, found: Mapping[Shard, Reading]) -> KnownReadings:
     """Returns a copy of `known` with the readings `found`.
 
-    In each stage with a new reading, drops those more than READINGS_S older than its newest one.
+    In each stage with a new reading, drops those more than READINGS_LIFETIME_S older than its newest one.
     """
     merged = {stage: dict(readings) for stage, readings in known.items()}
     for shard, reading in found.items():
         merged.setdefault(shard.stage, {})[shard] = reading
     for stage in {shard.stage for shard in found}:
-        oldest = max(reading.at for reading in merged[stage].values()) - READINGS_S
+        oldest = max(reading.at for reading in merged[stage].values()) - READINGS_LIFETIME_S
         merged[stage] = {shard: reading for shard, reading in merged[stage].items() if reading.at >= oldest}
     return merged
 

@@ -34,7 +34,7 @@ from agora.swarm.view import PeerView, StageEstimate, View, merge
 
 # Before a newcomer chooses a span, it dials the peers whose claims it has read, for at most this many seconds: only
 # those that answer count.
-VERIFY_ALL_S = 15.0
+VERIFY_ALL_TIMEOUT_S = 15.0
 # If at least this many, and most, of a batch of dialled peers did not answer, the peers are counted again.
 MANY_UNREACHABLE = 16
 # Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged.
@@ -43,13 +43,13 @@ SETTLE_S = 1.0
 # connection to it after this + `linger_s`.
 LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0
-PUBLISH_CLAIM_S = 6.0
-PUBLISH_PROGRESS_S = 4.0
+PUBLISH_CLAIM_INTERVAL_S = 6.0
+PUBLISH_PROGRESS_INTERVAL_S = 4.0
 # If there is a sign of another process with this peer's key, a start watches for it, then tells it. The seconds of the
 # first, of the second (in which the other reads the directory a few times), and between two reads or two tellings:
-PROBE_S = 1.4 * PUBLISH_PROGRESS_S + 2.0
+PROBE_S = 1.4 * PUBLISH_PROGRESS_INTERVAL_S + 2.0
 TELL_S = 10.0
-PROBE_AGAIN_S = 0.8
+PROBE_INTERVAL_S = 0.8
 PROBE_LIFETIME_S = 5.0  # less than the lifetime of a living process' record, which therefore replaces the probe
 CALM_AFTER_S = 10.0
 MAX_CAPACITY, MAX_BANDWIDTH = 1e9, 1e12  # the greatest values that a claim can hold
@@ -260,18 +260,19 @@ class Membership:
     async def _require_sole_use_of_the_key(self) -> None:
         if (suspect := self.key_use.suspect) is None:
             return
-        # A process that runs publishes its progress again within PUBLISH_PROGRESS_S, in the place of the probe.
+        # A process that runs publishes its progress again within PUBLISH_PROGRESS_INTERVAL_S, in the place of the
+        # probe.
         await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
         until = loop_time() + PROBE_S
         while self.key_use.error is None and loop_time() < until:
-            await asyncio.sleep(PROBE_AGAIN_S)
+            await asyncio.sleep(PROBE_INTERVAL_S)
             await self.refresh()
         if self.key_use.error is not None:
             self._report(events.OwnerTold(str(self.key_use.error)))
             until = loop_time() + TELL_S
             while loop_time() < until:  # again and again, since the other one's progress replaces it
                 await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
-                await asyncio.sleep(PROBE_AGAIN_S)
+                await asyncio.sleep(PROBE_INTERVAL_S)
         self._raise_if_key_is_used()
 
     def _raise_if_key_is_used(self) -> None:
@@ -293,8 +294,10 @@ class Membership:
 
     async def _publish_and_read(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._repeat(PUBLISH_CLAIM_S, self._publish_claim), name="publish claim")
-            repeated_progress = self._repeat(PUBLISH_PROGRESS_S, lambda: self.publish_progress(self._progress()))
+            group.create_task(self._repeat(PUBLISH_CLAIM_INTERVAL_S, self._publish_claim), name="publish claim")
+            repeated_progress = self._repeat(
+                PUBLISH_PROGRESS_INTERVAL_S, lambda: self.publish_progress(self._progress())
+            )
             group.create_task(repeated_progress, name="publish progress")
             group.create_task(self._keep_reading(), name="read directory")
 
@@ -332,7 +335,7 @@ class Membership:
         return bool(due)
 
     async def _verify_everybody(self) -> None:
-        until = loop_time() + VERIFY_ALL_S
+        until = loop_time() + VERIFY_ALL_TIMEOUT_S
         while not all(map(self._handshakes.was_dialled, self.view.unverified)) and loop_time() < until:
             if not await self._verify_some():
                 break

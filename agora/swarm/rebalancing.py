@@ -34,7 +34,9 @@ MIN_GAIN = 1.05
 MIN_REPLICAS = 3
 # A move is expected to pay for at most this many seconds: in a swarm of rented machines, few stay for much longer.
 HORIZON_S = 1800.0
-MOVE_S = 15.0  # seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load
+MOVE_DURATION_S = (
+    15.0  # seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load
+)
 # Bounds of the random seconds between two calls of `judge_move` by a peer.
 MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S = 2.0, 6.0
 # Of n peers that could be spared, this one included, k should move before this one; but they may be unable to. With
@@ -218,7 +220,7 @@ class _MoveEvaluation:
         seconds = fetched / self._machine.bandwidth if self._machine.bandwidth > 0 else 0.0
         # A move that fills a thin stage is worth the whole horizon: without it the swarm may stop.
         won = HORIZON_S if fills else self._horizon_s * (1.0 - rates.before / rates.after)
-        return seconds + MOVE_S < won
+        return seconds + MOVE_DURATION_S < won
 
 
 def _turn(peer: PeerId, slowest: int) -> bytes:

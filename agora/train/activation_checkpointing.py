@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from agora.cost.run_cost import graphs_fraction
 from agora.train import memory
 
-MEASURE_MEMORY_S = 1.0  # for which a measurement of the available memory is used
+MEMORY_READING_LIFETIME_S = 1.0  # for which a measurement of the available memory is used
 # After memory has not sufficed, at most this part of the graphs that were kept then; with each one that is given up for
 # it, the bound rises by this part of one.
 SHORTAGE_FRACTION: Final = 0.75
@@ -36,7 +36,7 @@ class GraphBudget:
         self._activations = activations
         self._device = device
         self._fraction = graphs_fraction(is_gpu=device.type == "cuda")
-        self._limit_bytes, self._measured_at = 0.0, -MEASURE_MEMORY_S
+        self._limit_bytes, self._measured_at = 0.0, -MEMORY_READING_LIFETIME_S
         self._most_bytes = math.inf  # after a shortage
         # With "auto": of one microbatch's graph, by the stage that it entered, once measured.
         self.bytes_by_entry: dict[int, int] = {}
@@ -51,7 +51,7 @@ class GraphBudget:
         """Call it when memory has not sufficed. kept_bytes: of the graphs that were kept then."""
         if kept_bytes:
             self._most_bytes = min(self._most_bytes, SHORTAGE_FRACTION * kept_bytes)
-        self._measured_at = -MEASURE_MEMORY_S
+        self._measured_at = -MEMORY_READING_LIFETIME_S
 
     def keeps_one(self, entry_stage: int, kept_bytes: int = 0) -> bool:
         """Returns whether to keep the graph of a forward whose backward follows immediately."""
@@ -85,7 +85,7 @@ class GraphBudget:
 
     def _limit(self, kept_bytes: int) -> float:
         now = time.monotonic()
-        if now - self._measured_at >= MEASURE_MEMORY_S:
+        if now - self._measured_at >= MEMORY_READING_LIFETIME_S:
             # Without the graphs that are kept: what they leave changes with each of them.
             free = memory.available_bytes(self._device) + kept_bytes
             self._limit_bytes, self._measured_at = self._fraction * free, now

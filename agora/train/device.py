@@ -34,8 +34,8 @@ MAX_EVALUATION_WAIT_S = 2.0
 MAX_FAILURES = 3
 # What the errors say of torch's CPU allocator and CUDA's runtime, cuBLAS, cuDNN and their like, and C++.
 NO_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|bad_alloc")
-WATCH_S = 0.5  # seconds between two checks of the thread and the device
-SAMPLE_S: Final = 0.04  # seconds between two looks at whether the device is idle
+WATCH_INTERVAL_S = 0.5  # seconds between two checks of the thread and the device
+SAMPLE_INTERVAL_S: Final = 0.04  # seconds between two looks at whether the device is idle
 MAX_SAMPLES: Final = 1500  # of the last jobs: those of a minute
 MIN_SAMPLES: Final = 20  # fewer say nothing
 
@@ -244,16 +244,17 @@ class DeviceQueue:
         return sum(was_idle) / len(was_idle) if len(was_idle) >= MIN_SAMPLES else None
 
     async def watch(self) -> None:
-        """Checks the thread, and how its last jobs ended, every WATCH_S seconds, until cancelled; samples idleness.
+        """Checks the thread, and how its last jobs ended, every WATCH_INTERVAL_S seconds, until cancelled; samples
+        idleness.
 
         Raises DeviceError when the thread has ended, and after MAX_FAILURES jobs in a row that raised a DeviceError.
         """
         while True:
             checked_at = time.monotonic()
-            while self._is_idle is not None and time.monotonic() < checked_at + WATCH_S:
-                await asyncio.sleep(SAMPLE_S)
+            while self._is_idle is not None and time.monotonic() < checked_at + WATCH_INTERVAL_S:
+                await asyncio.sleep(SAMPLE_INTERVAL_S)
                 self.sample_idleness()
-            await asyncio.sleep(0.0 if self._is_idle is not None else WATCH_S)
+            await asyncio.sleep(0.0 if self._is_idle is not None else WATCH_INTERVAL_S)
             if not self._thread.is_alive():
                 raise DeviceError("The device thread has ended; start the daemon again.")
             if self._failures >= MAX_FAILURES:

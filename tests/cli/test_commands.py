@@ -240,7 +240,7 @@ def test_watch_shows_again_until_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys:
             raise KeyboardInterrupt from None
 
     monkeypatch.setattr(status_command, "fetch", fetch)
-    monkeypatch.setattr(status_command, "WATCH_S", 0.0)
+    monkeypatch.setattr(status_command, "REFRESH_INTERVAL_S", 0.0)
     assert status_command.show("poems", None, watch=True, as_json=False) == 3
     assert capsys.readouterr().out.count("health  ") == 2
 

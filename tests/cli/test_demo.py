@@ -22,7 +22,7 @@ INVITE = str(
 HEARTBEAT = events.Traffic(1, 2, 3)
 SERVING = events.StateChanged("serving", "")
 SPAN = events.SpanChosen(0, 0, "")
-LONG_S = 10 * demo.STALL_S
+LONG_S = 10 * demo.STALL_TIMEOUT_S
 Script = Sequence[tuple[float, events.Event]]
 
 
@@ -72,7 +72,7 @@ class ScriptedDaemon(LocalDaemon):
 
     def ask(self, question: str, timeout_s: float = 10.0, **_: Any) -> dict[str, Any]:
         if question == "evaluate":
-            self.clock.sleep(2 * demo.STALL_S)
+            self.clock.sleep(2 * demo.STALL_TIMEOUT_S)
         return {"invite": INVITE, "loss": 2.0}
 
     def answers_peers(self) -> bool:
@@ -131,7 +131,7 @@ def test_heartbeats_alone_do_not_keep_a_demo_going(swarm: Make, clock: Clock) ->
     with pytest.raises(Failure, match=r"180 s: no peer of stage 1 answers") as caught:
         swarm(DemoOptions(peers=2, stages=2, steps=4), scripts).train()
     assert "2 microbatches" in str(caught.value)
-    assert clock.now == pytest.approx(60.0 + demo.STALL_S, abs=5.0)
+    assert clock.now == pytest.approx(60.0 + demo.STALL_TIMEOUT_S, abs=5.0)
 
 
 def test_a_replacement_that_joins_is_not_training(swarm: Make, clock: Clock) -> None:
@@ -141,19 +141,19 @@ def test_a_replacement_that_joins_is_not_training(swarm: Make, clock: Clock) -> 
         made.train()
     killed = [daemon for daemon in made.swarm.daemons.values() if daemon.end_is_intended]
     assert len(killed) >= 3 and len(made.swarm.daemons) == 2 + len(killed)
-    assert clock.now == pytest.approx(21.0 + demo.STALL_S, abs=5.0)
+    assert clock.now == pytest.approx(21.0 + demo.STALL_TIMEOUT_S, abs=5.0)
 
 
 def test_slow_is_not_stalled_and_an_evaluation_may_take_its_time(swarm: Make, clock: Clock) -> None:
-    slow = [demo.STALL_S * 0.9 * number for number in (1, 2, 3, 4)]
+    slow = [demo.STALL_TIMEOUT_S * 0.9 * number for number in (1, 2, 3, 4)]
     steps = [
         (at + 1.0, events.StepTaken(0, number, 8, None, 0.1, gradient_norm=1.0))
         for number, at in enumerate(slow[1::2], 1)
     ]
     first = sorted([(9.0, SPAN), (10.0, SERVING), *completed(*slow), *steps], key=lambda entry: entry[0])
-    late = slow[-1] + 3 * demo.STALL_S
+    late = slow[-1] + 3 * demo.STALL_TIMEOUT_S
     result = swarm(DemoOptions(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
-    assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_S
+    assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_TIMEOUT_S
 
 
 def test_a_dir_that_is_a_file_or_not_empty_is_a_sentence(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from agora.cli.console import USAGE, Failure
 from agora.cli.launch_command import (
-    LEAVE_S,
+    LEAVE_TIMEOUT_S,
     TOOLS,
     LaunchRequest,
     Tool,
@@ -58,7 +58,7 @@ def test_a_pod_leaves_in_order_is_not_root_and_reads_its_invite_from_a_secret() 
     secret, group = yaml.safe_load_all(text)
     assert secret["stringData"]["invite"] == INVITE
     pod = group["spec"]["template"]["spec"]
-    assert group["spec"]["replicas"] == 3 and pod["terminationGracePeriodSeconds"] >= LEAVE_S >= 15
+    assert group["spec"]["replicas"] == 3 and pod["terminationGracePeriodSeconds"] >= LEAVE_TIMEOUT_S >= 15
     assert pod["securityContext"]["runAsNonRoot"] and pod["enableServiceLinks"] is False
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
@@ -97,7 +97,7 @@ def test_a_slurm_task_is_the_daemon_itself_with_a_directory_of_its_own(tmp_path:
     assert int(pid) == started.pid, "a signal for the batch script reaches the daemon"
     assert arguments == ["join", f"{folder}/invite", "--dir", f"{folder}/node-2", "--device", "all"]
     assert "#SBATCH --array=1-2\n" in job.files["job.sbatch"] and "--gres" not in job.files["job.sbatch"]
-    assert re.search(rf"--signal=B:TERM@{LEAVE_S}$", job.files["job.sbatch"], re.MULTILINE)
+    assert re.search(rf"--signal=B:TERM@{LEAVE_TIMEOUT_S}$", job.files["job.sbatch"], re.MULTILINE)
 
 
 @pytest.mark.parametrize(

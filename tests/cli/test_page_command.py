@@ -19,9 +19,9 @@ from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 
 from agora.cli import page_command, status_command
-from agora.cli.page_command import ASK_S, SwarmSource
+from agora.cli.page_command import QUESTION_INTERVAL_S, SwarmSource
 from agora.node import paths, runs
-from agora.page.feed import LOOK_S
+from agora.page.feed import LOOK_INTERVAL_S
 from agora.page.model_text import MAX_PARAMETERS, text_problem, write_text
 from tests.page.made import RUN, good_view, status_of
 from tests.swarm.makers import peer_id
@@ -54,11 +54,11 @@ def test_a_daemon_is_looked_at_more_often_than_a_peer(tmp_path: Path, monkeypatc
     monkeypatch.setattr(status_command, "fetch", lambda run, home: status_of(good_view()))
     source = source_of(f"agora://{RUN}/poems@{ADDRESS}", tmp_path)
     asyncio.run(source.status())
-    assert source.look_s == ASK_S and asyncio.run(source.folder()) is None
+    assert source.look_s == QUESTION_INTERVAL_S and asyncio.run(source.folder()) is None
     entry = paths.DaemonEntry(RUN, "poems", "", "", os.getpid(), str(tmp_path / "daemon"), "/nowhere.sock")
     monkeypatch.setattr(paths, "find_running_daemons", lambda: [entry])
     asyncio.run(source.status())
-    assert source.look_s == LOOK_S and asyncio.run(source.folder()) == tmp_path / "daemon"
+    assert source.look_s == LOOK_INTERVAL_S and asyncio.run(source.folder()) == tmp_path / "daemon"
     entry_of_another = paths.DaemonEntry("cd" * 32, "x", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
     monkeypatch.setattr(paths, "find_running_daemons", lambda: [entry_of_another])
     asyncio.run(source.status())

@@ -11,7 +11,7 @@ from agora.cli.console import ProgressDisplay
 def test_without_a_terminal_there_is_a_line_for_the_work_and_one_for_each_news(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(console, "LINE_S", 0.0)
+    monkeypatch.setattr(console, "PROGRESS_LINE_INTERVAL_S", 0.0)
     with ProgressDisplay("training", 40) as display:
         display.show(1, "step 1")
         display.show(1, "step 1")
@@ -33,7 +33,7 @@ def test_lines_come_every_two_seconds_at_most(capsys: pytest.CaptureFixture[str]
 def test_bytes_are_shown_in_megabytes_of_the_total_where_it_is_known(
     total: int | None, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(console, "LINE_S", 0.0)
+    monkeypatch.setattr(console, "PROGRESS_LINE_INTERVAL_S", 0.0)
     with ProgressDisplay("writing", total) as display:
         display.advance(1_000_000)
         display.advance(2_000_000)

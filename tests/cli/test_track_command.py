@@ -96,7 +96,7 @@ def test_without_a_daemon_a_peer_is_asked_once_for_each_step(tmp_path: Path, mon
     source = RowSource.of(RUN, paths.Home(tmp_path))
     (asked,) = source.new_rows()
     assert (asked.step, asked.metrics["run_loss_nats"], asked.metrics["stage_replicas/stage_0"]) == (7, 2.5, 2)
-    assert source.new_rows() == [], "not before ASK_S have passed"
+    assert source.new_rows() == [], "not before QUESTION_INTERVAL_S have passed"
 
 
 def test_what_a_peer_sends_in_place_of_numbers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,7 @@ def test_several_processes_can_build_at_once(tmp_path: Path) -> None:
 
 def test_building_does_not_wait_for_ever_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_txt(tmp_path)
-    monkeypatch.setattr("agora.data.token_cache.LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("agora.data.token_cache.LOCK_TIMEOUT_S", 0.1)
     monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(BlockingIOError()))
     assert text_of(opened(tmp_path, "*.txt")) == EXPECTED
 

@@ -31,7 +31,7 @@ from agora.net.dht.directory import HOLDERS, Directory
 from agora.net.p2pd.host import Host
 from agora.swarm.directory_reader import CALM_READ_S, MAX_READ_S, DirectoryReader
 from agora.swarm.directory_shards import SMALL_RUN, Reading, add_readings, shards_to_publish
-from agora.swarm.membership import PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
+from agora.swarm.membership import PUBLISH_CLAIM_INTERVAL_S, PUBLISH_PROGRESS_INTERVAL_S
 from tests.net.helpers import RUN, make_host, open_directory, run
 
 RUN_ID = RunId(RUN)
@@ -189,7 +189,7 @@ async def measure(entries: int) -> Traffic:
         assert await place.publish(one_claim, me, 30.0, shards) is not None and not reports
         claimed, counted.total = counted.total, 0
         await place.publish(progress, me, 30.0, shards)
-        published = 60 / PUBLISH_CLAIM_S * claimed + 60 / PUBLISH_PROGRESS_S * counted.total
+        published = 60 / PUBLISH_CLAIM_INTERVAL_S * claimed + 60 / PUBLISH_PROGRESS_INTERVAL_S * counted.total
         tables = [node.directory._node.protocol.storage.data for node in made]
         values = [entry.value for table in tables for entry in table.values()]
         stored = sum(len(item.value) for value in values for _, item in value.items())

@@ -22,8 +22,8 @@ from agora_protocol.messages import Processed
 from agora.core.calls import Reply
 from agora.core.fair_shares import TokenBucket
 from agora.net.rpc.connection import IncomingCall
-from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, DelayLine, LinkError, LinkSpec
-from agora.net.shaping.shaped_transport import DOWN_DEPTH_S, HIGH_BYTES, HOLD_S, AccessLink, ShapedTransport
+from agora.net.shaping.link import MAX_CHUNK, STREAM_TURN_S, DelayLine, LinkError, LinkSpec
+from agora.net.shaping.shaped_transport import DOWN_DEPTH_S, HIGH_BYTES, MAX_HOLD_S, AccessLink, ShapedTransport
 from tests.net.helpers import Peer, after, boundary, introduce, make_peer, process, run
 
 T = TypeVar("T")
@@ -245,12 +245,12 @@ def test_bytes_over_time_are_the_rate_and_none_comes_early() -> None:
         transport.writelines([sent[:333], sent[333:]])
         await asyncio.sleep(1.0)
         assert pipe.arrived() == sent
-        assert pipe.written[0][0] - start == pytest.approx(0.025 + CHUNK_S + HOLD_S, abs=1.1e-3)
+        assert pipe.written[0][0] - start == pytest.approx(0.025 + STREAM_TURN_S + MAX_HOLD_S, abs=1.1e-3)
         assert pipe.written[-1][0] - start == pytest.approx(0.4 + 0.025, abs=1.1e-3)  # the loop counts milliseconds
         for at, _ in pipe.written:
             allowed = (at - start - 0.025) * SPEC.rate
             assert allowed - 2 * SPEC.chunk_bytes <= carried(pipe, at) <= allowed + 1e-3
-        assert len(pipe.written) <= 0.4 / HOLD_S, "parts of a message are handed on together"
+        assert len(pipe.written) <= 0.4 / MAX_HOLD_S, "parts of a message are handed on together"
         assert transport.get_write_buffer_size() == 0
 
     virtually(main)
@@ -270,7 +270,7 @@ def test_a_small_message_waits_for_the_large_one_before_it_and_not_for_another_s
         assert busy_pipe.arrived().endswith(b"\0small")
         assert busy_pipe.written[-1][0] - start >= 0.425
         # behind one chunk of the busy stream
-        assert 0.025 + CHUNK_S <= idle_pipe.written[0][0] - start <= 0.031 + CHUNK_S
+        assert 0.025 + STREAM_TURN_S <= idle_pipe.written[0][0] - start <= 0.031 + STREAM_TURN_S
 
     virtually(main)
 
@@ -286,7 +286,7 @@ def test_another_rate_counts_from_then_on_and_the_round_trip_stays() -> None:
         assert link.spec == LinkSpec.parse("5Mbit,50ms")
         await asyncio.sleep(2.5)
         assert len(pipe.arrived()) == 1_000_000
-        assert pipe.written[-1][0] - start == pytest.approx(0.2 + 4 * 0.2 + 0.025, abs=4 * CHUNK_S)
+        assert pipe.written[-1][0] - start == pytest.approx(0.2 + 4 * 0.2 + 0.025, abs=4 * STREAM_TURN_S)
 
     virtually(main)
 
@@ -316,9 +316,9 @@ def test_streams_share_the_rate_up_and_the_way_down_is_another(count: int) -> No
         sent = [carried(pipe, start + 0.325) for _, pipe, _ in streams]
         heard = [sum(len(data) for _, data in stream.heard) for _, _, stream in streams]
         up, down = 0.3 * SPEC.rate, (0.325 + DOWN_DEPTH_S) * SPEC.rate
-        assert up - HOLD_S * SPEC.rate - count * SPEC.chunk_bytes <= sum(sent) <= up
+        assert up - MAX_HOLD_S * SPEC.rate - count * SPEC.chunk_bytes <= sum(sent) <= up
         assert down - count * MAX_CHUNK <= sum(heard) <= down
-        assert max(sent) - min(sent) <= HOLD_S * SPEC.rate / count + 2 * SPEC.chunk_bytes
+        assert max(sent) - min(sent) <= MAX_HOLD_S * SPEC.rate / count + 2 * SPEC.chunk_bytes
         assert max(heard) - min(heard) <= DOWN_DEPTH_S * SPEC.rate + MAX_CHUNK  # who came first had the whole depth
 
     virtually(main)

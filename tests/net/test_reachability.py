@@ -8,9 +8,9 @@ from agora_protocol.ids import PeerId
 
 from agora.core.calls import Announcement
 from agora.net.nat.reachability import (
-    REFUSED_S,
-    RETRY_S,
-    SETTLED_S,
+    RECHECK_INTERVAL_S,
+    REFUSED_RELAY_PAUSE_S,
+    RETRY_INTERVAL_S,
     Findings,
     RelayRefusals,
     build_announcement,
@@ -46,10 +46,10 @@ def test_reachability_is_what_others_have_shown(findings: Findings, expected: st
 
 def test_neighbours_are_asked_again_sooner_when_none_has_reached_this_peer() -> None:
     assert Findings().is_due(0.0)
-    assert not Findings(10.0).is_due(10.0 + RETRY_S) and Findings(10.0).is_due(10.1 + RETRY_S)
+    assert not Findings(10.0).is_due(10.0 + RETRY_INTERVAL_S) and Findings(10.0).is_due(10.1 + RETRY_INTERVAL_S)
     reached = Findings(10.0, reached=(OUTSIDE,))
-    assert not reached.is_due(10.0 + SETTLED_S) and reached.is_due(10.1 + SETTLED_S)
-    assert Findings(10.0, reached=(OUTSIDE,), is_confirmed=False).is_due(10.1 + RETRY_S)
+    assert not reached.is_due(10.0 + RECHECK_INTERVAL_S) and reached.is_due(10.1 + RECHECK_INTERVAL_S)
+    assert Findings(10.0, reached=(OUTSIDE,), is_confirmed=False).is_due(10.1 + RETRY_INTERVAL_S)
 
 
 def test_one_false_answer_neither_makes_nor_hides_an_address_at_which_others_reached_this_peer() -> None:
@@ -95,7 +95,7 @@ def test_peers_spread_over_the_relays() -> None:
 
 def test_a_refusal_is_forgotten_after_a_minute() -> None:
     refusals = RelayRefusals({RELAYS[0]: 0.0, RELAYS[1]: 30.0})
-    assert refusals.refusing_relays(REFUSED_S + 1.0) == {RELAYS[1]}
+    assert refusals.refusing_relays(REFUSED_RELAY_PAUSE_S + 1.0) == {RELAYS[1]}
 
 
 def test_a_public_peer_announces_where_it_was_reached_and_what_it_offers() -> None:

@@ -17,7 +17,7 @@ from agora.core.calls import Reply
 from agora.net.rpc.budgets import MAX_FRACTION_EACH, STATUS_BURST, NetLimits
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
-from agora.net.rpc.liveness import PRESSED_S, STALLED_S, StallDetector
+from agora.net.rpc.liveness import PRESSURE_WINDOW_S, STALL_TIMEOUT_S, StallDetector
 from agora.net.rpc.network import Network
 from tests.net.helpers import RUN
 from tests.net.test_connection import LARGE, Line, Owner, frame, request
@@ -26,18 +26,18 @@ from tests.virtual_time import run
 
 def test_a_transfer_is_stalled_when_it_brings_nothing_or_under_pressure_too_little() -> None:
     watch = StallDetector()
-    for now, moved in ((0.0, 0), (STALLED_S, 1), (2 * STALLED_S, 2)):
+    for now, moved in ((0.0, 0), (STALL_TIMEOUT_S, 1), (2 * STALL_TIMEOUT_S, 2)):
         assert not watch.is_stalled(now, moved, under_way=True, pressed=False), "a byte in time is enough"
-    assert watch.is_stalled(3 * STALLED_S, 2, under_way=True, pressed=False)
+    assert watch.is_stalled(3 * STALL_TIMEOUT_S, 2, under_way=True, pressed=False)
     assert not watch.is_stalled(0.0, 0, under_way=False, pressed=True)
     assert not watch.is_stalled(0.0, 0, under_way=True, pressed=True)
-    assert not watch.is_stalled(PRESSED_S, 10_000, under_way=True, pressed=True)
-    assert watch.is_stalled(2 * PRESSED_S, 10_100, under_way=True, pressed=True), (
+    assert not watch.is_stalled(PRESSURE_WINDOW_S, 10_000, under_way=True, pressed=True)
+    assert watch.is_stalled(2 * PRESSURE_WINDOW_S, 10_100, under_way=True, pressed=True), (
         "a drip does not hold what others need"
     )
 
 
-@pytest.mark.parametrize(("is_full", "timeout_s"), [(False, STALLED_S), (True, PRESSED_S)])
+@pytest.mark.parametrize(("is_full", "timeout_s"), [(False, STALL_TIMEOUT_S), (True, PRESSURE_WINDOW_S)])
 def test_a_payload_that_does_not_go_on_frees_what_it_holds(is_full: bool, timeout_s: float) -> None:
     async def work() -> None:
         owner, now = Owner(), asyncio.get_running_loop().time
@@ -80,7 +80,7 @@ def test_of_256_answers_that_nobody_reads_only_a_few_are_made_and_they_are_dropp
         most = MAX_FRACTION_EACH * owner.limits.max_answer_bytes
         assert made * STATE_CHUNK_BYTES <= most and sum(owner.answers.capacity.held.values()) <= most
         line.connection.tick(asyncio.get_running_loop().time())
-        await asyncio.sleep(STALLED_S + 1.0)
+        await asyncio.sleep(STALL_TIMEOUT_S + 1.0)
         line.connection.tick(asyncio.get_running_loop().time())
         assert "reads nothing" in str(line.connection.broken)
         await asyncio.sleep(0.1)

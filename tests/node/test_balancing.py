@@ -10,8 +10,8 @@ from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
 from agora.node.process.daemon import (
-    MEASURE_S,
-    WAIT_AFTER_FAILURE_S,
+    FAILED_MOVE_PAUSE_S,
+    MEASURE_INTERVAL_S,
     keep_claimed_capacity_current,
     rebalance_repeatedly,
 )
@@ -131,10 +131,10 @@ def test_a_daemon_that_serves_nothing_does_not_judge() -> None:
 
 def test_a_move_that_fails_is_not_repeated_soon() -> None:
     local_peer, mover = FakePeer(uneven()), Mover(LocalError("the text is not on this machine"))
-    balanced_for(10 * WAIT_AFTER_FAILURE_S, local_peer, mover)
+    balanced_for(10 * FAILED_MOVE_PAUSE_S, local_peer, mover)
     times = [time for time, _ in mover.moves]
     assert len(times) > 2, "it does not give up for ever"
-    assert min(later - earlier for earlier, later in zip(times, times[1:], strict=False)) >= WAIT_AFTER_FAILURE_S
+    assert min(later - earlier for earlier, later in zip(times, times[1:], strict=False)) >= FAILED_MOVE_PAUSE_S
     assert times[0] <= 1000.0 + 60 * MAX_JUDGE_INTERVAL_S
 
 
@@ -145,12 +145,12 @@ def test_what_was_measured_is_put_into_the_claim_while_a_span_is_held() -> None:
 
     async def work() -> None:
         task = asyncio.create_task(keep_claimed_capacity_current(local_peer, lambda: held[0]))  # type: ignore[arg-type]
-        await asyncio.sleep(2.5 * MEASURE_S)
+        await asyncio.sleep(2.5 * MEASURE_INTERVAL_S)
         held[0] = SimpleNamespace(span=Span(0, 0), hop=hop)
-        await asyncio.sleep(2 * MEASURE_S)
+        await asyncio.sleep(2 * MEASURE_INTERVAL_S)
         assert not local_peer.published, "no span, then no microbatch yet"
         hop.service_s = 0.25
-        await asyncio.sleep(2 * MEASURE_S)
+        await asyncio.sleep(2 * MEASURE_INTERVAL_S)
         task.cancel()
 
     run(work())

@@ -14,7 +14,7 @@ from agora_protocol.messages import Message, Pong
 from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.nat.dialling import AddressBook
-from agora.node.peer.clock_keeper import CLOCK_ANSWER_S, MORE_ANSWERS_S, ClockKeeper
+from agora.node.peer.clock_keeper import ANSWER_TIMEOUT_S, MORE_ANSWERS_TIMEOUT_S, ClockKeeper
 from agora.node.startup import Notifier, StartPhases
 from agora.swarm.swarm_clock import SwarmClock
 from tests import virtual_time
@@ -53,7 +53,7 @@ def keeper() -> tuple[ClockKeeper, AskedNetwork]:
 
 @pytest.mark.parametrize(
     ("peers", "seconds"),
-    [((QUICK, SILENT, GONE), MORE_ANSWERS_S), ((SILENT, GONE), CLOCK_ANSWER_S), ((QUICK, GONE), 0.0)],
+    [((QUICK, SILENT, GONE), MORE_ANSWERS_TIMEOUT_S), ((SILENT, GONE), ANSWER_TIMEOUT_S), ((QUICK, GONE), 0.0)],
 )
 def test_a_start_waits_shortly_for_the_late_ones_and_ends_their_calls(peers: Sequence[PeerId], seconds: float) -> None:
     async def main() -> None:

@@ -21,7 +21,7 @@ from agora.node.paths import RUNTIME_VARIABLE, Home, make_private
 from agora.node.process import daemon as daemon_module
 from agora.node.process import main as main_module
 from agora.node.process.daemon import Daemon
-from agora.node.process.main import END_S
+from agora.node.process.main import END_TIMEOUT_S
 from agora.node.process.metrics import DaemonMetrics
 from agora.node.process.watchdog import Watchdog
 from agora.node.settings import Settings
@@ -245,7 +245,7 @@ def test_a_daemon_of_which_everything_hangs_has_left_within_ten_seconds_and_has_
         assert daemon.leave_reason == "asked to"
         return asyncio.get_running_loop().time() - begun[0]
 
-    assert run(main()) <= END_S
+    assert run(main()) <= END_TIMEOUT_S
 
 
 def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

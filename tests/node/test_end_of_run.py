@@ -12,7 +12,7 @@ from agora_protocol.ids import PeerId, Span
 
 from agora.cli.status_command import check_status, lines_of
 from agora.node.process import end_of_run
-from agora.node.process.end_of_run import IDLE_S, KEEP_S, LEAVE_AFTER_END_S, choose_exporter, may_leave
+from agora.node.process.end_of_run import FETCH_IDLE_TIMEOUT_S, LEAVE_DELAY_S, MAX_SERVE_S, choose_exporter, may_leave
 from agora.swarm.view import PeerView, View
 
 PYTHON = sys.executable
@@ -47,13 +47,13 @@ def test_the_founder_exports_and_without_one_the_first_peer_of_stage_0(
 @pytest.mark.parametrize(
     ("since_end_s", "since_given_s", "is_needed", "may"),
     [
-        (LEAVE_AFTER_END_S - 1, None, False, False),
-        (LEAVE_AFTER_END_S, None, False, True),
-        (LEAVE_AFTER_END_S, None, True, False),
-        (KEEP_S, None, True, True),
-        (LEAVE_AFTER_END_S, 0.5, True, False),
-        (KEEP_S + 1, 0.5, False, False),
-        (LEAVE_AFTER_END_S + IDLE_S, IDLE_S, True, True),
+        (LEAVE_DELAY_S - 1, None, False, False),
+        (LEAVE_DELAY_S, None, False, True),
+        (LEAVE_DELAY_S, None, True, False),
+        (MAX_SERVE_S, None, True, True),
+        (LEAVE_DELAY_S, 0.5, True, False),
+        (MAX_SERVE_S + 1, 0.5, False, False),
+        (LEAVE_DELAY_S + FETCH_IDLE_TIMEOUT_S, FETCH_IDLE_TIMEOUT_S, True, True),
     ],
 )
 def test_a_peer_leaves_once_nobody_needs_its_state(

@@ -13,7 +13,7 @@ from agora_protocol.tensors import WireTensor
 from agora.codec.uncompressed import decode_tokens
 from agora.data.evaluation_tasks import EvaluationTask, Question
 from agora.data.tokenizer import ByteTokenizer
-from agora.node.process.evaluation import IDLE_S, TaskEvaluator, may_send
+from agora.node.process.evaluation import IDLE_AFTER_S, TaskEvaluator, may_send
 from tests.process.harness import tiny
 from tests.virtual_time import run as run_virtual
 
@@ -21,7 +21,7 @@ from tests.virtual_time import run as run_virtual
 def test_at_most_a_share_is_sent_unless_nothing_is_trained() -> None:
     assert may_send(0, 0, 0.02, 0.0) and not may_send(1, 0, 0.02, 0.0)
     assert not may_send(1, 49, 0.02, 0.0) or may_send(1, 50, 0.02, 0.0)
-    assert may_send(1, 0, 0.02, IDLE_S) and may_send(5, 5, 1.0, 0.0)
+    assert may_send(1, 0, 0.02, IDLE_AFTER_S) and may_send(5, 5, 1.0, 0.0)
 
 
 class Swarm:
@@ -93,4 +93,4 @@ def test_an_evaluation_takes_its_share_of_a_busy_origin_and_hurries_when_nothing
     _, beside, slow = evaluated(task, share=0.02, per_second=10.0)
     assert beside.sent > 5 and slow >= (beside.sent - 1) / (0.02 * 10.0) * 0.9
     _, alone, fast = evaluated(task, share=0.02)
-    assert alone.sent == beside.sent and fast < IDLE_S + 5
+    assert alone.sent == beside.sent and fast < IDLE_AFTER_S + 5

@@ -8,9 +8,9 @@ import pytest
 
 from agora.node.paths import Home
 from agora.node.process.supervisor import (
-    FIRST_RESTART_S,
-    MAX_RESTART_S,
-    RESTART_MEMORY_S,
+    FIRST_RESTART_DELAY_S,
+    MAX_RESTART_DELAY_S,
+    RESTART_WINDOW_S,
     homes_of,
     parse_notice,
     restart_delay_s,
@@ -30,10 +30,15 @@ def test_a_daemon_that_goes_on_dying_waits_longer_each_time_and_one_that_has_run
         ends.append(now)
         waits.append(restart_delay_s(ends, now))
         now += waits[-1]
-    assert waits[:4] == [FIRST_RESTART_S, 2 * FIRST_RESTART_S, 4 * FIRST_RESTART_S, 8 * FIRST_RESTART_S]
-    assert waits == sorted(waits) and max(waits) <= MAX_RESTART_S
-    later = now + RESTART_MEMORY_S
-    assert restart_delay_s([*ends, later], later) == FIRST_RESTART_S
+    assert waits[:4] == [
+        FIRST_RESTART_DELAY_S,
+        2 * FIRST_RESTART_DELAY_S,
+        4 * FIRST_RESTART_DELAY_S,
+        8 * FIRST_RESTART_DELAY_S,
+    ]
+    assert waits == sorted(waits) and max(waits) <= MAX_RESTART_DELAY_S
+    later = now + RESTART_WINDOW_S
+    assert restart_delay_s([*ends, later], later) == FIRST_RESTART_DELAY_S
 
 
 def test_the_first_device_keeps_the_data_directory_and_its_key() -> None:

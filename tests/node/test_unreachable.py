@@ -77,5 +77,5 @@ def test_hosts_are_dialled_to_find_the_cause(port: int, monkeypatch: pytest.Monk
         relayed = f"/ip4/127.0.0.1/udp/1/quic-v1/p2p/{PEER}/p2p-circuit/p2p/{PEER}"
         assert "only through relays" in await explain_unreachable([relayed])
 
-    monkeypatch.setattr(unreachable, "EXPLAIN_S", 1.0)
+    monkeypatch.setattr(unreachable, "EXPLAIN_TIMEOUT_S", 1.0)
     run(main)

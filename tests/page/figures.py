@@ -16,7 +16,7 @@ from typing import Any
 
 from agora.observe.events import MicrobatchCounted
 from agora.observe.journal import FILE_NAME, LineFile, encode
-from agora.page.feed import FRESH_S, Feed, pause_s
+from agora.page.feed import STATUS_INTERVAL_S, Feed, pause_s
 from agora.swarm.view import View
 from tests.page.chromium import Chromium, chromium
 from tests.page.made import Fixed, peer, serving, status_of, write_history
@@ -46,7 +46,7 @@ class Living(Fixed):
 
 def often(peers: int, least_s: float) -> float:
     """A pause that shows many updates soon, each with a status of its own."""
-    return 1.05 * FRESH_S
+    return 1.05 * STATUS_INTERVAL_S
 
 
 def view_of(count: int) -> View:

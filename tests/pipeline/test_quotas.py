@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from agora_protocol.messages import Processed
 
 from agora.pipeline.flow_control import GRACE_S, SendInputs, StepState, equal_quota
-from agora.pipeline.origin import LOOK_AGAIN_S, Origin, OriginConfig
+from agora.pipeline.origin import LOOK_INTERVAL_S, Origin, OriginConfig
 from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import TOKENS, Source, peer_id
 from tests.virtual_time import run
@@ -101,12 +101,12 @@ def test_what_quotas_leave_open_is_opened_after_a_grace_period_by_who_has_nothin
         stage = Stage([(1, 3), (2, 3)])  # nobody is the first of the three: 3 + 2 of 8 are opened
         await asyncio.sleep(1.0 + GRACE_S - 0.1)
         assert stage.step == 0 and stage.opened[0] == 5, "not before"
-        await asyncio.sleep(0.1 + LOOK_AGAIN_S)
+        await asyncio.sleep(0.1 + LOOK_INTERVAL_S)
         assert stage.opened[0] == 7, "a third of the three that lack, each"
         while stage.step < 3:
             await asyncio.sleep(0.1)
         assert all(stage.opened[step] <= STEP + 1 for step in range(3))
-        assert all(it < stage.seconds + 2 * (GRACE_S + LOOK_AGAIN_S + stage.seconds) for it in stage.took)
+        assert all(it < stage.seconds + 2 * (GRACE_S + LOOK_INTERVAL_S + stage.seconds) for it in stage.took)
         await stage.close()
 
     run(work())
@@ -132,7 +132,7 @@ def test_an_origin_that_dies_costs_grace_periods_until_the_others_see_it_and_not
         while stage.step < 7:
             await asyncio.sleep(0.1)
         least = stage.seconds + 3 * (GRACE_S + stage.seconds)
-        longest = least + 3 * LOOK_AGAIN_S
+        longest = least + 3 * LOOK_INTERVAL_S
         assert least - 0.1 < stage.took[-1] < longest + 0.1, "its own 4, then halves of what lacks: 2, 1, 1"
         assert stage.by_origin[6, 0] == STEP
         stage.ranks[0] = (0, 1)

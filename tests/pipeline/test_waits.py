@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from agora.pipeline.waits import RECENT_S, WaitingAccount, Waits
+from agora.pipeline.waits import RECENT_WINDOW_S, WaitingAccount, Waits
 
 
 def test_an_idle_machine_without_microbatches_waits_for_microbatches() -> None:
@@ -70,7 +70,7 @@ def test_the_recent_account_forgets_what_is_long_past() -> None:
     account.change(100.0, away=-1)
     for second in range(100, 200):
         recent = account.recent(float(second), account.waits(float(second), 0.0, 0.0))
-    assert recent.peer == 0.0 and RECENT_S - 1.0 <= recent.microbatches <= RECENT_S + 1.0
+    assert recent.peer == 0.0 and RECENT_WINDOW_S - 1.0 <= recent.microbatches <= RECENT_WINDOW_S + 1.0
 
 
 def test_a_wait_is_told_as_shares_of_the_time_and_small_ones_are_left_out() -> None:

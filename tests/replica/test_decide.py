@@ -20,7 +20,7 @@ from agora.replica.decide import (
 )
 from agora.replica.pacing import Shares
 from agora.replica.view import (
-    SILENT_S,
+    SILENCE_TIMEOUT_S,
     DirectReport,
     KnownReplicas,
     ReplicaCounts,
@@ -261,7 +261,7 @@ def test_a_complete_all_reduce_step_is_taken_together(run: Run) -> None:
 
 @RUNS
 def test_a_replica_without_others_steps_alone(run: Run) -> None:
-    for alone in (others(), others((A, 5, 700), reported_at=NOW - SILENT_S - 0.1, listed=())):
+    for alone in (others(), others((A, 5, 700), reported_at=NOW - SILENCE_TIMEOUT_S - 0.1, listed=())):
         assert next_action(NOW, StageView(at(5, 1000)), alone, run)[0] == Action("step")
 
 
@@ -270,11 +270,13 @@ def test_an_all_reduce_step_waits_for_replicas_that_did_not_answer_until_they_ar
     heard = others((A, 5, 700), (B, 5, 100))
     failed = replace(heard, known=record_failure(record_failure(heard.known, A, NOW), B, NOW))
     own = StageView(at(5, 1000))
-    action, reason = next_action(NOW + SILENT_S, own, failed, run)
+    action, reason = next_action(NOW + SILENCE_TIMEOUT_S, own, failed, run)
     assert action == Action("wait") and reason.endswith("did not answer, and may still be alive") and A in reason
-    assert next_action(NOW + SILENT_S + 0.1, own, failed, run)[0] == Action("step"), "they are gone"
+    assert next_action(NOW + SILENCE_TIMEOUT_S + 0.1, own, failed, run)[0] == Action("step"), "they are gone"
     one = replace(heard, known=record_failure(heard.known, A, NOW))
-    assert next_action(NOW + SILENT_S, own, one, run)[0] == Action("step together", 5), "the other can be reached"
+    assert next_action(NOW + SILENCE_TIMEOUT_S, own, one, run)[0] == Action("step together", 5), (
+        "the other can be reached"
+    )
 
 
 @pytest.mark.parametrize("run", [ALL_REDUCES, SYNCHRONOUS], ids=["all-reduces", "synchronous"])

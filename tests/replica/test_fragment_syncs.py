@@ -20,7 +20,7 @@ from agora.replica.all_reduce import MAX_RECALLS, MAX_RUNNING_SYNCS, RECALL_PAUS
 from agora.replica.fragment_syncs import RECALL_FIRST, FragmentSyncs
 from agora.replica.reducers import FragmentDivision
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, ShardMean
-from agora.replica.view import SILENT_S
+from agora.replica.view import SILENCE_TIMEOUT_S
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from tests.replica.group_world import NUMEL, GroupPeer, GroupWorld
 from tests.virtual_time import run
@@ -137,7 +137,7 @@ def test_a_replica_that_dies_or_hangs_costs_the_others_no_step(hangs: bool) -> N
                 await asyncio.sleep(0.1)
             seconds = asyncio.get_running_loop().time() - began
             assert seconds < 10 * TARGET / 2000 + 0.5 * TARGET / 3000, "ten steps of the two left, and half of one"
-            await asyncio.sleep(SILENT_S)
+            await asyncio.sleep(SILENCE_TIMEOUT_S)
             await at_one_fragment(first, second)
             assert_equal_outer_parameters(first, second)
 
@@ -150,7 +150,7 @@ def test_halves_that_were_apart_become_one_again() -> None:
             await asyncio.sleep(20.0)
             left, right = world.all[:2], world.all[2:]
             world.network.broken |= {frozenset((a.peer, b.peer)) for a in left for b in right}
-            await asyncio.sleep(4 * SILENT_S)
+            await asyncio.sleep(4 * SILENCE_TIMEOUT_S)
             ends = [peer.stage.history[peer.stage.agreed_step] for peer in world.all]
             assert len(set(ends)) > 1, "they went apart"
             world.network.broken.clear()
@@ -201,7 +201,7 @@ def test_a_replica_that_missed_rounds_asks_for_what_the_others_keep_of_them() ->
             first, second, third = world.all
             await asyncio.sleep(20.0)
             world.network.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
-            await asyncio.sleep(0.5 * SILENT_S)
+            await asyncio.sleep(0.5 * SILENCE_TIMEOUT_S)
             assert third.stage.agreed_step < first.stage.agreed_step, "it lacks the means of some"
             world.network.broken.clear()
             await asyncio.sleep(10.0)

@@ -18,11 +18,18 @@ from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 from agora.core.calls import Reply
 from agora.core.step_schedule import SyncSchedule
 from agora.replica.decide import Action, StepSettings, decide
-from agora.replica.gossip import CALL_S, HEARTBEAT_S, INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
+from agora.replica.gossip import (
+    CALL_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    INTERVAL_S,
+    SYNCHRONOUS_INTERVAL_S,
+    StepGossip,
+    SwarmQueries,
+)
 from agora.replica.view import (
     GOSSIP_FANOUT,
     MAX_DIRECT_TARGETS,
-    SILENT_S,
+    SILENCE_TIMEOUT_S,
     ReplicaCounts,
     StageView,
     live_replicas,
@@ -233,7 +240,7 @@ def test_a_replica_that_falls_silent_is_not_counted_on_and_blocks_nobody(how: st
         silent = world.all[2]
         await silent.stop()
         getattr(world.network, how).add(silent.peer)
-        await asyncio.sleep(SILENT_S + CALL_S)
+        await asyncio.sleep(SILENCE_TIMEOUT_S + CALL_TIMEOUT_S)
         for replica in world.all[:2]:
             assert silent.peer not in replica.heard
             assert silent.peer not in replica.present
@@ -282,10 +289,10 @@ def test_tokens_to_go_is_what_the_others_have_not_counted_for_this_step() -> Non
         gossip.answer(third.peer, told(0, 5000, by=third.peer))
         assert first.to_go() == 1
         assert first.actions[-1] == Action("step")
-        await asyncio.sleep(SILENT_S + 1.0)
+        await asyncio.sleep(SILENCE_TIMEOUT_S + 1.0)
         gossip.tick()
         assert first.to_go() == 1000, "what they counted went with them"
-        await asyncio.sleep(CALL_S)
+        await asyncio.sleep(CALL_TIMEOUT_S)
 
     in_world([0.0] * 3, work)
 
@@ -362,7 +369,7 @@ def test_few_are_called_at_once_and_nobody_twice_at_the_same_time(replicas: int)
             first.gossip.tick()
             assert max(world.open.values()) <= 1
             await asyncio.sleep(0.01)
-        await asyncio.sleep(CALL_S)
+        await asyncio.sleep(CALL_TIMEOUT_S)
 
     in_world([0.0] * replicas, work)
 
@@ -385,7 +392,7 @@ def test_without_news_only_heartbeats_are_sent() -> None:
     async def work(world: World) -> None:
         world.start()
         await asyncio.sleep(60.0)
-        assert 0.8 * 60.0 / HEARTBEAT_S <= len(world.calls) / 2 <= 60.0 / HEARTBEAT_S + 2
+        assert 0.8 * 60.0 / HEARTBEAT_INTERVAL_S <= len(world.calls) / 2 <= 60.0 / HEARTBEAT_INTERVAL_S + 2
         assert all(len(it.heard) == 1 for it in world.all), "which keep them alive for each other"
 
     in_world([0.0] * 2, work)
@@ -440,7 +447,7 @@ def test_strangers_move_nobody_and_are_not_remembered() -> None:
             assert {peer for peer, *_ in answer.replicas} == {first.peer, second.peer}
         assert first.to_go() == 900 and set(first.actions) <= {Action("wait")}
         assert set(first.heard) == {second.peer}
-        await asyncio.sleep(SILENT_S + 1.0)
+        await asyncio.sleep(SILENCE_TIMEOUT_S + 1.0)
         first.gossip.answer(second.peer, told(0, 110, *(entry(it, 7, 7) for it in strangers[:40]), by=second.peer))
         assert set(first.gossip.known_progress()) == {second.peer}
 
@@ -453,7 +460,7 @@ def test_an_answer_of_another_kind_changes_nothing() -> None:
         for answer in (told(0, 500, by=second.peer), Pong()):
             world.answers[second.peer] = lambda peer, message: answer
             first.gossip.tick()
-            await asyncio.sleep(HEARTBEAT_S + 0.5)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S + 0.5)
             assert not first.heard and first.to_go() == 1000
 
     in_world([0.0] * 2, work)

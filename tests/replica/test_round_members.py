@@ -10,7 +10,7 @@ from agora_protocol.parts import fragment_count
 from agora_protocol.presets import PRESETS
 
 from agora.core.moving_average import MovingAverage
-from agora.replica.round_rules import MIN_ROUND_S, ROUND_STEPS
+from agora.replica.round_rules import MIN_ROUND_TIMEOUT_S, ROUND_STEPS
 from agora.replica.shard_codec import Shard
 from agora.replica.view import NEWCOMER_STEPS
 from tests.replica.group_world import GroupWorld
@@ -55,13 +55,13 @@ def test_a_replica_that_fetches_a_state_is_no_member_of_the_steps_meanwhile_and_
 
 @pytest.mark.parametrize(("kind", "expected"), [("asynchronous", 2 * 7.0), ("synchronous", 20.0)])
 def test_a_round_may_take_as_long_as_some_steps_last(kind: str, expected: float) -> None:
-    """At least MIN_ROUND_S, at most the manifest's seconds; in synchronous runs always these."""
+    """At least MIN_ROUND_TIMEOUT_S, at most the manifest's seconds; in synchronous runs always these."""
 
     async def main() -> None:
         (peer,) = GroupWorld([0.0], schedule={"kind": kind}).all
         rounds, meter = peer.group.stages[0].round_rules, peer.group.stages[0].pacing
         assert rounds.allowed_s() == 20.0, "nothing is measured yet"
-        for step_s, round_s in ((7.0, expected), (0.1, min(expected, MIN_ROUND_S)), (1000.0, 20.0)):
+        for step_s, round_s in ((7.0, expected), (0.1, min(expected, MIN_ROUND_TIMEOUT_S)), (1000.0, 20.0)):
             meter.step_s = MovingAverage(0.2).with_sample(step_s)
             assert rounds.allowed_s() == (round_s if kind == "asynchronous" else 20.0)
         assert ROUND_STEPS == 2.0

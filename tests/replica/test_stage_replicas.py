@@ -15,7 +15,7 @@ from agora.replica.decide import STAGE_CATCH_UP_AFTER_S
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
 from agora.replica.stage_replicas import LEADING_STEP_INTERVAL_S
 from agora.replica.step_runner import FETCH_TRIES
-from agora.replica.view import GONE_S, SILENT_S
+from agora.replica.view import GONE_AFTER_S, SILENCE_TIMEOUT_S
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
 
@@ -206,7 +206,7 @@ def test_the_last_replica_goes_on_two_seconds_after_the_other_ones_process_has_e
             await asyncio.sleep(20.0)
             await world.kill(victim)
             step = left.stage.step
-            await asyncio.sleep(GONE_S + 1.0 + 1024 / 500)
+            await asyncio.sleep(GONE_AFTER_S + 1.0 + 1024 / 500)
             assert left.stage.step > step
             await asyncio.sleep(10 * 1024 / 500)
             assert left.stage.step >= step + 10, "each step is its own now"
@@ -245,7 +245,7 @@ def test_calls_that_fail_for_a_while_make_nobody_step_alone(sections: dict) -> N
                 await asyncio.sleep(3.0)
                 await at_one_step(first, second)
                 world.network.broken.add(frozenset(world.peers))
-                await asyncio.sleep(0.6 * SILENT_S)
+                await asyncio.sleep(0.6 * SILENCE_TIMEOUT_S)
                 world.network.broken.clear()
             await asyncio.sleep(3.0)
             await at_one_step(first, second)
@@ -267,10 +267,10 @@ def test_the_last_replica_steps_alone_once_the_others_are_silent(sections: dict)
             await at_one_step(first, second)
             await world.kill(second)
             step = first.stage.step
-            await asyncio.sleep(0.8 * SILENT_S)
+            await asyncio.sleep(0.8 * SILENCE_TIMEOUT_S)
             assert first.stage.step <= step + 1 and not first.stage.alone_at
             assert "may still be alive" in first.group.stages[0].reason
-            await asyncio.sleep(SILENT_S + 6.0)
+            await asyncio.sleep(SILENCE_TIMEOUT_S + 6.0)
             assert first.stage.step >= step + 2 and first.stage.alone_at
 
     run(main())
@@ -300,7 +300,7 @@ def test_a_replica_that_missed_a_mean_gradient_fetches_the_state_of_one_that_has
             first, second, third = world.all
             await asyncio.sleep(5.0)
             world.network.broken |= {frozenset((third.peer, other.peer)) for other in (first, second)}
-            await asyncio.sleep(0.5 * SILENT_S)
+            await asyncio.sleep(0.5 * SILENCE_TIMEOUT_S)
             world.network.broken.clear()
             await asyncio.sleep(10.0)
             await at_one_step(*world.all)

@@ -25,7 +25,14 @@ from agora.core.step_schedule import (
 from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanChanged, StepsSkipped
 from agora.replica.pacing import TokenRate
 from agora.replica.shard_codec import Shard
-from agora.replica.sync_rules import RETURN_FACTOR, WISH_S, ReplicaUplink, Wish, carried_by_most, wanted_fragments
+from agora.replica.sync_rules import (
+    RETURN_FACTOR,
+    WISH_LIFETIME_S,
+    ReplicaUplink,
+    Wish,
+    carried_by_most,
+    wanted_fragments,
+)
 from agora.train.stage import StageProgress
 from tests.replica.group_world import FakeStage, GroupPeer, GroupWorld
 from tests.train.support import small_manifest
@@ -161,8 +168,8 @@ def test_no_reducer_can_ask_for_more_fragments_than_the_manifest_has(wanted: int
 
 def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
     wish = Wish().after(6, 12, 100.0)
-    assert wish.kind == "more fragments" and not wish.is_held(100.0 + WISH_S - 0.1)
-    assert wish.after(6, 9, 110.0) == wish and wish.is_held(100.0 + WISH_S), "how many more does not matter"
+    assert wish.kind == "more fragments" and not wish.is_held(100.0 + WISH_LIFETIME_S - 0.1)
+    assert wish.after(6, 9, 110.0) == wish and wish.is_held(100.0 + WISH_LIFETIME_S), "how many more does not matter"
     for other, kind in ((6, "none"), (ALL_REDUCE, "all-reduces"), (3, "fewer fragments")):
         assert wish.after(6, other, 110.0) == Wish(kind, 110.0)
     assert (
@@ -172,13 +179,13 @@ def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
 
 
 def test_no_stall_keeps_rates_wrong_for_as_long_as_a_wish_must_be_held() -> None:
-    """After a stall of any length a rate is within RETURN_FACTOR of what it was long before WISH_S seconds are over."""
+    """After a stall of any length a rate is within RETURN_FACTOR of what it was long before WISH_LIFETIME_S."""
     for stalled_s in (5.0, 60.0, 3600.0):
         rate = TokenRate().after(100_000, 100.0).after(0, stalled_s)
         for _ in range(12):
             rate = rate.after(1000, 1.0)
         assert rate.per_second is not None and 1000.0 / RETURN_FACTOR < rate.per_second <= 1000.0
-    assert WISH_S >= 12.0
+    assert WISH_LIFETIME_S >= 12.0
 
 
 def test_changes_lie_apart() -> None:

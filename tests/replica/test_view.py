@@ -7,9 +7,9 @@ import random
 import pytest
 
 from agora.replica.view import (
-    GONE_S,
+    GONE_AFTER_S,
     GOSSIP_FANOUT,
-    SILENT_S,
+    SILENCE_TIMEOUT_S,
     DirectReport,
     ReplicaCounts,
     ReplicaProgress,
@@ -99,10 +99,10 @@ def test_old_gossip_keeps_nobody_alive_and_changes_nothing() -> None:
     table = known((A, 5, 300, 0))
     soon = merge_gossip(table, [entry(A, 5, 200, 0)], B, ME, 1.0)
     assert soon[A] == table[A], "a third peer's lower number"
-    late = merge_gossip(table, [entry(A, 5, 300, 1500)], B, ME, SILENT_S)
-    assert late[A].reported_at == SILENT_S - 1.5, "as old as it was when it was told"
-    assert merge_gossip(table, [entry(A, 5, 300, 7000)], B, ME, SILENT_S) == table
-    assert live_replicas(table, [A, B], SILENT_S + 0.1) == {}
+    late = merge_gossip(table, [entry(A, 5, 300, 1500)], B, ME, SILENCE_TIMEOUT_S)
+    assert late[A].reported_at == SILENCE_TIMEOUT_S - 1.5, "as old as it was when it was told"
+    assert merge_gossip(table, [entry(A, 5, 300, 7000)], B, ME, SILENCE_TIMEOUT_S) == table
+    assert live_replicas(table, [A, B], SILENCE_TIMEOUT_S + 0.1) == {}
     assert live_replicas(table, [B], 0.0) == {}
 
 
@@ -134,7 +134,7 @@ def test_a_replica_that_did_not_answer_is_unreachable_until_it_reports_again() -
 
 def test_a_replica_to_which_connections_break_for_a_second_is_gone_until_it_is_heard_again() -> None:
     table = known((A, 5, 300, 0), at=10.0)
-    for seconds, others in ((0.1, {A}), (0.6, {A}), (1.0, {A}), (0.1 + GONE_S, set())):
+    for seconds, others in ((0.1, {A}), (0.6, {A}), (1.0, {A}), (0.1 + GONE_AFTER_S, set())):
         table = record_failure(table, A, 10.0 + seconds, broken=True)
         assert round_members(table, {A}, 10.0 + seconds) == others, seconds
     old = merge_gossip(table, [entry(A, 5, 300, 1500)], B, ME, 11.2)
@@ -207,10 +207,12 @@ def test_gossip_about_others_is_no_majority() -> None:
 def test_a_replica_whose_call_failed_belongs_to_an_all_reduce_step_until_it_is_silent() -> None:
     table = record_failure(known((A, 5, 300, 0)), A, 1.0)
     assert unreachable_replicas(table, [A], 1.0) == {A}
-    assert round_members(table, [A, B], SILENT_S) == {A, B}, "it may be alive; of the other nothing is known yet"
-    assert round_members(table, [A, B], SILENT_S + 0.1) == {B}
+    assert round_members(table, [A, B], SILENCE_TIMEOUT_S) == {A, B}, (
+        "it may be alive; of the other nothing is known yet"
+    )
+    assert round_members(table, [A, B], SILENCE_TIMEOUT_S + 0.1) == {B}
     never_heard = record_failure({}, A, 1.0)
-    assert round_members(never_heard, [A], 1.0 + SILENT_S) == {A}
+    assert round_members(never_heard, [A], 1.0 + SILENCE_TIMEOUT_S) == {A}
     assert not round_members(never_heard, [A], 7.1)
 
 
@@ -222,7 +224,7 @@ def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_all_reduce_step
     assert round_members(merge_gossip({}, [entry(A, 5, 300, 0)], B, ME, 0.0), [], 1.0) == set(), (
         "others' word is not enough"
     )
-    assert round_members(table, [], SILENT_S + 0.1) == set()
+    assert round_members(table, [], SILENCE_TIMEOUT_S + 0.1) == set()
     listed = record_view(table, [A], 1.0)
     assert listed[A].listed
     assert round_members(record_view(listed, [], 2.0), [], 2.0) == set()
@@ -230,8 +232,8 @@ def test_a_replica_that_the_view_does_not_list_yet_belongs_to_an_all_reduce_step
 
 def test_what_is_known_of_those_that_are_neither_listed_nor_live_is_forgotten() -> None:
     table = known((A, 5, 300, 0), (B, 5, 300, 0))
-    assert set(record_view(table, [A], SILENT_S)) == {A, B}
-    assert set(record_view(table, [A], SILENT_S + 0.1)) == {A}
+    assert set(record_view(table, [A], SILENCE_TIMEOUT_S)) == {A, B}
+    assert set(record_view(table, [A], SILENCE_TIMEOUT_S + 0.1)) == {A}
 
 
 def test_few_replicas_are_all_gossiped_to_and_of_many_a_few() -> None:

@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import RETURN_S, TIMEOUT_S, AskSteps, StageHolders, StateKeeper
+from agora.state.keeper import RETURN_TIMEOUT_S, TIMEOUT_S, AskSteps, StageHolders, StateKeeper
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
@@ -124,7 +124,7 @@ def test_a_joiner_asks_whether_a_step_was_taken_and_does_not_begin_from_the_seed
 def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
+    monkeypatch.setattr("agora.state.keeper.RETRY_INTERVAL_S", 0.01)
     monkeypatch.setattr("agora.state.keeper.TIMEOUT_S", 0.2)
 
     async def whole() -> None:
@@ -147,8 +147,8 @@ def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
 def test_a_joiner_whose_only_source_has_left_waits_for_its_return_and_then_keeps_its_initial_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
-    monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
-    monkeypatch.setattr("agora.state.keeper.RETURN_S", 20.0 if comes_back else 0.3)
+    monkeypatch.setattr("agora.state.keeper.RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr("agora.state.keeper.RETURN_TIMEOUT_S", 20.0 if comes_back else 0.3)
 
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0"]) as (worker,):
@@ -175,8 +175,8 @@ def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it
     """The transfer may have lasted longer than the wait, or than the patience with sources that fail."""
     passed_s = 0.0
     monkeypatch.setattr("agora.state.keeper.loop_time", lambda: asyncio.get_running_loop().time() + passed_s)
-    monkeypatch.setattr("agora.state.keeper.RETRY_S", 0.01)
-    monkeypatch.setattr("agora.state.chunk_fetch.PAUSE_S", 0.01)
+    monkeypatch.setattr("agora.state.keeper.RETRY_INTERVAL_S", 0.01)
+    monkeypatch.setattr("agora.state.chunk_fetch.FIRST_PAUSE_S", 0.01)
 
     async def whole() -> None:
         nonlocal passed_s
@@ -188,7 +188,7 @@ def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it
             filling = asyncio.create_task(keeper_of(worker, tmp_path, claims, world).fill_stages())
             while not leaving.open_chunks:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            passed_s = RETURN_S + TIMEOUT_S
+            passed_s = RETURN_TIMEOUT_S + TIMEOUT_S
             claims.clear()
             leaving.die()
             ended, _ = await asyncio.wait([filling], timeout=0.5)

@@ -462,7 +462,7 @@ def test_the_newest_that_hangs_is_given_up_for_others_but_not_without_others() -
         other = world.add("other", state(NUMEL, agreed_step=40, history_hash=5, step=40))
         got, took = await fetched(world, fetcher(world))
         assert_equal(got, other.state)
-        assert state_fetch.STALL_S < took < state_fetch.STALL_S + 5
+        assert state_fetch.STALL_TIMEOUT_S < took < state_fetch.STALL_TIMEOUT_S + 5
         alone = World()
         alone.add("slow", state(NUMEL), uplink=0.06e6)  # 70 s for a chunk
         got, _ = await fetched(alone, fetcher(alone), within_s=1800.0)
@@ -657,6 +657,6 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
         stepping.cancel()
         assert_equal(got, of_step(got.step))
         assert (got.agreed_step, got.history_hash) == (got.step, 1000 + got.step)
-        assert sound.state.step - got.step < 5 * state_fetch.STALL_S
+        assert sound.state.step - got.step < 5 * state_fetch.STALL_TIMEOUT_S
 
     run(work())

@@ -17,7 +17,7 @@ from agora.swarm.directory_shards import (
     OWN_SHARD_ROTATION_S,
     OWN_SHARDS,
     RANDOM_SHARD_ROTATION_S,
-    READINGS_S,
+    READINGS_LIFETIME_S,
     SHARDS_PER_READ,
     SMALL_RUN,
     KnownReadings,
@@ -92,9 +92,9 @@ def test_old_readings_of_a_stage_are_forgotten_only_after_newer_ones_came() -> N
 
     known: KnownReadings = {}
     known = found(Shard(0, "00"), 8, 0.0)
-    known = found(Shard(0, "11"), 4, READINGS_S)
+    known = found(Shard(0, "11"), 4, READINGS_LIFETIME_S)
     assert estimate_peers(known, 0) == pytest.approx(24.0)
-    known = found(Shard(0, "11"), 4, READINGS_S + 1.0)
+    known = found(Shard(0, "11"), 4, READINGS_LIFETIME_S + 1.0)
     assert estimate_peers(known, 0) == pytest.approx(16.0)
     known = found(Shard(1), 5, 1e9)
     assert estimate_peers(known, 0) == pytest.approx(16.0), "another stage's reading makes nothing old"

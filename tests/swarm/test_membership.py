@@ -15,7 +15,7 @@ from agora_protocol.records import Claim, Progress, Record
 from agora_protocol.shards import Shard
 
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
-from agora.swarm.directory_reader import JITTER, SLOW_READ_S, linger_s, read_interval_s
+from agora.swarm.directory_reader import JITTER, SLOW_READ_TIMEOUT_S, linger_s, read_interval_s
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.stage_capacity import MachineCapacity, equal_needs
 from agora.swarm.view import PeerView
@@ -419,7 +419,7 @@ def test_reading_is_quick_while_things_change_and_rests_when_calm_or_slow() -> N
 @pytest.mark.parametrize("took", [0.0, 0.5, 1.0, 2.0, 2.5, 5.0])
 def test_a_peer_is_believed_until_the_next_read_can_have_found_it_again(took: float) -> None:
     rest = (1 + JITTER) * read_interval_s(True, took)
-    assert linger_s(took) >= rest + max(took, SLOW_READ_S)
+    assert linger_s(took) >= rest + max(took, SLOW_READ_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("delay_s", [0.1, 1.0, 2.5])

@@ -14,7 +14,7 @@ from agora.swarm.rebalancing import (
     MAX_JUDGE_INTERVAL_S,
     MIN_GAIN,
     MIN_JUDGE_INTERVAL_S,
-    MOVE_S,
+    MOVE_DURATION_S,
     judge_interval_s,
     judge_move,
 )
@@ -238,7 +238,7 @@ def test_heads_are_counted_while_no_speed_is_known() -> None:
 def test_a_move_is_expected_to_pay_for_as_long_as_the_peer_has_served(slow_peers: int) -> None:
     """One more peer makes the slow stage (n + 1) / n times as fast: 1 / (n + 1) of the time is won."""
     peers = view(*stage(0, 8, 2.0), *stage(1, slow_peers, 1.0))
-    machine, repaid_s = MachineCapacity(1.0, 0.0, (1, 1)), MOVE_S * (slow_peers + 1)
+    machine, repaid_s = MachineCapacity(1.0, 0.0, (1, 1)), MOVE_DURATION_S * (slow_peers + 1)
     for served_s, moves in ((0.9 * repaid_s, False), (1.1 * repaid_s, True)):
         placement = judge_move(peers, peer_id("0a"), equal_needs(2), machine, Always(1), served_s)
         assert (placement is not None) == moves

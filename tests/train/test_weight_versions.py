@@ -298,7 +298,7 @@ class OtherPrograms:
         self.version_bytes = bench.trainer.stages[0].weights.current.own_bytes
         self.left = 0  # for graphs and what must be free beside them
         self._bench = bench
-        monkeypatch.setattr(activation_checkpointing, "MEASURE_MEMORY_S", 0.0)
+        monkeypatch.setattr(activation_checkpointing, "MEMORY_READING_LIFETIME_S", 0.0)
         monkeypatch.setattr(memory, "available_bytes", lambda device: self.left - bench.trainer.stashed.graph_bytes)
 
     def leave_room_for(self, graphs: float) -> None:

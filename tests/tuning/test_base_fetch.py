@@ -16,7 +16,7 @@ from agora_protocol.messages import BaseIndex, GetPiece, Pong
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.state.chunk_fetch import CHUNK_S, FAILURES, WINDOW
+from agora.state.chunk_fetch import CHUNK_TIMEOUT_S, FAILURES, WINDOW
 from agora.swarm.peer_score import Violation
 from agora.tuning.base import fetch
 from agora.tuning.base.fetch import NO_PEER_TIMEOUT_S, TIMEOUT_S
@@ -109,7 +109,7 @@ def test_a_hung_source_is_replaced(tmp_path: Path, whole: Path) -> None:
         world.add("well")
         _, took = await world.run()
         world.assert_fetched()
-        assert took < CHUNK_S / 4, "the fifth is asked once the first four are slow"
+        assert took < CHUNK_TIMEOUT_S / 4, "the fifth is asked once the first four are slow"
 
     in_world(tmp_path, whole, work)
 

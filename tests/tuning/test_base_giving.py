@@ -71,7 +71,7 @@ def test_while_it_hashes_its_files_it_is_busy(
         return list_tensors(files)
 
     monkeypatch.setattr("agora.tuning.base.tensors.list_tensors", slowly)
-    monkeypatch.setattr("agora.tuning.base.server.LIST_WAIT_S", 0.05)
+    monkeypatch.setattr("agora.tuning.base.server.LIST_TIMEOUT_S", 0.05)
 
     async def work() -> None:
         server, _, _ = peer(tmp_path, listed, whole)
@@ -80,7 +80,7 @@ def test_while_it_hashes_its_files_it_is_busy(
                 await server.answer(GetBase())
             assert raised.value.retry_after_ms == LIST_RETRY_MS
         going_on.set()
-        monkeypatch.setattr("agora.tuning.base.server.LIST_WAIT_S", 30)
+        monkeypatch.setattr("agora.tuning.base.server.LIST_TIMEOUT_S", 30)
         assert await held_by(server, listed) == {0, 1, 2, 3, 4}
         await server.close()
 
@@ -92,7 +92,7 @@ def test_closing_ends_the_wait_for_a_list(
 ) -> None:
     going_on = threading.Event()
     monkeypatch.setattr("agora.tuning.base.tensors.list_tensors", lambda files: going_on.wait(30))
-    monkeypatch.setattr("agora.tuning.base.server.LIST_WAIT_S", 0.05)
+    monkeypatch.setattr("agora.tuning.base.server.LIST_TIMEOUT_S", 0.05)
 
     async def work() -> None:
         server, _, _ = peer(tmp_path, listed, whole)

@@ -15,7 +15,7 @@ from agora_protocol.messages import GossipedEpochs, GossipEpochs, Pong
 from agora.core.calls import Reply
 from agora.observe.events import Event, TaskFailed
 from agora.swarm.peer_score import Violation
-from agora.tuning.epochs.gossip import HEARTBEAT_S, INTERVAL_S, REPEAT_S, TARGETS, EpochGossip
+from agora.tuning.epochs.gossip import HEARTBEAT_INTERVAL_S, INTERVAL_S, REPORT_INTERVAL_S, TARGETS, EpochGossip
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from tests.pipeline.world import peer_id
 from tests.virtual_time import run
@@ -135,7 +135,7 @@ async def test_origins_without_news_only_send_heartbeats(circle: Circle) -> None
     before = circle.network.calls.total()
     await asyncio.sleep(100.0)
     sent = circle.network.calls.total() - before
-    assert 0 < sent <= 8 * TARGETS * (100.0 / HEARTBEAT_S + 1)
+    assert 0 < sent <= 8 * TARGETS * (100.0 / HEARTBEAT_INTERVAL_S + 1)
     assert all(assigner.ticks >= 100.0 / INTERVAL_S for assigner in circle.assigners.values()), (
         "each interval is counted"
     )
@@ -201,7 +201,7 @@ async def test_other_rows_are_reported_once_a_minute_and_not_used(circle: Circle
         return Reply(GossipedEpochs((OTHER_ROWS, 5)))
 
     circle.add(peer_id("other"), other)
-    await asyncio.sleep(3 * REPEAT_S)
+    await asyncio.sleep(3 * REPORT_INTERVAL_S)
     reports = [event for event in circle.events if isinstance(event, TaskFailed)]
     assert 2 * 3 <= len(reports) <= 2 * 4 and all("other rows" in event.error for event in reports)
     assert circle.knowing(5) == 0 and circle.violations == []

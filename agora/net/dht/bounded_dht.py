@@ -36,7 +36,7 @@ from agora.core.fair_shares import RateLimiter
 from agora.net.dht.stored_records import SignedRecords
 from agora.net.p2pd.hivemind_shim import DHTID, DHTRecord, P2PContext, P2PHandlerError, PeerID, dht_pb2
 
-GREET_S: Final = 2.0  # seconds that exchanging HELLOs may take before a call of the DHT
+HELLO_TIMEOUT_S: Final = 2.0  # seconds that exchanging HELLOs may take before a call of the DHT
 MAX_REQUEST_BYTES: Final = 262_144
 MAX_ANSWER_BYTES: Final = 4_000_000  # p2pd carries no message of more than 4 MiB
 MAX_NODES: Final = 20  # nodes that a reply may name for each key: hivemind's bucket size
@@ -53,7 +53,7 @@ LOOKUP_PRICE: Final = 1 / 8  # tokens for each key that this node computes to fi
 # This many new signatures in one peer's replies are verified: per second, and in one burst after a pause.
 SIGNATURES_PER_S, SIGNATURES_BURST = 250.0, 4096.0
 VERIFIED_AT_ONCE: Final = 16  # number of signatures after which other tasks on the event loop have their turn
-RPC_S: Final = 2.0  # seconds in which a node must answer a call once HELLO was exchanged
+RPC_TIMEOUT_S: Final = 2.0  # seconds in which a node must answer a call once HELLO was exchanged
 RETRY_MS: Final = 2000  # milliseconds after which a node that was refused as Busy may ask again
 _DICTIONARY: Final = 0x50  # the msgpack extension type in which hivemind packs a dictionary of records
 _PACKED_NONE: Final = pack(None)
@@ -91,12 +91,13 @@ class DhtRules:
     async def greet_member(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> None:
         """Exchanges HELLOs with a peer before the DHT calls that peer; see Greet.
 
-        Raises NotAdmitted when the peer, connected or not, is not a member of the run, or not greeted within GREET_S.
+        Raises NotAdmitted when the peer, connected or not, is not a member of the run, or not greeted within
+        HELLO_TIMEOUT_S.
         """
         if self.greet is None:
             return
         try:
-            async with asyncio.timeout(GREET_S):
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
                 is_member = await self.greet(peer, reconnect=reconnect, named_by=named_by)
         except TimeoutError:
             is_member = False
@@ -266,7 +267,7 @@ class BoundedP2P:
 
         Raises NotAdmitted for a node that is not a member of the run. Raises ProtocolError, after it is counted and
         reported, for a malformed reply, and for a find's reply that exceeds a bound. Raises TimeoutError when no reply
-        comes in RPC_S, or hivemind's errors when the call fails.
+        comes in RPC_TIMEOUT_S, or hivemind's errors when the call fails.
         """
         raw = await self._call_greeted(peer_id, name, input.SerializeToString())
         try:
@@ -298,7 +299,7 @@ class BoundedP2P:
             return await self._call_once(peer_id, name, request)
 
     async def _call_once(self, peer_id: Any, name: str, request: bytes) -> bytes:
-        async with asyncio.timeout(RPC_S):
+        async with asyncio.timeout(RPC_TIMEOUT_S):
             return bytes(await self._p2p._client.call_unary_handler(peer_id, name, request))
 
     async def _screen(self, response: Any, keys: Any, peer: PeerId) -> None:

@@ -2,8 +2,9 @@
 
 Every node that stores or returns a record validates it first, by the same rules. In swarms that are too large to ask
 every node, hivemind's own search would ask 20 nodes for each key at each read, and every node that holds the key would
-answer with all of its records. There the directory looks up a key's nodes once every HOLDERS_S, by an adjacent id that
-stores nothing, so that the search moves no records. At each read it asks ASKED of these nodes, chosen at random.
+answer with all of its records. There the directory looks up a key's nodes once every HOLDERS_LIFETIME_S, by an adjacent
+id that stores nothing, so that the search moves no records. At each read it asks ASKED of these nodes, chosen at
+random.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from agora_protocol.shards import Shard
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
-from agora.net.dht.bounded_dht import GREET_S, RPC_S, BoundedP2P, DhtRules, node_id_of
+from agora.net.dht.bounded_dht import HELLO_TIMEOUT_S, RPC_TIMEOUT_S, BoundedP2P, DhtRules, node_id_of
 from agora.net.dht.stored_records import BoundedStorage, SignedRecords, peer_hash
 from agora.net.nat.addresses import addresses_by_peer
 from agora.net.p2pd.hivemind_shim import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
@@ -35,13 +36,13 @@ from agora.net.p2pd.host import Host
 
 HOLDERS: Final = 5  # number of nodes at which a record is stored, those nearest to its key
 ASKED: Final = 2  # number of these nodes that are asked at a read
-HOLDERS_S: Final = 300.0  # seconds after which a key's nodes are looked up again
+HOLDERS_LIFETIME_S: Final = 300.0  # seconds after which a key's nodes are looked up again
 KEYS_AT_ONCE: Final = 16  # keys whose nodes are looked up in one search
 MAX_KEYS: Final = 4096  # maximum number of keys whose nodes are remembered
 
 
 # The nodes nearest to one key, peer by node id, and since when they count as looked up. nodes: may include this node.
-# found_at: loop time of the look-up, less up to HOLDERS_S / 2 at random.
+# found_at: loop time of the look-up, less up to HOLDERS_LIFETIME_S / 2 at random.
 @dataclass(slots=True)
 class _Holders:
     nodes: dict[Any, Any]
@@ -49,7 +50,7 @@ class _Holders:
 
 
 class KeyHolders:
-    """Finds the nodes that hold a key, remembers them for up to HOLDERS_S, and reads and writes values there."""
+    """Finds the nodes that hold a key, remembers them for HOLDERS_LIFETIME_S, and reads and writes values there."""
 
     def __init__(self, node: Any, rng: random.Random | None = None) -> None:
         """node: hivemind's DHTNode. rng: chooses holders; None for a new, unseeded one."""
@@ -117,7 +118,7 @@ class KeyHolders:
         return stored == set(keys)
 
     async def _look_up(self, keys: Iterable[Any]) -> None:
-        oldest = loop_time() - HOLDERS_S
+        oldest = loop_time() - HOLDERS_LIFETIME_S
         unknown = []
         for key in keys:
             known = self._holders.get(key)
@@ -129,7 +130,7 @@ class KeyHolders:
             nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=HOLDERS)
             for neighbour, key in beside.items():
                 # Spread over time, so that keys found together are not all looked up together again.
-                found_at = loop_time() - self._rng.uniform(0, HOLDERS_S / 2)
+                found_at = loop_time() - self._rng.uniform(0, HOLDERS_LIFETIME_S / 2)
                 self._holders[key] = _Holders(dict(nearest[neighbour]), found_at)
                 self._holders.move_to_end(key)
         while len(self._holders) > MAX_KEYS:
@@ -150,10 +151,12 @@ class KeyHolders:
                 self._holders[key].nodes.pop(node, None)
 
 
-READ_S: Final = 3.0  # seconds after which a read of the directory returns what it has
-PUBLISH_S: Final = 10.0  # seconds after which storing a record is given up
+READ_TIMEOUT_S: Final = 3.0  # seconds after which a read of the directory returns what it has
+PUBLISH_TIMEOUT_S: Final = 10.0  # seconds after which storing a record is given up
 SMALL_SWARM: Final = 20  # neighbours up to which every node knows every other: hivemind's buckets hold 20
-NEXT_ANSWER_S: Final = 0.3  # seconds that a read waits for the next answer, once half of the nodes have answered
+NEXT_ANSWER_TIMEOUT_S: Final = (
+    0.3  # seconds that a read waits for the next answer, once half of the nodes have answered
+)
 
 _Entries = dict[str, tuple[bytes, float]]  # by peer: the record as msgpack, and its expiry in unix seconds
 
@@ -205,7 +208,7 @@ class Directory:
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
             num_replicas=HOLDERS,
-            wait_timeout=GREET_S + RPC_S,  # then a node is skipped, and not asked for a while
+            wait_timeout=HELLO_TIMEOUT_S + RPC_TIMEOUT_S,  # then a node is skipped, and not asked for a while
             blacklist_time=2.0,
             num_workers=8,
             record_validator=self._validator,
@@ -237,10 +240,10 @@ class Directory:
     async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> bool:
         """Signs `record` and stores it in `shards`.
 
-        Returns whether within PUBLISH_S some node stored it for every shard. The record expires after `lifetime_s`, or
-        just after this peer's last record in any of `shards` that this node has published or read, if that is later:
-        the DHT keeps the one that expires last, even if it was published while this machine's clock was ahead. Raises
-        ProtocolError for a record that is too large or of another peer.
+        Returns whether within PUBLISH_TIMEOUT_S some node stored it for every shard. The record expires after
+        `lifetime_s`, or just after this peer's last record in any of `shards` that this node has published or read, if
+        that is later: the DHT keeps the one that expires last, even if it was published while this machine's clock was
+        ahead. Raises ProtocolError for a record that is too large or of another peer.
         """
         now_unix = self._unix()
         keys = [self._key(type(record), shard) for shard in shards]
@@ -251,15 +254,17 @@ class Directory:
         self._last_expiry = {key: at for key, at in self._last_expiry.items() if at > now_unix}
         self._last_expiry |= dict.fromkeys(ids, expires_unix)
         if not self._is_small:
-            return bool(await _within(self._holders.write(ids, record.peer, pack(sealed), expires_unix), PUBLISH_S))
+            return bool(
+                await _within(self._holders.write(ids, record.peer, pack(sealed), expires_unix), PUBLISH_TIMEOUT_S)
+            )
         storing = self._node.store_many(
             keys, [sealed] * len(keys), [expires_unix] * len(keys), subkeys=[str(record.peer)] * len(keys)
         )
-        stored = await _within(storing, PUBLISH_S)
+        stored = await _within(storing, PUBLISH_TIMEOUT_S)
         return stored is not None and all(stored.values())
 
     async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
-        """Returns by shard the valid records of members that came within READ_S, at most one of each peer.
+        """Returns by shard the valid records of members that came within READ_TIMEOUT_S, at most one of each peer.
 
         With more than SMALL_SWARM neighbours, a shard that no node answered for is left out; with fewer, its list is
         empty. Each list has at most MAX_KEY_RECORDS: verified peers first, then by ascending
@@ -278,7 +283,7 @@ class Directory:
         return record_key(self._run, kind, shard.stage, shard.bits)
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:
-        deadline = loop_time() + READ_S
+        deadline = loop_time() + READ_TIMEOUT_S
         found: dict[Any, _Entries] = {key: {} for key in keys}
         for key in keys:
             _merge(found[key], self._node.protocol.storage.get(key))
@@ -294,7 +299,9 @@ class Directory:
             asked += len(to_ask)
             seen_nodes |= to_ask.keys()
             timeout_s = (
-                deadline - loop_time() if len(running) > asked / 2 else min(NEXT_ANSWER_S, deadline - loop_time())
+                deadline - loop_time()
+                if len(running) > asked / 2
+                else min(NEXT_ANSWER_TIMEOUT_S, deadline - loop_time())
             )
             done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
@@ -308,7 +315,9 @@ class Directory:
 
     async def _ask_holders(self, keys: list[Any]) -> dict[Any, _Entries]:
         found: dict[Any, _Entries] = {}
-        await _within(self._holders.read(keys, lambda key, value: _merge(found.setdefault(key, {}), value)), READ_S)
+        await _within(
+            self._holders.read(keys, lambda key, value: _merge(found.setdefault(key, {}), value)), READ_TIMEOUT_S
+        )
         return found
 
     def _verify_all(self, key: Any, entries: _Entries) -> list[Record]:
@@ -348,7 +357,7 @@ class Directory:
         for task in self._open_requests:
             task.cancel()
         if not self._host.died.is_set():
-            await _within(self._node.shutdown(), RPC_S)
+            await _within(self._node.shutdown(), RPC_TIMEOUT_S)
 
 
 def _merge(entries: _Entries, found: Any) -> None:

@@ -31,7 +31,9 @@ from multiaddr import Multiaddr
 from agora.net.nat.addresses import addresses_by_peer
 
 TIMEOUT_S: Final = 10.0  # maximum duration of one query to the swarm, in seconds
-STAGGER_S: Final = 0.4  # seconds after which the next peer is tried in parallel to those that have not answered yet
+STAGGER_INTERVAL_S: Final = (
+    0.4  # seconds after which the next peer is tried in parallel to those that have not answered yet
+)
 SOFTWARE: Final = "agora light client"  # the `software` in its HELLO
 LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers to this client's requests have no payload
 
@@ -157,7 +159,7 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: f
             for peer, addresses in by_peer.items():
                 done = trio.Event()
                 nursery.start_soon(ask_one_peer, peer, addresses, done)
-                with trio.move_on_after(STAGGER_S):
+                with trio.move_on_after(STAGGER_INTERVAL_S):
                     await done.wait()
     if answers:
         return answers[0]

@@ -22,7 +22,7 @@ from agora_protocol.errors import InputError, LocalError
 from agora_protocol.ids import PeerId
 
 ANY: Final = {"ip4": "0.0.0.0", "ip6": "::"}  # the addresses to listen on that stand for all of the machine's
-RESOLVE_S: Final = 2.0  # seconds that a resolver may take for one name
+RESOLVE_TIMEOUT_S: Final = 2.0  # seconds that a resolver may take for one name
 _NAME_FAMILIES: Final = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
 _ISATAP: Final = (0x00005EFE, 0x02005EFE)  # the third of an address' four words, of which the last is an IPv4 address
@@ -90,14 +90,14 @@ def is_named(address: str) -> bool:
 async def resolve_name(address: str) -> list[str]:
     """Returns a multiaddr that begins with a host name (/dns, /dns4, /dns6), with each IP address that the name has.
 
-    Empty when the name does not resolve within RESOLVE_S, and for /dnsaddr.
+    Empty when the name does not resolve within RESOLVE_TIMEOUT_S, and for /dnsaddr.
     """
     _, kind, host, *rest = address.split("/")
     if kind not in _NAME_FAMILIES:
         return []
     family, resolver = _NAME_FAMILIES[kind], asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(RESOLVE_S):
+        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             found = await resolver.getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError, TimeoutError):
         return []

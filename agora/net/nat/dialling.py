@@ -2,9 +2,9 @@
 
 | way | tried when | for at most |
 |---|---|---|
-| directly | the peer has direct addresses | DIRECT_S, or all of the time when there is no other way |
-| hole punching | it has addresses at relays, one of which introduces the two | what is left, less RELAY_S |
-| through a relay | it has addresses at relays | what is left: RELAY_S at least |
+| directly | the peer has direct addresses | DIRECT_DIAL_TIMEOUT_S, or all of the time when there is no other way |
+| hole punching | it has addresses at relays, one of which introduces the two | what is left, less RELAY_RESERVE_S |
+| through a relay | it has addresses at relays | what is left: RELAY_RESERVE_S at least |
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from agora.net.rpc.connection import Connection
 MAX_PEERS: Final = 16_384  # maximum number of peers whose addresses are remembered
 
 
-DIRECT_S: Final = 3.0  # seconds for a direct dial when there are other ways
-RELAY_S: Final = 3.0  # seconds that are kept for the way through a relay
-DIAL_AGAIN_S: Final = 5.1  # seconds from a simultaneous open to the next dial; p2pd refuses a failed address for 5 s
-TURN_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
+DIRECT_DIAL_TIMEOUT_S: Final = 3.0  # seconds for a direct dial when there are other ways
+RELAY_RESERVE_S: Final = 3.0  # seconds that are kept for the way through a relay
+REDIAL_DELAY_S: Final = 5.1  # seconds from a simultaneous open to the next dial; p2pd refuses a failed address for 5 s
+HIGHER_ID_DELAY_S: Final = 0.5  # seconds by which the peer with the higher id dials again later
 
 # Connects p2pd to the first peer through a punched hole; the second is the relay that introduces the two.
 # Raises an AgoraError when that fails.
@@ -140,20 +140,20 @@ async def reach_by_any_way(
         return
     if direct:
         try:
-            await host.reach(peer, direct, DIRECT_S)
+            await host.reach(peer, direct, DIRECT_DIAL_TIMEOUT_S)
             return
         except ConnectionBroken as error:
             tried = f"; directly: {error}"
     if punch_hole is not None:
         for relay in relays_of(circuits):
             try:
-                async with asyncio.timeout_at(until - RELAY_S):
+                async with asyncio.timeout_at(until - RELAY_RESERVE_S):
                     await punch_hole(peer, relay)
                 return
             except (AgoraError, TimeoutError) as error:
                 tried += f"; through a hole: {str(error) or 'too late'}"
     try:
-        await host.reach(peer, circuits, max(RELAY_S / 2, until - loop_time()))
+        await host.reach(peer, circuits, max(RELAY_RESERVE_S / 2, until - loop_time()))
     except ConnectionBroken as error:
         raise ConnectionBroken(f"{error}{tried}") from None
 
@@ -246,12 +246,12 @@ class Dialler:
             try:
                 return await self._open_stream(peer)
             except SimultaneousOpen:  # both dials failed; the lower peer id dials again first
-                turn_s = TURN_S * (random.random() * 0.5 + (self._host.peer > peer))
+                turn_s = HIGHER_ID_DELAY_S * (random.random() * 0.5 + (self._host.peer > peer))
             peer_connected = self._awaited_peers[peer] = asyncio.Event()
             try:
                 if self._connection_to(peer) is None:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(peer_connected.wait(), DIAL_AGAIN_S + turn_s)
+                        await asyncio.wait_for(peer_connected.wait(), REDIAL_DELAY_S + turn_s)
             finally:
                 del self._awaited_peers[peer]
             if connection := self._connection_to(peer):

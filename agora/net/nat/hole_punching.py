@@ -23,8 +23,10 @@ from agora.net.nat.addresses import host_and_port
 from agora.net.p2pd.host import Host, SimultaneousOpen
 from agora.net.p2pd.raw_stream import READ_BYTES, RawStream, splice
 
-PUNCH_S: Final = 4.0  # seconds after which an attempt to open a hole is given up: time for three packets of each end
-AGAIN_S: Final = 0.1  # seconds from a refused connection to the next attempt
+PUNCH_TIMEOUT_S: Final = (
+    4.0  # seconds after which an attempt to open a hole is given up: time for three packets of each end
+)
+RETRY_DELAY_S: Final = 0.1  # seconds from a refused connection to the next attempt
 # Maximum number of holes that are open, or being opened, at the same time; see HolePuncher.has_room.
 MAX_HOLES: Final = 64
 _FAMILIES: Final = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
@@ -72,7 +74,7 @@ class HolePuncher:
         port = int(server.sockets[0].getsockname()[1])
         self._start(self._carry(hole, accepted, port))
         try:
-            await self._host.reach(peer, [f"/ip4/127.0.0.1/tcp/{port}"], PUNCH_S)
+            await self._host.reach(peer, [f"/ip4/127.0.0.1/tcp/{port}"], PUNCH_TIMEOUT_S)
         except SimultaneousOpen as error:
             raise ConnectionBroken(str(error)) from None
         finally:
@@ -126,14 +128,14 @@ class HolePuncher:
             raise ConnectionBroken(f"no hole can be punched to {address or 'an unknown address'}")
         kind, host, port = parts
         own_port = self._host.listen_endpoints[kind][1]
-        until = loop_time() + PUNCH_S
+        until = loop_time() + PUNCH_TIMEOUT_S
         while loop_time() < until:
             try:
                 async with asyncio.timeout_at(until):
                     return await _connect_from(_FAMILIES[kind], own_port, host, port)
             except OSError:  # refused, e.g. by a NAT that rejects unsolicited packets; a TimeoutError is one too
-                await asyncio.sleep(AGAIN_S)
-        raise ConnectionBroken(f"no hole was opened to {address} within {PUNCH_S:.0f} s")
+                await asyncio.sleep(RETRY_DELAY_S)
+        raise ConnectionBroken(f"no hole was opened to {address} within {PUNCH_TIMEOUT_S:.0f} s")
 
 
 async def _connect_from(family: socket.AddressFamily, own_port: int, host: str, port: int) -> RawStream:

@@ -24,14 +24,14 @@ from agora.core.calls import Announcement
 
 # Number of relays at which a peer that cannot be dialled has reservations, so that one is left if a relay dies.
 RELAYS_HELD: Final = 2
-REFUSED_S: Final = 60.0  # seconds for which a relay that gave no reservation is not asked again
+REFUSED_RELAY_PAUSE_S: Final = 60.0  # seconds for which a relay that gave no reservation is not asked again
 # At most this many neighbours are asked to dial back: CONFIRMING of them can outvote one that answers falsely.
 ASKED: Final = 3
 # Neighbours that must name an address which this peer does not know as its own, before it counts as reached.
 CONFIRMING: Final = 2
-SETTLED_S: Final = 300.0  # seconds until reachability is checked again after a successful dial-back
+RECHECK_INTERVAL_S: Final = 300.0  # seconds until reachability is checked again after a successful dial-back
 # Seconds until reachability is checked again after no dial-back succeeded: a router may have been set up meanwhile.
-RETRY_S: Final = 15.0
+RETRY_INTERVAL_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,11 @@ class Findings:
     def is_due(self, now: float) -> bool:
         """Returns whether to ask neighbours to dial back now: none has answered yet, or the last answers are too old.
 
-        Answers are too old after SETTLED_S if this peer was reached, as confirmed; after RETRY_S otherwise.
+        Answers are too old after RECHECK_INTERVAL_S if this peer was reached, as confirmed; after RETRY_INTERVAL_S
+        otherwise.
         """
         return self.answered_at is None or now - self.answered_at > (
-            SETTLED_S if self.reached and self.is_confirmed else RETRY_S
+            RECHECK_INTERVAL_S if self.reached and self.is_confirmed else RETRY_INTERVAL_S
         )
 
 
@@ -71,8 +72,8 @@ class RelayRefusals:
     since: dict[PeerId, float] = field(default_factory=dict)
 
     def refusing_relays(self, now: float) -> set[PeerId]:
-        """Returns the relays not to be asked now: they failed less than REFUSED_S ago. Forgets older failures."""
-        self.since = {peer: at for peer, at in self.since.items() if now - at < REFUSED_S}
+        """Returns the relays not to be asked now: they failed within REFUSED_RELAY_PAUSE_S. Forgets older failures."""
+        self.since = {peer: at for peer, at in self.since.items() if now - at < REFUSED_RELAY_PAUSE_S}
         return set(self.since)
 
 

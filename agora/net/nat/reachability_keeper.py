@@ -18,7 +18,7 @@ from agora.core.calls import Announcement, ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.nat import relay
 from agora.net.nat.addresses import host_and_port, is_circuit, is_private, public_only
-from agora.net.nat.hole_punching import PUNCH_S, HolePuncher
+from agora.net.nat.hole_punching import PUNCH_TIMEOUT_S, HolePuncher
 from agora.net.nat.reachability import (
     ASKED,
     CONFIRMING,
@@ -33,20 +33,25 @@ from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
 
-UPDATE_S: Final = 2.0  # seconds between two checks of what is due: asking neighbours, renewing reservations, announcing
-# Seconds between two checks in the first NEW_S, while no peer has reported yet whether this one can be dialled.
-FIRST_UPDATES_S: Final = 0.25
-NEW_S: Final = 10.0  # seconds for which a peer counts as just started
-# Seconds after which a reservation at a relay is renewed: it lasts three times as long (relay.RESERVED_S).
-RENEW_S: Final = 40.0
+UPDATE_INTERVAL_S: Final = (
+    2.0  # seconds between two checks of what is due: asking neighbours, renewing reservations, announcing
+)
+# Seconds between two checks in the first JUST_STARTED_S, while no peer has reported yet whether this one can be
+# dialled.
+FIRST_UPDATE_INTERVAL_S: Final = 0.25
+JUST_STARTED_S: Final = 10.0  # seconds for which a peer counts as just started
+# Seconds after which a reservation at a relay is renewed: it lasts three times as long (relay.RESERVATION_LIFETIME_S).
+RENEWAL_INTERVAL_S: Final = 40.0
 # Seconds within which a TCP connection to a caller's port must open, for that port to count as reached.
-DIAL_S: Final = 3.0
+DIAL_TIMEOUT_S: Final = 3.0
 # Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them.
-ANSWER_S: Final = 6.0
+ANSWER_TIMEOUT_S: Final = 6.0
 # Seconds that hole punching waits for neighbours to say for the first time whether this peer can be dialled.
 FINDING_S: Final = 2.5
-AGAIN_S: Final = 1.5  # seconds after which a peer that should dial this one is asked again to do so
-NO_HOLE_S: Final = 300.0  # seconds before hole punching to a peer, or replacing its circuit, is tried again
+DIAL_BACK_INTERVAL_S: Final = 1.5  # seconds after which a peer that should dial this one is asked again to do so
+PUNCH_RETRY_INTERVAL_S: Final = (
+    300.0  # seconds before hole punching to a peer, or replacing its circuit, is tried again
+)
 POLL_S: Final = 0.1  # seconds between two checks whether an expected peer has connected
 MAX_HELPED: Final = 16  # at most this many requests of other peers (see `answer`) are worked on at the same time
 
@@ -106,17 +111,17 @@ class ReachabilityKeeper:
         return self._is_allowed(address)
 
     async def run(self) -> None:
-        """Calls `_update_reachability` every UPDATE_S until it is cancelled; then closes all holes.
+        """Calls `_update_reachability` every UPDATE_INTERVAL_S until it is cancelled; then closes all holes.
 
-        In its first NEW_S every FIRST_UPDATES_S, until neighbours have answered, because hole punching waits for these
-        answers.
+        In its first JUST_STARTED_S every FIRST_UPDATE_INTERVAL_S, until neighbours have answered, because hole punching
+        waits for these answers.
         """
         began = loop_time()
         try:
             while True:
                 await self._update_reachability()
-                is_new = self.findings.answered_at is None and loop_time() - began < NEW_S
-                await asyncio.sleep(FIRST_UPDATES_S if is_new else UPDATE_S)
+                is_new = self.findings.answered_at is None and loop_time() - began < JUST_STARTED_S
+                await asyncio.sleep(FIRST_UPDATE_INTERVAL_S if is_new else UPDATE_INTERVAL_S)
         finally:
             await self._holes.close()
 
@@ -162,7 +167,9 @@ class ReachabilityKeeper:
 
     async def _ask_to_dial_back(self, peer: PeerId) -> DialedBack | None:
         try:
-            reply = await self._network.call(peer, DialBack(tuple(self._own_ports())), deadline=loop_time() + ANSWER_S)
+            reply = await self._network.call(
+                peer, DialBack(tuple(self._own_ports())), deadline=loop_time() + ANSWER_TIMEOUT_S
+            )
         except AgoraError:
             return None
         return reply.message if isinstance(reply.message, DialedBack) else None
@@ -178,7 +185,7 @@ class ReachabilityKeeper:
         refused = self._refusals.refusing_relays(now) | circuits
         chosen = choose_relays(self._host.peer, self._known(), self._renewed_at, refused)
         for peer in chosen:
-            if now - self._renewed_at.get(peer, -RENEW_S) >= RENEW_S:
+            if now - self._renewed_at.get(peer, -RENEWAL_INTERVAL_S) >= RENEWAL_INTERVAL_S:
                 try:
                     await self._network.connect(peer)
                     await relay.reserve(self._host, peer)
@@ -197,7 +204,7 @@ class ReachabilityKeeper:
             told = known.get(peer)
             if told is None or told.reachability != "public" or peer in self._circuit_until:
                 continue
-            self._circuit_until[peer] = now + NO_HOLE_S
+            self._circuit_until[peer] = now + PUNCH_RETRY_INTERVAL_S
             endpoints = [host_and_port(address) for address in told.addresses if self._is_allowed(address)]
             direct = [endpoint for endpoint in endpoints if endpoint is not None]
             if any(await asyncio.gather(*(_can_open(endpoint[1], endpoint[2]) for endpoint in direct))):
@@ -211,8 +218,8 @@ class ReachabilityKeeper:
     async def punch_hole(self, peer: PeerId, relay_peer: PeerId) -> None:
         """Connects directly to a peer behind a NAT by hole punching, coordinated by `relay_peer`.
 
-        Raises an AgoraError when that fails, or when too many are in progress. For NO_HOLE_S after a failure or a
-        cancellation each call for the same peer fails immediately.
+        Raises an AgoraError when that fails, or when too many are in progress. For PUNCH_RETRY_INTERVAL_S after a
+        failure or a cancellation each call for the same peer fails immediately.
         """
         now = loop_time()
         self._no_hole_until = {known: until for known, until in self._no_hole_until.items() if until > now}
@@ -221,14 +228,14 @@ class ReachabilityKeeper:
         if not self._holes.has_room():
             raise ConnectionBroken("too many hole punches are in progress")
         with contextlib.ExitStack() as undo:  # remembers a failure even if this call is cancelled
-            undo.callback(self._no_hole_until.__setitem__, peer, now + NO_HOLE_S)
+            undo.callback(self._no_hole_until.__setitem__, peer, now + PUNCH_RETRY_INTERVAL_S)
             await self._punch(peer, relay_peer)
             undo.pop_all()
 
     async def _punch(self, peer: PeerId, relay_peer: PeerId) -> None:
         await self._wait_for_first_answer()
         now = loop_time()
-        reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_S / 2)
+        reply = await self._network.call(relay_peer, Introduce(peer), deadline=now + ANSWER_TIMEOUT_S / 2)
         if self.findings.reached:
             await self._wait_for_dial(peer, relay_peer)
             return
@@ -244,15 +251,15 @@ class ReachabilityKeeper:
 
     async def _wait_for_dial(self, peer: PeerId, relay_peer: PeerId) -> None:
         now = loop_time()
-        until = now + PUNCH_S
-        again_at = now + AGAIN_S
+        until = now + PUNCH_TIMEOUT_S
+        again_at = now + DIAL_BACK_INTERVAL_S
         while not await self._host.is_connected(peer):
             now = loop_time()
             if now > until:
-                raise ConnectionBroken(f"the peer did not dial back within {PUNCH_S:.0f} s")
+                raise ConnectionBroken(f"the peer did not dial back within {PUNCH_TIMEOUT_S:.0f} s")
             if now > again_at:
                 await self._network.call(relay_peer, Introduce(peer), deadline=until)
-                again_at = loop_time() + AGAIN_S
+                again_at = loop_time() + DIAL_BACK_INTERVAL_S
             await asyncio.sleep(POLL_S)
 
     # --- helping others
@@ -323,7 +330,7 @@ def public_or_any(addresses: tuple[str, ...]) -> tuple[str, ...]:
 
 async def _can_open(host: str, port: int) -> bool:
     try:
-        async with asyncio.timeout(DIAL_S):
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError):
         return False

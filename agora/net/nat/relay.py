@@ -23,8 +23,8 @@ from agora.net.nat.circuit_wire import CircuitMessage, HopType, Status, StopType
 from agora.net.p2pd.host import Host
 from agora.net.p2pd.raw_stream import RawStream, splice
 
-RESERVED_S: Final = 120.0  # seconds for which a reservation lasts
-ANSWER_S: Final = 10.0  # seconds within which each message that opens a circuit must come
+RESERVATION_LIFETIME_S: Final = 120.0  # seconds for which a reservation lasts
+ANSWER_TIMEOUT_S: Final = 10.0  # seconds within which each message that opens a circuit must come
 # Maximum number of circuits that one peer may have open through this relay; all peers: `max_peers` times as many.
 CIRCUITS_PER_PEER: Final = 8
 MAX_OPENING: Final = 32  # maximum number of streams whose first message is not answered yet
@@ -64,7 +64,7 @@ class RelayService:
             return
         self._opening += 1
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 message = circuit_wire.decode_hop(await stream.read_message(circuit_wire.MAX_MESSAGE_BYTES))
                 other = await self._answer_request(stream, message)
         except (TimeoutError, ValueError, ConnectionBroken):
@@ -84,8 +84,8 @@ class RelayService:
         status = self._decide_status(stream, message)
         with contextlib.ExitStack() as undo:
             if status is Status.OK and message.kind == HopType.RESERVE:
-                self._reserved[stream.peer] = loop_time() + RESERVED_S
-                expires_unix = int(time.time() + RESERVED_S)
+                self._reserved[stream.peer] = loop_time() + RESERVATION_LIFETIME_S
+                expires_unix = int(time.time() + RESERVATION_LIFETIME_S)
             elif status is Status.OK:
                 self._circuits[stream.peer] += 1  # before anything is awaited: other requests are judged meanwhile
                 undo.callback(self._forget_circuit, stream.peer)
@@ -121,7 +121,7 @@ class RelayService:
 
     async def _offer_circuit(self, requester: PeerId, peer: PeerId) -> RawStream | None:
         try:
-            stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_S)
+            stream = await self._host.open_raw(peer, circuit_wire.STOP_PROTOCOL, ANSWER_TIMEOUT_S)
         except ConnectionBroken:
             return None
         with contextlib.ExitStack() as undo:
@@ -144,12 +144,12 @@ class RelayService:
 async def reserve(host: Host, relay: PeerId) -> None:
     """Makes or renews this peer's reservation at a relay, which p2pd is connected to.
 
-    Raises ConnectionBroken if the relay refuses or does not answer in ANSWER_S. The reservation lasts as long as the
-    relay decides, RESERVED_S at a relay of this program; its expiry is not read.
+    Raises ConnectionBroken if the relay refuses or does not answer in ANSWER_TIMEOUT_S. The reservation lasts as long
+    as the relay decides, RESERVATION_LIFETIME_S at a relay of this program; its expiry is not read.
     """
-    stream = await host.open_raw(relay, circuit_wire.HOP_PROTOCOL, ANSWER_S)
+    stream = await host.open_raw(relay, circuit_wire.HOP_PROTOCOL, ANSWER_TIMEOUT_S)
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await stream.write(circuit_wire.encode_hop(CircuitMessage(HopType.RESERVE)))
             answer = circuit_wire.decode_hop(await stream.read_message(circuit_wire.MAX_MESSAGE_BYTES))
     except (TimeoutError, ValueError) as error:

@@ -26,7 +26,7 @@ SCRATCH_BYTES: Final = 2 * MAX_HEADER_BYTES  # every header but a long answer's 
 HEAD_BYTES: Final = 8192
 MAX_PREAMBLE_BYTES: Final = 4096  # the longest preamble of p2pd, before the first frame of a stream
 WRITE_HIGH_BYTES, WRITE_LOW_BYTES = 262_144, 65_536  # the transport pauses writing above, and resumes below
-FLUSH_S: Final = 5.0  # seconds that a closing stream may take to write its last frames
+FLUSH_TIMEOUT_S: Final = 5.0  # seconds that a closing stream may take to write its last frames
 
 
 class PayloadAction(Enum):
@@ -144,7 +144,8 @@ class FrameStream(asyncio.BufferedProtocol):
             self._sink.on_lost(str(error) if error else "the stream ended")
 
     def close(self) -> None:
-        """Drops bulk frames, writes the small ones, and leaves it to the peer to end the stream; aborts after FLUSH_S.
+        """Drops bulk frames, writes the small ones, and leaves it to the peer to end the stream; aborts after
+        FLUSH_TIMEOUT_S.
 
         p2pd resets a stream that its user closes, and the last frames would be lost. What still arrives is thrown away.
         """
@@ -152,7 +153,7 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         self._is_closing = self._ignores_input = True
         self._queue.drop_bulk()
-        self._loop.call_later(FLUSH_S, self.abort)
+        self._loop.call_later(FLUSH_TIMEOUT_S, self.abort)
         if self.is_waiting or self._sink is None:
             self._transport.resume_reading()
         self._pump()

@@ -49,7 +49,9 @@ from agora.net.shaping.bandwidth_limiter import BandwidthLimiter
 from agora.net.shaping.link import LinkSpec
 from agora.net.shaping.shaped_transport import AccessLink, ShapedTransport
 
-STARTUP_S: Final = 60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start together
+STARTUP_TIMEOUT_S: Final = (
+    60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start together
+)
 SOCKET_PREFIX: Final = "agora-net-"  # the names of the folders that hold p2pd's Unix sockets begin with it
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
 MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's words in an error's sentence
@@ -136,7 +138,7 @@ async def start_p2pd(
             host_maddrs=tuple(listen),
             announce_maddrs=tuple(announce) or None,
             identity_path=str(identity_path),
-            startup_timeout=STARTUP_S,
+            startup_timeout=STARTUP_TIMEOUT_S,
             check_if_identity_free=False,
             auto_nat=False,
             force_reachability="public",
@@ -153,9 +155,9 @@ async def start_p2pd(
 # Takes a stream that a peer opened, its peer and its path ("direct", "punched", "relayed"); attaches or closes it.
 OnStream = Callable[[FrameStream, PeerId, str], None]
 
-ANSWER_S: Final = 5.0  # seconds for p2pd to answer what needs no network
-MORE_PEERS_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
-TERMINATE_S: Final = 3.0  # seconds between SIGTERM and SIGKILL
+ANSWER_TIMEOUT_S: Final = 5.0  # seconds for p2pd to answer what needs no network
+MORE_PEERS_TIMEOUT_S: Final = 1.0  # seconds that `connect` waits for each other peer, once one was reached
+TERMINATE_TIMEOUT_S: Final = 3.0  # seconds between SIGTERM and SIGKILL
 NOWHERE: Final = "/p2p-circuit"  # what p2pd announces in place of private addresses: leads nowhere
 MAX_REMOTE_ADDRESSES: Final = 4096  # maximum number of peers whose address, as seen here, is remembered
 SIMULTANEOUS_OPEN_ERROR: Final = "noise: message is too short"  # the peer's first handshake message, not an answer
@@ -243,7 +245,7 @@ class Host:
 
         Leaves out malformed ones and the placeholder NOWHERE. Raises ConnectionBroken without an answer of p2pd.
         """
-        answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_S)
+        answer = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), ANSWER_TIMEOUT_S)
         texts = [f"{text}/p2p/{self.peer}" for raw in answer.identify.addrs if (text := _address_text(raw))]
         return tuple(text for text in texts if address_problem(text) is None and not text.startswith(NOWHERE))
 
@@ -253,14 +255,15 @@ class Host:
 
     async def connected_peers(self) -> frozenset[PeerId]:
         """Returns the peers to which p2pd has a connection, relayed ones too. Raises ConnectionBroken without p2pd."""
-        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), ANSWER_S)
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), ANSWER_TIMEOUT_S)
         return frozenset(PeerId(str(PeerID(found.id))) for found in response.peers)
 
     async def connect(self, addresses: Sequence[str], timeout_s: float = 10.0) -> int:
         """Connects to the peers at these addresses, except this peer, in parallel; returns the number reached.
 
-        Once one is reached, waits at most MORE_PEERS_S for each next one, and then gives up the others. timeout_s: for
-        each. Raises InputError for a malformed address, ConnectionBroken when there are peers and none is reached.
+        Once one is reached, waits at most MORE_PEERS_TIMEOUT_S for each next one, and then gives up the others.
+        timeout_s: for each. Raises InputError for a malformed address, ConnectionBroken when there are peers and none
+        is reached.
         """
         by_peer = addresses_by_peer(addresses)
         by_peer.pop(self.peer, None)
@@ -268,7 +271,7 @@ class Host:
         reached, failed = 0, ""
         try:
             while running:
-                wait_s = MORE_PEERS_S if reached else None
+                wait_s = MORE_PEERS_TIMEOUT_S if reached else None
                 done, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
@@ -302,7 +305,7 @@ class Host:
     async def disconnect(self, peer: PeerId) -> None:
         """Has p2pd end all its connections with `peer`. Raises ConnectionBroken when p2pd is gone or refuses."""
         wanted = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
-        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=wanted), ANSWER_S)
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=wanted), ANSWER_TIMEOUT_S)
 
     async def open_stream(
         self, peer: PeerId, protocol: str, limits: FrameLimits, timeout_s: float
@@ -379,7 +382,7 @@ class Host:
     async def _set_handler(self, protocol: str, path: Path) -> None:
         address = Multiaddr(f"/unix{path}").to_bytes()
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
-        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_S)
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), ANSWER_TIMEOUT_S)
 
     def _pass_on(self, stream: FrameStream, on_stream: OnStream, preamble: asyncio.Future[bytes]) -> None:
         if not preamble.cancelled() and preamble.exception() is None:
@@ -408,7 +411,7 @@ class Host:
         return stream
 
     async def close(self) -> None:
-        """Stops serving, ends p2pd (kills it after TERMINATE_S), removes the sockets. A second call does nothing."""
+        """Stops serving, ends p2pd (kills it after TERMINATE_TIMEOUT_S), removes the sockets; does so once."""
         if self._closing:
             return
         self._closing = True
@@ -421,7 +424,7 @@ class Host:
         tasks += [control._read_task, control._write_task, *control._handler_tasks.values()] if control else []
         self.p2p._terminate()
         try:
-            await asyncio.wait_for(asyncio.shield(self._watcher), TERMINATE_S)
+            await asyncio.wait_for(asyncio.shield(self._watcher), TERMINATE_TIMEOUT_S)
         except TimeoutError:
             self.p2p._child.kill()
         alive = [task for task in tasks if task is not None]

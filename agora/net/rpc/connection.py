@@ -61,7 +61,7 @@ LONG_ANSWERS: Final = (
     GetAmendments,
 )  # requests whose answers may have headers above MAX_HEADER_BYTES
 LAST_CALL: Final = 2**32 - 1  # the largest number of a call that a frame can carry
-GOODBYE_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, after which nothing more can be sent
+GOODBYE_TIMEOUT_S: Final = 0.3  # seconds from the peer's GOODBYE to the abort, after which nothing more can be sent
 ROUND_TRIP_WEIGHT: Final = 0.3  # the weight of the newest ping in Connection.round_trip
 NO_MEMORY: Final = "no memory free for the payload"  # the reason of a Busy
 
@@ -593,4 +593,4 @@ class Connection:
         is_unwanted = isinstance(error, Refused) or error.code == "wrong-version"
         ended = ConnectionBroken(f"the peer ended the connection ({error.code}): {error}")
         self._mark_broken(error if is_unwanted else ended, handshake_error=error)
-        asyncio.get_running_loop().call_later(GOODBYE_S, self.stream.abort)
+        asyncio.get_running_loop().call_later(GOODBYE_TIMEOUT_S, self.stream.abort)

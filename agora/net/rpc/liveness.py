@@ -50,8 +50,8 @@ class LivenessCheck:
         return Verdict.ALIVE
 
 
-STALLED_S: Final = 15.0  # seconds in which a transfer must bring at least one byte
-PRESSED_S: Final = 3.0  # seconds over which a transfer must bring MIN_BYTES_PER_S while others wait for memory
+STALL_TIMEOUT_S: Final = 15.0  # seconds in which a transfer must bring at least one byte
+PRESSURE_WINDOW_S: Final = 3.0  # seconds over which a transfer must bring MIN_BYTES_PER_S while others wait for memory
 MIN_BYTES_PER_S: Final = 2048.0  # the minimum rate of a transfer while others wait for memory
 
 
@@ -65,9 +65,9 @@ class StallDetector:
     def is_stalled(self, now: float, moved: int, *, under_way: bool, pressed: bool) -> bool:
         """Returns whether the transfer has moved too few bytes for too long; False while none is under way.
 
-        Too few is none in STALLED_S or, while `pressed`, less than MIN_BYTES_PER_S over PRESSED_S. A transfer is judged
-        at the end of each such time window, then the next one begins; within a window this returns False. moved: bytes
-        that the stream has moved in this direction since it began. pressed: others wait for memory.
+        Too few is none in STALL_TIMEOUT_S or, while `pressed`, less than MIN_BYTES_PER_S over PRESSURE_WINDOW_S. A
+        transfer is judged at the end of each such time window, then the next one begins; within a window this returns
+        False. moved: bytes that the stream has moved in this direction since it began. pressed: others wait for memory.
         """
         if not under_way:
             self._since = None
@@ -76,9 +76,9 @@ class StallDetector:
             self._since, self._moved = now, moved
             return False
         elapsed, gained = now - self._since, moved - self._moved
-        if pressed and elapsed >= PRESSED_S:
+        if pressed and elapsed >= PRESSURE_WINDOW_S:
             is_too_slow = gained < MIN_BYTES_PER_S * elapsed
-        elif elapsed >= STALLED_S:
+        elif elapsed >= STALL_TIMEOUT_S:
             is_too_slow = gained <= 0
         else:
             return False

@@ -32,12 +32,12 @@ from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget
 from agora.net.rpc.connection import Connection, ConnectionServices, Handler
 from agora.net.rpc.gate import Gate
 
-GOODBYES_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
+GOODBYES_TIMEOUT_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
 SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline has missed its own deadline
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
-HANDSHAKEN_S: Final = 600.0  # seconds after its last connection for which a peer still counts as handshaken
-TICK_S: Final = 0.5  # seconds between two looks at all connections, at most
-ASK_ADDRESSES_S: Final = 1.5  # seconds in which a neighbour must answer where another peer can be dialled
+HANDSHAKE_LIFETIME_S: Final = 600.0  # seconds after its last connection for which a peer still counts as handshaken
+TICK_INTERVAL_S: Final = 0.5  # seconds between two looks at all connections, at most
+ADDRESSES_TIMEOUT_S: Final = 1.5  # seconds in which a neighbour must answer where another peer can be dialled
 MAX_CLOCKS: Final = 16  # peers that are asked for the time together
 
 
@@ -117,7 +117,7 @@ class Network:
         await self._host.serve(PROTOCOL_NAME, self._frame_limits, self._accept)
 
     async def close(self) -> None:
-        """Cancels work and dials, sends GOODBYE to all peers, and aborts streams that last longer than GOODBYES_S."""
+        """Cancels work and dials, sends GOODBYE to all peers, and aborts streams after GOODBYES_TIMEOUT_S."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -129,7 +129,7 @@ class Network:
         for connection in connections:
             connection.close(PeerFailed("this peer has left"), "this peer is leaving")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYES_S):
+            async with asyncio.timeout(GOODBYES_TIMEOUT_S):
                 for connection in connections:
                     await connection.stream.ended.wait()
         for connection in connections:
@@ -229,9 +229,9 @@ class Network:
         return min(usable, key=lambda connection: connection.is_initiator is not is_lower, default=None)
 
     def has_handshaken(self, peer: PeerId) -> bool:
-        """Returns whether `peer` has sent HELLO as a member, and is connected or was up to HANDSHAKEN_S ago."""
+        """Returns whether `peer` has sent HELLO as a member, and is connected or was up to HANDSHAKE_LIFETIME_S ago."""
         at = self._handshaken.get(peer)
-        return at is not None and (self.connection_to(peer) is not None or loop_time() - at <= HANDSHAKEN_S)
+        return at is not None and (self.connection_to(peer) is not None or loop_time() - at <= HANDSHAKE_LIFETIME_S)
 
     async def connect_announced(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Learns the addresses that `peer` announces; connects to it unless it is connected. Errors: see `connect`."""
@@ -368,7 +368,7 @@ class Network:
             known = self.address_book.addresses(peer)
             if named_by is None or self.connection_to(named_by) is None:
                 raise
-            reply = await self.call(named_by, GetAddresses(peer), deadline=loop_time() + ASK_ADDRESSES_S)
+            reply = await self.call(named_by, GetAddresses(peer), deadline=loop_time() + ADDRESSES_TIMEOUT_S)
             if isinstance(reply.message, PeerAddresses):
                 self.address_book.learn_announced(peer, reply.message.addresses)
             if self.address_book.addresses(peer) == known:
@@ -391,7 +391,7 @@ class Network:
     async def check_connections(self) -> None:
         """Until cancelled, pings silent connections, ends dead ones and those to peers that are no longer admitted."""
         while True:
-            await asyncio.sleep(min(TICK_S, self.limits.ping_after_s / 4))
+            await asyncio.sleep(min(TICK_INTERVAL_S, self.limits.ping_after_s / 4))
             for connection in self._all_connections():
                 self._end_if_refused(connection)
                 connection.tick(loop_time())

@@ -19,8 +19,8 @@ from agora.core.moving_average import MovingAverage
 MIN_RATE: Final = 10_000.0  # the lowest limit, in bytes per second: below it not even the directory's traffic fits
 MIN_SHARE: Final = 0.1  # streams get at least this fraction of a limit, whatever else is sent
 UNCOUNTED_SHARE: Final = 0.9  # streams get this fraction of a limit where sockets' bytes cannot be counted
-MEMORY_S: Final = 4.0  # seconds over which the traffic beside streams is averaged
-DEBT_S: Final = 4.0  # seconds over which an excess over the limit is paid back
+AVERAGING_WINDOW_S: Final = 4.0  # seconds over which the traffic beside streams is averaged
+REPAYMENT_S: Final = 4.0  # seconds over which an excess over the limit is paid back
 MAX_DEBT_S: Final = 1.0  # upper bound of that excess, as seconds of traffic at the limit
 _RATE: Final = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)\s*([kMG]?)(bit|B)(?:/s|ps)?")
 _FACTORS: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -77,8 +77,8 @@ class Throttle:
 
         now: seconds. carried: by all sockets; None: cannot be counted. streamed: by streams, a part of `carried`. The
         rate is the limit, less the averaged rate of traffic that is not of streams, less the excess over the limit so
-        far / DEBT_S; but at least MIN_SHARE of the limit, and UNCOUNTED_SHARE of it where nothing can be counted. The
-        first call, and any call without a limit, changes nothing.
+        far / REPAYMENT_S; but at least MIN_SHARE of the limit, and UNCOUNTED_SHARE of it where nothing can be counted.
+        The first call, and any call without a limit, changes nothing.
         """
         if self._limit == math.inf:
             return self.rate
@@ -91,14 +91,14 @@ class Throttle:
             return self.rate
         seconds, all_bytes = now - last[0], carried - last[1]
         other_rate = max(0.0, (all_bytes - (streamed - last[2])) / seconds)
-        self._other_rate += (other_rate - self._other_rate) * min(1.0, seconds / MEMORY_S)
+        self._other_rate += (other_rate - self._other_rate) * min(1.0, seconds / AVERAGING_WINDOW_S)
         max_debt = MAX_DEBT_S * self._limit
         self._debt = max(0.0, min(max_debt, self._debt + all_bytes - self._limit * seconds))
-        self.rate = max(MIN_SHARE * self._limit, self._limit - self._other_rate - self._debt / DEBT_S)
+        self.rate = max(MIN_SHARE * self._limit, self._limit - self._other_rate - self._debt / REPAYMENT_S)
         return self.rate
 
 
-SAMPLE_S: Final = 0.25  # seconds between two calls of `measure`
+SAMPLE_INTERVAL_S: Final = 0.25  # seconds between two calls of `measure`
 # Bytes that must wait at both ends of a sample: less may just be on its way through the buffers.
 MIN_WAITING_BYTES: Final = 65_536
 

@@ -130,7 +130,7 @@ def _parse_socket(body: bytes) -> tuple[int, CarriedBytes] | None:
     return None
 
 
-COUNT_EVERY_S: Final = 0.25  # seconds between two counts of the bytes that were carried
+COUNT_INTERVAL_S: Final = 0.25  # seconds between two counts of the bytes that were carried
 FREE_LINK: Final = LinkSpec(1.25e9, 0.0)  # A link that delays nothing, and is as fast as this program can be
 
 
@@ -185,4 +185,4 @@ class BandwidthLimiter:
             self.link.brake(
                 up.update(now, sent, self.link.passed_up), down.update(now, received, self.link.passed_down)
             )
-            await asyncio.sleep(COUNT_EVERY_S)
+            await asyncio.sleep(COUNT_INTERVAL_S)

@@ -14,12 +14,12 @@ from typing import Final
 from agora_protocol.errors import InputError
 
 EXAMPLES: Final = "write RATE,RTT[,JITTER[,LOSS]], such as 200Mbit,50ms or 20Mbit,100ms,10ms,0.1%"
-CHUNK_S: Final = 0.016  # seconds of each stream's turn
+STREAM_TURN_S: Final = 0.016  # seconds of each stream's turn
 MIN_CHUNK: Final = 1_500  # bytes that a stream sends at its turn, at least
 MAX_CHUNK: Final = 65_536  # bytes that a stream sends at its turn, at most
 PACKET_BYTES: Final = 1_460  # bytes that TCP puts into one packet, each of which may be lost
 SLOWEST: Final = 1_000  # the least rate of a link, in bytes per second
-LONGEST_S: Final = 10.0  # the longest round trip or jitter of a link, in seconds
+MAX_DELAY_S: Final = 10.0  # the longest round trip or jitter of a link, in seconds
 MAX_LOSS: Final = 0.5  # the largest fraction of packets that a link may lose
 
 # What a number in each unit is multiplied by, to give bytes per second, seconds, or a fraction.
@@ -58,7 +58,7 @@ class LinkSpec:
     def parse(cls, text: str) -> LinkSpec:
         """Parses RATE,RTT[,JITTER[,LOSS]], such as "200Mbit,50ms" or "20Mbit,100ms,10ms,0.1%".
 
-        Raises LinkError for any other text, a rate below SLOWEST, a delay above LONGEST_S, or a loss above MAX_LOSS.
+        Raises LinkError for any other text, a rate below SLOWEST, a delay above MAX_DELAY_S, or a loss above MAX_LOSS.
         """
         parts = [part.strip() for part in text.split(",")]
         if not 2 <= len(parts) <= 4:
@@ -72,8 +72,8 @@ class LinkSpec:
         spec = cls(*values, text=",".join(parts))
         if spec.rate < SLOWEST:
             raise LinkError(f"A rate of {parts[0]} is too slow to train over; write 8kbit or more.")
-        if max(spec.rtt_s, spec.jitter_s) > LONGEST_S:
-            raise LinkError(f"{text!r} has a delay above {LONGEST_S:.0f}s, where every call times out; write less.")
+        if max(spec.rtt_s, spec.jitter_s) > MAX_DELAY_S:
+            raise LinkError(f"{text!r} has a delay above {MAX_DELAY_S:.0f}s, where every call times out; write less.")
         if spec.loss > MAX_LOSS:
             raise LinkError(f"A loss of {parts[3]} is more than TCP survives; write at most {MAX_LOSS:.0%}.")
         return spec
@@ -87,7 +87,7 @@ class LinkSpec:
 
     @property
     def chunk_bytes(self) -> int:
-        return max(MIN_CHUNK, min(MAX_CHUNK, int(self.rate * CHUNK_S)))
+        return max(MIN_CHUNK, min(MAX_CHUNK, int(self.rate * STREAM_TURN_S)))
 
 
 class DelayLine:

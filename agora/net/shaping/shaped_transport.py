@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agora.core.fair_shares import TokenBucket
-from agora.net.shaping.link import CHUNK_S, MAX_CHUNK, MIN_CHUNK, DelayLine, LinkSpec
+from agora.net.shaping.link import MAX_CHUNK, MIN_CHUNK, STREAM_TURN_S, DelayLine, LinkSpec
 
 HIGH_BYTES: Final = 262_144  # a stream is paused when more bytes wait for the rate, as by a plain transport
 LOW_BYTES: Final = 65_536  # a paused stream may write again when at most this many bytes wait
-HOLD_S: Final = 0.05  # parts of a message that have arrived are passed on together, at most this many seconds later
-DOWN_DEPTH_S: Final = 0.08  # more than HOLD_S: bytes that a peer's link has spread out are not spread out again
-TICK_S: Final = 0.001  # the resolution of the event loop's timers, in seconds
+MAX_HOLD_S: Final = 0.05  # parts of a message that have arrived are passed on together, at most this many seconds later
+DOWN_DEPTH_S: Final = 0.08  # more than MAX_HOLD_S: bytes that a peer's link has spread out are not spread out again
+TIMER_RESOLUTION_S: Final = 0.001  # the resolution of the event loop's timers, in seconds
 
 
 class AccessLink:
@@ -55,11 +55,11 @@ class AccessLink:
 
     @property
     def sent_at_once(self) -> int:
-        return min(self.spec.chunk_bytes, max(MIN_CHUNK, int(self.up.rate * CHUNK_S)))
+        return min(self.spec.chunk_bytes, max(MIN_CHUNK, int(self.up.rate * STREAM_TURN_S)))
 
     @property
     def read_at_once(self) -> int:
-        return max(self.sent_at_once, min(MAX_CHUNK, int(HOLD_S * self.down.rate)))
+        return max(self.sent_at_once, min(MAX_CHUNK, int(MAX_HOLD_S * self.down.rate)))
 
 
 # Bytes that are on the emulated link until `arrives`, and are written at the latest at `hand_on_at`. They are written
@@ -132,14 +132,14 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._set_timer()
 
     def _send(self, now: float) -> None:
-        # Each real write costs time: parts of a message are written together once all have arrived, or HOLD_S after the
-        # first.
+        # Each real write costs time: parts of a message are written together once all have arrived, or MAX_HOLD_S after
+        # the first.
         while self._queue and self._ready <= now:
             size, ends, pieces = self._next_chunk()
             self._ready = self._link.up.take(size, self._ready)
             self._link.passed_up += size
             arrives = self._delay.arrival(size, self._ready)
-            self._in_flight.append(_Chunk(arrives, arrives if ends else arrives + HOLD_S, size, pieces))
+            self._in_flight.append(_Chunk(arrives, arrives if ends else arrives + MAX_HOLD_S, size, pieces))
         if any(chunk.hand_on_at <= now for chunk in self._in_flight):
             arrived: list[memoryview] = []
             while self._in_flight and self._in_flight[0].arrives <= now:
@@ -211,8 +211,8 @@ class ShapedTransport(asyncio.Transport, asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         if due:
-            ticks = max(0, math.ceil((min(due) - self._link.clock()) / TICK_S))
-            self._timer = self._loop.call_later(ticks * TICK_S, self._step)
+            ticks = max(0, math.ceil((min(due) - self._link.clock()) / TIMER_RESOLUTION_S))
+            self._timer = self._loop.call_later(ticks * TIMER_RESOLUTION_S, self._step)
 
     def _step(self) -> None:
         now = self._link.clock()

@@ -25,7 +25,7 @@ from agora.node import paths
 
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
-IDLE_S = 300.0  # seconds after which a connection without a question is closed
+IDLE_TIMEOUT_S = 300.0  # seconds after which a connection without a question is closed
 POLL_S = 0.5  # seconds between two checks whether the client is still connected
 
 Answer = dict[str, Any]
@@ -53,7 +53,7 @@ class _BadQuestion(Exception):
 class ControlSocket:
     """Listens on the Unix socket `path` (mode 0600) from `start` until `close`, and answers `questions` by their names.
 
-    Refuses further clients while MAX_CONNECTIONS are connected, and hangs up on one that is idle for IDLE_S. A
+    Refuses further clients while MAX_CONNECTIONS are connected, and hangs up on one that is idle for IDLE_TIMEOUT_S. A
     connection may ask one question after another.
     """
 
@@ -101,9 +101,9 @@ class ControlSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
-                line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_S)
+                line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_TIMEOUT_S)
                 writer.write(await self._answer_unless_gone(line, writer))
-                await asyncio.wait_for(writer.drain(), IDLE_S)
+                await asyncio.wait_for(writer.drain(), IDLE_TIMEOUT_S)
         except asyncio.LimitOverrunError:
             writer.write(_error("too-large", f"a line of more than {MAX_LINE_BYTES} bytes"))
         except (asyncio.IncompleteReadError, TimeoutError, ConnectionError):

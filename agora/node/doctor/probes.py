@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest, SignedManifest
 
 PRODUCT: Final = "agora-swarm"  # the name of the installed package
-CONNECT_S: Final = 3.0  # within which an address of the run must accept a TCP connection
-STATUS_S: Final = 6.0  # within which a peer of the run must send its status
+CONNECT_TIMEOUT_S: Final = 3.0  # within which an address of the run must accept a TCP connection
+STATUS_TIMEOUT_S: Final = 6.0  # within which a peer of the run must send its status
 MAX_ADDRESSES_TRIED: Final = 16
 UNIT: Final = "agora-node"  # the systemd unit
 MINIMUM_STAGE_BYTES: Final = 256 * 2**20  # needed in addition to the daemon's own memory while no run is named
@@ -357,7 +357,7 @@ def _ask_peers(addresses: Sequence[str], run: str) -> dict[str, Any]:
 
     asked_unix = time.time()
     try:
-        status = status_client.fetch_status(addresses, RunId(run), STATUS_S)
+        status = status_client.fetch_status(addresses, RunId(run), STATUS_TIMEOUT_S)
     except AgoraError as error:
         return {"answer_problem": str(error)}
     their_unix = status.get("unix")
@@ -383,7 +383,7 @@ def _time_connection(multiaddr: str) -> PeerReading:
         return PeerReading(multiaddr, None, "no TCP address")
     began = time.monotonic()
     try:
-        with socket.create_connection((host, int(fields["tcp"])), timeout=CONNECT_S):
+        with socket.create_connection((host, int(fields["tcp"])), timeout=CONNECT_TIMEOUT_S):
             return PeerReading(multiaddr, time.monotonic() - began)
     except (OSError, ValueError, OverflowError) as error:
         return PeerReading(multiaddr, None, getattr(error, "strerror", None) or str(error) or type(error).__name__)

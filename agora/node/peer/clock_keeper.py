@@ -16,11 +16,11 @@ from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.swarm.swarm_clock import clock_remark
 
-CLOCK_ANSWER_S: Final = 4.0  # seconds within which peers must answer with the time, dialling included
-MORE_ANSWERS_S: Final = 0.5  # seconds that a start waits for further answers once it has one
+ANSWER_TIMEOUT_S: Final = 4.0  # seconds within which peers must answer with the time, dialling included
+MORE_ANSWERS_TIMEOUT_S: Final = 0.5  # seconds that a start waits for further answers once it has one
 # Seconds from the start of `run` until the peers that are connected then are asked for the first time.
-FIRST_CLOCK_S: Final = 5.0
-CLOCK_AGAIN_S: Final = 20.0  # seconds between two such questions after the first
+FIRST_INTERVAL_S: Final = 5.0
+INTERVAL_S: Final = 20.0  # seconds between two such questions after the first
 
 
 class ClockKeeper:
@@ -33,7 +33,7 @@ class ClockKeeper:
     async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
         """Asks peers for the time and corrects the clock, so that even the first records are judged by true time.
 
-        known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * CLOCK_ANSWER_S at most, as the
+        known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * ANSWER_TIMEOUT_S at most, as the
         phase "clock" of the start. Without an answer the clock is settled uncorrected.
         """
         with self._startup.phases.enter("clock") as note:
@@ -41,33 +41,33 @@ class ClockKeeper:
             for peer in peers:
                 self._network.address_book.learn(peer, known[peer])
             await self._await_answers(peers)
-            boot_unix = await self._network.ask_clocks(CLOCK_ANSWER_S)
+            boot_unix = await self._network.ask_clocks(ANSWER_TIMEOUT_S)
             self._correct_clock(boot_unix)
             correction_s = self._startup.clock.correction.seconds
             note.text = f"{len(boot_unix)} peers told the time, corrected by {correction_s:.2f} s"
 
     async def run(self) -> None:
-        """After FIRST_CLOCK_S, then every CLOCK_AGAIN_S, asks connected peers for the time and corrects the clock.
+        """After FIRST_INTERVAL_S, then every INTERVAL_S, asks connected peers for the time and corrects the clock.
 
         Runs until it is cancelled.
         """
-        for wait_s in itertools.chain([FIRST_CLOCK_S], itertools.repeat(CLOCK_AGAIN_S)):
+        for wait_s in itertools.chain([FIRST_INTERVAL_S], itertools.repeat(INTERVAL_S)):
             await asyncio.sleep(wait_s)
             await faults.reach("clock.asked")
-            self._correct_clock(await self._network.ask_clocks(CLOCK_ANSWER_S))
+            self._correct_clock(await self._network.ask_clocks(ANSWER_TIMEOUT_S))
 
     async def _await_answers(self, peers: Sequence[PeerId]) -> None:
-        deadline = loop_time() + CLOCK_ANSWER_S
+        deadline = loop_time() + ANSWER_TIMEOUT_S
         calls = {asyncio.create_task(self._network.call(peer, Ping(), deadline=deadline)) for peer in peers}
         running = calls
-        timeout_s = CLOCK_ANSWER_S
+        timeout_s = ANSWER_TIMEOUT_S
         try:
             while running:
                 done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
                 if any(call.exception() is None for call in done):
-                    timeout_s = MORE_ANSWERS_S
+                    timeout_s = MORE_ANSWERS_TIMEOUT_S
         finally:
             for call in calls:
                 call.cancel()

@@ -32,7 +32,7 @@ from agora.net.nat.relay import RelayService
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import NetLimits
 from agora.net.rpc.network import Network
-from agora.net.shaping.bandwidth import SAMPLE_S, UplinkMeter
+from agora.net.shaping.bandwidth import SAMPLE_INTERVAL_S, UplinkMeter
 from agora.node import runs
 from agora.node.control.node_report import NodeReport, progress_record, status_json
 from agora.node.limits.memory import MemoryGuard, measure_budget
@@ -65,13 +65,13 @@ SLOTS_FRACTION = 0.125
 # All slots may take this fraction of the free memory, or these bytes if that is less, where they exceed the usual.
 MAX_SLOTS_BYTES = 4 * 2**30
 MIN_HELD_BYTES = 64 * 2**20  # bytes of payloads that the network may hold in any run
-REMEMBER_S = 15.0  # seconds between two writes of other peers' addresses to disk
+ADDRESS_BOOK_INTERVAL_S = 15.0  # seconds between two writes of other peers' addresses to disk
 KEPT_ADDRESSES: Final = 16  # addresses that are written
-REDIAL_S = 5.0  # seconds between two checks of which peers are missing from the view
-DIAL_S = 4.0  # seconds that one attempt to redial missing peers may take
-MEET_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
-CONNECTIONS_S: Final = 1.0  # seconds between two checks of which peers are connected
-CHECK_DIAL_S: Final = 4.0  # seconds after which a dial counts as failed
+REDIAL_INTERVAL_S = 5.0  # seconds between two checks of which peers are missing from the view
+REDIAL_TIMEOUT_S = 4.0  # seconds that one attempt to redial missing peers may take
+HELLO_TIMEOUT_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
+CONNECTIONS_INTERVAL_S: Final = 1.0  # seconds between two checks of which peers are connected
+CHECK_DIAL_TIMEOUT_S: Final = 4.0  # seconds after which a dial counts as failed
 
 
 class LocalPeer:
@@ -235,7 +235,7 @@ class LocalPeer:
     async def _dial_unverified(self, unverified: Sequence[PeerView]) -> None:
         # Errors are ignored: `_is_verified` says with which peer HELLO was exchanged.
         dials = [asyncio.create_task(self.network.connect_announced(seen.peer, seen.addresses)) for seen in unverified]
-        _, late = await asyncio.wait(dials, timeout=MEET_S)
+        _, late = await asyncio.wait(dials, timeout=HELLO_TIMEOUT_S)
         for dial in late:
             dial.cancel()  # the dial itself goes on
         await asyncio.gather(*dials, return_exceptions=True)
@@ -353,11 +353,11 @@ class LocalPeer:
         while True:
             given, waiting = self.network.given_and_waiting_bytes
             self._uplink.measure(loop_time(), given, waiting)
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
 
     async def _redial_missing_peers(self) -> None:
         while True:
-            await asyncio.sleep(REDIAL_S)
+            await asyncio.sleep(REDIAL_INTERVAL_S)
             now = loop_time()
             view = self.view
             self._redialling.remember_view(now, view, self.reachability.may_dial)
@@ -368,12 +368,12 @@ class LocalPeer:
             await asyncio.gather(*map(self.reachability.try_to_connect, behind_relays))
             # Who answers becomes a neighbour in the DHT again: else a swarm that was split in two stays so.
             if addresses:
-                await self.directory.bootstrap(addresses, timeout_s=DIAL_S)
+                await self.directory.bootstrap(addresses, timeout_s=REDIAL_TIMEOUT_S)
 
     async def _keep_writing_addresses(self) -> None:
         home, run = self.startup.home, self.signed.run_id
         while True:
-            await asyncio.sleep(REMEMBER_S)
+            await asyncio.sleep(ADDRESS_BOOK_INTERVAL_S)
             peers = [peer for peer in self._redialling.remembered_peers() if self.admission.may_call(peer)]
             if addresses := addresses_to_keep(map(self._redialling.addresses_of, peers), self.network.address_book):
                 try:
@@ -425,13 +425,14 @@ def compute_slots(manifest: Manifest, free_bytes: int) -> int:
 async def watch_connections(
     host: Host, book: AddressBook, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
 ) -> None:
-    """Every CONNECTIONS_S, until cancelled, dials peers of the view whose connection broke; tells `lost` of failures.
+    """Every CONNECTIONS_INTERVAL_S, until cancelled, dials peers of the view whose connection broke; tells `lost` of
+    failures.
 
     Dials several peers concurrently. lost: decides which peers to dial, and whether a failed dial makes a peer count as
     lost. on_lost: called for each peer that then counts as lost.
     """
     while True:
-        await asyncio.sleep(CONNECTIONS_S)
+        await asyncio.sleep(CONNECTIONS_INTERVAL_S)
         with contextlib.suppress(ConnectionBroken):  # p2pd is gone: the daemon notices that
             connected = await host.connected_peers()
             due = lost.update_connected(loop_time(), connected, view_of())
@@ -443,7 +444,7 @@ async def watch_connections(
 
 async def _is_unreachable(host: Host, book: AddressBook, peer: PeerId) -> bool:
     try:
-        await host.reach(peer, await book.dialable(peer), CHECK_DIAL_S)
+        await host.reach(peer, await book.dialable(peer), CHECK_DIAL_TIMEOUT_S)
     except AgoraError as error:
         return isinstance(error, ConnectionBroken)
     return False

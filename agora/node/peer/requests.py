@@ -59,7 +59,7 @@ from agora.swarm.peer_score import ReportViolation, Violation
 
 NO_SPAN_RETRY_MS = 1000  # milliseconds after which a requester that was refused while no span was held may ask again
 # Seconds for which a status is kept and sent to further requesters: making one costs more than sending it.
-STATUS_S: Final = 0.25
+STATUS_INTERVAL_S: Final = 0.25
 
 # Requests that the span answers about its work.
 WORK_REQUESTS: Final = (Process, GossipSteps, GossipEpochs, Contribute, Recall)
@@ -160,7 +160,7 @@ class RequestHandler:
                 )
 
     def _recent_status(self) -> bytes:
-        if loop_time() - self._status_at >= STATUS_S:
+        if loop_time() - self._status_at >= STATUS_INTERVAL_S:
             self._status_bytes = encode_status(self._status())
             self._status_at = loop_time()
         return self._status_bytes

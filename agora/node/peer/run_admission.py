@@ -33,8 +33,8 @@ from agora.node.startup import Startup
 from agora.observe import events
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 
-SHARE_S = 10.0  # seconds within which a neighbour must answer each message of revocations
-BAN_LIST_S = 10.0  # seconds between two reads of the ban lists in the DHT
+SHARE_TIMEOUT_S = 10.0  # seconds within which a neighbour must answer each message of revocations
+BAN_LIST_INTERVAL_S = 10.0  # seconds between two reads of the ban lists in the DHT
 BAN_LIST_LIFETIME_S = 60.0  # seconds after which a published ban list expires, unless it is published again
 BAN_SHARD = Shard(0)  # the shard of the DHT in which ban lists are published
 
@@ -191,15 +191,16 @@ class Bans:
         parts = range(0, len(sealed), MAX_SHARED_REVOCATIONS)
         requests = (ShareRevocations(tuple(sealed[first : first + MAX_SHARED_REVOCATIONS])) for first in parts)
         # If it fails, the neighbour gets them at its next HELLO, or from the DHT.
-        self._network.start_calls(peer, requests, SHARE_S)
+        self._network.start_calls(peer, requests, SHARE_TIMEOUT_S)
 
     async def exchange_lists(self, directory: Directory) -> None:
-        """Every BAN_LIST_S, until cancelled, publishes the newest revocations in the DHT and takes others' from there.
+        """Every BAN_LIST_INTERVAL_S, until cancelled, publishes the newest revocations in the DHT and takes others'
+        from there.
 
         Then ends connections with peers whose tickets have expired. Ignores failures of the DHT until the next time.
         """
         while True:
-            await asyncio.sleep(BAN_LIST_S)
+            await asyncio.sleep(BAN_LIST_INTERVAL_S)
             with contextlib.suppress(AgoraError):
                 if newest := self._book.signed_revocations()[-MAX_SHARED_REVOCATIONS:]:
                     record = BanList(self._startup.me, Span(0, 0), tuple(newest))

@@ -1,8 +1,8 @@
 """The amendments of the run, for one daemon: takes them from its owner and from peers, keeps them, passes them on.
 
 One that is new is written to the disk, and sent to all neighbours. At HELLO each side sends what it knows, and every
-PULL_S a peer asks another one for what it lacks. What counts is decided by `agora.swarm.amendments`, and read by
-everything else from the LiveManifest.
+PULL_INTERVAL_S a peer asks another one for what it lacks. What counts is decided by `agora.swarm.amendments`, and read
+by everything else from the LiveManifest.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from agora.observe import events
 from agora.swarm.amendments import IsBanned, describe_changes
 from agora.swarm.peer_score import ReportViolation, Violation
 
-SHARE_S: Final = 10.0  # seconds within which a neighbour must answer each message of amendments
-PULL_S: Final = 10.0  # seconds between two questions to another peer for what is not known here
-FETCH_S: Final = 5.0  # seconds that a start waits for the answers of other peers
+SHARE_TIMEOUT_S: Final = 10.0  # seconds within which a neighbour must answer each message of amendments
+PULL_INTERVAL_S: Final = 10.0  # seconds between two questions to another peer for what is not known here
+FETCH_TIMEOUT_S: Final = 5.0  # seconds that a start waits for the answers of other peers
 MAX_ASKED: Final = 8  # peers that a start asks
 
 
@@ -155,22 +155,23 @@ class Amendments:
         parts = range(0, len(sealed), MAX_SHARED_AMENDMENTS)
         requests = (ShareAmendments(tuple(sealed[first : first + MAX_SHARED_AMENDMENTS])) for first in parts)
         # If it fails, the member asks, or gets them at its next HELLO.
-        self._network.start_calls(peer, requests, SHARE_S)
+        self._network.start_calls(peer, requests, SHARE_TIMEOUT_S)
 
     async def fetch(self, peers: Collection[PeerId]) -> None:
-        """Asks up to MAX_ASKED of `peers` for what is not known here. Ignores those that do not answer in FETCH_S.
+        """Asks up to MAX_ASKED of `peers` for what is not known here. Ignores those that do not answer in
+        FETCH_TIMEOUT_S.
 
         To be called before a stage is loaded: its next step may be amended already.
         """
         asked = random.sample(sorted(peers), min(len(peers), MAX_ASKED))
-        await asyncio.gather(*(self._ask(peer, FETCH_S) for peer in asked))
+        await asyncio.gather(*(self._ask(peer, FETCH_TIMEOUT_S) for peer in asked))
 
     async def keep_asking(self) -> None:
-        """Every PULL_S, until cancelled, asks one member at random for what is not known here."""
+        """Every PULL_INTERVAL_S, until cancelled, asks one member at random for what is not known here."""
         while True:
-            await asyncio.sleep(PULL_S)
+            await asyncio.sleep(PULL_INTERVAL_S)
             if members := self._network.members():
-                await self._ask(random.choice(members), SHARE_S)
+                await self._ask(random.choice(members), SHARE_TIMEOUT_S)
 
     async def _ask(self, peer: PeerId, within_s: float) -> None:
         with contextlib.suppress(AgoraError):

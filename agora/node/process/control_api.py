@@ -19,7 +19,7 @@ from agora.node.control.control_socket import Answer, Question
 from agora.node.control.node_report import report_json, status_json
 from agora.node.process.evaluation import TaskEvaluator
 from agora.node.span.training_data import open_run_tokenizer
-from agora.state.collector import COLLECT_S
+from agora.state.collector import COLLECTION_TIMEOUT_S
 from agora.state.files import replace_tensors
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from agora.node.process.daemon import Daemon
 
 
-DRAIN_S = 90.0  # seconds that `drain` waits for open microbatches
-EVALUATE_S = 300.0  # seconds within which the answers of an evaluation must be back
+DRAIN_TIMEOUT_S = 90.0  # seconds that `drain` waits for open microbatches
+EVALUATION_TIMEOUT_S = 300.0  # seconds within which the answers of an evaluation must be back
 EVALUATE_BATCHES = 16  # maximum number of held-out batches of an evaluation, unless the question says another
 MAX_EVALUATE_BATCHES = 4096
-EVALUATE_TASK_S = 86_400.0  # seconds that a task may take, which is evaluated slowly beside training
-MOVE_S = 3600.0  # seconds that a move may take, including the fetch of the new stages' state
+TASK_TIMEOUT_S = 86_400.0  # seconds that a task may take, which is evaluated slowly beside training
+MOVE_TIMEOUT_S = 3600.0  # seconds that a move may take, including the fetch of the new stages' state
 
 
 class ControlApi:
@@ -55,20 +55,20 @@ class ControlApi:
             "pause": Question(self.pause, {}),
             "resume": Question(self.resume, {}),
             "leave": Question(self.leave, {}),
-            "move": Question(self.move, {"stages": str}, deadline_s=MOVE_S),
+            "move": Question(self.move, {"stages": str}, deadline_s=MOVE_TIMEOUT_S),
             "ban": Question(self.ban, {"peer": str}),
             "revoke": Question(self.revoke, {"revocation": str}),
             "amend": Question(self.amend, {"amendment": str}),
             "amendments": Question(self.amendments, {}),
             "copied_key": Question(self.copied_key, {"root": str, "pid": int}),
             "link": Question(self.link, {"rate": str}),
-            "drain": Question(self.drain, {}, deadline_s=DRAIN_S + 5.0),
+            "drain": Question(self.drain, {}, deadline_s=DRAIN_TIMEOUT_S + 5.0),
             "refill": Question(self.refill, {}),
             "weights": Question(self.weights, {"average": bool}, deadline_s=60.0),
-            "collect": Question(self.collect, {"average": bool}, deadline_s=COLLECT_S + 60.0),
-            "evaluate": Question(self.evaluate, {"batches": int}, deadline_s=EVALUATE_S + 5.0),
+            "collect": Question(self.collect, {"average": bool}, deadline_s=COLLECTION_TIMEOUT_S + 60.0),
+            "evaluate": Question(self.evaluate, {"batches": int}, deadline_s=EVALUATION_TIMEOUT_S + 5.0),
             "evaluate_task": Question(
-                self.evaluate_task, {"task": str, "items": int, "share": float}, deadline_s=EVALUATE_TASK_S
+                self.evaluate_task, {"task": str, "items": int, "share": float}, deadline_s=TASK_TIMEOUT_S
             ),
         }
 
@@ -201,11 +201,12 @@ class ControlApi:
         return {"link": link.spec.text}
 
     async def drain(self) -> Answer:
-        """Has this origin open no more microbatches until `refill`, and waits DRAIN_S at most for the open ones.
+        """Has this origin open no more microbatches until `refill`, and waits DRAIN_TIMEOUT_S at most for the open
+        ones.
 
         Returns {"in_flight": how many are still open}; 0 without an origin.
         """
-        deadline = loop_time() + DRAIN_S
+        deadline = loop_time() + DRAIN_TIMEOUT_S
         origin = self._daemon.serving_span().origin
         if origin is None:
             return {"in_flight": 0}
@@ -225,7 +226,7 @@ class ControlApi:
         """Sends up to `batches` held-out microbatches through the swarm; returns their mean loss per token and metrics.
 
         Raises LocalError without stage 0 or for a number out of range, Unavailable when the answers are not back within
-        EVALUATE_S or no text is held out.
+        EVALUATION_TIMEOUT_S or no text is held out.
         """
         origin = self._daemon.serving_span().origin
         if origin is None:
@@ -233,7 +234,7 @@ class ControlApi:
         if not 1 <= batches <= MAX_EVALUATE_BATCHES:
             raise LocalError(f"Batches must be from 1 to {MAX_EVALUATE_BATCHES}.")
         began = loop_time()
-        evaluation = await origin.evaluate(batches, EVALUATE_S)
+        evaluation = await origin.evaluate(batches, EVALUATION_TIMEOUT_S)
         return {
             "loss": evaluation.loss,
             "tokens": evaluation.tokens,

@@ -29,7 +29,7 @@ from agora.node.span.loaded_span import LoadedSpan
 from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.pipeline.origin import Origin
-from agora.pipeline.work_ledger import MAX_ENDING_S
+from agora.pipeline.work_ledger import MAX_ENDING_TIMEOUT_S
 from agora.swarm import health
 from agora.swarm.health import Health
 from agora.swarm.placement import Placement
@@ -40,19 +40,27 @@ from agora.swarm.view import View
 
 # Seconds from the request to leave, or to pause, until all is closed: 10 s in texts for users. What follows is taken
 # from them, the last parts first: what nobody waits for any more must not take the time of what others see.
-LEAVE_S = 9.0
-STOP_S = 3.0  # seconds that a start, or a move, has to end when it is cancelled
-ANNOUNCE_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
-ORIGIN_S = 5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
-ENDING_S = 1.5  # seconds that device jobs which count a gradient get when the work of others is cancelled
-CHECKPOINT_S = 1.0  # seconds that writing the checkpoints may take at least, however long the work took
-CLOSE_SPAN_S = 1.0  # seconds that closing the span may take at least, and one more if the device's job does not end
-CLOSE_PEER_S = 1.0  # seconds that closing the local peer may take at least
-CLOSE_S = CLOSE_SPAN_S + 1.0 + CLOSE_PEER_S
-MOVE_FINISH_S = 30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
-MOVE_CHECKPOINT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
-MEASURE_S = 4.0  # seconds between two measurements of how long microbatches take here
-WAIT_AFTER_FAILURE_S = 120.0  # seconds for which a peer whose move has failed does not try again
+LEAVE_TIMEOUT_S = 9.0
+STOP_TIMEOUT_S = 3.0  # seconds that a start, or a move, has to end when it is cancelled
+ANNOUNCE_TIMEOUT_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
+ORIGIN_TIMEOUT_S = (
+    5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
+)
+CANCELLED_WORK_TIMEOUT_S = (
+    1.5  # seconds that device jobs which count a gradient get when the work of others is cancelled
+)
+MIN_CHECKPOINT_TIMEOUT_S = 1.0  # seconds that writing the checkpoints may take at least, however long the work took
+CLOSE_SPAN_TIMEOUT_S = (
+    1.0  # seconds that closing the span may take at least, and one more if the device's job does not end
+)
+CLOSE_PEER_TIMEOUT_S = 1.0  # seconds that closing the local peer may take at least
+CLOSE_TIMEOUT_S = CLOSE_SPAN_TIMEOUT_S + 1.0 + CLOSE_PEER_TIMEOUT_S
+MOVE_FINISH_TIMEOUT_S = (
+    30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
+)
+MOVE_CHECKPOINT_TIMEOUT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
+MEASURE_INTERVAL_S = 4.0  # seconds between two measurements of how long microbatches take here
+FAILED_MOVE_PAUSE_S = 120.0  # seconds for which a peer whose move has failed does not try again
 
 
 # A request to serve the stages `span`. done: ends when they are served, or with the error that prevents it.
@@ -109,15 +117,15 @@ class Daemon:
             if self._failure is not None:
                 raise self._failure
         finally:
-            await self._close(self._leave_by or loop_time() + CLOSE_S)
+            await self._close(self._leave_by or loop_time() + CLOSE_TIMEOUT_S)
             await self._tasks.close()
 
     def leave(self, reason: str) -> None:
-        """Makes `run` leave in order, which takes LEAVE_S at most; a second call does nothing. reason: for the log."""
+        """Makes `run` leave in order, within LEAVE_TIMEOUT_S; a second call does nothing. reason: for the log."""
         if self.is_leaving:
             return
         self.leave_reason = reason
-        self._leave_by = loop_time() + LEAVE_S
+        self._leave_by = loop_time() + LEAVE_TIMEOUT_S
         self._stop.set()
         self._on_leave()
 
@@ -240,13 +248,13 @@ class Daemon:
         if serving.done() and not self.is_leaving:
             serving.result()
         serving.cancel()  # closes nothing: the span is still wanted for leaving in order
-        await asyncio.wait([serving], timeout=STOP_S)
+        await asyncio.wait([serving], timeout=STOP_TIMEOUT_S)
         if serving.done() and not serving.cancelled():
             serving.exception()  # retrieved: leaving was first
 
     async def _stay_paused(self) -> None:
         self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
-        until = loop_time() + LEAVE_S
+        until = loop_time() + LEAVE_TIMEOUT_S
         await self._wind_down("paused", until)
         await self._close(until)  # everything but the control socket, so that no traffic is left
         joining.register_paused(self.startup, self.signed)
@@ -366,9 +374,9 @@ class Daemon:
 
     async def _give_up_span(self, local_peer: LocalPeer, loaded: LoadedSpan) -> None:
         # While a stage has no peer, this origin's own microbatches cannot come back.
-        timeout_s = ORIGIN_S if self.sample_node_report().empty_stages else MOVE_FINISH_S
+        timeout_s = ORIGIN_TIMEOUT_S if self.sample_node_report().empty_stages else MOVE_FINISH_TIMEOUT_S
         await self._finish_work(local_peer, loaded, timeout_s, loop_time() + 2 * timeout_s, "moving to other stages")
-        await loaded.write_checkpoints(MOVE_CHECKPOINT_S)
+        await loaded.write_checkpoints(MOVE_CHECKPOINT_TIMEOUT_S)
         self.loaded = None
         await self._span_closing.aclose()
 
@@ -378,12 +386,12 @@ class Daemon:
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
         await faults.reach("daemon.leaving")
-        await self._wind_down("leaving", self._leave_by or loop_time() + LEAVE_S)
+        await self._wind_down("leaving", self._leave_by or loop_time() + LEAVE_TIMEOUT_S)
 
     async def _wind_down(self, reason: str, until: float) -> None:
         local_peer, loaded = self.local_peer, self.loaded
-        close_at = until - CLOSE_S
-        work_until = close_at - CHECKPOINT_S - ENDING_S
+        close_at = until - CLOSE_TIMEOUT_S
+        work_until = close_at - MIN_CHECKPOINT_TIMEOUT_S - CANCELLED_WORK_TIMEOUT_S
         if local_peer is not None and loaded is None and not local_peer.host.died.is_set():
             await self._announce_leaving(local_peer)
         if local_peer is None or loaded is None:
@@ -391,9 +399,9 @@ class Daemon:
         loaded.collector.close()
         # When p2pd is gone, neither requesters nor the directory can be told: what is open is lost either way.
         if not local_peer.host.died.is_set():
-            origin_s = min(ORIGIN_S, max(0.1, work_until - loop_time()))
-            await self._finish_work(local_peer, loaded, origin_s, work_until, reason, ENDING_S)
-        await loaded.write_checkpoints(max(CHECKPOINT_S, close_at - loop_time()))
+            origin_s = min(ORIGIN_TIMEOUT_S, max(0.1, work_until - loop_time()))
+            await self._finish_work(local_peer, loaded, origin_s, work_until, reason, CANCELLED_WORK_TIMEOUT_S)
+        await loaded.write_checkpoints(max(MIN_CHECKPOINT_TIMEOUT_S, close_at - loop_time()))
         self._watchdog.report_traffic(self.sample_node_report())
 
     async def _finish_work(
@@ -403,7 +411,7 @@ class Daemon:
         origin_s: float,
         deadline: float,
         reason: str,
-        ending_s: float = MAX_ENDING_S,
+        ending_s: float = MAX_ENDING_TIMEOUT_S,
     ) -> None:
         try:
             async with asyncio.timeout(origin_s):
@@ -415,7 +423,7 @@ class Daemon:
 
     async def _announce_leaving(self, local_peer: LocalPeer) -> None:
         try:
-            async with asyncio.timeout(ANNOUNCE_S):
+            async with asyncio.timeout(ANNOUNCE_TIMEOUT_S):
                 await local_peer.membership.set_state("leaving")
         except TimeoutError:
             self._report_event(events.DirectoryTrouble("leave", "the directory did not answer in time"))
@@ -425,11 +433,11 @@ class Daemon:
         self.loaded = self.local_peer = None
         # What is late is left to the end of the process. A span that hangs must not keep this peer from saying goodbye.
         for what, closing, by in (
-            ("stages", self._span_closing, until - CLOSE_PEER_S - 1.0),
+            ("stages", self._span_closing, until - CLOSE_PEER_TIMEOUT_S - 1.0),
             ("local peer", self._peer_closing, until),
         ):
             try:
-                async with asyncio.timeout_at(max(by, loop_time() + CLOSE_PEER_S)):
+                async with asyncio.timeout_at(max(by, loop_time() + CLOSE_PEER_TIMEOUT_S)):
                     await closing.aclose()
             except TimeoutError:
                 self._report_event(events.TaskFailed("close", f"the {what} could not be closed in time"))
@@ -447,7 +455,7 @@ async def _watch_p2pd(host: Host) -> None:
 
 
 async def keep_claimed_capacity_current(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
-    """Every MEASURE_S, until cancelled, puts this machine's measured rate and uplink into its claim.
+    """Every MEASURE_INTERVAL_S, until cancelled, puts this machine's measured rate and uplink into its claim.
 
     The claim's next publication has them. Does nothing until a microbatch has been measured. held_span: returns the
     span that is held, None while none is.
@@ -460,7 +468,7 @@ async def keep_claimed_capacity_current(local_peer: LocalPeer, held_span: Callab
                 loaded.span, service_s, local_peer.uplink_bytes_per_s()
             )
             local_peer.membership.update_capacity(capacity, local_peer.capacity_probe.machine.bandwidth)
-        await asyncio.sleep(MEASURE_S)
+        await asyncio.sleep(MEASURE_INTERVAL_S)
 
 
 async def rebalance_repeatedly(
@@ -468,7 +476,7 @@ async def rebalance_repeatedly(
 ) -> None:
     """Decides at random moments, until cancelled, whether this peer should hold other stages, and if so moves there.
 
-    Each decision to move is reported as MoveChosen; after a failed move decides nothing for WAIT_AFTER_FAILURE_S.
+    Each decision to move is reported as MoveChosen; after a failed move decides nothing for FAILED_MOVE_PAUSE_S.
     held_span: returns the span that is held, None while the peer should not move. move: called to move; if that
     fails, reports the failure itself and raises AgoraError.
     """
@@ -484,7 +492,7 @@ async def rebalance_repeatedly(
         try:
             await move(span)
         except AgoraError:  # reported by the move itself
-            await asyncio.sleep(WAIT_AFTER_FAILURE_S)
+            await asyncio.sleep(FAILED_MOVE_PAUSE_S)
 
 
 async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: float) -> Placement | None:

@@ -23,17 +23,26 @@ from agora.state.files import EXPORT_INDEX
 from agora.swarm import health
 from agora.swarm.view import View
 
-LOOK_S: Final = 1.0  # seconds between two looks whether the run has ended, and whether others still need its state
+LOOK_INTERVAL_S: Final = (
+    1.0  # seconds between two looks whether the run has ended, and whether others still need its state
+)
 # Seconds from the end until a daemon leaves at the earliest: meanwhile others read of the last steps, which they must
 # before a stage has no peer any more.
-LEAVE_AFTER_END_S: Final = 15.0
-IDLE_S: Final = 15.0  # seconds since another peer has fetched a part of the state, after which it has all of it
+LEAVE_DELAY_S: Final = 15.0
+FETCH_IDLE_TIMEOUT_S: Final = (
+    15.0  # seconds since another peer has fetched a part of the state, after which it has all of it
+)
 # Seconds from the end for which a leaving daemon keeps its stages for whoever exports, if nobody fetches them: an
 # export fetches one stage after the other.
-KEEP_S: Final = 600.0
-TRIES_S: Final = (0.0, 15.0, 60.0, 300.0)  # seconds before each attempt to export: a peer may be moving or restarting
-EXPORT_S: Final = 3600.0
-KILL_S: Final = 1.0  # seconds that a terminated export has for removing what it has half written
+MAX_SERVE_S: Final = 600.0
+EXPORT_RETRY_DELAYS_S: Final = (
+    0.0,
+    15.0,
+    60.0,
+    300.0,
+)  # seconds before each attempt to export: a peer may be moving or restarting
+EXPORT_TIMEOUT_S: Final = 3600.0
+KILL_DELAY_S: Final = 1.0  # seconds that a terminated export has for removing what it has half written
 
 ExportState = Literal["none", "exporting", "exported", "failed"]
 
@@ -64,11 +73,11 @@ def may_leave(since_end_s: float, since_given_s: float | None, *, is_needed: boo
     since_given_s: since another peer has fetched a part of the state that is held here; None if none has since the end.
     is_needed: whether another peer is to export, and this one's state may be a part of that.
     """
-    if since_end_s < LEAVE_AFTER_END_S:
+    if since_end_s < LEAVE_DELAY_S:
         return False
     if since_given_s is not None:
-        return since_given_s >= IDLE_S
-    return not is_needed or since_end_s >= KEEP_S
+        return since_given_s >= FETCH_IDLE_TIMEOUT_S
+    return not is_needed or since_end_s >= MAX_SERVE_S
 
 
 class EndOfRun:
@@ -89,11 +98,11 @@ class EndOfRun:
         """
         while True:
             while not self._has_ended():  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(LOOK_INTERVAL_S)
             live = self._local_peer.live
             await self._do_what_follows(total_steps := live.total_steps)
             while live.total_steps <= total_steps:  # noqa: ASYNC110
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(LOOK_INTERVAL_S)
             self.result = Result()
             text = f"an amendment has the run go on until it has taken {live.total_steps:,} steps"
             self._local_peer.startup.report_event(events.StateChanged("serving", text))
@@ -134,7 +143,7 @@ class EndOfRun:
             is_needed = seen is not None and seen.state == "serving"
             if may_leave(now - ended_at, since_given_s, is_needed=is_needed):
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
     # --- the export
 
@@ -143,7 +152,7 @@ class EndOfRun:
         folder = startup.home.result(run)
         if not _is_exported(folder, total_steps):
             self.result = Result("exporting", str(folder))
-            for pause_s in TRIES_S:
+            for pause_s in EXPORT_RETRY_DELAYS_S:
                 await asyncio.sleep(pause_s)
                 why = await _try_export(run, startup.home.root, folder, _environment(startup.settings))
                 if not why:
@@ -184,10 +193,10 @@ async def _try_export(run: str, root: Path, folder: Path, environment: Mapping[s
     except OSError as error:
         return f"no process could be started for it ({error.strerror})"
     try:
-        async with asyncio.timeout(EXPORT_S):
+        async with asyncio.timeout(EXPORT_TIMEOUT_S):
             _, said = await process.communicate()
     except TimeoutError:
-        return f"it took more than {EXPORT_S / 60:.0f} minutes"
+        return f"it took more than {EXPORT_TIMEOUT_S / 60:.0f} minutes"
     finally:
         await _end(process)
     if process.returncode == 0:
@@ -201,4 +210,4 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 end()
-                await asyncio.wait_for(process.wait(), KILL_S)
+                await asyncio.wait_for(process.wait(), KILL_DELAY_S)

@@ -17,8 +17,8 @@ from agora.data.evaluation_tasks import EvaluationTask, Question, Rows, choice_r
 from agora.data.tokenizer import Tokenizer
 from agora.observe.events import TaskEvaluated
 
-IDLE_S: Final = 10.0  # seconds without a training microbatch, after which nothing is left to be gentle with
-LOOK_S: Final = 0.05
+IDLE_AFTER_S: Final = 10.0  # seconds without a training microbatch, after which nothing is left to be gentle with
+LOOK_INTERVAL_S: Final = 0.05
 MAX_OPEN: Final = 4  # microbatches, or questions, of an evaluation at the same time
 MAX_LOSS: Final = 700.0  # whose exponential a float can hold
 
@@ -34,7 +34,7 @@ def may_send(sent: int, trained: int, share: float, idle_s: float) -> bool:
     sent: those of the evaluation so far. trained: this origin's training microbatches since it began. share: most of
     the first by the second. idle_s: since the last training microbatch was completed.
     """
-    return sent < 1 + share * trained or idle_s >= IDLE_S
+    return sent < 1 + share * trained or idle_s >= IDLE_AFTER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class TaskEvaluator:
 
     async def _send(self, rows: Sequence[Rows], before: Sequence[int] | None = None) -> tuple[float, int]:
         while not self._may_send():  # noqa: ASYNC110 - the origin tells nobody of its microbatches
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_INTERVAL_S)
         self._sent += 1
         tokens = microbatch(rows, self._row_count, before=before, has_marks=self._has_marks)
         return await self._score(encode_tokens(tokens))

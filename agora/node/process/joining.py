@@ -38,8 +38,8 @@ from agora.node.startup import Startup, next_incarnation
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
 
-FETCH_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
-LOCAL_DAEMONS_S = 60.0  # seconds to wait, in all, for other daemons of this machine that do not answer yet
+MANIFEST_TIMEOUT_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
+LOCAL_DAEMONS_TIMEOUT_S = 60.0  # seconds to wait, in all, for other daemons of this machine that do not answer yet
 INVITE_ADDRESSES = 8  # an invite has at most this many of this peer's own addresses, and at most as many of other peers
 
 
@@ -100,7 +100,7 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
         for peer in dict.fromkeys(peer_of_address(address) for address in addresses):
             network.address_book.learn(peer, addresses)
             try:
-                reply = await network.call(peer, GetManifest(), deadline=loop_time() + FETCH_S)
+                reply = await network.call(peer, GetManifest(), deadline=loop_time() + MANIFEST_TIMEOUT_S)
                 # Its hash must be the run's id, so a wrong manifest is no chance: ask nobody else.
                 if not isinstance(reply.message, ManifestAnswer):
                     raise ManifestError("The peer sent an unexpected message; ask for another invite.")
@@ -268,7 +268,7 @@ def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Seq
 
 
 async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
-    deadline = loop_time() + LOCAL_DAEMONS_S
+    deadline = loop_time() + LOCAL_DAEMONS_TIMEOUT_S
     addresses = list[str]()
     for entry in paths.find_running_daemons():
         # Daemons that were started together with this one may not have an address yet.

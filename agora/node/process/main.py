@@ -42,7 +42,7 @@ SIGNALS: Final[Mapping[signal.Signals, str]] = {
     signal.SIGHUP: "asked to leave by SIGHUP: its terminal was closed (start it with `nohup` or as a service to go on)",
 }
 # Seconds after which a process that was to leave ends, whatever hangs: a device, a disk, a thread. In order it takes 9.
-END_S: Final = 9.4
+END_TIMEOUT_S: Final = 9.4
 
 
 def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
@@ -109,7 +109,7 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
 
 def _end_if_late(startup: Startup) -> None:
     # A thread, since the event loop may hang as well as what it waits for, and so may the interpreter's end.
-    timer = threading.Timer(END_S, _end_at_once, (startup, "not everything could be ended in time"))
+    timer = threading.Timer(END_TIMEOUT_S, _end_at_once, (startup, "not everything could be ended in time"))
     timer.daemon = True
     timer.start()
 

@@ -10,7 +10,7 @@ from agora_protocol.errors import LocalError
 
 from agora.core.tasks import BackgroundTasks
 from agora.node.process.control_api import ControlApi
-from agora.page.feed import LOOK_S, Feed, Invitation
+from agora.page.feed import LOOK_INTERVAL_S, Feed, Invitation
 from agora.page.model_text import write_text
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class DaemonSource:
     """A run as one daemon, in this process, sees it."""
 
-    look_s = LOOK_S
+    look_s = LOOK_INTERVAL_S
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

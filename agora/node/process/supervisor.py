@@ -36,15 +36,15 @@ from agora.observe.journal import Journal
 from agora.observe.log import EventLog
 from agora.observe.reporter import Reporter
 
-FIND_S: Final = 120.0  # for torch to say which devices there are
+FIND_TIMEOUT_S: Final = 120.0  # for torch to say which devices there are
 POLL_S: Final = 0.2
-FIRST_RESTART_S: Final = 5.0  # doubled with each further end within RESTART_MEMORY_S
-MAX_RESTART_S: Final = 300.0
-RESTART_MEMORY_S: Final = 3600.0
+FIRST_RESTART_DELAY_S: Final = 5.0  # doubled with each further end within RESTART_WINDOW_S
+MAX_RESTART_DELAY_S: Final = 300.0
+RESTART_WINDOW_S: Final = 3600.0
 # A daemon that has fed its watchdog, but not for this long, is killed and started again; under systemd its interval.
-WATCHDOG_S: Final = 60.0
+WATCHDOG_TIMEOUT_S: Final = 60.0
 # After which daemons that were told to leave are killed: they end by themselves before, see END_S of main.py.
-LEAVE_S: Final = 9.7
+LEAVE_TIMEOUT_S: Final = 9.7
 NEVER_RESTARTED: Final = (0, 2)  # exit codes: it has left in order, or its arguments are wrong
 MAX_NOTICE_BYTES: Final = 4096
 
@@ -56,7 +56,9 @@ def find_devices() -> list[str]:
     """
     code = "from agora.train.device import all_devices; print(*all_devices())"
     try:
-        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=FIND_S, check=True)
+        asked = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=FIND_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         told = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
         text = f"torch does not say which devices there are ({''.join(told)}); name them: --device cuda:0,cuda:1"
@@ -66,8 +68,8 @@ def find_devices() -> list[str]:
 
 def restart_delay_s(ends: Sequence[float], now: float) -> float:
     """Returns the seconds to wait before a daemon is started again. ends: when it has ended, this end included."""
-    recent = sum(now - ended < RESTART_MEMORY_S for ended in ends)
-    return float(min(MAX_RESTART_S, FIRST_RESTART_S * 2 ** (max(1, recent) - 1)))
+    recent = sum(now - ended < RESTART_WINDOW_S for ended in ends)
+    return float(min(MAX_RESTART_DELAY_S, FIRST_RESTART_DELAY_S * 2 ** (max(1, recent) - 1)))
 
 
 def homes_of(home: paths.Home, devices: Sequence[str]) -> list[paths.Home]:
@@ -154,7 +156,7 @@ class Supervisor:
         self._children = [_Child(each.device, place, each) for place, each in zip(homes, settings, strict=True)]
         self._report_event = report_event
         self._notifier = notifier
-        self._watchdog_s = notifier.watchdog_s or WATCHDOG_S
+        self._watchdog_s = notifier.watchdog_s or WATCHDOG_TIMEOUT_S
         self._leave_by: float | None = None  # loop time; None until they are told to leave
 
     async def run(self) -> int:
@@ -182,7 +184,7 @@ class Supervisor:
             self._report_event(events.OwnerTold(f"ended at once by a second signal, {number.name}"))
             self._kill_all()
             os._exit(1)
-        self._leave_by = loop_time() + LEAVE_S
+        self._leave_by = loop_time() + LEAVE_TIMEOUT_S
         self._notifier.send(STOPPING=1, STATUS=SIGNALS[number])
         self._report_event(events.StateChanged("leaving", SIGNALS[number]))
         for child in self._children:

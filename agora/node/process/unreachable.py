@@ -11,7 +11,7 @@ from typing import Final
 
 from agora.net.nat.addresses import is_private
 
-EXPLAIN_S: Final = 3.0  # seconds for a dial that finds out why a peer was not reached
+EXPLAIN_TIMEOUT_S: Final = 3.0  # seconds for a dial that finds out why a peer was not reached
 MAX_EXPLAINED: Final = 3  # at most this many hosts are dialled for that
 
 
@@ -30,7 +30,7 @@ def explain_nobody_left(given: int, others: int, banned: Path) -> str:
 
 
 async def explain_unreachable(addresses: Sequence[str]) -> str:
-    """Dials the hosts of some addresses, for EXPLAIN_S; returns why each cannot be reached, and what to do."""
+    """Dials the hosts of some addresses, for EXPLAIN_TIMEOUT_S; returns why each cannot be reached, and what to do."""
     found = dict.fromkeys(endpoint for address in addresses if (endpoint := _endpoint_of(address)) is not None)
     causes = await asyncio.gather(*(_dial_for_a_cause(host, port) for host, port in list(found)[:MAX_EXPLAINED]))
     return "; ".join(dict.fromkeys(causes)) or "it is reached only through relays that are gone; ask for a newer invite"
@@ -44,7 +44,7 @@ def _endpoint_of(address: str) -> tuple[str, int] | None:
 
 async def _dial_for_a_cause(host: str, port: int) -> str:
     try:
-        async with asyncio.timeout(EXPLAIN_S):
+        async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, UnicodeError, TimeoutError) as error:
         return cause_of(error, host, port)

@@ -15,11 +15,11 @@ from agora.node.startup import Notifier
 from agora.observe import events
 
 POLL_S = 1.0  # seconds between two checks of the daemon
-TRAFFIC_S = 2.0  # seconds between two reports of the traffic
-DEVICE_S = 30.0  # seconds between two reports of how the device is used
-WAITS_S = 10.0  # seconds between two reports of what the device waits for
+TRAFFIC_INTERVAL_S = 2.0  # seconds between two reports of the traffic
+DEVICE_INTERVAL_S = 30.0  # seconds between two reports of how the device is used
+WAITS_INTERVAL_S = 10.0  # seconds between two reports of what the device waits for
 # Seconds for which work in progress may stand still if systemd gives no interval; else half of that interval.
-SILENCE_S = 30.0
+SILENCE_TIMEOUT_S = 30.0
 # Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back.
 SILENCE_PATHS = 10.0
 
@@ -69,8 +69,8 @@ class Watchdog:
     async def run(self) -> None:
         """Every POLL_S, until cancelled, takes the node's report, reports changes of health, and notifies systemd.
 
-        Every TRAFFIC_S also reports the traffic, if it has changed, every DEVICE_S how the device is used, and every
-        WAITS_S what its time was spent on.
+        Every TRAFFIC_INTERVAL_S also reports the traffic, if it has changed, every DEVICE_INTERVAL_S how the device is
+        used, and every WAITS_INTERVAL_S what its time was spent on.
         """
         traffic_due = device_due = waits_due = 0.0
         while True:
@@ -78,13 +78,13 @@ class Watchdog:
             self._report_changes(report)
             self._notify_systemd(report)
             if loop_time() >= traffic_due:
-                traffic_due = loop_time() + TRAFFIC_S
+                traffic_due = loop_time() + TRAFFIC_INTERVAL_S
                 self.report_traffic(report)
             if loop_time() >= device_due and report.span is not None and report.span.device is not None:
-                device_due = loop_time() + DEVICE_S
+                device_due = loop_time() + DEVICE_INTERVAL_S
                 self._report_event(report.span.device)
             if loop_time() >= waits_due and report.span is not None:
-                waits_due = loop_time() + WAITS_S
+                waits_due = loop_time() + WAITS_INTERVAL_S
                 self._report_event(events.DeviceWaited(*(round(seconds, 3) for seconds in report.span.waits)))
             await asyncio.sleep(POLL_S)
 
@@ -109,7 +109,7 @@ class Watchdog:
 
     def _notify_systemd(self, report: NodeReport) -> None:
         path_s, in_progress = (report.span.path_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
-        limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_S, SILENCE_PATHS * path_s)
+        limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_TIMEOUT_S, SILENCE_PATHS * path_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
         if report.start_phase:
             waiting_for = f"the phase {report.start_phase!r} of its start"

@@ -36,7 +36,7 @@ from agora.tuning.epochs.batches import EpochFile
 
 # Maximum number of spans loaded one after another, if others take each of them meanwhile; the last one is served.
 MAX_LOADS = 3
-ASK_S = 3.0  # seconds within which a replica must answer how many steps it has taken
+STEP_ANSWER_TIMEOUT_S = 3.0  # seconds within which a replica must answer how many steps it has taken
 T = TypeVar("T")
 
 
@@ -232,11 +232,11 @@ def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochF
 async def ask_steps(peer_caller: PeerCaller, stage: int, peers: Collection[PeerId]) -> Mapping[PeerId, int]:
     """Asks the peers, concurrently, how many steps they have taken at a stage; returns the steps by peer.
 
-    Waits ASK_S at most; leaves out peers that fail or whose answer has no step.
+    Waits STEP_ANSWER_TIMEOUT_S at most; leaves out peers that fail or whose answer has no step.
     """
 
     async def ask(peer: PeerId) -> int:
-        reply = await peer_caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + ASK_S)
+        reply = await peer_caller.call(peer, GossipSteps(stage, ()), (), deadline=loop_time() + STEP_ANSWER_TIMEOUT_S)
         replicas = reply.message.replicas if isinstance(reply.message, GossipedSteps) else ()
         steps = [entry[1] for entry in replicas if entry[0] == peer]
         if not steps:

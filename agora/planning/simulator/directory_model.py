@@ -29,7 +29,7 @@ from agora.swarm.directory_shards import (
     judge_reading,
     shards_to_publish,
 )
-from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_S, PUBLISH_PROGRESS_S
+from agora.swarm.membership import LIFETIME_S, PUBLISH_CLAIM_INTERVAL_S, PUBLISH_PROGRESS_INTERVAL_S
 from agora.swarm.view import PeerView, StageEstimate, View
 
 RUN: Final = RunId("00" * 32)  # the run whose hashes place the peers
@@ -119,8 +119,8 @@ class DirectoryModel:
         return claimed is not None and claimed.incarnation == incarnation
 
     def seconds_to_end(self) -> float:
-        """LIFETIME_S less the claim's age, drawn from 0 to PUBLISH_CLAIM_S."""
-        return LIFETIME_S - self._rng.uniform(0.0, PUBLISH_CLAIM_S)
+        """LIFETIME_S less the claim's age, drawn from 0 to PUBLISH_CLAIM_INTERVAL_S."""
+        return LIFETIME_S - self._rng.uniform(0.0, PUBLISH_CLAIM_INTERVAL_S)
 
     def server_count(self, stage: int) -> int:
         return len(self._servers[stage])
@@ -193,7 +193,7 @@ class SimulatedReader:
         if span is None:
             return 0.0
         shards = len(shards_to_publish(self._readings, span, self._reader_hash))
-        return shards * (1.0 / PUBLISH_CLAIM_S + 1.0 / PUBLISH_PROGRESS_S)
+        return shards * (1.0 / PUBLISH_CLAIM_INTERVAL_S + 1.0 / PUBLISH_PROGRESS_INTERVAL_S)
 
     def replicas(self, stage: int) -> tuple[PeerView, ...]:
         claims = {

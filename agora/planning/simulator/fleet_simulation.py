@@ -14,7 +14,7 @@ from agora_protocol.ids import PeerId, Span
 from agora.planning.simulator.directory_model import DirectoryModel, SimulatedReader
 from agora.planning.simulator.event_queue import EventQueue
 from agora.planning.simulator.measurements import Measurements
-from agora.planning.simulator.pipeline_simulation import SILENCE_S, OriginSimulation
+from agora.planning.simulator.pipeline_simulation import SILENCE_TIMEOUT_S, OriginSimulation
 from agora.planning.simulator.scenario import SimulatedModel
 from agora.planning.simulator.simulated_machine import SimulatedDevice
 from agora.planning.simulator.simulated_peer import Equipment, Presence, SimulatedFetch, SimulatedPeer
@@ -76,9 +76,9 @@ class DaemonPlacement:
         return MachineCapacity(equipment.speed / self._mean_work, equipment.link.spec.rate, equipment.max_span_lengths)
 
 
-DRAIN_S = 60.0  # seconds after which a peer that moves or leaves gives up the work that it has not finished
+DRAIN_TIMEOUT_S = 60.0  # seconds after which a peer that moves or leaves gives up the work that it has not finished
 DRAIN_POLL_S = 1.0  # seconds between two checks whether a peer that moves or leaves has finished
-HANG_S = 60.0  # seconds after which a peer that hangs is ended, by its watchdog or its owner
+HANG_TIMEOUT_S = 60.0  # seconds after which a peer that hangs is ended, by its watchdog or its owner
 
 # Seconds for which a peer that has gone is remembered: longer than its claim may be in any other peer's view.
 DEPARTED_KEPT_S = LIFETIME_S + 600.0
@@ -245,7 +245,7 @@ class FleetSimulation:
         peer.presence = Presence.LEAVING
         if peer.span is not None:
             self._directory.claim(peer, peer.span, "leaving")
-        self._wait_for_drain(peer, self._events.now + DRAIN_S, then)
+        self._wait_for_drain(peer, self._events.now + DRAIN_TIMEOUT_S, then)
 
     def _wait_for_drain(self, peer: SimulatedPeer, until: float, then: Callable[[], None]) -> None:
         if peer.presence is not Presence.LEAVING:
@@ -274,13 +274,13 @@ class FleetSimulation:
         self._vanish(peer)
 
     def hang(self, peer: SimulatedPeer) -> None:
-        """Its connections break after SILENCE_S; it is ended after HANG_S."""
+        """Its connections break after SILENCE_TIMEOUT_S; it is ended after HANG_TIMEOUT_S."""
         self._measurements.hangs += 1
         peer.presence = Presence.HUNG
         peer.device.stop()
         self._expire_claim_later(peer)
-        self._events.after(SILENCE_S, self._hops.break_connections, peer)
-        self._events.after(HANG_S, self._end, peer)
+        self._events.after(SILENCE_TIMEOUT_S, self._hops.break_connections, peer)
+        self._events.after(HANG_TIMEOUT_S, self._end, peer)
 
     def _vanish(self, peer: SimulatedPeer) -> None:
         self._expire_claim_later(peer)  # nobody withdraws the claim of a peer that was killed

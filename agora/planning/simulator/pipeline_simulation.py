@@ -35,7 +35,7 @@ from agora.planning.simulator.simulated_peer import (
 )
 
 KEPT_ANSWERS = 1024  # maximum number of answers that a peer keeps for repeats
-SILENCE_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)  # then a hung peer's connections break
+SILENCE_TIMEOUT_S = float(limits.PING_AFTER_SILENCE_S + limits.PING_ANSWER_S)  # then a hung peer's connections break
 
 
 class HopSimulation:
@@ -82,7 +82,7 @@ class HopSimulation:
         peer, microbatch, stage = call.callee, call.caller.microbatch, call.attempt.stage
         if peer.presence is Presence.HUNG:
             # A hung peer's connection stays open: the caller notices nothing before the pings go unanswered.
-            self._events.after(SILENCE_S, self._on_failed, call)
+            self._events.after(SILENCE_TIMEOUT_S, self._on_failed, call)
         if call.ended or not peer.is_up:
             return  # the caller learns it from the end of the connection
         key = (microbatch.id, stage)

@@ -169,7 +169,9 @@ class Call:
 
 
 DONORS = 4  # maximum number of replicas from which a newcomer fetches at the same time
-PIECE_S = 0.25  # seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state
+PIECE_DURATION_S = (
+    0.25  # seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state
+)
 
 
 class SimulatedFetch:
@@ -213,7 +215,7 @@ class SimulatedFetch:
                 self._done(self._peer)
             return
         link = donor.equipment.link
-        size = min(self._left, PIECE_S * link.spec.rate)
+        size = min(self._left, PIECE_DURATION_S * link.spec.rate)
         self._left -= size
         arrival = link.send(self._peer.equipment.link, size, self._events.now, self._rng)
         self._events.at(arrival, self._next_piece, donor)

@@ -18,16 +18,28 @@ from agora_protocol.tensor_list import ListedTensor, TensorList, bits_to_held, c
 
 from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
-from agora.state.chunk_fetch import CHUNK_S, FAILURES, INDEX_S, TICK_S, ChunkFetch, Source, call_until
+from agora.state.chunk_fetch import (
+    CHUNK_TIMEOUT_S,
+    FAILURES,
+    INDEX_TIMEOUT_S,
+    TICK_INTERVAL_S,
+    ChunkFetch,
+    Source,
+    call_until,
+)
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.tuning.base.server import LIST
 from agora.tuning.base.store import BaseModelError, TensorStore
 from agora.tuning.base.tensors import malformed_list_error
 
-AGAIN_S: Final = 5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
-RETRY_FAILED_S: Final = 30.0  # seconds until a source that has failed FAILURES times in a row is tried again
-LIST_SOURCES_S: Final = 2.0  # seconds between two readings of the list of sources
+EMPTY_SOURCE_RETRY_INTERVAL_S: Final = (
+    5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
+)
+FAILED_SOURCE_RETRY_INTERVAL_S: Final = (
+    30.0  # seconds until a source that has failed FAILURES times in a row is tried again
+)
+SOURCES_INTERVAL_S: Final = 2.0  # seconds between two readings of the list of sources
 TIMEOUT_S: Final = 60.0  # the fetch fails after so many seconds with neither an open piece call nor a Busy answer
 BUSY_TIMEOUT_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
 NO_PEER_TIMEOUT_S: Final = 15.0  # takes the place of TIMEOUT_S while there is no other peer at all
@@ -134,7 +146,7 @@ class BaseFetch:
     async def _advance(self) -> None:
         now = loop_time()
         if now >= self._refresh_at:
-            self._refresh_at = now + LIST_SOURCES_S
+            self._refresh_at = now + SOURCES_INTERVAL_S
             self._chunks.update_sources(self._list_sources())
         self._ask_useless_sources_again(now)
         self._chunks.ask_for_indexes(now)
@@ -145,14 +157,14 @@ class BaseFetch:
             self._last_progress_at = now
         if now - self._last_progress_at > (TIMEOUT_S if sources else NO_PEER_TIMEOUT_S):
             raise BaseModelError(self._explain_failure())
-        await self._chunks.wait(TICK_S, self._finishing.values())
+        await self._chunks.wait(TICK_INTERVAL_S, self._finishing.values())
         self._take_finished()
 
     def _ask_useless_sources_again(self, now: float) -> None:
         for source in self._chunks.usable_sources:
             held = source.offer
             if held is not None and not source.calls and not any(number in held for number in self._missing):
-                source.offer, source.not_before = None, now + AGAIN_S
+                source.offer, source.not_before = None, now + EMPTY_SOURCE_RETRY_INTERVAL_S
 
     def _holds(self, held: HeldTensors, chunk: int) -> bool:
         return self._pieces[chunk].number in held
@@ -184,7 +196,7 @@ class BaseFetch:
 
     async def _ask_for_index(self, source: Source[HeldTensors]) -> None:
         try:
-            reply = await call_until(self._peer_caller, source.peer, GetBase, loop_time() + INDEX_S)
+            reply = await call_until(self._peer_caller, source.peer, GetBase, loop_time() + INDEX_TIMEOUT_S)
             tensors = self.tensor_list or await self._fetch_tensor_list(source.peer, _read_list_size(reply))
             source.offer = _read_held(reply, tensors)
         except AgoraError as error:
@@ -230,7 +242,9 @@ class BaseFetch:
         self._on_piece()
 
     async def _get_piece(self, peer: PeerId, number: int, piece: int) -> Reply:
-        return await call_until(self._peer_caller, peer, partial(GetPiece, number, piece), loop_time() + CHUNK_S)
+        return await call_until(
+            self._peer_caller, peer, partial(GetPiece, number, piece), loop_time() + CHUNK_TIMEOUT_S
+        )
 
     # --- failures
 
@@ -239,9 +253,9 @@ class BaseFetch:
     # | CorruptBaseError | a violation is reported; the source is asked for nothing more |
     # | another ProtocolError | the source is asked for nothing more |
     # | Busy | a pause as long as the source asks for, within bounds |
-    # | refused to list what it has | the source is asked again after AGAIN_S |
+    # | refused to list what it has | the source is asked again after EMPTY_SOURCE_RETRY_INTERVAL_S |
     # | refused a tensor | the source counts as not having this tensor |
-    # | any other | a pause, longer each time; after FAILURES in a row, RETRY_FAILED_S |
+    # | any other | a pause, longer each time; after FAILURES in a row, FAILED_SOURCE_RETRY_INTERVAL_S |
     def _handle_failure(self, source: Source[HeldTensors], error: AgoraError, key: PieceKey | None = None) -> None:
         if isinstance(error, BaseModelError):
             raise error  # the manifest itself is wrong: no other source can help
@@ -252,7 +266,7 @@ class BaseFetch:
             source.give_up(str(error))
         elif isinstance(error, Refused) and not isinstance(error, Busy):
             if key is None:
-                source.not_before = now + AGAIN_S
+                source.not_before = now + EMPTY_SOURCE_RETRY_INTERVAL_S
             elif source.offer is not None:
                 source.offer -= {key.number}
         else:
@@ -260,7 +274,7 @@ class BaseFetch:
             if isinstance(error, Busy) and now < self._last_arrival + BUSY_TIMEOUT_S:
                 self._last_progress_at = now
             if source.failures >= FAILURES:
-                source.offer, source.failures, source.not_before = None, 0, now + RETRY_FAILED_S
+                source.offer, source.failures, source.not_before = None, 0, now + FAILED_SOURCE_RETRY_INTERVAL_S
 
 
 def _read_list_size(reply: Reply) -> int:

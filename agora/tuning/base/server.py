@@ -22,7 +22,7 @@ from agora.tuning.base.tensors import BaseTensors
 
 MAX_AT_ONCE: Final = 8  # pieces that are read at the same time; each takes STATE_CHUNK_BYTES of memory
 RETRY_MS: Final = 500
-LIST_WAIT_S: Final = 5.0  # seconds a requester waits while files are hashed for the tensor list, before it gets Busy
+LIST_TIMEOUT_S: Final = 5.0  # seconds a requester waits while files are hashed for the tensor list, before it gets Busy
 LIST_RETRY_MS: Final = 5000
 LIST: Final = -1  # the tensor number in GetPiece that stands for the tensor list itself
 
@@ -45,7 +45,7 @@ class BaseServer:
     async def answer(self, request: GetBase | GetPiece) -> Reply:
         """Returns the answer: to GetBase the tensor list's size and a bitmap of tensors held here, to GetPiece a piece.
 
-        If the list is not known, has it made and waits for that, up to LIST_WAIT_S. Raises Refused if this peer does
+        If the list is not known, has it made and waits for that, up to LIST_TIMEOUT_S. Raises Refused if this peer does
         not have what is asked for, Busy if the list is still being made or MAX_AT_ONCE pieces are being read,
         ProtocolError if there is no such tensor or piece.
         """
@@ -62,7 +62,7 @@ class BaseServer:
         if self._opening is None:
             self._opening = asyncio.create_task(self._find_list(), name="tensor list")
         opening = self._opening  # several calls may wait for this task: the first to wake may drop it, see below
-        await asyncio.wait([opening], timeout=LIST_WAIT_S)
+        await asyncio.wait([opening], timeout=LIST_TIMEOUT_S)
         if not opening.done():
             raise Busy("this peer is hashing its files of the base model; ask again", LIST_RETRY_MS)
         try:

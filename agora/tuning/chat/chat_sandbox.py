@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY_BYTES = 1 << 30  # address space of the process
-REQUEST_S = 20.0  # processor time of one request; after it SIGPROF ends the process
+REQUEST_CPU_LIMIT_S = 20.0  # processor time of one request; after it SIGPROF ends the process
 LONGEST_TEXT = 64 << 20  # characters of one conversation
 
 # Name of the template variable whose text is written before and after each generation block; if unset, nothing is.
@@ -113,7 +113,7 @@ def _answers(requests: IO[str]) -> Iterator[dict[str, Any]]:
     yield {"texts": []}
     for line in requests:
         # Processor time, so that a busy machine does not make a record malformed.
-        signal.setitimer(signal.ITIMER_PROF, REQUEST_S)
+        signal.setitimer(signal.ITIMER_PROF, REQUEST_CPU_LIMIT_S)
         yield _render(template, opening["special"], json.loads(line))
 
 

@@ -19,17 +19,17 @@ from agora.tuning.epochs.assigner import EpochAssigner
 
 INTERVAL_S: Final = 0.25  # seconds between two ticks
 # Seconds after which an origin sends its state again although it has not changed, above all for newcomers.
-HEARTBEAT_S: Final = 2.0
+HEARTBEAT_INTERVAL_S: Final = 2.0
 TARGETS: Final = 4  # maximum number of other origins to which the state is sent at one interval
-CALL_S: Final = 3.0  # seconds after which a call that was not answered has failed
-REPEAT_S: Final = 60.0  # minimum seconds between two reports that one and the same origin trains on other rows
+CALL_TIMEOUT_S: Final = 3.0  # seconds after which a call that was not answered has failed
+REPORT_INTERVAL_S: Final = 60.0  # minimum seconds between two reports that one and the same origin trains on other rows
 
 
 class EpochGossip:
     """Exchanges this origin's epoch state with other origins: `run` sends the state, `answer` serves their requests.
 
-    The state is sent to up to TARGETS random origins, when it has changed or every HEARTBEAT_S. The states of other
-    origins, received in requests and in answers, are merged into this origin's.
+    The state is sent to up to TARGETS random origins, when it has changed or every HEARTBEAT_INTERVAL_S. The states of
+    other origins, received in requests and in answers, are merged into this origin's.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EpochGossip:
         self._on_exchange = on_exchange
         self._rng = rng or random.Random()
         self._calls: dict[PeerId, asyncio.Task[None]] = {}
-        self._sent_at = -HEARTBEAT_S
+        self._sent_at = -HEARTBEAT_INTERVAL_S
         self._reported_at: dict[PeerId, float] = {}
 
     async def run(self) -> None:
@@ -67,11 +67,11 @@ class EpochGossip:
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
 
     def tick(self) -> None:
-        """To up to TARGETS random origins without an open call, if it has changed or HEARTBEAT_S have passed."""
+        """To up to TARGETS random origins without an open call, if it has changed or after HEARTBEAT_INTERVAL_S."""
         now = loop_time()
         last_state = self._assigner.last_state
         state = self._assigner.next_state()
-        if state != last_state or now - self._sent_at >= HEARTBEAT_S:
+        if state != last_state or now - self._sent_at >= HEARTBEAT_INTERVAL_S:
             free = sorted(set(self._others()) - self._calls.keys())
             for peer in self._rng.sample(free, min(TARGETS, len(free))):
                 call = self._send_state(peer, GossipEpochs(state))
@@ -86,7 +86,7 @@ class EpochGossip:
 
     async def _send_state(self, peer: PeerId, request: GossipEpochs) -> None:
         try:
-            reply = await self._peer_caller.call(peer, request, (), deadline=loop_time() + CALL_S)
+            reply = await self._peer_caller.call(peer, request, (), deadline=loop_time() + CALL_TIMEOUT_S)
             self._merge_answer(peer, reply.message)
         except AgoraError:
             pass  # an origin that cannot be reached now gets the state at a later interval, or is not live
@@ -105,7 +105,7 @@ class EpochGossip:
         try:
             self._assigner.merge(peer, state)
         except DataError as error:
-            if loop_time() - self._reported_at.get(peer, -REPEAT_S) >= REPEAT_S:
+            if loop_time() - self._reported_at.get(peer, -REPORT_INTERVAL_S) >= REPORT_INTERVAL_S:
                 self._reported_at[peer] = loop_time()
                 self._report(events.TaskFailed("epochs", str(error)))
         self._on_exchange()
