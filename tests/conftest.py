@@ -51,7 +51,7 @@ NOT_QUICK = (
     "replica/test_shard_codec.py",
     "state",
     "swarm/test_directory_shards.py",
-    "swarm/test_handshakes.py",
+    "swarm/test_unverified_dials.py",
     "swarm/test_rebalancing.py",
     "tiny_base",
     "train",

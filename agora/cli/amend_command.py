@@ -26,7 +26,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.packing import pack_canonical
 
 from agora.cli import console
-from agora.cli.console import STALLED, USAGE, Failure
+from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.signing_command import Signer, find_signer, known_addresses
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import runs
@@ -46,7 +46,7 @@ def amend(run: str, from_step: int | None, sets: Sequence[str], directory: Path 
     for values and steps that this run does not allow, if no key here may sign, and if nobody tells the run's step.
     """
     if from_step is None or not sets:
-        raise Failure("give --from-step N and --set SECTION.FIELD=VALUE, or --list", USAGE)
+        raise Failure("give --from-step N and --set SECTION.FIELD=VALUE, or --list", EXIT_USAGE)
     values = parse_values(sets)
     found = find_run(run, [directory] if directory else [])
     signer = find_signer(found)
@@ -55,7 +55,7 @@ def amend(run: str, from_step: int | None, sets: Sequence[str], directory: Path 
         raise Failure(
             "no daemon here and no peer of the run tells which step it has come to; run this where `agora-node join` "
             "runs, or check this machine's network",
-            STALLED,
+            EXIT_STALLED,
         )
     sealed = _sign(found, signer, known, from_step, values)
     receivers = _tell_daemons(found, sealed)
@@ -70,7 +70,7 @@ def amend(run: str, from_step: int | None, sets: Sequence[str], directory: Path 
     else:
         text = f"amendment {added.amendment.number} is in force from step {from_step} on, the run is at {known.step}"
         console.print_to_stderr(f"{text}: {describe_changes(added.amendment)}; {', '.join(receivers)} passes it on")
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def list_amendments(run: str, directory: Path | None, *, as_json: bool) -> int:
@@ -81,7 +81,7 @@ def list_amendments(run: str, directory: Path | None, *, as_json: bool) -> int:
     if as_json:
         listed = [_as_json(each, counts=counts, step=known.step) for each, counts in rows]
         console.print_json({"schema": 1, "run_id": found.signed.run_id, "step": known.step, "amendments": listed})
-        return console.DONE
+        return console.EXIT_DONE
     for each, counts in rows:
         amendment = each.amendment
         state = "counts" if counts else "does not count: another of its number goes before it, or its signer is banned"
@@ -92,7 +92,7 @@ def list_amendments(run: str, directory: Path | None, *, as_json: bool) -> int:
         )
     if not rows:
         console.print_to_stderr("the run has no amendments: its manifest holds as it was signed")
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def parse_values(sets: Sequence[str]) -> dict[str, Any]:
@@ -101,13 +101,15 @@ def parse_values(sets: Sequence[str]) -> dict[str, Any]:
     for text in sets:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not value:
-            raise Failure(f"--set {text[:60]!r} is not SECTION.FIELD=VALUE, such as optimizer.total_steps=4000", USAGE)
+            raise Failure(
+                f"--set {text[:60]!r} is not SECTION.FIELD=VALUE, such as optimizer.total_steps=4000", EXIT_USAGE
+            )
         try:
             check_key(key)
         except AmendmentError as error:
-            raise Failure(str(error), USAGE) from None
+            raise Failure(str(error), EXIT_USAGE) from None
         if key in values:
-            raise Failure(f"{key} is set twice; give it once", USAGE)
+            raise Failure(f"{key} is set twice; give it once", EXIT_USAGE)
         try:
             values[key] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
@@ -181,7 +183,7 @@ def _sign(found: FoundRun, signer: Signer, known: _Known, from_step: int, values
     try:
         changes = pack_canonical(_as_the_manifest_has_them(manifest_at(core, before, from_step), values))
         if len(changes) > MAX_CHANGES_BYTES:
-            raise Failure(f"the new values take {len(changes)} bytes; set them by several amendments", USAGE)
+            raise Failure(f"the new values take {len(changes)} bytes; set them by several amendments", EXIT_USAGE)
         amendment = Amendment(
             signer.identity.peer,
             number,
@@ -196,7 +198,7 @@ def _sign(found: FoundRun, signer: Signer, known: _Known, from_step: int, values
         sealed = seal_amendment(amendment, run, signer.identity)
         known.book.add(sealed, time.time())
     except ManifestError as error:
-        raise Failure(f"these values do not fit the run: {error}", USAGE) from None
+        raise Failure(f"these values do not fit the run: {error}", EXIT_USAGE) from None
     except (AmendmentError, ProtocolError) as error:
         raise Failure(str(error)) from None
     known.book.choose()
@@ -233,7 +235,7 @@ def _tell_peer(run: str, found: FoundRun, book: AmendmentBook, signer: Signer) -
     try:
         took = status_client.share_amendments(known_addresses(run, found), found.signed.run_id, newest, credentials)
     except AgoraError as error:
-        raise Failure(f"nobody could be told ({error}), so nothing is amended; try again", STALLED) from None
+        raise Failure(f"nobody could be told ({error}), so nothing is amended; try again", EXIT_STALLED) from None
     if took.refused:
         raise Failure(f"the peer that was asked does not accept it: {took.why}")
 

@@ -25,11 +25,11 @@ from agora.core.terminal_text import printable
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-DONE = 0
-FAILED = 1
-USAGE = 2
-DEGRADED = 3
-STALLED = 4  # or unreachable
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_DEGRADED = 3
+EXIT_STALLED = 4  # or unreachable
 # Where torch reads its allocator's settings: before version 2.9 not yet in the first, since then still in the others.
 NAMED_SINCE = Version("2.9")
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -65,7 +65,7 @@ LINK = Annotated[
 class Failure(Exception):
     """Raised to end a command with exit code `code`; the text is one sentence: what is wrong, and what to do."""
 
-    def __init__(self, text: str, code: int = FAILED) -> None:
+    def __init__(self, text: str, code: int = EXIT_FAILED) -> None:
         super().__init__(text)
         self.code = code
 
@@ -135,17 +135,17 @@ def run(app: typer.Typer) -> None:
     """
     try:
         app()
-        code = DONE
+        code = EXIT_DONE
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print_to_stderr(ended.code)
-        code = ended.code if isinstance(ended.code, int) else FAILED if ended.code else DONE
+        code = ended.code if isinstance(ended.code, int) else EXIT_FAILED if ended.code else EXIT_DONE
     except KeyboardInterrupt:
         print_to_stderr("error: stopped")
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = FAILED
+        code = EXIT_FAILED
     except Exception as error:
         text, code = explain(error)
         print_to_stderr(f"error: {text}")
@@ -174,16 +174,16 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, Failure):
         return str(error), error.code
     if isinstance(error, InputError):
-        return str(error), USAGE
+        return str(error), EXIT_USAGE
     if isinstance(error, AgoraError):
-        return str(error), int(getattr(error, "exit_code", FAILED))
+        return str(error), int(getattr(error, "exit_code", EXIT_FAILED))
     try:
         handle, details = tempfile.mkstemp(prefix="agora-error-", suffix=".txt", text=True)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
     except OSError:
         details = "no file (none could be written)"
-    return f"{type(error).__name__}: {error}; the details are in {details}, please report them", FAILED
+    return f"{type(error).__name__}: {error}; the details are in {details}, please report them", EXIT_FAILED
 
 
 class ProgressDisplay:

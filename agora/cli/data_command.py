@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from agora.cli import console
-from agora.cli.console import USAGE, Failure, ProgressDisplay
+from agora.cli.console import EXIT_USAGE, Failure, ProgressDisplay
 from agora.data.record_files import format_suffix, known_suffixes
 from agora.data.text_sources import READERS
 from agora.tuning.chat.chat_template import split_supervised
@@ -85,9 +85,9 @@ class ReadingChoice:
         """Returns the rules that the flags ask for. Raises Failure and InputError for wrong ones."""
         for flag, value, known in (("role-order", self.role_order, ROLE_ORDERS), ("too-long", self.too_long, TOO_LONG)):
             if value is not None and value not in known:
-                raise Failure(f"--{flag} is {' or '.join(known)}", USAGE)
+                raise Failure(f"--{flag} is {' or '.join(known)}", EXIT_USAGE)
         if self.bad_report is not None and not self.skip_bad:
-            raise Failure("--bad-report is about what --skip-bad skips; add that", USAGE)
+            raise Failure("--bad-report is about what --skip-bad skips; add that", EXIT_USAGE)
         return ReadingRules(
             parse_columns(self.columns) if self.columns else {},
             parse_roles(self.roles) if self.roles else {},
@@ -138,7 +138,7 @@ def run(options: DataOptions, *, as_json: bool) -> int:
     else:
         _print_survey(file, tokenizer, found)
     require_learnable(file, found)
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def require_learnable(file: SampleFiles, found: DataSurvey) -> None:
@@ -175,7 +175,7 @@ def local_files(named: Sequence[Path], kept_input: Path | None = None) -> Iterat
     exists or if `-` is named twice, DataError or LocalError if a data set cannot be fetched.
     """
     if sum(str(path) == STANDARD_INPUT for path in named) > 1:
-        raise Failure("standard input (-) is named twice; leave one out", USAGE)
+        raise Failure("standard input (-) is named twice; leave one out", EXIT_USAGE)
     with contextlib.ExitStack() as closing:
         found: list[Path] = []
         for path in named:
@@ -216,7 +216,7 @@ def _choose_context(chosen: int | None, tokenizer: ModelTokenizer) -> int:
     if longest is not None and chosen > longest:
         raise console.Failure(
             f"--context {chosen} is more than the {longest} tokens that {tokenizer.name} was made for; lower it",
-            console.USAGE,
+            console.EXIT_USAGE,
         )
     return chosen
 
@@ -511,7 +511,7 @@ def check_objective(text: str | None) -> Objective | None:
     for objective in OBJECTIVES:
         if text == objective:
             return objective
-    raise Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", USAGE)
+    raise Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", EXIT_USAGE)
 
 
 def read_training_data(
@@ -527,7 +527,7 @@ def read_training_data(
     file = open_samples(paths, reading.rules(), objective)
     if file.objective == "lm":
         if reading.skip_bad or reading.too_long or reading.chat_template:
-            raise Failure("--skip-bad, --too-long and --chat-template are for samples, not for a corpus", USAGE)
+            raise Failure("--skip-bad, --too-long and --chat-template are for samples, not for a corpus", EXIT_USAGE)
         for each in file.files:
             _require_readable_corpus(each)
     template = reading.template(base_model)
@@ -546,12 +546,12 @@ def read_training_data(
 def _require_readable_corpus(file: SampleFile) -> None:
     if file.path.is_dir() or format_suffix(file.path) not in READERS:
         known = known_suffixes(READERS)
-        raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", USAGE)
+        raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", EXIT_USAGE)
     if file.used_columns != {"text": "text"}:
         usual = file.reader.format.objectives[0]
         remedy = f"use --objective {usual}" if usual != "lm" else "rename its column to text"
         raise Failure(
             f"{file.path} is of the format {file.reader.format.name}, and --objective lm learns plain text, of .txt "
             f"files or of a column text; {remedy}",
-            USAGE,
+            EXIT_USAGE,
         )

@@ -13,7 +13,11 @@ from agora.node import paths
 from agora.node.doctor.checks import Check, State, judge_machine, worst_state
 from agora.node.doctor.probes import take_readings
 
-EXIT_CODES: Mapping[State, int] = {"pass": console.DONE, "warn": console.DEGRADED, "fail": console.FAILED}
+EXIT_CODES: Mapping[State, int] = {
+    "pass": console.EXIT_DONE,
+    "warn": console.EXIT_DEGRADED,
+    "fail": console.EXIT_FAILED,
+}
 SIGNS: Mapping[State, str] = {"pass": "ok  ", "warn": "warn", "fail": "FAIL"}
 COLOURS: Mapping[State, str] = {"pass": "32", "warn": "33", "fail": "31"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agora.cli import console
-from agora.cli.console import USAGE, Failure
+from agora.cli.console import EXIT_USAGE, Failure
 from agora.node import paths, runs
 from agora.node.control import control_client
 
@@ -17,7 +17,7 @@ ANSWER_TIMEOUT_S: Final = 86_400.0
 def evaluate(run: str, tasks: Sequence[str], items: int, share: float, directory: Path | None, *, as_json: bool) -> int:
     """Prints each task's result as it comes. Raises Failure if no daemon here can evaluate, or a task is wrong."""
     if not 0.0 < share <= 1.0:
-        raise Failure(f"--share {share}: give a part above 0 and at most 1, such as 0.02", USAGE)
+        raise Failure(f"--share {share}: give a part above 0 and at most 1, such as 0.02", EXIT_USAGE)
     home = paths.home_at(directory)
     entries = runs.entries_of_run(run, home, paths.find_running_daemons())
     if not entries:
@@ -31,7 +31,7 @@ def evaluate(run: str, tasks: Sequence[str], items: int, share: float, directory
             console.print_to_stdout(f"{answer['task']:<16} {values}  ({about})")
     if as_json:
         console.print_json({"schema": 1, "run_id": entries[0].run, "results": results})
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def _named(task: str) -> str:

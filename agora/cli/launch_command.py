@@ -24,7 +24,7 @@ from agora_protocol.invite import SCHEME, Invite
 
 from agora import __version__
 from agora.cli import console, status_command
-from agora.cli.console import DONE, STALLED, USAGE, Failure
+from agora.cli.console import EXIT_DONE, EXIT_STALLED, EXIT_USAGE, Failure
 from agora.node import paths, runs
 from agora.node.control import control_client
 
@@ -82,24 +82,24 @@ def tool_of(name: str) -> Tool:
     for tool in TOOLS:
         if tool == name:
             return tool
-    raise Failure(f"--on {name}: no such tool; say one of {', '.join(TOOLS)}", USAGE)
+    raise Failure(f"--on {name}: no such tool; say one of {', '.join(TOOLS)}", EXIT_USAGE)
 
 
 def check_request(request: LaunchRequest) -> None:
     """Raises Failure, with the usage code, for flags that do not go together or cannot be put into a job."""
     if not 1 <= request.count <= MAX_COUNT:
-        raise Failure(f"--count {request.count}: give 1 to {MAX_COUNT} machines", USAGE)
+        raise Failure(f"--count {request.count}: give 1 to {MAX_COUNT} machines", EXIT_USAGE)
     if request.gpus and not _GPUS.fullmatch(request.gpus):
         raise Failure(
-            f"--gpus {request.gpus!r} is no kind of GPU; write H100, or H100:4 for four in each machine", USAGE
+            f"--gpus {request.gpus!r} is no kind of GPU; write H100, or H100:4 for four in each machine", EXIT_USAGE
         )
     if request.tool == "ssh":
         if not request.hosts:
-            raise Failure("ssh needs the machines; give each as --host USER@HOST", USAGE)
+            raise Failure("ssh needs the machines; give each as --host USER@HOST", EXIT_USAGE)
         if bad := next((host for host in request.hosts if not _HOST.fullmatch(host)), None):
-            raise Failure(f"--host {bad!r} is no host; write HOST or USER@HOST", USAGE)
+            raise Failure(f"--host {bad!r} is no host; write HOST or USER@HOST", EXIT_USAGE)
     elif request.hosts:
-        raise Failure("--host is for --on ssh; the other tools find machines themselves, give --count", USAGE)
+        raise Failure("--host is for --on ssh; the other tools find machines themselves, give --count", EXIT_USAGE)
 
 
 def job_of(request: LaunchRequest, name: str, invite: str, folder: Path) -> Job:
@@ -301,7 +301,7 @@ def launch(
     """Starts the daemons and waits at most `wait_s` seconds until the run's status shows as many peers more.
 
     is_dry: prints files and commands, and does nothing. is_down: ends what an earlier launch has started. Returns the
-    exit code: STALLED if peers are missing in the end. Raises Failure.
+    exit code: EXIT_STALLED if peers are missing in the end. Raises Failure.
     """
     check_request(request)
     home = paths.home_at(directory)
@@ -311,7 +311,7 @@ def launch(
     commands = job.down if is_down else job.up
     if is_dry:
         _print_job(job, commands, invite, as_json)
-        return DONE
+        return EXIT_DONE
     before = {} if is_down else _peers_of(run, home)
     if not is_down:
         _write_files(folder, job.files)
@@ -328,9 +328,9 @@ def launch(
     elif is_down:
         console.print_to_stderr("its daemons have been told to leave")
     if is_down or len(joined) >= wanted or not wait_s:
-        return DONE
+        return EXIT_DONE
     console.print_to_stderr(f"{len(joined)} of {wanted} have joined after {wait_s:.0f} s; see {job.logs}")
-    return STALLED
+    return EXIT_STALLED
 
 
 def find_invite(run: str, home: paths.Home, *, is_needed: bool) -> tuple[str, str]:

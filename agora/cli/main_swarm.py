@@ -263,10 +263,10 @@ def demo(
       swarm demo --base-model base --adapter adapter --data more.jsonl
       swarm demo --peers 8 --stages 4 --steps 100 --kill-every 10 --json
     """
-    from agora.cli import demo as command
+    from agora.cli import demo_command as command
 
     if more_data and not data:
-        raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.USAGE)
+        raise console.Failure(f"{more_data[0]} belongs to no flag; texts are given with --data", console.EXIT_USAGE)
     texts = (*(data or ("stdlib",)), *(more_data or ()))
     options = command.DemoOptions(
         peers=peers,
@@ -323,7 +323,7 @@ def export(
       swarm export tuned.toml --out merged --merge --base-model ./Qwen3-0.6B
       swarm export run.toml --push my-org/my-model
     """
-    from agora.cli import export as command
+    from agora.cli import export_command as command
 
     raise typer.Exit(
         command.run(
@@ -425,7 +425,7 @@ def amend(
 
     if is_list:
         if sets or from_step is not None:
-            raise console.Failure("--list signs nothing; leave out --set and --from-step", console.USAGE)
+            raise console.Failure("--list signs nothing; leave out --set and --from-step", console.EXIT_USAGE)
         raise typer.Exit(command.list_amendments(run, directory, as_json=as_json))
     raise typer.Exit(command.amend(run, from_step, sets or [], directory, as_json=as_json))
 
@@ -633,7 +633,7 @@ def mesh(
     if new_key is not None and machines is None:
         raise typer.Exit(mesh_command.make_key(new_key, as_json=as_json))
     if machines is None or new_key is not None:
-        raise console.Failure("give either a list of machines or --new-key FILE", console.USAGE)
+        raise console.Failure("give either a list of machines or --new-key FILE", console.EXIT_USAGE)
     raise typer.Exit(mesh_command.write_configurations(machines, out, as_json=as_json))
 
 

@@ -247,7 +247,7 @@ def make_key(path: Path, *, as_json: bool) -> int:
         console.print_json({"schema": 1, "key_file": str(path), "public_key": public})
     else:
         print(public, flush=True)
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def write_configurations(machines: Path, out: Path, *, as_json: bool) -> int:
@@ -268,13 +268,13 @@ def write_configurations(machines: Path, out: Path, *, as_json: bool) -> int:
             for machine in mesh.machines
         ]
         console.print_json({"schema": 1, "hub": mesh.hub.name if mesh.hub else None, "machines": rows})
-        return console.DONE
+        return console.EXIT_DONE
     for machine in mesh.machines:
         print(f"{machine.name:<32}  {machine.address!s:<15}  {written[machine.name]}")
     print(f"Copy each to its machine as /etc/wireguard/{INTERFACE}.conf; there:")
     print(f"  wg-quick up {INTERFACE}")
     print("  agora-node join RUN --listen ADDRESS:31330        # with the machine's address above")
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def _read_list(path: Path) -> str:

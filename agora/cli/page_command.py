@@ -40,7 +40,7 @@ def serve(run: str, directory: Path | None, address: tuple[str, int]) -> int:
     home = paths.home_at(directory)
     source = SwarmSource(run, home, runs.resolve(run, home))
     asyncio.run(_serve(source, address))
-    return console.DONE
+    return console.EXIT_DONE
 
 
 async def _serve(source: SwarmSource, address: tuple[str, int]) -> None:

@@ -63,7 +63,7 @@ def run(options: PlanOptions, *, as_json: bool) -> int:
     else:
         bar_character = "\N{FULL BLOCK}" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
         print("\n".join(plan_lines(planned, bar_character)))
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def find_manifest(text: str) -> Manifest:

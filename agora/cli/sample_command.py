@@ -21,7 +21,7 @@ from agora_protocol.errors import AgoraError
 
 from agora.cli import console
 from agora.cli.console import Failure, print_to_stderr
-from agora.cli.export import exported_tensors
+from agora.cli.export_command import exported_tensors
 from agora.cli.stage_sources import StageSources, base_model_folder, find_stages, steps_by_stage
 from agora.data.tokenizer import Tokenizer, open_tokenizer
 from agora.state.merged_model import open_stages
@@ -83,7 +83,7 @@ def run(
     else:
         print(flush=True)
         console.print_to_stderr(f"{len(token_ids)} tokens in {seconds:.1f} s; --seed {seed} draws them again")
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def _generate(

@@ -31,7 +31,7 @@ from agora_protocol.tickets import (
 )
 
 from agora.cli import console
-from agora.cli.console import STALLED, USAGE, Failure
+from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import runs
 from agora.node.control import control_client
@@ -82,14 +82,14 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
     if as_json:
         about = {"role": request.role, "peer": request.peer, "not_after": until_unix, "ban_by": revoke_by}
         console.print_json({"schema": 1, "invite": str(invite)} | (about if ticket is not None else {}))
-        return console.DONE
+        return console.EXIT_DONE
     print(invite, flush=True)
     if ticket is not None:
         until = datetime.fromtimestamp(until_unix, UTC).strftime("%Y-%m-%d %H:%M UTC")
         whom = request.peer or "whoever has the invite, so keep it secret"
         console.print_to_stderr(f"a ticket of a {request.role} until {until}, for {whom}")
         console.print_to_stderr(f"take it back with `swarm ban {run} {revoke_by}`")
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
@@ -98,7 +98,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     """
     if not is_peer_id(peer):
         raise Failure(
-            f"{peer[:60]!r} is not a peer id; `swarm status RUN --json` lists them, such as 12D3KooW...", USAGE
+            f"{peer[:60]!r} is not a peer id; `swarm status RUN --json` lists them, such as 12D3KooW...", EXIT_USAGE
         )
     found = find_run(run, [directory] if directory else [])
     if peer == found.signed.founder:
@@ -116,20 +116,20 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
         console.print_to_stderr(
             f"{peer} is banned from run {found.signed.run_id[:12]}; {', '.join(receivers)} passes it on"
         )
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def _check_request(request: InviteRequest) -> None:
     if request.role not in ROLES:
-        raise Failure(f"--role is one of {', '.join(ROLES)}", USAGE)
+        raise Failure(f"--role is one of {', '.join(ROLES)}", EXIT_USAGE)
     if request.peer is not None and not is_peer_id(request.peer):
         raise Failure(
-            f"--peer {request.peer[:60]!r} is not a peer id; `agora-node doctor` prints a machine's own", USAGE
+            f"--peer {request.peer[:60]!r} is not a peer id; `agora-node doctor` prints a machine's own", EXIT_USAGE
         )
     if request.role == DELEGATE and request.peer is None:
-        raise Failure("a delegate's ticket is for one machine: name it with --peer ID", USAGE)
+        raise Failure("a delegate's ticket is for one machine: name it with --peer ID", EXIT_USAGE)
     if not 0 < request.days <= 36_500:
-        raise Failure("--days is a number above 0, and at most 36500", USAGE)
+        raise Failure("--days is a number above 0, and at most 36500", EXIT_USAGE)
 
 
 def _make_ticket(
@@ -168,7 +168,7 @@ def _find_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
             return Invite.parse(control_client.ask(Path(entry.socket), "invite")["invite"]).addresses
     if addresses := known_addresses(run, found):
         return addresses
-    raise Failure("no address of a peer is known here; run it where `agora-node join` runs", STALLED)
+    raise Failure("no address of a peer is known here; run it where `agora-node join` runs", EXIT_STALLED)
 
 
 def known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
@@ -209,7 +209,7 @@ def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: Signer) -> list[
         took: TookRevocations = status_client.share_revocations(addresses, found.signed.run_id, [sealed], credentials)
     except AgoraError as error:
         text = f"nobody could be told ({error}); it is kept here, and a daemon that starts here passes it on"
-        raise Failure(text, STALLED) from None
+        raise Failure(text, EXIT_STALLED) from None
     if took.refused:
         raise Failure("the peer that was asked does not accept this ban; its clock or this machine's may be wrong")
     return ["a peer of the run"]

@@ -29,7 +29,7 @@ def run(path: Path, *, seed: int | None, plots: Path | None, as_json: bool) -> i
         console.print_json(report.to_json())
     else:
         print("\n".join(report.lines()), flush=True)
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def _write_plots(report: SimulationReport, folder: Path) -> None:

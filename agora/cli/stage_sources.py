@@ -13,7 +13,7 @@ from agora_protocol.amendments import SealedAmendment
 from agora_protocol.errors import DiskError, InputError, LocalError
 from agora_protocol.manifest import SignedManifest
 
-from agora.cli.console import STALLED, Failure, ProgressDisplay, print_to_stderr
+from agora.cli.console import EXIT_STALLED, Failure, ProgressDisplay, print_to_stderr
 from agora.core.live_manifest import LiveManifest
 from agora.data.local_files import LocalFiles
 from agora.node import paths, runs, settings
@@ -166,7 +166,7 @@ def _find_signed_manifest(
     raise Failure(
         f"this machine has not joined run {run[:12]}; run this command where a daemon of it runs, or name "
         "its data directory with --dir DIR",
-        STALLED,
+        EXIT_STALLED,
     )
 
 
@@ -216,7 +216,7 @@ def _newest_checkpoints(
             f"stage {', '.join(missing)} is missing: {'; '.join(reasons)}; no whole checkpoint of it is in {places}; "
             "run this command while `agora-node join RUN` runs here, or name the data directories of those who held it "
             "with --dir DIR",
-            STALLED,
+            EXIT_STALLED,
         )
     return tuple(files[stage] for stage in range(count))
 

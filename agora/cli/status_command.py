@@ -28,7 +28,12 @@ MAX_CELL, MAX_ROWS, MAX_LINE = 64, 1000, 1024
 MAX_AMENDED = 3  # how many of the latest amendments are shown
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
 PEER_COLUMNS = ["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN"]
-EXIT_CODES = {"OK": console.DONE, "COMPLETED": console.DONE, "PAUSED": console.DONE, "DEGRADED": console.DEGRADED}
+EXIT_CODES = {
+    "OK": console.EXIT_DONE,
+    "COMPLETED": console.EXIT_DONE,
+    "PAUSED": console.EXIT_DONE,
+    "DEGRADED": console.EXIT_DEGRADED,
+}
 
 Status = Mapping[str, Any]
 
@@ -40,14 +45,14 @@ def show(run: str, directory: Path | None, *, watch: bool, as_json: bool) -> int
     if watch and as_json:
         raise console.Failure(
             "--json prints one object and --watch shows many; leave one out, or call with --json again and again",
-            console.USAGE,
+            console.EXIT_USAGE,
         )
     home = paths.home_at(directory)
-    code = console.DONE
+    code = console.EXIT_DONE
     try:
         while True:
             status = fetch(run, home)
-            code = EXIT_CODES.get(status["health"]["state"], console.STALLED)
+            code = EXIT_CODES.get(status["health"]["state"], console.EXIT_STALLED)
             if watch and sys.stdout.isatty():
                 print("\x1b[H\x1b[2J", end="")
             if as_json:

@@ -36,7 +36,7 @@ def track(run: str, targets: Sequence[str], directory: Path | None, *, once: boo
     Raises Failure for a wrong target, and what RowSource raises.
     """
     if not targets:
-        raise console.Failure("say where to: --to tensorboard:DIR, --to wandb or --to mlflow:URI", console.USAGE)
+        raise console.Failure("say where to: --to tensorboard:DIR, --to wandb or --to mlflow:URI", console.EXIT_USAGE)
     home = paths.home_at(directory)
     source = RowSource.of(run, home)
     with ExitStack() as closing:
@@ -50,9 +50,9 @@ def track(run: str, targets: Sequence[str], directory: Path | None, *, once: boo
                 rows = source.new_rows()
                 failed = [sending.target for sending in sendings if not sending.send(rows)]
                 if once:
-                    return console.FAILED if failed else console.DONE
+                    return console.EXIT_FAILED if failed else console.EXIT_DONE
                 time.sleep(POLL_S)
-    return console.DONE
+    return console.EXIT_DONE
 
 
 class Sending:

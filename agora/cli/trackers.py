@@ -41,7 +41,7 @@ def open_tracker(target: str, run: str, name: str) -> Tracker:
     if kind not in KINDS or (kind == "tensorboard" and not place):
         raise console.Failure(
             f"--to {target} is no tracker; give tensorboard:DIR, wandb, wandb:PROJECT, mlflow or mlflow:URI",
-            console.USAGE,
+            console.EXIT_USAGE,
         )
     if importlib.util.find_spec(kind) is None:
         raise console.Failure(f"the package of {kind} is missing; run: pip install 'agora-swarm[{kind}]'")

@@ -40,7 +40,7 @@ class Startup:
     incarnation: int  # the unix time of the start, in nanoseconds, but greater than that of any earlier start
     clock: SwarmClock
     reporter: Reporter
-    notifier: Notifier
+    notifier: SystemdNotifier
     phases: StartPhases
     began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
 
@@ -71,7 +71,7 @@ class StartPhases:
     failed; "" if none runs and none failed.
     """
 
-    def __init__(self, report_event: events.Report, notifier: Notifier) -> None:
+    def __init__(self, report_event: events.Report, notifier: SystemdNotifier) -> None:
         self._report_event = report_event
         self._notifier = notifier
         self.current = ""
@@ -97,7 +97,7 @@ class StartPhases:
         self._notifier.send(STATUS=f"starting: {self.current}", EXTEND_TIMEOUT_USEC=SYSTEMD_EXTENSION_USEC)
 
 
-class Notifier:
+class SystemdNotifier:
     """Sends sd_notify datagrams to NOTIFY_SOCKET; does nothing when that is not set (not under systemd).
 
     watchdog_s: the watchdog's interval in seconds, 0 when systemd set no watchdog for this process.

@@ -13,7 +13,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
 from agora.core.step_schedule import StepInstructions
-from agora.replica.view import (
+from agora.replica.stage_view import (
     KnownReplicas,
     StageView,
     cap_reported_tokens,

@@ -15,8 +15,7 @@ from agora_protocol.messages import GossipedSteps, GossipEntry, GossipSteps
 from agora.core.calls import ConnectionBroken, PeerCaller
 from agora.core.clock import loop_time
 from agora.observe import faults
-from agora.replica.trust import FORGIVE_S
-from agora.replica.view import (
+from agora.replica.stage_view import (
     KnownReplicas,
     ReplicaCounts,
     choose_targets,
@@ -27,6 +26,7 @@ from agora.replica.view import (
     record_view,
     suspected_replicas,
 )
+from agora.replica.trust import FORGIVE_S
 
 # Most seconds between two ticks of StepGossip in asynchronous runs; a closed share and a step tick at once.
 INTERVAL_S: Final = 0.25

@@ -17,9 +17,7 @@ from agora.replica.gossip import StepGossip
 from agora.replica.pacing import StepPacing
 from agora.replica.reducers import FragmentDivision, Members
 from agora.replica.shard_codec import Shard, cut_into_shards
-from agora.replica.stage_worker import StageWorker
-from agora.replica.trust import token_bounds
-from agora.replica.view import (
+from agora.replica.stage_view import (
     NEWCOMER_STEPS,
     KnownReplicas,
     lagging_or_unheard_replicas,
@@ -30,6 +28,8 @@ from agora.replica.view import (
     round_members,
     unreachable_replicas,
 )
+from agora.replica.stage_worker import StageWorker
+from agora.replica.trust import token_bounds
 
 # A reducer refuses a shard more than this many gradient rounds, or passes over all fragments, away from its own round.
 MAX_ROUNDS_APART: Final = 2

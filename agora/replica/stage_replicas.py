@@ -31,12 +31,7 @@ from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip,
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
 from agora.replica.round_rules import RoundRules
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
-from agora.replica.stage_worker import StageWorker
-from agora.replica.step_runner import FetchState, StepRunner
-from agora.replica.sync_choice import SyncChoice
-from agora.replica.sync_rules import ReplicaUplink
-from agora.replica.trust import INNER_STEPS_LEAD, JOIN_S, LEAD, OwnPace, replicas_to_fetch_from
-from agora.replica.view import (
+from agora.replica.stage_view import (
     ReplicaCounts,
     StageView,
     cap_reported_tokens,
@@ -45,6 +40,11 @@ from agora.replica.view import (
     live_replicas,
     round_members,
 )
+from agora.replica.stage_worker import StageWorker
+from agora.replica.step_runner import FetchState, StepRunner
+from agora.replica.sync_choice import SyncChoice
+from agora.replica.sync_rules import ReplicaUplink
+from agora.replica.trust import INNER_STEPS_LEAD, JOIN_S, LEAD, OwnPace, replicas_to_fetch_from
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.gradients import GradientShare
 from agora.train.stage import StageProgress

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from agora_protocol.directory_shards import DirectoryShard, shard_hash
 from agora_protocol.errors import AgoraError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.records import Claim, Progress, Record
-from agora_protocol.shards import Shard, shard_hash
 
 from agora.core.clock import loop_time
 from agora.observe import events
@@ -38,10 +38,14 @@ JITTER = 0.2  # A wait is made longer or shorter at random by this fraction at m
 class RecordStore(Protocol):
     """Stores this peer's signed records in the directory (the DHT), and reads those of all peers."""
 
-    async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> object:
+    async def publish(
+        self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[DirectoryShard]
+    ) -> object:
         """Signs `record` and stores it in each of these shards. Raises an AgoraError on trouble with the directory."""
 
-    async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
+    async def read_many(
+        self, kind: type[Record], shards: Sequence[DirectoryShard]
+    ) -> Mapping[DirectoryShard, Sequence[Record]]:
         """Returns the verified, unexpired records of one kind, Claim or Progress, by shard.
 
         A shard that did not answer in time is left out. Raises an AgoraError on trouble with the directory.
@@ -123,14 +127,16 @@ class DirectoryReader:
     def _hashes(self, claims: Sequence[Record]) -> set[int]:
         return {shard_hash(self._run, claim.peer) for claim in claims if not self._was_dialled(claim.peer)}
 
-    async def _read(self, kind: type[Record], shards: Sequence[Shard]) -> Mapping[Shard, Sequence[Record]]:
+    async def _read(
+        self, kind: type[Record], shards: Sequence[DirectoryShard]
+    ) -> Mapping[DirectoryShard, Sequence[Record]]:
         try:
             return await self._store.read_many(kind, shards)
         except AgoraError as error:
             self._report(events.DirectoryTrouble("read", f"{error.code}: {error}"))
             return {}
 
-    def shards_to_publish(self, span: Span) -> list[Shard]:
+    def shards_to_publish(self, span: Span) -> list[DirectoryShard]:
         """Returns the shards in which this peer should publish its records of `span`, by the present estimates."""
         return shards_to_publish(self._readings, span, shard_hash(self._run, self._me))
 

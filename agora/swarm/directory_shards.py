@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
+from agora_protocol.directory_shards import HASH_BITS, HASHES, DirectoryShard, shard_bits
 from agora_protocol.ids import Span
 from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
-from agora_protocol.shards import HASH_BITS, HASHES, Shard, shard_bits
 
 SHARD_PEERS = 32  # approximate number of peers in a shard of the depth that is read: 23 to 45 if the estimate is right
 # Maximum number of claims of a run that is read whole each time; a span counts once for each of its stages.
@@ -58,7 +58,7 @@ class Reading:
     at: float  # when it was read, in unix seconds
 
 
-KnownReadings = Mapping[int, Mapping[Shard, Reading]]  # the readings that still count, by stage and shard
+KnownReadings = Mapping[int, Mapping[DirectoryShard, Reading]]  # the readings that still count, by stage and shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ReaderIdentity:
 class ShardsToRead:
     """The shards to read next, and after how many reads a shard comes round again."""
 
-    shards: tuple[Shard, ...]  # to be read next, the most overdue first
+    shards: tuple[DirectoryShard, ...]  # to be read next, the most overdue first
     is_small: bool  # whether the run is so small that every shard is read each time
     # Mean number of reads after which a shard of the reader's own stages or of the one after them is read again.
     close_period: float = 1.0
@@ -85,7 +85,7 @@ class ShardsToRead:
 # --- how many peers there are
 
 
-def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
+def judge_reading(shard: DirectoryShard, hashes: Collection[int], now: float) -> Reading:
     """Returns the Reading of a shard in which peers with these hashes were found. now: unix seconds.
 
     A key with MAX_KEY_RECORDS records is full and has kept only the lowest hashes: the reading covers those below the
@@ -96,7 +96,7 @@ def judge_reading(shard: Shard, hashes: Collection[int], now: float) -> Reading:
     return Reading(len(hashes) - 1, (max(hashes) - shard.first_hash) / HASHES, now)
 
 
-def add_readings(known: KnownReadings, found: Mapping[Shard, Reading]) -> KnownReadings:
+def add_readings(known: KnownReadings, found: Mapping[DirectoryShard, Reading]) -> KnownReadings:
     """Returns a copy of `known` with the readings `found`.
 
     In each stage with a new reading, drops those more than READINGS_LIFETIME_S older than its newest one.
@@ -140,7 +140,7 @@ def depths_to_publish(peers: float) -> set[int]:
     return {math.floor(_depth(peers)), math.ceil(_depth(peers))}
 
 
-def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[Shard]:
+def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[DirectoryShard]:
     """Returns the shards in which a peer with this hash and span publishes its records, by stage and depth.
 
     It also publishes at depth 0 while that key may keep the record, since a full key keeps the lowest hashes. Without
@@ -152,7 +152,7 @@ def shards_to_publish(known: KnownReadings, span: Span, peer_hash: int) -> list[
         depths = depths_to_publish(peers)
         if peer_hash / HASHES * peers <= DEPTH_0_MARGIN * MAX_KEY_RECORDS:
             depths.add(0)
-        shards += [Shard(stage, shard_bits(peer_hash, depth)) for depth in sorted(depths)]
+        shards += [DirectoryShard(stage, shard_bits(peer_hash, depth)) for depth in sorted(depths)]
     return shards
 
 
@@ -174,7 +174,7 @@ def choose_shards_to_read(known: KnownReadings, reader: ReaderIdentity, now: flo
     wait = max(MIN_CYCLES_FOR_OTHERS, len(others) / OTHERS_PER_CYCLE)
     cycle = max(1.0, (len(close) + len(others) / wait) / SHARDS_PER_READ)
 
-    def lateness(shard: Shard) -> float:
+    def lateness(shard: DirectoryShard) -> float:
         # For a shard of another stage: seconds since any shard of that stage was read, divided by `wait`, the number of
         # cycles after which such a stage is due, so that it does not delay the close shards.
         readings = known.get(shard.stage, {})
@@ -188,13 +188,13 @@ def choose_shards_to_read(known: KnownReadings, reader: ReaderIdentity, now: flo
     return ShardsToRead(tuple(candidates[:SHARDS_PER_READ]), False, cycle, wait * cycle)
 
 
-def all_shards(stage: int, peers: float) -> Iterator[Shard]:
+def all_shards(stage: int, peers: float) -> Iterator[DirectoryShard]:
     """Yields every shard of a stage with about `peers` peers, in order of the bits."""
     for bits in product("01", repeat=depth_to_read(peers)):
-        yield Shard(stage, "".join(bits))
+        yield DirectoryShard(stage, "".join(bits))
 
 
-def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
+def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[DirectoryShard]:
     """Returns the shards to read of the reader's own stages and of the stage after its span; none without a span.
 
     peers: the estimated number of peers of each stage. now: unix seconds.
@@ -211,7 +211,7 @@ def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
     return shards
 
 
-def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: float) -> set[Shard]:
+def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: float) -> set[DirectoryShard]:
     """Returns the shards to read of `stage`, one of the reader's own: OWN_SHARDS / span_length (to a power of two), or
     all.
 
@@ -221,7 +221,10 @@ def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: 
     """
     depth = depth_to_read(peers)
     free_bits = min(depth, int(math.log2(max(1, OWN_SHARDS // span_length))))
-    return {Shard(stage, bits) for bits in _bits_around(peer_hash, depth, free_bits, int(now // OWN_SHARD_ROTATION_S))}
+    return {
+        DirectoryShard(stage, bits)
+        for bits in _bits_around(peer_hash, depth, free_bits, int(now // OWN_SHARD_ROTATION_S))
+    }
 
 
 @lru_cache(maxsize=MAX_CACHED_RESULTS)
@@ -238,7 +241,7 @@ def _bits_around(peer_hash: int, depth: int, free_bits: int, period: int) -> tup
     return tuple(around)
 
 
-def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[Shard]:
+def next_shards(stage: int, peers: float, callers: float, seed: int, now: float) -> set[DirectoryShard]:
     """Returns the shards to read of `stage`, the one after the reader's span: random ones, chosen by the reader's seed.
 
     Their number is such that CALLERS_PER_SHARD of the about `callers` peers that call this stage read each shard, but
@@ -249,10 +252,10 @@ def next_shards(stage: int, peers: float, callers: float, seed: int, now: float)
     count = max(MIN_NEXT_SHARDS, min(MAX_NEXT_SHARDS, count))
     if count >= 2**depth:
         return set(all_shards(stage, peers))
-    return {Shard(stage, shard_bits(_random_hash(seed, index, now), depth)) for index in range(count)}
+    return {DirectoryShard(stage, shard_bits(_random_hash(seed, index, now), depth)) for index in range(count)}
 
 
-def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[Shard]:
+def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[DirectoryShard]:
     """Returns one random shard of each stage that is neither in the reader's span nor the one after it.
 
     The reader's seed chooses the bits, the same in all stages; they change every RANDOM_SHARD_ROTATION_S.
@@ -260,7 +263,7 @@ def other_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
     span = reader.span
     bits = _random_hash(reader.seed, 0, now)
     others = (stage for stage in range(len(peers)) if span is None or not span.first <= stage <= span.last + 1)
-    return {Shard(stage, shard_bits(bits, depth_to_read(peers[stage]))) for stage in others}
+    return {DirectoryShard(stage, shard_bits(bits, depth_to_read(peers[stage]))) for stage in others}
 
 
 def _random_hash(seed: int, index: int, now: float) -> int:

@@ -18,7 +18,6 @@ from agora.core.clock import loop_time
 from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
-from agora.swarm.handshakes import Handshakes
 from agora.swarm.key_use import KeyUse
 from agora.swarm.placement import (
     Placement,
@@ -30,6 +29,7 @@ from agora.swarm.placement import (
 )
 from agora.swarm.redialling import LostPeers
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs
+from agora.swarm.unverified_dials import UnverifiedDials
 from agora.swarm.view import PeerView, StageEstimate, View, merge
 
 # Before a newcomer chooses a span, it dials the peers whose claims it has read, for at most this many seconds: only
@@ -110,7 +110,7 @@ class Membership:
         self._rng = rng or random.Random()
         self._unix = unix
         self._directory = directory
-        self._handshakes = Handshakes(self._rng)
+        self._unverified_dials = UnverifiedDials(self._rng)
         self._reader = DirectoryReader(
             directory,
             config.run,
@@ -119,7 +119,7 @@ class Membership:
             report,
             rng=self._rng,
             unix=unix,
-            was_dialled=self._handshakes.was_dialled,
+            was_dialled=self._unverified_dials.was_dialled,
             on_own=self._judge_own_record,
         )
         self.key_use = KeyUse(self._me, config.incarnation, config.addresses, loop_time())
@@ -325,7 +325,7 @@ class Membership:
         await self._verify_some()
 
     async def _verify_some(self) -> bool:
-        due = self._handshakes.choose(loop_time(), self.view.unverified)
+        due = self._unverified_dials.choose(loop_time(), self.view.unverified)
         if due:
             await self._dial_unverified(due)
             self.promote_verified()
@@ -336,7 +336,7 @@ class Membership:
 
     async def _verify_everybody(self) -> None:
         until = loop_time() + VERIFY_ALL_TIMEOUT_S
-        while not all(map(self._handshakes.was_dialled, self.view.unverified)) and loop_time() < until:
+        while not all(map(self._unverified_dials.was_dialled, self.view.unverified)) and loop_time() < until:
             if not await self._verify_some():
                 break
         if self.view.unverified:

@@ -39,8 +39,8 @@ from agora.observe.events import Event, StepTaken
 from agora.pipeline.flow_control import SendInputs
 from agora.pipeline.hop import Hop
 from agora.pipeline.origin import Origin, OriginConfig
-from agora.pipeline.router import Router
 from agora.pipeline.process_call import ProcessCall, WireRules
+from agora.pipeline.router import Router
 from agora.pipeline.work_ledger import WorkLedger
 from agora.replica.gossip import SwarmQueries
 from agora.replica.stage_replicas import SpanReplicas

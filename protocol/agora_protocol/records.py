@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Final, NamedTuple
 
 from agora_protocol.addresses import peer_of_address
+from agora_protocol.directory_shards import DirectoryShard, is_shard_bits, shard_hash
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
@@ -42,7 +43,6 @@ from agora_protocol.limits import (
     RECENT_STEPS,
 )
 from agora_protocol.packing import is_version, pack, unpack
-from agora_protocol.shards import Shard, is_shard_bits, shard_hash
 
 RECORD_TAG: Final = b"agora record 1\0"
 RECORD_VERSION: Final = 1
@@ -278,7 +278,7 @@ def _signed_bytes(run: RunId, payload: bytes) -> bytes:
     return RECORD_TAG + bytes.fromhex(run) + payload
 
 
-def _parse_key(run: RunId, key: str) -> tuple[str, Shard]:
+def _parse_key(run: RunId, key: str) -> tuple[str, DirectoryShard]:
     owner, name, stage, bits = (*key.split("/"), "", "", "")[:4]
     is_complete = key.count("/") == 2 or (key.count("/") == 3 and is_shard_bits(bits))
     if not is_complete or name not in NAMES or not (stage.isascii() and stage.isdigit() and len(stage) <= 4):
@@ -287,7 +287,7 @@ def _parse_key(run: RunId, key: str) -> tuple[str, Shard]:
         raise ProtocolError("wrong-run", "The key names another run.")
     if int(stage) >= MAX_STAGES or stage != str(int(stage)):
         raise ProtocolError("bad-record", f"{describe(stage)} is not a stage.")
-    return name, Shard(int(stage), bits)
+    return name, DirectoryShard(int(stage), bits)
 
 
 def _parse_envelope(data: bytes) -> tuple[bytes, bytes]:

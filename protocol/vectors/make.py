@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgpack
 from agora_protocol import messages
+from agora_protocol.directory_shards import shard_bits, shard_hash
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity, peer_id_bytes
 from agora_protocol.ids import MicrobatchId, RunId, Span, peer_name
@@ -23,7 +24,6 @@ from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS, SKETCH_SUMS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import Message
 from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record, record_key, seal_record
-from agora_protocol.shards import shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
 from amendment_vectors import amendment_frames, amendment_vectors, bad_amendments
 from averaging_vectors import averaging_frames

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from agora_protocol.manifest import Manifest
 
-from agora.cli.demo import DemoOptions
+from agora.cli.demo_command import DemoOptions
 from agora.net.shaping.link import LinkError, LinkSpec
 
 STAGES: Final = 2

@@ -10,7 +10,7 @@ from typing import Any, Final
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 
-from agora.cli.demo import DemoOptions
+from agora.cli.demo_command import DemoOptions
 from benchmarks.learning_settings import LINK, numbers_of, parse_assignment, parse_link
 
 # Milliseconds of the whole model's forward pass over a microbatch. Eight machines then share two cores and leave most

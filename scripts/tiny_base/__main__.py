@@ -50,15 +50,15 @@ def make(
       ./scripts/tiny-base base --steps 500 --seed 1 --json
     """
     if steps is not None and seconds is not None:
-        raise console.Failure("--steps and --seconds are two ends of pretraining; give one of them", console.USAGE)
+        raise console.Failure("--steps and --seconds are two ends of pretraining; give one of them", console.EXIT_USAGE)
     place = folder.expanduser().absolute()
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise console.Failure(f"{place} is not empty; name a new folder, or remove it first", console.USAGE)
+        raise console.Failure(f"{place} is not empty; name a new folder, or remove it first", console.EXIT_USAGE)
     try:
         made = _make_base(place, steps, USUAL_S if seconds is None else seconds, seed)
     except KeyboardInterrupt:
         console.print_to_stderr("stopped; nothing was written")
-        raise typer.Exit(console.FAILED) from None
+        raise typer.Exit(console.EXIT_FAILED) from None
     if as_json:
         console.print_json({"schema": 1, "folder": str(place), "seed": seed, **made.to_json()})
     for line in summary_lines(made, folder):

@@ -21,7 +21,7 @@ from benchmarks.report import Report, columns
 from benchmarks.task import corpus_cache, prepare_corpus
 from safetensors.torch import save_file
 
-from agora.cli.demo import DemoOptions
+from agora.cli.demo_command import DemoOptions
 from agora.cli.demo_totals import StageSteps
 from agora.model import family_of
 from agora.observe import events, journal

@@ -17,7 +17,7 @@ from agora_protocol.tickets import InviteTicket, Revocation, seal_revocation
 
 import agora.net.dht
 from agora.cli import amend_command
-from agora.cli.console import STALLED, USAGE, Failure
+from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.signing_command import InviteRequest
 from agora.node import runs
 from tests.cli.test_signing_command import Machine
@@ -88,14 +88,14 @@ def test_the_founder_amends_and_the_next_one_follows(
 @pytest.mark.parametrize(
     ("from_step", "sets", "says", "code"),
     [
-        (None, ["optimizer.total_steps=1"], "--from-step N", USAGE),
-        (200, [], "--set SECTION.FIELD=VALUE", USAGE),
-        (200, ["optimizer.total_steps"], "is not SECTION.FIELD=VALUE", USAGE),
-        (200, ["optimizer.totl_steps=1"], "did you mean 'optimizer.total_steps'", USAGE),
-        (200, ["model.layers=8"], "core of the manifest", USAGE),
-        (200, ["optimizer.total_steps=1", "optimizer.total_steps=2"], "set twice", USAGE),
-        (200, ["optimizer.total_steps=many"], "do not fit the run", USAGE),
-        (200, ["optimizer.target_tokens=1000"], "use target_tokens", USAGE),
+        (None, ["optimizer.total_steps=1"], "--from-step N", EXIT_USAGE),
+        (200, [], "--set SECTION.FIELD=VALUE", EXIT_USAGE),
+        (200, ["optimizer.total_steps"], "is not SECTION.FIELD=VALUE", EXIT_USAGE),
+        (200, ["optimizer.totl_steps=1"], "did you mean 'optimizer.total_steps'", EXIT_USAGE),
+        (200, ["model.layers=8"], "core of the manifest", EXIT_USAGE),
+        (200, ["optimizer.total_steps=1", "optimizer.total_steps=2"], "set twice", EXIT_USAGE),
+        (200, ["optimizer.total_steps=many"], "do not fit the run", EXIT_USAGE),
+        (200, ["optimizer.target_tokens=1000"], "use target_tokens", EXIT_USAGE),
         (110, ["optimizer.total_steps=4000"], "is too near.* use --from-step 120", None),
         (200, ["optimizer.total_steps=150"], "would have ended after 150 steps", None),
     ],
@@ -125,7 +125,7 @@ def test_only_founder_and_delegates_sign_and_a_banned_delegate_is_told(
 
 def test_nothing_is_amended_or_kept_when_nobody_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm, founder = FakeSwarm(monkeypatch, step=None), Machine(tmp_path, mode="open")
-    refuses(founder, "which step it has come to", 200, "optimizer.total_steps=4000", code=STALLED)
+    refuses(founder, "which step it has come to", 200, "optimizer.total_steps=4000", code=EXIT_STALLED)
     swarm.step, swarm.refuses = 100, "Step 200 is too near or over"
     refuses(founder, "does not accept it: Step 200 is too near", 200, "optimizer.total_steps=4000")
     assert runs.read_amendments(founder.home, founder.run) == []

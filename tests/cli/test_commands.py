@@ -73,7 +73,7 @@ def test_importing_the_commands_imports_nothing_heavy() -> None:
     instant_help = {"safetensors", "numpy", "pydantic", "rich", "cryptography", "msgpack", "agora_protocol.manifest"}
     names = ("main_node", "main_swarm", "status_command", "local_swarm", "demo")
     instant = ", ".join(f"agora.cli.{name}" for name in names)
-    for modules, forbidden in ((instant, heavy | instant_help), ("agora.cli.export", heavy)):
+    for modules, forbidden in ((instant, heavy | instant_help), ("agora.cli.export_command", heavy)):
         code = f"import sys, {modules}; print(sorted({forbidden!r} & set(sys.modules)))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.strip() == "[]"
@@ -272,8 +272,8 @@ def test_foreseen_errors_are_their_own_sentence() -> None:
     from agora_protocol.errors import InputError, ManifestError
 
     assert explain(Failure("no", 3)) == ("no", 3)
-    assert explain(InputError("no")) == ("no", console.USAGE)
-    assert explain(ManifestError("no")) == ("no", console.FAILED)
+    assert explain(InputError("no")) == ("no", console.EXIT_USAGE)
+    assert explain(ManifestError("no")) == ("no", console.EXIT_FAILED)
 
 
 # A thread in the middle of torch's code: the interpreter's own end would abort this process, with 134.

@@ -32,7 +32,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
         (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
         chosen = {key: flags.pop(key) for key in list(flags) if key in ("base_model", "objective", "context")}
         options = DataOptions((tmp_path / "x.jsonl",), **chosen, reading=ReadingChoice(**flags))
-        assert data_command.run(options, as_json=as_json) == console.DONE
+        assert data_command.run(options, as_json=as_json) == console.EXIT_DONE
         return capsys.readouterr().out
 
     return command

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agora.cli.console import Failure
-from agora.cli.demo import DemoOptions
+from agora.cli.demo_command import DemoOptions
 from agora.cli.demo_totals import DemoMeasurements, DemoTotals, StageSteps, failure_of, result_of, summary_of
 from agora.observe import events, journal
 from agora.observe.events import RoundDone, StepTaken

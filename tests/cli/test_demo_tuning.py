@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from agora_protocol.manifest_model import HfSection
 
-from agora.cli.console import USAGE, Failure
-from agora.cli.demo import DemoOptions, tuning_totals
+from agora.cli.console import EXIT_USAGE, Failure
+from agora.cli.demo_command import DemoOptions, tuning_totals
 from agora.cli.demo_totals import DemoMeasurements, DemoTotals, TuningTotals, failure_of, result_of, summary_of
 from agora.data.tokenizer import byte_tokenizer_json
 from tests.model.tiny_models import make_model, save
@@ -112,4 +112,4 @@ def test_flags_of_a_tuning_demo_that_do_not_fit_are_bad_arguments(base: Path) ->
     ):
         with pytest.raises(Failure, match=says) as raised:
             plan.manifest()
-        assert raised.value.code == USAGE
+        assert raised.value.code == EXIT_USAGE

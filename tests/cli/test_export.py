@@ -121,7 +121,7 @@ def some_tokens(b: int = 2) -> torch.Tensor:
 def test_transformers_computes_the_runs_logits_and_loss(
     checkpoints: paths.Home, stages: list[StageModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("poems", tmp_path / "out", size="20KB") == console.DONE
+    assert run("poems", tmp_path / "out", size="20KB") == console.EXIT_DONE
     output = json.loads(capsys.readouterr().out)
     assert output["from"] == "checkpoints" and len([n for n in output["files"] if n.endswith(".safetensors")]) > 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -193,7 +193,7 @@ def test_a_narrow_subspace_becomes_a_plain_llama_with_the_same_logits(
     built = disturbed([family_of(narrow.model).build_stage(narrow.layers_of(k), narrow.seed) for k in range(3)])
     for stage in range(3):
         checkpoint(home, founded, built, stage, STEPS[stage])
-    assert run("narrow", tmp_path / "out") == console.DONE
+    assert run("narrow", tmp_path / "out") == console.EXIT_DONE
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = some_tokens()[:, :-1]
     ours, theirs = logits_of(built, tokens), model(tokens).logits
@@ -256,7 +256,7 @@ def test_the_card_of_a_run_with_sparse_boundaries_says_what_the_export_has_that_
     runs.remember_manifest(home, founded)
     for stage in range(3):
         checkpoint(home, founded, stages, stage, STEPS[stage])
-    assert run("sparse", tmp_path / "out") == console.DONE
+    assert run("sparse", tmp_path / "out") == console.EXIT_DONE
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trained with 12 of its 32 columns between stages, and here has all of them" in card
 
@@ -321,13 +321,13 @@ def test_a_missing_stage_is_named_with_exit_code_4(
     shutil.rmtree(checkpoints.checkpoints(signed.run_id) / "stage-1")
     with pytest.raises(Failure, match=r"stage 1 is missing: no daemon .* in .*home; run this command while") as failed:
         run("poems", tmp_path / "out")
-    assert failed.value.code == console.STALLED and not (tmp_path / "out").exists()
+    assert failed.value.code == console.EXIT_STALLED and not (tmp_path / "out").exists()
 
 
 def test_a_run_this_machine_knows_nothing_of_is_4(tmp_path: Path) -> None:
     with pytest.raises(Failure, match="has not joined run cdcdcd") as failed:
         run("cd" * 32, tmp_path / "out")
-    assert failed.value.code == console.STALLED
+    assert failed.value.code == console.EXIT_STALLED
 
 
 def test_a_manifest_that_nobody_signed_was_never_trained(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_a_daemon_that_cannot_leaves_it_to_the_checkpoints(
         shutil.rmtree(checkpoints.checkpoints(signed.run_id))
         with pytest.raises(Failure, match=r"stage 0, 1, 2 is missing: the daemon in .* could not collect") as failed:
             run("poems", tmp_path / "more")
-    assert failed.value.code == console.STALLED
+    assert failed.value.code == console.EXIT_STALLED
 
 
 def test_what_a_daemon_collected_is_checked_before_anything_is_written(

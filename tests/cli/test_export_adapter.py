@@ -120,7 +120,7 @@ def test_what_a_daemon_has_noted_is_enough_whichever_stages_it_held(
     (elsewhere / "tokenizer.json").write_text("that of another project")
     noted = {"base_model": base, "tokenizer": base / "tokenizer.json"}
     runs.remember_files(tuned.home, tuned.signed.run_id, runs.KnownFiles(**{known: noted[known]}))
-    assert run(tuned, "out") == console.DONE
+    assert run(tuned, "out") == console.EXIT_DONE
     assert Path("out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
 
@@ -128,13 +128,13 @@ def test_a_merge_needs_no_flag_where_a_daemon_has_noted_the_base_model(tuned: Tu
     with pytest.raises(console.Failure, match="--base-model DIR"):
         run(tuned, "out", merge=True)
     runs.remember_files(tuned.home, tuned.signed.run_id, runs.KnownFiles(base_model=tuned.base))
-    assert run(tuned, "out", merge=True) == console.DONE
+    assert run(tuned, "out", merge=True) == console.EXIT_DONE
     loaded = AutoModelForCausalLM.from_pretrained("out")
     assert relative_error(loaded(some_tokens()).logits, tuned.logits()) < 1e-5
 
 
 def test_peft_computes_what_the_swarm_computes(tuned: Tuned, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tuned, "out") == console.DONE
+    assert run(tuned, "out") == console.EXIT_DONE
     output = json.loads(capsys.readouterr().out)
     base = AutoModelForCausalLM.from_pretrained(tuned.base)
     assert relative_error(base(some_tokens()).logits, tuned.logits()) > 0.01
@@ -161,7 +161,7 @@ def test_the_folder_has_what_peft_reads_and_says_where_it_comes_from(tuned: Tune
 def test_a_folder_whose_tokenizer_is_not_the_runs_is_not_exported(base: Path) -> None:
     right = open_training_tokenizer(str(base), 400).fingerprint
     tuned = train(base, data={"tokenizer": str(base), "tokenizer_hash": right})
-    assert run(tuned, "out") == console.DONE
+    assert run(tuned, "out") == console.EXIT_DONE
     assert Path("out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     (base / "chat_template.jinja").write_text("another")
     with pytest.raises(DataError, match="but the run was made with"):
@@ -268,7 +268,7 @@ def test_a_daemon_tells_the_metrics_for_the_card(
 
 @torch.no_grad()
 def test_merged_it_is_the_swarms_model_with_a_tied_head(tuned: Tuned, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tuned, "out", merge=True, base_model=tuned.base, shard_size="20KB") == console.DONE
+    assert run(tuned, "out", merge=True, base_model=tuned.base, shard_size="20KB") == console.EXIT_DONE
     output = json.loads(capsys.readouterr().out)
     shards = [name for name in output["files"] if name.endswith(".safetensors")]
     assert output["kind"] == "merged" and len(shards) > 3 and "model.safetensors.index.json" in output["files"]
@@ -319,7 +319,7 @@ def test_the_folder_of_the_base_model_is_named_as_for_a_daemon(tuned: Tuned, mon
     with pytest.raises(Failure, match="--merge adds the adapter to its base model; .* --base-model DIR"):
         run(tuned, "out", merge=True)
     monkeypatch.setenv("AGORA_BASE_MODEL", str(tuned.base))
-    assert run(tuned, "out", merge=True) == console.DONE
+    assert run(tuned, "out", merge=True) == console.EXIT_DONE
     monkeypatch.setenv("AGORA_BASE_MODLE", "x")
     with pytest.raises(SettingsError, match="did you mean AGORA_BASE_MODEL"):
         run(tuned, "more", merge=True)
@@ -338,7 +338,7 @@ def test_people_are_told_how_each_kind_is_loaded(tuned: Tuned, capsys: pytest.Ca
 def test_the_command_line_has_both_flags(tuned: Tuned) -> None:
     line = ["export", tuned.signed.run_id, "--out", "out", "--merge", "--base-model", str(tuned.base), "--json"]
     done = CliRunner().invoke(app, line)
-    assert done.exit_code == console.DONE and '"kind": "merged"' in done.output, done.output
+    assert done.exit_code == console.EXIT_DONE and '"kind": "merged"' in done.output, done.output
 
 
 # --- mistakes and damages: one sentence, and nothing is written
@@ -348,7 +348,7 @@ def test_a_run_that_trains_everything_has_nothing_to_merge(base: Path) -> None:
     tuned = train(base, {}, objective={"kind": "lm"})
     with pytest.raises(Failure, match=r"trains all parameters.*leave --merge out") as failed:
         run(tuned, "out", merge=True, base_model=base)
-    assert failed.value.code == console.USAGE
+    assert failed.value.code == console.EXIT_USAGE
     run(tuned, "out")
     exported = AutoModelForCausalLM.from_pretrained("out")
     assert relative_error(exported(some_tokens()).logits, tuned.logits()) < 1e-5
@@ -359,7 +359,7 @@ def test_a_run_that_trains_everything_has_nothing_to_merge(base: Path) -> None:
 def test_a_base_model_without_merge_is_a_mistake(tuned: Tuned) -> None:
     with pytest.raises(Failure, match="give both, or neither") as failed:
         run(tuned, "out", base_model=tuned.base)
-    assert failed.value.code == console.USAGE
+    assert failed.value.code == console.EXIT_USAGE
 
 
 def damage_hash(tuned: Tuned) -> None:

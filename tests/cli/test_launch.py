@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agora.cli.console import USAGE, Failure
+from agora.cli.console import EXIT_USAGE, Failure
 from agora.cli.launch_command import (
     LEAVE_TIMEOUT_S,
     TOOLS,
@@ -124,13 +124,13 @@ def test_a_run_of_any_name_has_a_label_that_every_tool_accepts(name: str, label:
 def test_flags_that_no_job_can_have_are_bad_arguments(request_: LaunchRequest, says: str) -> None:
     with pytest.raises(Failure, match=re.escape(says)) as failed:
         check_request(request_)
-    assert failed.value.code == USAGE
+    assert failed.value.code == EXIT_USAGE
 
 
 def test_a_tool_that_is_not_known_is_a_bad_argument_that_names_those_that_are() -> None:
     with pytest.raises(Failure, match="ssh, slurm, kubernetes, skypilot") as failed:
         tool_of("docker")
-    assert failed.value.code == USAGE and [tool_of(name) for name in TOOLS] == [*TOOLS]
+    assert failed.value.code == EXIT_USAGE and [tool_of(name) for name in TOOLS] == [*TOOLS]
 
 
 def test_joins_are_followed_until_all_are_there_or_the_time_is_over() -> None:

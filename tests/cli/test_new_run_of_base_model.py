@@ -15,9 +15,9 @@ from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import data_command, new_run
-from agora.cli.console import USAGE, Failure
+from agora.cli.console import EXIT_USAGE, Failure
 from agora.cli.data_command import USUAL_READING, ReadingChoice, TrainingData, read_training_data
-from agora.cli.new_run import (
+from agora.cli.new_command import (
     FEWER_ROWS_OF_A_STEP,
     ROWS_OF_A_STEP,
     TuningChoice,
@@ -130,7 +130,7 @@ def test_dpo_has_pairs_in_rows_as_short_as_the_answers(base: Path, tmp_path: Pat
 
 
 def test_the_context_of_dpo_is_the_longest_answer_in_blocks(base: Path, tmp_path: Path) -> None:
-    from agora.cli.new_run import fitting_context
+    from agora.cli.new_command import fitting_context
 
     data = read_training_data([preferences(tmp_path / "pairs.jsonl", 10)], base, USUAL_READING, None, 1000)
     assert fitting_context(data, 1000) == 64
@@ -180,7 +180,7 @@ def test_without_data_it_is_the_manifest_of_a_run_on_plain_text(base: Path) -> N
 def test_choices_that_do_not_fit_are_bad_arguments(base: Path, choice: dict[str, Any], says: str) -> None:
     with pytest.raises(Failure, match=says) as raised:
         made(base, **choice)
-    assert raised.value.code == USAGE
+    assert raised.value.code == EXIT_USAGE
 
 
 def test_dpo_of_all_parameters_is_refused_with_the_flag(base: Path, tmp_path: Path) -> None:

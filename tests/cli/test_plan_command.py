@@ -53,7 +53,7 @@ def question(run: str, tmp_path: Path, text: str = PEERS, added: str | None = No
 def test_people_get_a_table_a_picture_the_bottleneck_and_what_one_more_adds(
     run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan_command.run(question(run, tmp_path), as_json=False) == console.DONE
+    assert plan_command.run(question(run, tmp_path), as_json=False) == console.EXIT_DONE
     printed = capsys.readouterr().out
     assert printed.startswith("small: ") and "tokens/s expected with 3 machines, 4 stages" in printed
     assert "MACHINES" in printed and "slowest" in printed and "bottleneck: stage" in printed
@@ -177,7 +177,9 @@ def test_host_memory_beside_a_gpu_lets_it_hold_more(
 
     def in_host(gigabytes: float, more: str) -> list[bool]:
         """Returns whether each machine keeps its optimizer state in host memory."""
-        assert plan_command.run(question(run, tmp_path, text.format(gigabytes, more)), as_json=True) == console.DONE
+        assert (
+            plan_command.run(question(run, tmp_path, text.format(gigabytes, more)), as_json=True) == console.EXIT_DONE
+        )
         return [machine["optimizer_in_host"] for machine in json.loads(capsys.readouterr().out)["machines"]]
 
     cost = run_cost(preset("small"), in_bf16=False)

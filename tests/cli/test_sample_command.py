@@ -32,7 +32,7 @@ def ask(demo: Path, prompt: str, sampling: SamplingOptions, *, as_json: bool = T
 def test_the_same_seed_draws_the_same_text_of_so_many_tokens(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for seed in (1, 1, 2, None):
-        assert ask(demo, "for ", SamplingOptions(20, seed=seed)) == console.DONE
+        assert ask(demo, "for ", SamplingOptions(20, seed=seed)) == console.EXIT_DONE
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0] | {"seconds": 0} == answers[1] | {"seconds": 0}
     assert len({answer["text"] for answer in answers[1:]}) == 3
@@ -43,14 +43,14 @@ def test_the_same_seed_draws_the_same_text_of_so_many_tokens(demo: Path, capsys:
 
 
 def test_people_see_prompt_and_text_and_the_seed(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask(demo, "a\x1b[31mb", SamplingOptions(10, seed=3), as_json=False) == console.DONE
+    assert ask(demo, "a\x1b[31mb", SamplingOptions(10, seed=3), as_json=False) == console.EXIT_DONE
     shown = capsys.readouterr()
     assert shown.out.startswith("a?[31mb") and shown.out.endswith("\n") and "\x1b" not in shown.out
     assert "--seed 3 draws them again" in shown.err
 
 
 def test_an_empty_prompt_begins_a_document(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask(demo, "", SamplingOptions(5, seed=1)) == console.DONE
+    assert ask(demo, "", SamplingOptions(5, seed=1)) == console.EXIT_DONE
     assert json.loads(capsys.readouterr().out)["prompt"] == ""
 
 
@@ -100,7 +100,7 @@ def sampled(tuned: Path, capsys: pytest.CaptureFixture[str], **options: object) 
     """The text of a sample with seed 1."""
     run = str(tuned / "run.toml")
     given = {"sampling": SamplingOptions(20, seed=1), "as_json": True, **options}
-    assert sample_command.run(run, "a", [tuned / "peer"], **given) == console.DONE  # type: ignore[arg-type]
+    assert sample_command.run(run, "a", [tuned / "peer"], **given) == console.EXIT_DONE  # type: ignore[arg-type]
     return str(json.loads(capsys.readouterr().out)["text"])
 
 

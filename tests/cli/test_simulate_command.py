@@ -23,7 +23,9 @@ count = 4
 
 def test_json_is_one_object_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.toml").write_text(SMALL)
-    assert simulate_command.run(tmp_path / "small.toml", seed=3, plots=tmp_path / "p", as_json=True) == console.DONE
+    assert (
+        simulate_command.run(tmp_path / "small.toml", seed=3, plots=tmp_path / "p", as_json=True) == console.EXIT_DONE
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["scenario"] == "small" and found["seed"] == 3 and found["peers"] == 4
     assert found["microbatches"]["dropped"] == 0 and 0.5 < found["of_bound"] <= 1.05
@@ -32,7 +34,7 @@ def test_json_is_one_object_on_standard_output(tmp_path: Path, capsys: pytest.Ca
 
 def test_people_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.toml").write_text(SMALL)
-    assert simulate_command.run(tmp_path / "small.toml", seed=None, plots=None, as_json=False) == console.DONE
+    assert simulate_command.run(tmp_path / "small.toml", seed=None, plots=None, as_json=False) == console.EXIT_DONE
     assert "microbatches/s" in capsys.readouterr().out
 
 
@@ -40,4 +42,4 @@ def test_a_scenario_without_peers_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "none.toml").write_text(SMALL.replace("count = 4", "count = 0"))
     with pytest.raises(ScenarioError, match="no peers") as caught:
         simulate_command.run(tmp_path / "none.toml", seed=None, plots=None, as_json=False)
-    assert console.explain(caught.value)[1] == console.USAGE
+    assert console.explain(caught.value)[1] == console.EXIT_USAGE

@@ -20,7 +20,7 @@ from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from agora.cli import export
+from agora.cli import export_command
 from agora.core.span_work import SpanWork
 from agora.cost.run_cost import MemoryNeed
 from agora.model import FAMILIES, Family, RunLayer, StageModule, family_of, keep_graph
@@ -210,7 +210,7 @@ def test_its_export_has_its_own_tensors_config_and_card(
         state = StageState(stage, 5, 5, 0, layout, 2 * layout.flatten(named), arrays)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
     out = tmp_path / "out"
-    export.run("second", out, as_json=True)
+    export_command.run("second", out, as_json=True)
     exported = load_file(out / "model-00001-of-00001.safetensors")
     assert exported.keys() == exact.keys() and all(torch.equal(exported[name], exact[name].t()) for name in exact)
     assert json.loads((out / "config.json").read_text()) == {"model_type": "linear", "dtype": "float32", "eos": 0}

@@ -17,11 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from agora_protocol.directory_shards import DirectoryShard, shard_hash
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, Progress, Record, record_key, seal_record
-from agora_protocol.shards import Shard, shard_hash
 from hivemind.dht.routing import DHTID
 
 from agora.core.calls import ConnectionBroken
@@ -47,7 +47,9 @@ class Node:
 
     async def publish(self, span: str = "0-1", incarnation: int = 1, lifetime_s: float = 30.0) -> bool:
         record = claim(self.identity, span, incarnation)
-        return await self.directory.publish(record, self.identity, lifetime_s, [Shard(n) for n in record.span.stages])
+        return await self.directory.publish(
+            record, self.identity, lifetime_s, [DirectoryShard(n) for n in record.span.stages]
+        )
 
     async def close(self) -> None:
         await self.directory.close()
@@ -103,7 +105,7 @@ def records_of(peer: PeerId, stage: int) -> list[Record]:
 
 def known_to_have(peers: float) -> Any:
     """What a peer knows that has read how many peers each stage has."""
-    return add_readings({}, {Shard(stage): Reading(round(peers), 1.0, 0.0) for stage in range(STAGES)})
+    return add_readings({}, {DirectoryShard(stage): Reading(round(peers), 1.0, 0.0) for stage in range(STAGES)})
 
 
 def fill(made: list[Node], entries: int) -> list[Identity]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agora_protocol.directory_shards import DirectoryShard, shard_bits, shard_hash
 from agora_protocol.errors import ProtocolError
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity
@@ -24,7 +25,6 @@ from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
 from agora_protocol.messages import Chunk, GetChunk, GetStatus
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, record_key, seal_record
-from agora_protocol.shards import Shard, shard_bits, shard_hash
 from agora_protocol.tensors import WireTensor
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
@@ -114,8 +114,8 @@ def test_a_find_of_100_000_keys_is_refused_before_it_is_parsed_and_honest_reads_
                     [ask(liar, victim, "rpc_find", dht_pb2.FindRequest(keys=keys)) for _ in range(5)]
                 )
                 assert (answered, refused) == (0, 5) and victim.directory.refused["too-large"] == 5
-                honest = await liar.directory.read_many(Claim, [Shard(0)])
-                assert [record.peer for record in honest[Shard(0)]] == [victim.identity.peer]
+                honest = await liar.directory.read_many(Claim, [DirectoryShard(0)])
+                assert [record.peer for record in honest[DirectoryShard(0)]] == [victim.identity.peer]
             watch.judge("5 finds of 100,000 keys")
 
     run(main, timeout_s=60)

@@ -9,13 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from agora_protocol.directory_shards import DirectoryShard, shard_bits, shard_hash
 from agora_protocol.errors import InputError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_KEY_RECORDS, MAX_RECORD_BYTES, MAX_SHARD_BITS
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, Progress, Record, record_key, seal_record
-from agora_protocol.shards import Shard, shard_bits, shard_hash
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
@@ -32,7 +32,7 @@ def names(records: list[Record]) -> set[Any]:
 
 
 async def read(directory: Directory, kind: type[Record], stage: int) -> list[Record]:
-    return (await directory.read_many(kind, [Shard(stage)]))[Shard(stage)]
+    return (await directory.read_many(kind, [DirectoryShard(stage)]))[DirectoryShard(stage)]
 
 
 def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wins() -> None:
@@ -48,10 +48,12 @@ def test_claims_of_three_nodes_are_seen_by_all_at_once_and_the_newest_version_wi
                 assert await read(node.directory, Progress, 0) == []
             # a later record replaces the one before, also one that asks for less time
             assert await made[1].publish(incarnation=2, lifetime_s=1.0)
-            found = await made[2].directory.read_many(Claim, [Shard(0), Shard(1), Shard(2)])
+            found = await made[2].directory.read_many(Claim, [DirectoryShard(0), DirectoryShard(1), DirectoryShard(2)])
             for stage in (0, 1):
-                assert {it.incarnation for it in found[Shard(stage)] if it.peer == made[1].identity.peer} == {2}  # type: ignore[attr-defined]
-            assert found[Shard(2)] == []
+                assert {it.incarnation for it in found[DirectoryShard(stage)] if it.peer == made[1].identity.peer} == {
+                    2
+                }  # type: ignore[attr-defined]
+            assert found[DirectoryShard(2)] == []
             assert not any(node.directory.refused for node in made)
 
     run(main)
@@ -229,10 +231,12 @@ def test_a_record_is_stored_and_found_in_its_peers_shards_and_refused_in_others(
             liar, *honest = made
             bits = shard_bits(shard_hash(RUN_ID, liar.identity.peer), MAX_SHARD_BITS)
             other = bits[:2] + str(1 - int(bits[2]))
-            shards = [Shard(0), Shard(1, bits[:3]), Shard(0, bits)]
+            shards = [DirectoryShard(0), DirectoryShard(1, bits[:3]), DirectoryShard(0, bits)]
             record = claim(liar.identity)
             assert await liar.directory.publish(record, liar.identity, 30.0, shards)
-            found = await honest[0].directory.read_many(Claim, [*shards, Shard(1), Shard(0, bits[:3])])
+            found = await honest[0].directory.read_many(
+                Claim, [*shards, DirectoryShard(1), DirectoryShard(0, bits[:3])]
+            )
             assert {shard for shard, records in found.items() if records == [record]} == set(shards)
             assert not any(node.directory.refused for node in made)
 

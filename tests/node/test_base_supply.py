@@ -23,7 +23,7 @@ from agora.net.rpc.connection import IncomingCall
 from agora.node.paths import Home
 from agora.node.peer import base_supply
 from agora.node.peer.base_supply import BaseSupply, MissingTensors, describe_fetch
-from agora.node.startup import Notifier, StartPhases
+from agora.node.startup import StartPhases, SystemdNotifier
 from agora.observe import events
 from agora.swarm.peer_score import Violation
 from agora.swarm.view import PeerView, View
@@ -73,7 +73,7 @@ class Swarm:
             settings=SimpleNamespace(named_base_model=folder, named_adapter=adapter),
             me=peer,
             report_event=self.events.append,
-            phases=StartPhases(self.events.append, Notifier({})),
+            phases=StartPhases(self.events.append, SystemdNotifier({})),
         )
         joined = self.network.join(peer, self.handle)
         supply = BaseSupply(startup, self.manifest, joined, lambda: View(self.views), self.report_violation)  # type: ignore[arg-type]

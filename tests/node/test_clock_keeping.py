@@ -15,7 +15,7 @@ from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.nat.dialling import AddressBook
 from agora.node.peer.clock_keeper import ANSWER_TIMEOUT_S, MORE_ANSWERS_TIMEOUT_S, ClockKeeper
-from agora.node.startup import Notifier, StartPhases
+from agora.node.startup import StartPhases, SystemdNotifier
 from agora.swarm.swarm_clock import SwarmClock
 from tests import virtual_time
 
@@ -46,7 +46,7 @@ class AskedNetwork:
 
 def keeper() -> tuple[ClockKeeper, AskedNetwork]:
     network = AskedNetwork()
-    phases = StartPhases(lambda _event: None, Notifier({}))
+    phases = StartPhases(lambda _event: None, SystemdNotifier({}))
     startup = SimpleNamespace(phases=phases, clock=SwarmClock(0.0, lambda: 0.0), report_event=lambda _event: None)
     return ClockKeeper(cast(Any, startup), cast(Any, network)), network
 

@@ -25,7 +25,7 @@ from agora.node.process.main import END_TIMEOUT_S
 from agora.node.process.metrics import DaemonMetrics
 from agora.node.process.watchdog import Watchdog
 from agora.node.settings import Settings
-from agora.node.startup import Notifier, StartPhases, Startup
+from agora.node.startup import StartPhases, Startup, SystemdNotifier
 from agora.observe import events
 from agora.observe.metrics import EventMetrics
 from agora.observe.reporter import Reporter
@@ -46,7 +46,7 @@ class LoadsNothing(Daemon):
             clock=SwarmClock(0.0, lambda: 0.0),
             reporter=Reporter(),
             report_event=lambda _event: None,
-            notifier=Notifier({}),
+            notifier=SystemdNotifier({}),
             phases=SimpleNamespace(current=""),
             age_s=lambda: 0.0,
         )
@@ -317,7 +317,7 @@ def real_startup(root: Path, told: Told) -> Startup:
     home.root.mkdir()
     file = root / "run.toml"
     file.write_text(preset("tiny").to_toml())
-    notifier = Notifier({})
+    notifier = SystemdNotifier({})
     return Startup(
         reference=runs.resolve(str(file), home),
         home=home,

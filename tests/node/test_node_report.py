@@ -26,7 +26,7 @@ from agora.node.control.node_report import (
     use_of_device,
 )
 from agora.node.process.watchdog import Watchdog
-from agora.node.startup import Notifier
+from agora.node.startup import SystemdNotifier
 from agora.observe import events
 from agora.observe.reporter import Counters
 from agora.pipeline.waits import Waits
@@ -284,7 +284,7 @@ def test_the_report_has_what_the_device_waited_for_in_seconds() -> None:
 
 def test_the_watchdog_reports_what_has_changed_and_nothing_twice() -> None:
     seen: list[events.Event] = []
-    watchdog = Watchdog(report, seen.append, Notifier({}), age_s=lambda: 10.0)
+    watchdog = Watchdog(report, seen.append, SystemdNotifier({}), age_s=lambda: 10.0)
     for _ in range(2):
         watchdog.report_traffic(report())
     assert seen == [events.Traffic(1, 20, 30, 4, 5)]
@@ -301,7 +301,7 @@ def test_the_watchdog_reports_how_the_device_is_used_now_and_then() -> None:
                 reported.set()
             return report(span=span)
 
-        watching = asyncio.create_task(Watchdog(take, seen.append, Notifier({}), age_s=lambda: 10.0).run())
+        watching = asyncio.create_task(Watchdog(take, seen.append, SystemdNotifier({}), age_s=lambda: 10.0).run())
         await reported.wait()
         watching.cancel()
         return seen

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agora_protocol.directory_shards import DirectoryShard
 from agora_protocol.errors import NotAdmitted
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity
@@ -21,7 +22,6 @@ from agora_protocol.manifest import SignedManifest, preset
 from agora_protocol.messages import KINDS, GetAddresses, GetStatus, Message, PeerAddresses, Refusal, ShareRevocations
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, record_key, seal_record
-from agora_protocol.shards import Shard
 from agora_protocol.tickets import READER, Revocation, Ticket, make_proof, seal_revocation, seal_ticket
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
@@ -43,7 +43,7 @@ from tests.net.test_hostile import raw_stream
 from tests.protocol.conftest import PROTOCOL
 
 FOUNDER = Identity(bytes([1]) * 32)
-SHARD = Shard(0)
+SHARD = DirectoryShard(0)
 
 
 def all_requests() -> list[tuple[str, bytes]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from agora.node.startup import Notifier, StartPhases
+from agora.node.startup import StartPhases, SystemdNotifier
 from agora.observe import events
 
 
 def make_phases() -> tuple[StartPhases, list[events.Event]]:
     reported: list[events.Event] = []
-    return StartPhases(reported.append, Notifier({})), reported
+    return StartPhases(reported.append, SystemdNotifier({})), reported
 
 
 def test_a_phase_within_a_phase_leaves_the_outer_one_running() -> None:

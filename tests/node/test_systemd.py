@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agora.node.process.watchdog import may_feed
-from agora.node.startup import Notifier
+from agora.node.startup import SystemdNotifier
 from agora.observe import events
 from agora.observe.reporter import Reporter
 
@@ -32,20 +32,20 @@ def test_datagrams_are_lines_of_key_and_value(tmp_path: Path, abstract: bool) ->
     name = f"agora-test-{os.getpid()}"
     bound, told = (f"\0{name}", f"@{name}") if abstract else (str(tmp_path / "notify"), str(tmp_path / "notify"))
     with listener(bound) as channel:
-        Notifier({"NOTIFY_SOCKET": told}).send(READY=1, STATUS="step 4\nWATCHDOG=1")
+        SystemdNotifier({"NOTIFY_SOCKET": told}).send(READY=1, STATUS="step 4\nWATCHDOG=1")
         assert channel.recv(1024) == b"READY=1\nSTATUS=step 4"
 
 
 def test_without_systemd_nothing_is_sent_and_nothing_breaks(tmp_path: Path) -> None:
-    Notifier({}).send(READY=1)
-    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).send(READY=1)
+    SystemdNotifier({}).send(READY=1)
+    SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).send(READY=1)
 
 
 def test_the_watchdog_is_ours_only_when_it_names_us() -> None:
-    assert Notifier({"WATCHDOG_USEC": "60000000"}).watchdog_s == 60.0
-    assert Notifier({"WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid())}).watchdog_s == 60.0
-    assert Notifier({"WATCHDOG_USEC": "60000000", "WATCHDOG_PID": "1"}).watchdog_s == 0.0
-    assert Notifier({"WATCHDOG_USEC": "soon"}).watchdog_s == 0.0
+    assert SystemdNotifier({"WATCHDOG_USEC": "60000000"}).watchdog_s == 60.0
+    assert SystemdNotifier({"WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(os.getpid())}).watchdog_s == 60.0
+    assert SystemdNotifier({"WATCHDOG_USEC": "60000000", "WATCHDOG_PID": "1"}).watchdog_s == 0.0
+    assert SystemdNotifier({"WATCHDOG_USEC": "soon"}).watchdog_s == 0.0
 
 
 @pytest.mark.parametrize(

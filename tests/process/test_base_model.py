@@ -9,7 +9,7 @@ import torch
 from agora_protocol.manifest_model import ADAPTER_FILE
 from safetensors.torch import load_file
 
-from agora.cli import export
+from agora.cli import export_command
 from agora.tuning.base.store import list_tensors
 from agora.tuning.hf_family import needed_tensors
 from tests.model.tiny_models import make_model, manifest_of, save
@@ -41,7 +41,7 @@ def test_a_base_models_weights_go_through_a_swarm_and_back_into_a_folder(tmp_pat
         second.kill()
         made.stop()
         out = tmp_path / "out"
-        assert export.run(str(made.directory / "run.toml"), out, [first.root, late.root], average=False) == 0
+        assert export_command.run(str(made.directory / "run.toml"), out, [first.root, late.root], average=False) == 0
     written = {name: values for file in out.glob("*.safetensors") for name, values in load_file(file).items()}
     began = dict(model.named_parameters())
     assert written.keys() == began.keys()
@@ -91,7 +91,7 @@ def test_a_run_goes_on_from_an_adapter_that_a_peer_without_files_fetches(tmp_pat
         drained(made, first)
         made.stop()
         out = tmp_path / "out"
-        assert export.run(str(made.directory / "run.toml"), out, [first.root, second.root], average=False) == 0
+        assert export_command.run(str(made.directory / "run.toml"), out, [first.root, second.root], average=False) == 0
     began, written = load_file(adapter / ADAPTER_FILE), load_file(out / ADAPTER_FILE)
     assert written.keys() == began.keys() and any(values.any() for name, values in began.items() if "lora_B" in name)
     for name, values in written.items():

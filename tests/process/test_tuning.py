@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from peft import PeftModel
 
-from agora.cli import export
+from agora.cli import export_command
 from agora.cli.local_swarm import LocalDaemon as Daemon
 from agora.tuning.chat.sample_file import hash_samples
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
@@ -167,7 +167,7 @@ def test_the_exported_adapter_gives_the_swarms_held_out_loss(frozen_as: str, tmp
         assert 0 <= evaluated["tuning"]["token_accuracy"] <= 1
         made.stop()
         out = tmp_path / "adapter"
-        assert export.run(str(made.directory / "run.toml"), out, [origin.root, last.root]) == 0
+        assert export_command.run(str(made.directory / "run.toml"), out, [origin.root, last.root]) == 0
     rows = open_sample_rows(manifest, tmp_path / "corpus")
     base = make_model("qwen2")
     before = heldout_loss(base, rows, 4)

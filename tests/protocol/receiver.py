@@ -43,7 +43,7 @@ from agora.pipeline.work_ledger import WorkLedger
 from agora.replica.all_reduce import AllReduce, RoundContext
 from agora.replica.gossip import StepGossip, SwarmQueries
 from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, ShardCodec, WeightedValues
-from agora.replica.view import ReplicaCounts
+from agora.replica.stage_view import ReplicaCounts
 from agora.state.comparison import SketchedState, judge_source
 from agora.state.layout import StageState, chunk_hashes, pack_chunk
 from agora.state.snapshot import SnapshotServer

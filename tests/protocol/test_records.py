@@ -7,6 +7,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from agora_protocol.directory_shards import HASHES, DirectoryShard, shard_bits, shard_hash
 from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
@@ -31,7 +32,6 @@ from agora_protocol.records import (
     record_key,
     seal_record,
 )
-from agora_protocol.shards import HASHES, Shard, shard_bits, shard_hash
 
 RUN = RunId("ab" * 32)
 NOW = 1_790_000_000.0
@@ -209,7 +209,7 @@ def test_a_record_belongs_under_the_keys_of_the_shards_that_its_peers_hash_is_in
 def test_a_peers_hash_is_another_in_each_run() -> None:
     other = RunId("cd" * 32)
     assert 0 <= shard_hash(RUN, ALICE.peer) < HASHES and shard_hash(RUN, ALICE.peer) != shard_hash(other, ALICE.peer)
-    assert Shard(0, "1").first_hash == HASHES // 2 and Shard(0).first_hash == 0
+    assert DirectoryShard(0, "1").first_hash == HASHES // 2 and DirectoryShard(0).first_hash == 0
 
 
 def test_keys_are_made_for_known_records_only() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from agora_protocol import messages
 from agora_protocol.amendments import Amendment, manifest_at, open_amendment, seal_amendment
+from agora_protocol.directory_shards import shard_hash
 from agora_protocol.errors import ManifestError, ProtocolError
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity, verify
@@ -18,7 +19,6 @@ from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import KINDS
 from agora_protocol.records import RECORDS, open_record, seal_record
-from agora_protocol.shards import shard_hash
 from agora_protocol.tensor_list import TensorList, bits_to_held, held_to_bits
 from agora_protocol.tensors import WireTensor
 from agora_protocol.tickets import InviteTicket, Revocation, Ticket, open_proof, open_revocation, run_token

@@ -19,7 +19,7 @@ from agora.replica.decide import (
     StepSettings,
 )
 from agora.replica.pacing import Shares
-from agora.replica.view import (
+from agora.replica.stage_view import (
     SILENCE_TIMEOUT_S,
     DirectReport,
     KnownReplicas,

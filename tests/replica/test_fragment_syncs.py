@@ -20,7 +20,7 @@ from agora.replica.all_reduce import MAX_RECALLS, MAX_RUNNING_SYNCS, RECALL_PAUS
 from agora.replica.fragment_syncs import RECALL_FIRST, FragmentSyncs
 from agora.replica.reducers import FragmentDivision
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, ShardMean
-from agora.replica.view import SILENCE_TIMEOUT_S
+from agora.replica.stage_view import SILENCE_TIMEOUT_S
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY
 from tests.replica.group_world import NUMEL, GroupPeer, GroupWorld
 from tests.virtual_time import run

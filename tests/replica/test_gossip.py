@@ -26,7 +26,7 @@ from agora.replica.gossip import (
     StepGossip,
     SwarmQueries,
 )
-from agora.replica.view import (
+from agora.replica.stage_view import (
     GOSSIP_FANOUT,
     MAX_DIRECT_TARGETS,
     SILENCE_TIMEOUT_S,

@@ -22,7 +22,7 @@ from agora.observe.events import RoundDone, StageDiverged
 from agora.replica.all_reduce import RoundResult
 from agora.replica.reducers import reducers_of
 from agora.replica.shard_codec import EncodedShard, NumberFormat, Shard, ShardMean
-from agora.replica.view import may_sign
+from agora.replica.stage_view import may_sign
 from agora.swarm.peer_score import Violation
 from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of
 from tests.replica.group_world import NUMEL, FakeStage, GroupPeer, GroupWorld

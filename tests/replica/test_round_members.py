@@ -12,7 +12,7 @@ from agora_protocol.presets import PRESETS
 from agora.core.moving_average import MovingAverage
 from agora.replica.round_rules import MIN_ROUND_TIMEOUT_S, ROUND_STEPS
 from agora.replica.shard_codec import Shard
-from agora.replica.view import NEWCOMER_STEPS
+from agora.replica.stage_view import NEWCOMER_STEPS
 from tests.replica.group_world import GroupWorld
 from tests.virtual_time import run
 

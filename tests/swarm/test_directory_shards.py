@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 import pytest
+from agora_protocol.directory_shards import HASHES, DirectoryShard, shard_bits
 from agora_protocol.ids import Span
 from agora_protocol.limits import MAX_KEY_RECORDS, MAX_SHARD_BITS
-from agora_protocol.shards import HASHES, Shard, shard_bits
 
 from agora.swarm.directory_shards import (
     MAX_NEXT_SHARDS,
@@ -42,7 +42,7 @@ def hashes_of(count: int, seed: int = 0) -> list[int]:
     return [rng.getrandbits(64) for _ in range(count)]
 
 
-def bottom(hashes: Iterable[int], shard: Shard) -> list[int]:
+def bottom(hashes: Iterable[int], shard: DirectoryShard) -> list[int]:
     """What a node keeps of a shard in which all of these publish."""
     return sorted(peer for peer in hashes if shard.contains(peer))[:MAX_KEY_RECORDS]
 
@@ -51,7 +51,7 @@ def knowing(counts: Mapping[int, float], depth: int = 0) -> KnownReadings:
     """Readings from which a stage has exactly so many peers."""
     known: KnownReadings = {}
     for stage, count in counts.items():
-        shard = Shard(stage, "0" * depth)
+        shard = DirectoryShard(stage, "0" * depth)
         reading = judge_reading(shard, (), 0.0)
         known = add_readings(known, {shard: type(reading)(round(count * 0.5**depth), 0.5**depth, 0.0)})
     return known
@@ -65,7 +65,9 @@ def test_the_estimate_is_exact_while_a_key_is_not_full_and_near_when_it_is(count
     ratios = []
     for seed in range(20 if count < 10_000 else 3):
         hashes = hashes_of(count, seed)
-        known = add_readings({}, {Shard(0): judge_reading(Shard(0), bottom(hashes, Shard(0)), 1.0)})
+        known = add_readings(
+            {}, {DirectoryShard(0): judge_reading(DirectoryShard(0), bottom(hashes, DirectoryShard(0)), 1.0)}
+        )
         ratios.append(estimate_peers(known, 0) / count)
     if count < MAX_KEY_RECORDS:
         assert ratios == [1.0] * len(ratios)
@@ -76,34 +78,39 @@ def test_the_estimate_is_exact_while_a_key_is_not_full_and_near_when_it_is(count
 @pytest.mark.parametrize("count", [200, 1_000, 30_000])
 def test_a_few_shards_of_the_depth_that_is_read_tell_the_count_within_a_quarter(count: int) -> None:
     hashes, depth = hashes_of(count), depth_to_read(count)
-    shards = {Shard(0, shard_bits(corner, depth)) for corner in hashes_of(8, seed=1)}
+    shards = {DirectoryShard(0, shard_bits(corner, depth)) for corner in hashes_of(8, seed=1)}
     known = add_readings({}, {shard: judge_reading(shard, bottom(hashes, shard), 1.0) for shard in shards})
     assert estimate_peers(known, 0) == pytest.approx(count, rel=0.25)
 
 
 def test_a_stage_of_which_nothing_was_read_has_no_peers_and_one_read_empty_neither() -> None:
     assert estimate_peers({}, 3) == 0.0
-    assert estimate_peers(add_readings({}, {Shard(3, "01"): judge_reading(Shard(3, "01"), [], 1.0)}), 3) == 0.0
+    assert (
+        estimate_peers(add_readings({}, {DirectoryShard(3, "01"): judge_reading(DirectoryShard(3, "01"), [], 1.0)}), 3)
+        == 0.0
+    )
 
 
 def test_old_readings_of_a_stage_are_forgotten_only_after_newer_ones_came() -> None:
-    def found(shard: Shard, count: int, at: float) -> KnownReadings:
+    def found(shard: DirectoryShard, count: int, at: float) -> KnownReadings:
         return add_readings(known, {shard: judge_reading(shard, range(count), at)})
 
     known: KnownReadings = {}
-    known = found(Shard(0, "00"), 8, 0.0)
-    known = found(Shard(0, "11"), 4, READINGS_LIFETIME_S)
+    known = found(DirectoryShard(0, "00"), 8, 0.0)
+    known = found(DirectoryShard(0, "11"), 4, READINGS_LIFETIME_S)
     assert estimate_peers(known, 0) == pytest.approx(24.0)
-    known = found(Shard(0, "11"), 4, READINGS_LIFETIME_S + 1.0)
+    known = found(DirectoryShard(0, "11"), 4, READINGS_LIFETIME_S + 1.0)
     assert estimate_peers(known, 0) == pytest.approx(16.0)
-    known = found(Shard(1), 5, 1e9)
+    known = found(DirectoryShard(1), 5, 1e9)
     assert estimate_peers(known, 0) == pytest.approx(16.0), "another stage's reading makes nothing old"
 
 
 def test_ids_made_to_have_the_least_hashes_spoil_the_estimate_only_until_shards_are_read() -> None:
     honest, ground = hashes_of(10_000), list(range(MAX_KEY_RECORDS))
     everybody = [*honest, *ground]
-    known = add_readings({}, {Shard(0): judge_reading(Shard(0), bottom(everybody, Shard(0)), 0.0)})
+    known = add_readings(
+        {}, {DirectoryShard(0): judge_reading(DirectoryShard(0), bottom(everybody, DirectoryShard(0)), 0.0)}
+    )
     assert estimate_peers(known, 0) > 1e12
     assert depth_to_read(estimate_peers(known, 0)) == MAX_SHARD_BITS
     reader, reads = ReaderIdentity(hashes_of(1, seed=5)[0], 1, Span(0, 0), 7), 0
@@ -133,21 +140,21 @@ def test_a_growing_stage_moves_on_by_one_depth_at_a_time_and_nobody_leaves_a_dep
 
 def test_a_small_stage_has_one_key_as_ever() -> None:
     for count in (0, 1, 10, 32):
-        assert shards_to_publish(knowing({4: count}), Span(4, 4), HASHES - 1) == [Shard(4)]
+        assert shards_to_publish(knowing({4: count}), Span(4, 4), HASHES - 1) == [DirectoryShard(4)]
 
 
 @pytest.mark.parametrize("count", SIZES)
 def test_what_a_key_holds_is_bounded_and_whoever_should_be_read_is_there(count: int) -> None:
-    known, published = knowing({0: count}), Counter[Shard]()
+    known, published = knowing({0: count}), Counter[DirectoryShard]()
     depth = depth_to_read(count)
     for peer in hashes_of(count):
         shards = shards_to_publish(known, Span(0, 0), peer)
         assert 1 <= len(shards) <= 3
         assert all(shard.contains(peer) for shard in shards)
-        assert Shard(0, shard_bits(peer, depth)) in shards
+        assert DirectoryShard(0, shard_bits(peer, depth)) in shards
         published.update(shards)
-    assert published[Shard(0)] <= 2 * MAX_KEY_RECORDS, "those beyond a full key's last do not even ask"
-    assert published[Shard(0)] >= min(count, MAX_KEY_RECORDS)
+    assert published[DirectoryShard(0)] <= 2 * MAX_KEY_RECORDS, "those beyond a full key's last do not even ask"
+    assert published[DirectoryShard(0)] >= min(count, MAX_KEY_RECORDS)
     of_depth = [records for shard, records in published.items() if shard.depth == depth]
     kept = sum(min(records, MAX_KEY_RECORDS) for records in of_depth)
     assert kept >= 0.99 * count
@@ -168,13 +175,13 @@ def test_a_small_run_is_read_whole_each_time(peers: int) -> None:
         knowing(dict.fromkeys(range(32), peers)), reader_of(7, Span(3, 4)), 5.0, random.Random(0)
     )
     assert to_read.is_small
-    assert to_read.shards == tuple(map(Shard, range(32)))
+    assert to_read.shards == tuple(map(DirectoryShard, range(32)))
 
 
 def test_a_small_run_with_one_large_stage_is_read_whole_too() -> None:
     to_read = choose_shards_to_read(knowing({0: 120, 1: 4}), reader_of(7, Span(1, 1), 2), 5.0, random.Random(0))
     assert to_read.is_small
-    assert set(to_read.shards) == {Shard(1), *(Shard(0, bits) for bits in ("00", "01", "10", "11"))}
+    assert set(to_read.shards) == {DirectoryShard(1), *(DirectoryShard(0, bits) for bits in ("00", "01", "10", "11"))}
 
 
 @pytest.mark.parametrize("stages", [1, 32, 1024])
@@ -193,7 +200,7 @@ def test_a_read_and_a_cycle_are_bounded_for_any_number_of_peers(stages: int, per
 def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
     known = knowing(dict.fromkeys(range(32), 1_000), 5)
     reader, rng = reader_of(99 << 40, Span(5, 6)), random.Random(3)
-    last: dict[Shard, int] = {}
+    last: dict[DirectoryShard, int] = {}
     gaps: dict[bool, int] = defaultdict(int)
     close = close_shards([1_000.0] * 32, reader, 0.0)
     for number in range(400):
@@ -215,7 +222,7 @@ def test_each_shard_of_interest_is_read_again_within_its_period() -> None:
 @pytest.mark.parametrize("count", [10, 1_000, 30_000])
 def test_every_peer_of_the_next_stage_is_known_to_some_callers_and_the_load_of_a_key_is_bounded(count: int) -> None:
     """Equally many peers of one stage call those of the next."""
-    depth, readers = depth_to_read(count), Counter[Shard]()
+    depth, readers = depth_to_read(count), Counter[DirectoryShard]()
     for peer in hashes_of(count, seed=2):
         readers.update(next_shards(1, count, count, peer & 0xFFFFFFFF, 0.0))
     shards = 2**depth
@@ -241,7 +248,7 @@ def test_replicas_of_a_stage_of_up_to_500_all_know_each_other(count: int) -> Non
     depth = depth_to_read(count)
     for peer in hashes_of(20):
         assert own_shards(0, count, 1, peer, 0.0) == {
-            Shard(0, shard_bits(n << (64 - depth), depth)) for n in range(2**depth)
+            DirectoryShard(0, shard_bits(n << (64 - depth), depth)) for n in range(2**depth)
         }
 
 
@@ -252,13 +259,13 @@ def test_beyond_that_replicas_that_know_each_other_know_the_same_ones(stages: in
     assert all(len(group) == max(1, OWN_SHARDS // stages) for group in groups.values())
     depth = depth_to_read(20_000)
     for peer in hashes:
-        shard = Shard(0, shard_bits(peer, depth))
+        shard = DirectoryShard(0, shard_bits(peer, depth))
         assert all((shard in group) == (group == groups[peer]) for group in groups.values())
 
 
 def test_in_time_all_replicas_of_a_huge_stage_are_connected() -> None:
     depth = depth_to_read(20_000)
-    start = Shard(0, "0" * depth)
+    start = DirectoryShard(0, "0" * depth)
     reached = {start}
     for turn in range(depth):
         now = turn * OWN_SHARD_ROTATION_S

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import pytest
+from agora_protocol.directory_shards import DirectoryShard, shard_bits, shard_hash
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.limits import MAX_KEY_RECORDS
 from agora_protocol.records import Claim, Progress, Record
-from agora_protocol.shards import Shard, shard_bits, shard_hash
 
 from agora.observe.events import PeerGone
 from agora.swarm.directory_shards import (
@@ -42,19 +42,19 @@ class Crowd:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.read: list[list[Shard]] = []
-        self.published: list[list[Shard]] = []
+        self.read: list[list[DirectoryShard]] = []
+        self.published: list[list[DirectoryShard]] = []
         self.gone: set[PeerId] = set()
 
     @cached_property
-    def keys(self) -> dict[Shard, list[PeerId]]:
+    def keys(self) -> dict[DirectoryShard, list[PeerId]]:
         """Who is under each key."""
-        keys: dict[Shard, list[PeerId]] = defaultdict(list)
+        keys: dict[DirectoryShard, list[PeerId]] = defaultdict(list)
         per_stage = self.count / STAGES
         depth = depth_to_read(per_stage)
         for number in range(self.count):
             peer, stage = peer_id(f"crowd {number}"), number % STAGES
-            shard = Shard(stage, "0" * depth)
+            shard = DirectoryShard(stage, "0" * depth)
             reading = type(judge_reading(shard, (), 0.0))(round(per_stage * 0.5**depth), 0.5**depth, 0.0)
             known = add_readings({}, {shard: reading})
             for place in shards_to_publish(known, Span(stage, stage), shard_hash(RUN, peer)):
@@ -62,16 +62,20 @@ class Crowd:
         least = {shard: sorted(peers, key=lambda peer: shard_hash(RUN, peer)) for shard, peers in keys.items()}
         return {shard: peers[:MAX_KEY_RECORDS] for shard, peers in least.items()}
 
-    async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> None:
+    async def publish(
+        self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[DirectoryShard]
+    ) -> None:
         self.published.append(list(shards))
 
-    async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
+    async def read_many(
+        self, kind: type[Record], shards: Sequence[DirectoryShard]
+    ) -> dict[DirectoryShard, list[Record]]:
         await asyncio.sleep(0.05)
         if kind is Claim:
             self.read.append(list(shards))
         return {shard: [self._record(kind, shard.stage, peer) for peer in self._live(shard)] for shard in shards}
 
-    def _live(self, shard: Shard) -> list[PeerId]:
+    def _live(self, shard: DirectoryShard) -> list[PeerId]:
         return [peer for peer in self.keys.get(shard, ()) if peer not in self.gone]
 
     def _record(self, kind: type[Record], stage: int, peer: PeerId) -> Record:
@@ -115,14 +119,14 @@ def test_what_it_reads_and_publishes_is_bounded_and_flat(count: int) -> None:
         membership = a_peer_of(crowd, events)
         await serve(membership, 200.0)
         first, *later = crowd.read
-        assert first == [Shard(stage) for stage in range(STAGES)], "a newcomer asks at depth 0"
+        assert first == [DirectoryShard(stage) for stage in range(STAGES)], "a newcomer asks at depth 0"
         assert all(len(shards) <= SHARDS_PER_READ for shards in later)
         assert 15 <= len(later) <= 40, "a read in eight seconds"
         found = sum(len(crowd.keys.get(shard, ())) for shards in later for shard in shards)
         assert found / len(later) <= SHARDS_PER_READ * 46
         assert all(1 <= len(shards) <= 3 for shards in crowd.published)
         depth, own = depth_to_read(count / STAGES), shard_hash(RUN, Identity(bytes(32)).peer)
-        assert Shard(3, shard_bits(own, depth)) in crowd.published[-1]
+        assert DirectoryShard(3, shard_bits(own, depth)) in crowd.published[-1]
         assert len(membership.view.peers) <= 16 * 46 + 4 * 46 + (STAGES - 2) * 46
 
     run(work())

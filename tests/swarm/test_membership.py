@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+from agora_protocol.directory_shards import DirectoryShard
 from agora_protocol.errors import PeerFailed
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim, Progress, Record
-from agora_protocol.shards import Shard
 
 from agora.observe.events import DirectoryTrouble, PeerGone, PeerSeen, SpanChosen
 from agora.swarm.directory_reader import JITTER, SLOW_READ_TIMEOUT_S, linger_s, read_interval_s
@@ -34,7 +34,7 @@ class Store:
 
     def __init__(self, delay_s: float = 0.1) -> None:
         self.delay_s = delay_s
-        self.records: dict[tuple[type, Shard], dict[str, tuple[Record, float]]] = {}
+        self.records: dict[tuple[type, DirectoryShard], dict[str, tuple[Record, float]]] = {}
         self.broken = False
         self.reads: Counter[str] = Counter()
 
@@ -45,7 +45,9 @@ class Directory:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> None:
+    async def publish(
+        self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[DirectoryShard]
+    ) -> None:
         assert record.peer == identity.peer
         await asyncio.sleep(self.store.delay_s)
         if self.store.broken:
@@ -53,7 +55,9 @@ class Directory:
         for shard in shards:
             self.store.records.setdefault((type(record), shard), {})[record.peer] = (record, unix() + lifetime_s)
 
-    async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
+    async def read_many(
+        self, kind: type[Record], shards: Sequence[DirectoryShard]
+    ) -> dict[DirectoryShard, list[Record]]:
         await asyncio.sleep(self.store.delay_s)
         self.store.reads[kind.__name__] += 1
         if self.store.broken:
@@ -367,7 +371,7 @@ def test_choosing_again_is_a_new_incarnation_so_that_the_old_claim_cannot_come_b
         a, b = Peer(store, 2, 1), Peer(store, 2, 1)
         await asyncio.gather(a.join(), b.join())
         assert {a.membership.claim.span.first, b.membership.claim.span.first} == {0, 1}
-        both = store.records[Claim, Shard(0)].keys() & store.records[Claim, Shard(1)].keys()
+        both = store.records[Claim, DirectoryShard(0)].keys() & store.records[Claim, DirectoryShard(1)].keys()
         assert both, "one of them chose again, and its first claim is still in the directory"
         for _ in range(5):
             await a.membership.refresh()

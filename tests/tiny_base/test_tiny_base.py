@@ -19,7 +19,7 @@ from tiny_base.pretraining_text import documents
 from tiny_base.stdlib_docs import DocumentedName, SourceText, documented_names
 from typer.testing import CliRunner
 
-from agora.cli.console import USAGE, Failure
+from agora.cli.console import EXIT_USAGE, Failure
 from agora.data import text_sources
 from agora.data.text_sources import stdlib_files
 from agora.tuning.chat.chat_template import split_supervised
@@ -116,8 +116,8 @@ def test_the_command_prints_one_object_and_refuses_what_cannot_be(
         refused = CliRunner().invoke(app, arguments)
         assert isinstance(refused.exception, Failure)
         assert says in str(refused.exception)
-        assert refused.exception.code == USAGE
-    assert CliRunner().invoke(app, [str(tmp_path / "new"), "--steps", "0"]).exit_code == USAGE
+        assert refused.exception.code == EXIT_USAGE
+    assert CliRunner().invoke(app, [str(tmp_path / "new"), "--steps", "0"]).exit_code == EXIT_USAGE
     assert not (tmp_path / "new").exists()
 
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agora.cli import new_run
+from agora.cli import new_command
 from agora.cli.console import Failure
-from agora.cli.new_run import TuningChoice, manifest_of_base_model
+from agora.cli.new_command import TuningChoice, manifest_of_base_model
 from agora.cost.manifest_cost import run_cost
 from agora.data.tokenizer import byte_tokenizer_json
 from agora.model import family_of
@@ -309,7 +309,7 @@ def test_new_says_that_dpo_compares_with_the_adapter(
         (TuningChoice(data=(pairs_in(tmp_path),)), False),
         (TuningChoice(adapter=adapter), False),
     ):
-        new_run.run(tmp_path / f"{is_said}{len(choice.data)}.toml", None, base, None, choice)
+        new_command.run(tmp_path / f"{is_said}{len(choice.data)}.toml", None, base, None, choice)
         assert ("reference    the base model with this adapter" in capsys.readouterr().err) == is_said
         (tmp_path / f"{is_said}{len(choice.data)}.toml").unlink()
 

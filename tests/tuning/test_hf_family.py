@@ -17,7 +17,7 @@ from agora_protocol.manifest import SignedManifest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agora.cli import export
+from agora.cli import export_command
 from agora.model import family_of
 from agora.node import paths, runs
 from agora.node.limits.memory import MemoryBudget, check_memory
@@ -214,7 +214,7 @@ def test_the_export_is_a_folder_that_transformers_loads_and_that_another_run_may
         state = StageState(number, 5, 5, 0, layout, flat, arrays)
         write_checkpoint(home.checkpoints(signed.run_id), signed.run_id, state, keep=1)
     out, tokens = tmp_path / "out", some_tokens()
-    export.run("run", out, as_json=True, shard_size="30KB")
+    export_command.run("run", out, as_json=True, shard_size="30KB")
     loaded = AutoModelForCausalLM.from_pretrained(out).eval()
     expected = logits_of(stages, tokens)
     assert relative_error(loaded(tokens).logits, expected) < 1e-5

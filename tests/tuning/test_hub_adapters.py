@@ -11,9 +11,9 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_model import HfSection
 from huggingface_hub import constants
 
-from agora.cli import new_run
-from agora.cli.console import USAGE, Failure
-from agora.cli.demo import DemoOptions
+from agora.cli import new_command
+from agora.cli.console import EXIT_USAGE, Failure
+from agora.cli.demo_command import DemoOptions
 from agora.node import settings
 from agora.tuning.base.hub import HubId, fetch_adapter, find_cached, find_or_fetch_folder
 from agora.tuning.base.model_files import file_hash
@@ -47,7 +47,7 @@ def hub(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def begun(run: Path, base: Path, adapter: Path) -> HfSection:
-    new_run.run(run, None, base, None, new_run.TuningChoice(adapter=adapter))
+    new_command.run(run, None, base, None, new_command.TuningChoice(adapter=adapter))
     model = Manifest.from_toml(run.read_text()).model
     assert isinstance(model, HfSection)
     return model
@@ -138,4 +138,4 @@ def test_a_demo_goes_on_from_an_adapter(base: Path, written: Path, capsys: pytes
     assert plan.flags() == ["--allow-files", "--base-model", str(base), "--adapter", str(written)]
     with pytest.raises(Failure, match="--adapter is for a base model; give one with --base-model DIR") as raised:
         DemoOptions(adapter=written).manifest()
-    assert raised.value.code == USAGE
+    assert raised.value.code == EXIT_USAGE

@@ -12,7 +12,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_model import HfSection
 from huggingface_hub import constants
 
-from agora.cli import new_run
+from agora.cli import new_command
 from agora.cli.console import Failure
 from agora.data.tokenizer import byte_tokenizer_json
 from agora.node import settings
@@ -177,7 +177,7 @@ def test_an_index_that_lists_other_files_is_refused(hub: FakeHub, tmp_path: Path
 def test_the_manifest_of_an_id_has_the_hashes_and_the_next_command_names_the_commit(
     hub: FakeHub, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new_run.run(tmp_path / "run.toml", None, Path(REPO), None)
+    new_command.run(tmp_path / "run.toml", None, Path(REPO), None)
     manifest = Manifest.from_toml((tmp_path / "run.toml").read_text())
     assert isinstance(manifest.model, HfSection)
     assert [list(pair) for pair in manifest.model.weights] == shards(model)
@@ -186,9 +186,9 @@ def test_the_manifest_of_an_id_has_the_hashes_and_the_next_command_names_the_com
     assert f"hub          {REPO}@{COMMIT} is in {tmp_path / 'cache'}" in told
     assert f"agora-node join {tmp_path / 'run.toml'} --base-model {REPO}@{COMMIT}\n" in told.replace("`\n", "\n")
     with pytest.raises(BaseModelError, match="the Hub has no such model"):
-        new_run.run(tmp_path / "other.toml", None, Path("other/model"), None)
+        new_command.run(tmp_path / "other.toml", None, Path("other/model"), None)
     with pytest.raises(Failure, match="exclude each other"):
-        new_run.run(tmp_path / "other.toml", "tiny", Path(REPO), None)
+        new_command.run(tmp_path / "other.toml", "tiny", Path(REPO), None)
 
 
 @pytest.mark.parametrize(

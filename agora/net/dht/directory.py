@@ -18,13 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from agora_protocol.directory_shards import DirectoryShard
 from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_KEY_RECORDS
 from agora_protocol.packing import pack
 from agora_protocol.records import Record, record_key, seal_record
-from agora_protocol.shards import Shard
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
@@ -237,7 +237,9 @@ class Directory:
         if any(await asyncio.gather(*(ping(PeerID.from_base58(peer)) for peer in strangers))):
             await _within(self._node.find_nearest_nodes([self._node.node_id]), timeout_s)
 
-    async def publish(self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[Shard]) -> bool:
+    async def publish(
+        self, record: Record, identity: Identity, lifetime_s: float, shards: Sequence[DirectoryShard]
+    ) -> bool:
         """Signs `record` and stores it in `shards`.
 
         Returns whether within PUBLISH_TIMEOUT_S some node stored it for every shard. The record expires after
@@ -263,7 +265,9 @@ class Directory:
         stored = await _within(storing, PUBLISH_TIMEOUT_S)
         return stored is not None and all(stored.values())
 
-    async def read_many(self, kind: type[Record], shards: Sequence[Shard]) -> dict[Shard, list[Record]]:
+    async def read_many(
+        self, kind: type[Record], shards: Sequence[DirectoryShard]
+    ) -> dict[DirectoryShard, list[Record]]:
         """Returns by shard the valid records of members that came within READ_TIMEOUT_S, at most one of each peer.
 
         With more than SMALL_SWARM neighbours, a shard that no node answered for is left out; with fewer, its list is
@@ -279,7 +283,7 @@ class Directory:
     def _is_small(self) -> bool:
         return self.neighbours <= SMALL_SWARM
 
-    def _key(self, kind: type[Record], shard: Shard) -> str:
+    def _key(self, kind: type[Record], shard: DirectoryShard) -> str:
         return record_key(self._run, kind, shard.stage, shard.bits)
 
     async def _ask_everyone(self, keys: list[Any]) -> dict[Any, _Entries]:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
+from agora_protocol.directory_shards import shard_bits, shard_hash
 from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId, RunId, Span, is_peer_id
 from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_KEY_RECORDS, MAX_RECORD_BYTES, MAX_SHARD_BITS
 from agora_protocol.packing import pack, unpack
 from agora_protocol.records import NAMES, Record, open_record, read_signed, read_unverified, record_key
-from agora_protocol.shards import shard_bits, shard_hash
 
 from agora.net.p2pd.hivemind_shim import DHTLocalStorage, DHTRecord, DictionaryDHTValue, RecordValidatorBase
 

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from agora_protocol.directory_shards import DirectoryShard
 from agora_protocol.errors import AgoraError, DiskError, NotAdmitted, ProtocolError
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.limits import MAX_SHARED_REVOCATIONS
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import ShareRevocations, TookRevocations
 from agora_protocol.records import BanList, Claim, Record
-from agora_protocol.shards import Shard
 
 from agora import __version__
 from agora.core.calls import Reply
@@ -36,7 +36,7 @@ from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 SHARE_TIMEOUT_S = 10.0  # seconds within which a neighbour must answer each message of revocations
 BAN_LIST_INTERVAL_S = 10.0  # seconds between two reads of the ban lists in the DHT
 BAN_LIST_LIFETIME_S = 60.0  # seconds after which a published ban list expires, unless it is published again
-BAN_SHARD = Shard(0)  # the shard of the DHT in which ban lists are published
+BAN_SHARD = DirectoryShard(0)  # the shard of the DHT in which ban lists are published
 
 
 def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import uvloop
 from agora_protocol.errors import AgoraError, DiskError, LocalError
@@ -23,7 +23,7 @@ from agora.core.clock import boot_time
 from agora.core.tasks import BackgroundTasks
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
-from agora.node.startup import Notifier, StartPhases, Startup, next_incarnation
+from agora.node.startup import StartPhases, Startup, SystemdNotifier, next_incarnation
 from agora.observe import events, faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
@@ -31,9 +31,6 @@ from agora.observe.metrics import EventMetrics
 from agora.observe.reporter import Reporter
 from agora.swarm.key_use import KeyInUse, key_in_use_text
 from agora.swarm.swarm_clock import SwarmClock
-
-if TYPE_CHECKING:
-    pass
 
 # The signals that make a daemon leave, and the cause that its log then names.
 SIGNALS: Final[Mapping[signal.Signals, str]] = {
@@ -75,7 +72,7 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
         counted = EventMetrics()
         reporter = Reporter([journal, EventLog(level=chosen.log_level, prefix=prefix), counted], clock.unix)
         closing.enter_context(reporting_the_end(reporter.report))
-        notifier = Notifier()
+        notifier = SystemdNotifier()
         incarnation = next_incarnation(home.incarnation, began_ns)
         phases = StartPhases(reporter.report, notifier)
         with phases.enter("identity") as note:

@@ -30,7 +30,7 @@ from agora.net.shaping.bandwidth import MIN_RATE, parse_rate
 from agora.node import paths, runs
 from agora.node.process.main import SIGNALS, heeded_signals, lock_file
 from agora.node.settings import Settings, without_settings
-from agora.node.startup import Notifier
+from agora.node.startup import SystemdNotifier
 from agora.observe import events
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
@@ -148,7 +148,7 @@ class Supervisor:
         home: paths.Home,
         settings: Sequence[Settings],
         report_event: events.Report,
-        notifier: Notifier,
+        notifier: SystemdNotifier,
     ) -> None:
         """home: the data directory of all. settings: of each daemon, see shares_of."""
         self._reference = reference
@@ -324,5 +324,5 @@ def run_daemons(reference: runs.RunReference, home: paths.Home, chosen: Settings
         except OSError as error:
             raise DiskError(f"Cannot make or write {home.devices} ({error.strerror}); choose another --dir.") from error
         settings = shares_of(chosen, devices, home, least_memory().amount)
-        supervisor = Supervisor(reference, home, settings, reporter.report, Notifier())
+        supervisor = Supervisor(reference, home, settings, reporter.report, SystemdNotifier())
         return asyncio.run(supervisor.run())

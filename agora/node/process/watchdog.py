@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from agora.core.clock import loop_time
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, service_status
-from agora.node.startup import Notifier
+from agora.node.startup import SystemdNotifier
 from agora.observe import events
 
 POLL_S = 1.0  # seconds between two checks of the daemon
@@ -54,7 +54,7 @@ class Watchdog:
         self,
         sample_node_report: Callable[[], NodeReport],
         report_event: events.Report,
-        notifier: Notifier,
+        notifier: SystemdNotifier,
         age_s: Callable[[], float],
     ) -> None:
         """age_s: returns how many seconds the process has run."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from agora_protocol.directory_shards import DirectoryShard, shard_bits, shard_hash
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.limits import MAX_KEY_RECORDS
-from agora_protocol.shards import Shard, shard_bits, shard_hash
 
 from agora.planning.simulator.measurements import Measurements
 from agora.planning.simulator.simulated_peer import SimulatedPeer
@@ -61,8 +61,8 @@ class DirectoryModel:
         self._claims: dict[PeerId, PeerView] = {}
         self._hashes: dict[PeerId, int] = {}
         self._servers: list[dict[PeerId, PeerView]] = [{} for _ in work]
-        self._members: defaultdict[Shard, dict[PeerId, PeerView]] = defaultdict(dict)
-        self._contents: dict[Shard, ShardContent] = {}
+        self._members: defaultdict[DirectoryShard, dict[PeerId, PeerView]] = defaultdict(dict)
+        self._contents: dict[DirectoryShard, ShardContent] = {}
 
     @property
     def stage_count(self) -> int:
@@ -94,11 +94,11 @@ class DirectoryModel:
             for stage in claimed.span.stages:
                 del self._servers[stage][peer]
 
-    def _shards_of(self, claimed: PeerView) -> list[Shard]:
+    def _shards_of(self, claimed: PeerView) -> list[DirectoryShard]:
         bits = shard_bits(self._hashes[claimed.peer], DEEPEST)
-        return [Shard(stage, bits[:depth]) for stage in claimed.span.stages for depth in range(DEEPEST + 1)]
+        return [DirectoryShard(stage, bits[:depth]) for stage in claimed.span.stages for depth in range(DEEPEST + 1)]
 
-    def content(self, shard: Shard) -> ShardContent:
+    def content(self, shard: DirectoryShard) -> ShardContent:
         """Of more than MAX_KEY_RECORDS claims those with the lowest hashes. The same object until a claim in the shard
         changes.
         """
@@ -145,7 +145,7 @@ class SimulatedReader:
         self._seed = rng.getrandbits(64)
         self._reader_hash = shard_hash(RUN, peer)
         self._readings: KnownReadings = {}
-        self._known: dict[Shard, tuple[ShardContent, float]] = {}
+        self._known: dict[DirectoryShard, tuple[ShardContent, float]] = {}
         self._to_read = ShardsToRead((), True)
 
     def read(self, span: Span | None, now: float) -> bool:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from agora.replica.view import (
+from agora.replica.stage_view import (
     GONE_AFTER_S,
     GOSSIP_FANOUT,
     SILENCE_TIMEOUT_S,

@@ -6,15 +6,15 @@ import asyncio
 import random
 from collections.abc import Sequence
 
+from agora_protocol.directory_shards import DirectoryShard
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.records import Claim
-from agora_protocol.shards import Shard
 
-from agora.swarm.handshakes import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, Handshakes
 from agora.swarm.health import assess_health
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.stage_capacity import MachineCapacity, equal_needs
+from agora.swarm.unverified_dials import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_DIALS, UnverifiedDials
 from agora.swarm.view import PeerView, StageEstimate, View
 from tests.swarm.test_membership import RUN, Peer, Store, unix
 from tests.virtual_time import run
@@ -32,12 +32,12 @@ def seen(name: str, network: int = 1, stage: int = 0) -> PeerView:
 def test_each_network_has_one_dial_before_any_has_two() -> None:
     invented = {PeerId(f"x{number}"): seen(f"x{number}", network=1) for number in range(1000)}
     honest = {PeerId(f"h{number}"): seen(f"h{number}", network=2 + number) for number in range(8)}
-    chosen = Handshakes(random.Random(1)).choose(0.0, invented | honest)
+    chosen = UnverifiedDials(random.Random(1)).choose(0.0, invented | honest)
     assert len(chosen) == MAX_DIALS and honest.keys() <= {one.peer for one in chosen}
 
 
 def test_a_peer_that_does_not_answer_is_dialled_less_and_less() -> None:
-    handshakes, one, dialled_at = Handshakes(random.Random(1)), {PeerId("a"): seen("a")}, []
+    handshakes, one, dialled_at = UnverifiedDials(random.Random(1)), {PeerId("a"): seen("a")}, []
     for now in range(1000):
         if handshakes.choose(float(now), one):
             dialled_at.append(now)
@@ -48,7 +48,7 @@ def test_a_peer_that_does_not_answer_is_dialled_less_and_less() -> None:
 
 
 def test_peers_without_an_address_are_not_dialled() -> None:
-    assert not Handshakes(random.Random(1)).choose(0.0, {PeerId("a"): PeerView(PeerId("a"), Span(0, 0), 1)})
+    assert not UnverifiedDials(random.Random(1)).choose(0.0, {PeerId("a"): PeerView(PeerId("a"), Span(0, 0), 1)})
 
 
 def test_of_claims_that_were_not_read_as_large_a_part_counts_as_of_those_that_were() -> None:
@@ -103,7 +103,7 @@ def invent(store: Store, count: int) -> None:
     for _ in range(count):
         name = Identity.generate().peer
         claim = Claim(name, Span(0, 0), 1, (address_of(name),), "serving", 1e6)
-        store.records.setdefault((Claim, Shard(0)), {})[name] = (claim, unix() + 1e6)
+        store.records.setdefault((Claim, DirectoryShard(0)), {})[name] = (claim, unix() + 1e6)
 
 
 def test_a_thousand_invented_claims_change_neither_spans_nor_views_nor_health() -> None:

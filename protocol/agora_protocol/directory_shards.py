@@ -16,7 +16,7 @@ HASH_BITS: Final = 64
 HASHES: Final = 1 << HASH_BITS  # the number of possible hashes; every shard hash is below it
 
 
-class Shard(NamedTuple):
+class DirectoryShard(NamedTuple):
     """A part of one stage's peers: those whose hash begins with `bits`, a text of "0" and "1"; "" for all peers."""
 
     stage: int

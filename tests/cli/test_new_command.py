@@ -10,8 +10,8 @@ from agora_protocol.errors import AgoraError
 from agora_protocol.manifest import Manifest, preset
 from agora_protocol.manifest_model import HfSection
 
-from agora.cli import new_run
-from agora.cli.console import USAGE, Failure
+from agora.cli import new_command
+from agora.cli.console import EXIT_USAGE, Failure
 from agora.data.tokenizer import byte_tokenizer_json, open_tokenizer
 from tests.model.tiny_models import hashes, make_model, save, stages_of
 
@@ -28,7 +28,7 @@ def test_the_manifest_of_a_base_model_is_read_again_and_its_stages_are_built(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    new_run.run(Path("poems of mine.toml"), None, Path("base"), None)
+    new_command.run(Path("poems of mine.toml"), None, Path("base"), None)
     text = Path("poems of mine.toml").read_text()
     manifest = Manifest.from_toml(text)
     assert isinstance(manifest.model, HfSection) and manifest.name == "poemsofmine"
@@ -44,7 +44,7 @@ def test_the_manifest_of_a_base_model_is_read_again_and_its_stages_are_built(
 def test_the_json_object_names_the_file_and_the_next_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new_run.run(tmp_path / "my poems.toml", None, None, None, as_json=True)
+    new_command.run(tmp_path / "my poems.toml", None, None, None, as_json=True)
     printed = capsys.readouterr()
     said = json.loads(printed.out)
     assert said["schema"] == 1 and said["name"] == "mypoems" and said["summary"] == [] and not printed.err
@@ -54,7 +54,7 @@ def test_the_json_object_names_the_file_and_the_next_command(
 def test_without_a_base_model_it_is_a_preset(tmp_path: Path) -> None:
     for number, name in enumerate((None, "small")):
         path = tmp_path / f"{number}.toml"
-        new_run.run(path, name, None, "poems")
+        new_command.run(path, name, None, "poems")
         assert Manifest.from_toml(path.read_text()) == preset(name or "tiny").with_values(name="poems")
 
 
@@ -62,7 +62,7 @@ def test_without_a_base_model_it_is_a_preset(tmp_path: Path) -> None:
 def test_a_preset_with_a_large_vocabulary_says_where_its_tokenizer_is_named(
     name: str, ids: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new_run.run(tmp_path / "run.toml", name, None, None)
+    new_command.run(tmp_path / "run.toml", name, None, None)
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenizer")]
     assert len(told) == (ids is not None) and all(f"vocabulary of {ids} name" in line for line in told)
 
@@ -102,14 +102,14 @@ def test_a_folder_that_cannot_be_trained_is_one_sentence_and_no_file(
     assert callable(damage)
     damage(base)
     with pytest.raises((AgoraError, Failure), match=says):
-        new_run.run(tmp_path / "run.toml", None, base, None)
+        new_command.run(tmp_path / "run.toml", None, base, None)
     assert not (tmp_path / "run.toml").exists()
 
 
 def test_two_beginnings_and_a_name_that_is_taken_are_refused_before_any_work(base: Path, tmp_path: Path) -> None:
     with pytest.raises(Failure, match="exclude each other") as raised:
-        new_run.run(tmp_path / "run.toml", "tiny", base, None)
-    assert raised.value.code == USAGE
+        new_command.run(tmp_path / "run.toml", "tiny", base, None)
+    assert raised.value.code == EXIT_USAGE
     (tmp_path / "run.toml").write_text("mine")
     with pytest.raises(Failure, match="exists; choose another name"):
-        new_run.run(tmp_path / "run.toml", None, tmp_path / "nowhere", None)
+        new_command.run(tmp_path / "run.toml", None, tmp_path / "nowhere", None)

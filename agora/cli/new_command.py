@@ -26,7 +26,7 @@ from agora_protocol.manifest import preset as manifest_of_preset
 from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from agora_protocol.manifest_sections import ALL_STEPS, DataSection
 
-from agora.cli.console import USAGE, Failure, print_json, print_to_stderr
+from agora.cli.console import EXIT_USAGE, Failure, print_json, print_to_stderr
 from agora.cli.data_command import (
     USUAL_READING,
     ReadingChoice,
@@ -104,10 +104,11 @@ def run(
     TuningMissing and, for the data file, DataError or DiskError.
     """
     if base_model is not None and preset is not None:
-        raise Failure("--preset and --base-model exclude each other; give one of them", USAGE)
+        raise Failure("--preset and --base-model exclude each other; give one of them", EXIT_USAGE)
     if base_model is None and choice != NOTHING_CHOSEN:
         raise Failure(
-            "--data, --adapter and what is learnt of it are for a base model; give one with --base-model DIR", USAGE
+            "--data, --adapter and what is learnt of it are for a base model; give one with --base-model DIR",
+            EXIT_USAGE,
         )
     if path.exists():
         raise Failure(f"{path} exists; choose another name, or remove it first")
@@ -127,7 +128,7 @@ def run(
             made = manifest_of_preset(preset or "tiny").with_values(name=name)
             summary, elsewhere, named_adapter = _tokenizer_lines(made), [], None
     except ManifestError as error:
-        raise Failure(str(error), USAGE) from None
+        raise Failure(str(error), EXIT_USAGE) from None
     _write_manifest(path, made)
     flag = f" --base-model {shlex.quote(str(base_model))}" if base_model is not None else ""
     flag += f" --adapter {shlex.quote(str(named_adapter))}" if named_adapter is not None else ""
@@ -151,7 +152,9 @@ def name_files(made: Manifest, manifest_folder: Path, base_model: Path) -> tuple
     paths = [file for file in data.sample_paths or data.corpus if file != STDLIB]
     names = {file: Path(file).name for file in paths}
     if len(set(names.values())) < len(names):
-        raise Failure("two data files have one name, and other machines find them by their names; rename one", USAGE)
+        raise Failure(
+            "two data files have one name, and other machines find them by their names; rename one", EXIT_USAGE
+        )
     key = "samples" if data.sample_paths else "corpus"
     named = tuple(names.get(file, file) for file in data.sample_paths or data.corpus)
     values: dict[str, Any] = {key: named[0] if isinstance(data.samples, str) and key == "samples" else named}
@@ -287,14 +290,14 @@ def check_choice(choice: TuningChoice) -> Objective | None:
     objective = check_objective(choice.objective)
     for flag, value, known in (("train", choice.trained, TRAINED), ("frozen-as", choice.frozen_as, FROZEN_AS)):
         if value is not None and value not in known:
-            raise Failure(f"--{flag} is {', '.join(known[:-1])} or {known[-1]}", USAGE)
+            raise Failure(f"--{flag} is {', '.join(known[:-1])} or {known[-1]}", EXIT_USAGE)
     if not choice.data:
         if objective in ("sft", "dpo"):
-            raise Failure(f"--objective {objective} learns from samples; give them with --data FILE", USAGE)
+            raise Failure(f"--objective {objective} learns from samples; give them with --data FILE", EXIT_USAGE)
         given = {"epochs": choice.epochs} | asdict(choice.reading)
         for flag, value in given.items():
             if value not in (None, False):
-                raise Failure(f"--{flag.replace('_', '-')} is about a data file; give one with --data FILE", USAGE)
+                raise Failure(f"--{flag.replace('_', '-')} is about a data file; give one with --data FILE", EXIT_USAGE)
     return objective
 
 
@@ -302,11 +305,13 @@ def choose_parameters(choice: TuningChoice, objective: Objective) -> str:
     """Raises Failure for "all" with dpo, with --frozen-as, and with an adapter."""
     trained = choice.trained or ("all" if objective == "lm" and choice.adapter is None else "lora")
     if trained == "all" and choice.adapter is not None:
-        raise Failure("--adapter is what lora goes on from; leave --train all out, or merge the adapter before", USAGE)
+        raise Failure(
+            "--adapter is what lora goes on from; leave --train all out, or merge the adapter before", EXIT_USAGE
+        )
     if trained == "all" and objective == "dpo":
-        raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", USAGE)
+        raise Failure("--objective dpo compares with the model as it began, which only --train lora keeps", EXIT_USAGE)
     if trained == "all" and choice.frozen_as is not None:
-        raise Failure("--frozen-as is about what lora leaves as it is; add --train lora, or leave it out", USAGE)
+        raise Failure("--frozen-as is about what lora leaves as it is; add --train lora, or leave it out", EXIT_USAGE)
     return trained
 
 

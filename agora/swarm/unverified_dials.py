@@ -31,7 +31,7 @@ class _Dialled:
     wait_s: float = FIRST_WAIT_S
 
 
-class Handshakes:
+class UnverifiedDials:
     """Remembers which unverified peers were dialled and when, and chooses which to dial next; the caller dials."""
 
     def __init__(self, rng: random.Random) -> None:

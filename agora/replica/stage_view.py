@@ -3,7 +3,7 @@
 | a replica is | when | what follows |
 |---|---|---|
 | listed | the directory's view names it as a replica of the stage | it is gossiped to |
-| silent | no report for SILENCE_TIMEOUT_S, or its connections broke for GONE_AFTER_S since | it is in no step or round |
+| silent | no report for SILENCE_TIMEOUT_S, or no connection for GONE_AFTER_S since | it is in no step or round |
 | suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
 | unreachable | it is silent or suspected | no shard of a round waits for it |
 | live | it is not unreachable | its tokens count, and others catch up with it |
@@ -229,7 +229,7 @@ def merge_gossip(
     | an entry is about | it is used when |
     |---|---|
     | the sender | always: a replica that has restarted reports lower numbers |
-    | another replica | it is younger than SILENCE_TIMEOUT_S, and its counts, compared in order, are not less, or it is silent |
+    | another replica | it is younger than SILENCE_TIMEOUT_S, and its counts are not less, or it is silent |
     | this peer (`me`) | never |
 
     An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.

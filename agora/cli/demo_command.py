@@ -66,7 +66,7 @@ class DemoOptions:
 
         if self.peers < self.stages:
             why = f"--peers {self.peers} cannot hold {self.stages} stages; give --peers {self.stages} or more"
-            raise Failure(why, console.USAGE)
+            raise Failure(why, console.EXIT_USAGE)
         try:
             if self.link is not None:
                 LinkSpec.parse(self.link)
@@ -74,20 +74,20 @@ class DemoOptions:
             base = self._manifest_of_preset() if folder is None else self._manifest_of_base_model(folder)
             return self._adapt(base)
         except LinkError as error:
-            raise Failure(f"--link: {error}", console.USAGE) from None
+            raise Failure(f"--link: {error}", console.EXIT_USAGE) from None
         except ManifestError as error:
-            raise Failure(str(error), console.USAGE) from None
+            raise Failure(str(error), console.EXIT_USAGE) from None
 
     def _manifest_of_preset(self) -> Manifest:
         from agora_protocol.manifest import preset
 
         for flag, value in (("objective", self.objective), ("adapter", self.adapter)):
             if value is not None:
-                raise Failure(f"--{flag} is for a base model; give one with --base-model DIR", console.USAGE)
+                raise Failure(f"--{flag} is for a base model; give one with --base-model DIR", console.EXIT_USAGE)
         base = preset(self.preset or USUAL_PRESET)
         corpus = tuple(text if text == STDLIB else Path(text).name for text in self._texts())
         if len(set(corpus)) < len(corpus):
-            raise Failure("two texts of --data have one name; rename one", console.USAGE)
+            raise Failure("two texts of --data have one name; rename one", console.EXIT_USAGE)
         layers = max(base.model.layers, self.stages)
         return base.with_values(model={"layers": layers}, stages={"count": self.stages}, data={"corpus": corpus})
 
@@ -98,17 +98,17 @@ class DemoOptions:
             path = Path(text).expanduser().absolute()
             paths = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
             if not paths and text != STDLIB:
-                raise Failure(f"--data {text}: there is no such file or folder; correct the path", console.USAGE)
+                raise Failure(f"--data {text}: there is no such file or folder; correct the path", console.EXIT_USAGE)
             found += [STDLIB] if text == STDLIB else paths
         return found
 
     def _manifest_of_base_model(self, folder: Path) -> Manifest:
-        from agora.cli.new_run import TuningChoice, manifest_of_base_model, name_files
+        from agora.cli.new_command import TuningChoice, manifest_of_base_model, name_files
 
         if self.preset is not None:
-            raise Failure("--preset and --base-model exclude each other; give one of them", console.USAGE)
+            raise Failure("--preset and --base-model exclude each other; give one of them", console.EXIT_USAGE)
         if len(self.data) > 1:
-            raise Failure("--base-model learns from one file; give one with --data FILE", console.USAGE)
+            raise Failure("--base-model learns from one file; give one with --data FILE", console.EXIT_USAGE)
         file = None if self.data == (STDLIB,) else Path(self.data[0])
         choice = TuningChoice((file,) if file is not None else (), self.objective, adapter=self.adapter)
         made = manifest_of_base_model(folder, "demo", choice)
@@ -179,7 +179,7 @@ def run(options: DemoOptions, *, as_json: bool) -> int:
                 begin_loading()  # while the daemons leave
             except KeyboardInterrupt:
                 print_to_stderr("stopped; the daemons are gone")
-                return console.FAILED
+                return console.EXIT_FAILED
             finally:
                 demo.stop()
         result = result_of(
@@ -193,7 +193,7 @@ def run(options: DemoOptions, *, as_json: bool) -> int:
         (print_to_stderr if as_json else print)(line)
     if reason:
         raise Failure(reason)
-    return console.DONE
+    return console.EXIT_DONE
 
 
 @contextlib.contextmanager
@@ -216,7 +216,7 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
     except OSError as error:
         raise Failure(f"cannot make {directory} ({error.strerror}); choose another --dir") from None
     if not is_empty:
-        raise Failure(f"{directory} is not empty; name a new directory, or remove it first", console.USAGE)
+        raise Failure(f"{directory} is not empty; name a new directory, or remove it first", console.EXIT_USAGE)
     yield directory
 
 
@@ -229,7 +229,7 @@ def _stop_on_signals(demo: Demo) -> Iterator[None]:
         signals_seen += 1
         if signals_seen > 1:
             demo.swarm.kill_all()
-            os._exit(console.FAILED)
+            os._exit(console.EXIT_FAILED)
         if not demo.is_stopping:
             raise KeyboardInterrupt
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from agora_protocol.manifest import Manifest
 
 from agora.cli import console
-from agora.cli.console import USAGE, Failure, ProgressDisplay, print_to_stderr
+from agora.cli.console import EXIT_USAGE, Failure, ProgressDisplay, print_to_stderr
 from agora.cli.stage_sources import FoundRun, StageSources, base_model_folder, collect_stages, find_run, steps_by_stage
 from agora.data.tokenizer import tokenizer_files
 from agora.node import paths
@@ -107,15 +107,15 @@ def run(
     shard_bytes = parse_size(SHARD_SIZE if shard_size is None else shard_size)
     known_dtype = next((name for name in DTYPES if name == dtype), None)
     if known_dtype is None:
-        raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", USAGE)
+        raise Failure(f"--dtype {dtype} is unknown; use {' or '.join(DTYPES)}", EXIT_USAGE)
     if base_model is not None and not merge:
-        raise Failure("--base-model names the model that --merge adds an adapter to; give both, or neither", USAGE)
+        raise Failure("--base-model names the model that --merge adds an adapter to; give both, or neither", EXIT_USAGE)
     if out is None and push is None:
-        raise Failure("give --out DIR, --push ORG/NAME, or both", USAGE)
+        raise Failure("give --out DIR, --push ORG/NAME, or both", EXIT_USAGE)
     if push is not None:
         check_can_publish(push)
     elif private:
-        raise Failure("--private is for a repository that --push makes; give both, or neither", USAGE)
+        raise Failure("--private is for a repository that --push makes; give both, or neither", EXIT_USAGE)
     with _sigterm_as_interrupt(), contextlib.ExitStack() as stack:
         kept_folder = resolve_export_folder(out, replace=force) if out is not None else None
         found = find_run(named_run, directories)
@@ -134,7 +134,7 @@ def run(
     result |= {"pushed": pushed} if pushed is not None else {}
     result |= {"bytes": sum(sizes.values()), "files": sizes, "seconds": round(time.monotonic() - started, 3)}
     (console.print_json if as_json else _print_result)(result)
-    return console.DONE
+    return console.EXIT_DONE
 
 
 def _temporary_folder(found: FoundRun, stack: contextlib.ExitStack) -> Path:
@@ -159,7 +159,7 @@ def choose_kind(manifest: Manifest, merge: bool) -> Kind:
         raise Failure(
             f"{manifest.name} trains all parameters, so there is no adapter to merge, and what it exports is a whole "
             "model; leave --merge out",
-            USAGE,
+            EXIT_USAGE,
         )
     return "model"
 
@@ -186,7 +186,7 @@ def parse_size(text: str) -> int:
     """Bytes of "5GB" or "0.2 mb", KB = 1000. Raises Failure for 0 and any other text."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]B)", text.strip().upper())
     if match is None or float(match[1]) == 0:
-        raise Failure(f"--shard-size {text} is not a size; write it as 5GB or 200MB", USAGE)
+        raise Failure(f"--shard-size {text} is not a size; write it as 5GB or 200MB", EXIT_USAGE)
     return int(float(match[1]) * UNITS[match[2]])
 
 

@@ -10,9 +10,9 @@ import pytest
 from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 
-from agora.cli import demo
+from agora.cli import demo_command
 from agora.cli.console import Failure
-from agora.cli.demo import DemoOptions
+from agora.cli.demo_command import DemoOptions
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 from agora.observe import events, journal
 
@@ -22,7 +22,7 @@ INVITE = str(
 HEARTBEAT = events.Traffic(1, 2, 3)
 SERVING = events.StateChanged("serving", "")
 SPAN = events.SpanChosen(0, 0, "")
-LONG_S = 10 * demo.STALL_TIMEOUT_S
+LONG_S = 10 * demo_command.STALL_TIMEOUT_S
 Script = Sequence[tuple[float, events.Event]]
 
 
@@ -72,7 +72,7 @@ class ScriptedDaemon(LocalDaemon):
 
     def ask(self, question: str, timeout_s: float = 10.0, **_: Any) -> dict[str, Any]:
         if question == "evaluate":
-            self.clock.sleep(2 * demo.STALL_TIMEOUT_S)
+            self.clock.sleep(2 * demo_command.STALL_TIMEOUT_S)
         return {"invite": INVITE, "loss": 2.0}
 
     def answers_peers(self) -> bool:
@@ -102,22 +102,22 @@ class ScriptedSwarm(LocalSwarm):
         return daemon
 
 
-Make = Callable[[DemoOptions, Sequence[Script]], demo.Demo]
+Make = Callable[[DemoOptions, Sequence[Script]], demo_command.Demo]
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(demo, "POLL_S", 2.0)
-    monkeypatch.setattr(demo, "cores", lambda: 8)
+    monkeypatch.setattr(demo_command, "POLL_S", 2.0)
+    monkeypatch.setattr(demo_command, "cores", lambda: 8)
     clock = Clock()
-    monkeypatch.setattr(demo, "time", clock)
+    monkeypatch.setattr(demo_command, "time", clock)
     return clock
 
 
 @pytest.fixture
 def swarm(clock: Clock, tmp_path: Path) -> Make:
-    def make(plan: DemoOptions, scripts: Sequence[Script]) -> demo.Demo:
-        return demo.Demo(plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8)
+    def make(plan: DemoOptions, scripts: Sequence[Script]) -> demo_command.Demo:
+        return demo_command.Demo(plan, ScriptedSwarm(tmp_path, clock, scripts), target_tokens=8)
 
     return make
 
@@ -131,7 +131,7 @@ def test_heartbeats_alone_do_not_keep_a_demo_going(swarm: Make, clock: Clock) ->
     with pytest.raises(Failure, match=r"180 s: no peer of stage 1 answers") as caught:
         swarm(DemoOptions(peers=2, stages=2, steps=4), scripts).train()
     assert "2 microbatches" in str(caught.value)
-    assert clock.now == pytest.approx(60.0 + demo.STALL_TIMEOUT_S, abs=5.0)
+    assert clock.now == pytest.approx(60.0 + demo_command.STALL_TIMEOUT_S, abs=5.0)
 
 
 def test_a_replacement_that_joins_is_not_training(swarm: Make, clock: Clock) -> None:
@@ -141,19 +141,21 @@ def test_a_replacement_that_joins_is_not_training(swarm: Make, clock: Clock) -> 
         made.train()
     killed = [daemon for daemon in made.swarm.daemons.values() if daemon.end_is_intended]
     assert len(killed) >= 3 and len(made.swarm.daemons) == 2 + len(killed)
-    assert clock.now == pytest.approx(21.0 + demo.STALL_TIMEOUT_S, abs=5.0)
+    assert clock.now == pytest.approx(21.0 + demo_command.STALL_TIMEOUT_S, abs=5.0)
 
 
 def test_slow_is_not_stalled_and_an_evaluation_may_take_its_time(swarm: Make, clock: Clock) -> None:
-    slow = [demo.STALL_TIMEOUT_S * 0.9 * number for number in (1, 2, 3, 4)]
+    slow = [demo_command.STALL_TIMEOUT_S * 0.9 * number for number in (1, 2, 3, 4)]
     steps = [
         (at + 1.0, events.StepTaken(0, number, 8, None, 0.1, gradient_norm=1.0))
         for number, at in enumerate(slow[1::2], 1)
     ]
     first = sorted([(9.0, SPAN), (10.0, SERVING), *completed(*slow), *steps], key=lambda entry: entry[0])
-    late = slow[-1] + 3 * demo.STALL_TIMEOUT_S
+    late = slow[-1] + 3 * demo_command.STALL_TIMEOUT_S
     result = swarm(DemoOptions(peers=2, stages=1, steps=2), [first, [(late, SERVING)]]).train()
-    assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[-1] + 2 * demo.STALL_TIMEOUT_S
+    assert (result.heldout_loss, result.run_id) == (2.0, "ab" * 32) and clock.now > slow[
+        -1
+    ] + 2 * demo_command.STALL_TIMEOUT_S
 
 
 def test_a_dir_that_is_a_file_or_not_empty_is_a_sentence(tmp_path: Path) -> None:
@@ -161,4 +163,4 @@ def test_a_dir_that_is_a_file_or_not_empty_is_a_sentence(tmp_path: Path) -> None
     file.touch()
     for directory, text in ((file, "cannot make"), (tmp_path, "is not empty")):
         with pytest.raises(Failure, match=text):
-            demo.run(DemoOptions(directory=directory), as_json=True)
+            demo_command.run(DemoOptions(directory=directory), as_json=True)
