@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from agora_protocol import (
     addresses,
     amendments,
+    directory_shards,
     errors,
     identity,
     ids,
@@ -22,7 +23,6 @@ from agora_protocol import (
     manifest_model,
     messages,
     records,
-    shards,
     tensors,
     tickets,
 )
@@ -125,7 +125,7 @@ def tags_table() -> str:
         ["run id tag", f"`{manifest.RUN_TAG.hex()}` = `agora manifest 1` and a zero byte"],
         ["founder's signature tag", f"`{manifest.SIGNATURE_TAG.hex()}` = `agora founder 1` and a zero byte"],
         ["record signature tag", f"`{records.RECORD_TAG.hex()}` = `agora record 1` and a zero byte"],
-        ["shard hash tag", f"`{shards.SHARD_TAG.hex()}` = `agora shard 1` and a zero byte"],
+        ["shard hash tag", f"`{directory_shards.SHARD_TAG.hex()}` = `agora shard 1` and a zero byte"],
         ["ticket signature tag", f"`{tickets.TICKET_TAG.hex()}` = `agora ticket 1` and a zero byte"],
         ["revocation signature tag", f"`{tickets.REVOCATION_TAG.hex()}` = `agora revocation 1` and a zero byte"],
         ["amendment signature tag", f"`{amendments.AMENDMENT_TAG.hex()}` = `agora amendment 1` and a zero byte"],

@@ -142,11 +142,11 @@ def new(
       swarm new chats.toml --base-model Qwen/Qwen3-0.6B --data chats.jsonl --frozen-as nf4
       swarm new more.toml --base-model ./Qwen3-0.6B --adapter ./adapter --data more.jsonl
     """
-    from agora.cli import data_command, new_run
+    from agora.cli import data_command, new_command
 
     reading = data_command.ReadingChoice(columns, roles, role_order, skip_bad, too_long, chat_template, bad_report)
-    choice = new_run.TuningChoice(tuple(data or ()), objective, train, frozen_as, epochs, reading, adapter)
-    new_run.run(path, preset, base_model, name, choice, as_json=as_json)
+    choice = new_command.TuningChoice(tuple(data or ()), objective, train, frozen_as, epochs, reading, adapter)
+    new_command.run(path, preset, base_model, name, choice, as_json=as_json)
 
 
 @app.command()

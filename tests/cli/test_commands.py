@@ -71,7 +71,7 @@ def test_importing_the_commands_imports_nothing_heavy() -> None:
         "agora.node.process.daemon",
     }
     instant_help = {"safetensors", "numpy", "pydantic", "rich", "cryptography", "msgpack", "agora_protocol.manifest"}
-    names = ("main_node", "main_swarm", "status_command", "local_swarm", "demo")
+    names = ("main_node", "main_swarm", "status_command", "local_swarm", "demo_command")
     instant = ", ".join(f"agora.cli.{name}" for name in names)
     for modules, forbidden in ((instant, heavy | instant_help), ("agora.cli.export_command", heavy)):
         code = f"import sys, {modules}; print(sorted({forbidden!r} & set(sys.modules)))"

@@ -28,7 +28,7 @@ from agora_protocol.packing import pack_canonical
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agora.cli import console, export
+from agora.cli import console, export_command
 from agora.cli.console import Failure
 from agora.model import StageModule, family_of
 from agora.node import paths, runs
@@ -100,7 +100,7 @@ def checkpoint(home: paths.Home, signed: SignedManifest, stages: list[StageModul
 
 
 def run(wanted: str, out: Path, *directories: Path, dtype: str = "float32", size: str = "5GB", **flags: bool):
-    return export.run(wanted, out, directories, dtype=dtype, shard_size=size, as_json=True, **flags)
+    return export_command.run(wanted, out, directories, dtype=dtype, shard_size=size, as_json=True, **flags)
 
 
 def logits_of(stages: list[StageModule], tokens: torch.Tensor) -> torch.Tensor:
@@ -451,7 +451,7 @@ def test_mistakes_end_before_anything_is_asked(checkpoints: paths.Home, tmp_path
         run("poems", checkpoints.root)
     with pytest.raises(InputError, match="'poms' is not a file.*'poems'"):
         run("poms", tmp_path / "out")
-    assert (export.parse_size("5GB"), export.parse_size("1.5 mb")) == (5 * 10**9, 1_500_000)
+    assert (export_command.parse_size("5GB"), export_command.parse_size("1.5 mb")) == (5 * 10**9, 1_500_000)
 
 
 def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: SignedManifest, tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_sigterm_ends_the_wait_for_a_daemon(checkpoints: paths.Home, signed: Sig
 
 
 def test_people_get_four_lines(checkpoints: paths.Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export.run("poems", tmp_path / "out", dtype="bf16")
+    export_command.run("poems", tmp_path / "out", dtype="bf16")
     output = capsys.readouterr()
     assert [line.split()[0] for line in output.out.splitlines()] == ["exported", "weights", "stages", "load"]
     assert "0 at step 41, 1 at step 40, 2 at step 42, from checkpoints of its peers" in output.out

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner
 
-from agora.cli import console, export
+from agora.cli import console, export_command
 from agora.cli.console import Failure
 from agora.cli.main_swarm import app
 from agora.model import StageModule
@@ -100,7 +100,7 @@ def tuned(base: Path) -> Tuned:
 
 
 def run(tuned: Tuned, out: str, **options: Any) -> int:
-    return export.run(tuned.signed.run_id, Path(out), **{"as_json": True, **options})
+    return export_command.run(tuned.signed.run_id, Path(out), **{"as_json": True, **options})
 
 
 # --- the adapter

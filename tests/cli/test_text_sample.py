@@ -13,7 +13,7 @@ import pytest
 from agora_protocol.identity import Identity
 from agora_protocol.manifest import Manifest, SignedManifest
 
-from agora.cli import console, export
+from agora.cli import console, export_command
 from agora.cli.sample_command import LINE_CHARACTERS, LINES, lines_of_model, printable_lines, try_sample
 from agora.model import family_of
 from agora.node import paths, runs
@@ -123,7 +123,7 @@ def test_the_command_names_this_program_and_the_kept_run(
     words = shlex.split(kept.removeprefix("export"))
     begins = [program] if program.endswith("swarm") else [sys.executable, "-m", "agora.cli.main_swarm"]
     assert words == [*begins, "export", str(demo / "run.toml"), "--out", "model"]
-    assert export.run(words[-3], Path(words[-1])) == console.EXIT_DONE
+    assert export_command.run(words[-3], Path(words[-1])) == console.EXIT_DONE
     assert Path("model/config.json").is_file()
     assert "model" in capsys.readouterr().out
     (gone,) = lines_of_model([], 40, None)

@@ -14,7 +14,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.cli import data_command, new_run
+from agora.cli import data_command, new_command
 from agora.cli.console import EXIT_USAGE, Failure
 from agora.cli.data_command import USUAL_READING, ReadingChoice, TrainingData, read_training_data
 from agora.cli.new_command import (
@@ -226,13 +226,13 @@ def test_the_command_prints_what_it_found_and_a_choice_needs_a_base_model(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = preferences(tmp_path / "pairs.jsonl", 40)
-    new_run.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=(file,)))
+    new_command.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=(file,)))
     printed = capsys.readouterr().err
     assert "data         preference, 40 samples, objective dpo" in printed and "rows         80 of 64" in printed
     assert f"agora-node join {tmp_path / 'run.toml'} --base-model {base}" in printed.splitlines()[-1]
     assert Manifest.from_toml((tmp_path / "run.toml").read_text()).objective.kind == "dpo"
     with pytest.raises(Failure, match="give one with --base-model DIR"):
-        new_run.run(tmp_path / "other.toml", None, None, None, TuningChoice(data=(file,)))
+        new_command.run(tmp_path / "other.toml", None, None, None, TuningChoice(data=(file,)))
 
 
 def test_training_data_is_counted_with_rows_of_one_token_more_than_the_context(base: Path, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_standard_input_is_kept_beside_the_manifest(
     given = chats(tmp_path / "given.jsonl", 20)
     with given.open() as file:
         monkeypatch.setattr("sys.stdin", file)
-        new_run.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=(Path("-"),)))
+        new_command.run(tmp_path / "run.toml", None, base, None, TuningChoice(data=(Path("-"),)))
     manifest = Manifest.from_toml((tmp_path / "run.toml").read_text())
     assert manifest.data.samples == "run.data.json"
     assert (tmp_path / "run.data.json").read_bytes() == given.read_bytes()
@@ -393,9 +393,9 @@ def test_an_adapter_beside_the_base_model_is_said_before_training(
 ) -> None:
     shutil.copytree(base, tmp_path / "both")
     (tmp_path / "both" / file).write_text("{}")
-    new_run.run(tmp_path / "alone.toml", None, base, None)
+    new_command.run(tmp_path / "alone.toml", None, base, None)
     assert "PEFT adapter" not in capsys.readouterr().err
-    new_run.run(tmp_path / "run.toml", None, tmp_path / "both", None)
+    new_command.run(tmp_path / "run.toml", None, tmp_path / "both", None)
     assert "has a PEFT adapter beside the base model; it is not loaded" in capsys.readouterr().err
     data = data_command.DataOptions((chats(tmp_path / "chats.jsonl", 3),), tmp_path / "both")
     data_command.run(data, as_json=False)
@@ -418,7 +418,7 @@ def test_a_manifest_has_names_and_none_of_its_authors_paths_and_another_machine_
     beside, far = chats(ann / "sft.jsonl", 20), chats(ann / "data" / "far.jsonl", 20)
     for number, (file, flag) in enumerate(((beside, ""), (far, f" --data {far}"))):
         path = ann / f"run{number}.toml"
-        new_run.run(path, None, ann / "model", None, TuningChoice(data=(file,)))
+        new_command.run(path, None, ann / "model", None, TuningChoice(data=(file,)))
         assert f"--base-model {ann / 'model'}{flag}`" in capsys.readouterr().err
         text = path.read_text()
         assert str(tmp_path) not in text and "/ann" not in text
@@ -438,12 +438,12 @@ def test_plain_text_and_several_files_are_named_too_and_two_of_one_name_are_refu
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for text in texts:
         text.write_text("some words and more words\n" * 50)
-    new_run.run(tmp_path / "lm.toml", None, base, None, TuningChoice(data=tuple(texts)))
+    new_command.run(tmp_path / "lm.toml", None, base, None, TuningChoice(data=tuple(texts)))
     manifest = Manifest.from_toml((tmp_path / "lm.toml").read_text(), "lm.toml")
     assert manifest.data.corpus == ("a.txt", "b.txt") and str(tmp_path) not in (tmp_path / "lm.toml").read_text()
-    new_run.run(tmp_path / "stdlib.toml", None, base, None)
+    new_command.run(tmp_path / "stdlib.toml", None, base, None)
     assert Manifest.from_toml((tmp_path / "stdlib.toml").read_text(), "x").data.corpus == ("stdlib",)
     (tmp_path / "other").mkdir()
     same = shutil.copy(texts[0], tmp_path / "other" / "a.txt")
     with pytest.raises(Failure, match="two data files have one name"):
-        new_run.run(tmp_path / "two.toml", None, base, None, TuningChoice(data=(texts[0], Path(same))))
+        new_command.run(tmp_path / "two.toml", None, base, None, TuningChoice(data=(texts[0], Path(same))))
