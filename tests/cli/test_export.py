@@ -502,7 +502,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WritableHub
 
 
 def push(out: Path | None = None, **flags: Any) -> int:
-    return export.run("poems", out, (), push=REPO, as_json=True, **flags)
+    return export_command.run("poems", out, (), push=REPO, as_json=True, **flags)
 
 
 @torch.no_grad()
@@ -603,11 +603,11 @@ def test_who_may_not_publish_is_told_before_anything_is_collected(
     checkpoints: paths.Home, hub: WritableHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(Failure, match="give --out DIR, --push"):
-        export.run("poems", None)
+        export_command.run("poems", None)
     with pytest.raises(Failure, match="--private is for"):
-        export.run("poems", tmp_path / "out", private=True)
+        export_command.run("poems", tmp_path / "out", private=True)
     with pytest.raises(PublishError, match="write it as ORG/NAME"):
-        export.run("poems", None, push="poems")
+        export_command.run("poems", None, push="poems")
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
     with pytest.raises(PublishError, match="hf auth login"):
         push()
