@@ -514,7 +514,7 @@ def test_what_is_published_is_the_run_in_one_commit_and_nothing_of_it_stays_here
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert push(private=True) == console.DONE
+    assert push(private=True) == console.EXIT_DONE
     said = json.loads(capsys.readouterr().out)
     assert said["out"] is None and said["pushed"]["repo"] == REPO
     assert said["pushed"]["commit"].endswith(hub.heads[REPO])
