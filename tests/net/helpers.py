@@ -23,10 +23,10 @@ from agora_protocol.tickets import READER
 
 from agora.core.calls import Reply
 from agora.net.dht.directory import Directory
-from agora.net.nat.dialling import DialStrategy
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import NetLimits
 from agora.net.rpc.connection import Handler, IncomingCall
+from agora.net.rpc.dialling import DialStrategy
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.net.shaping.bandwidth import UNLIMITED, RateLimits

@@ -12,7 +12,7 @@ from agora_protocol.errors import LocalError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 
-from agora.net.nat.addresses import (
+from agora.net.p2pd.addresses import (
     HeldPorts,
     check_port,
     host_and_port,
@@ -22,7 +22,7 @@ from agora.net.nat.addresses import (
     public_network,
     public_only,
 )
-from agora.net.nat.dialling import AddressBook
+from agora.net.rpc.dialling import AddressBook
 
 RELAYED = "/p2p/12D3KooWJh8qcyGgNZcyHmiyKVcAPggbd4AoSmPxExqV161dWcct/p2p-circuit"
 
@@ -123,7 +123,7 @@ def test_a_machine_without_ipv6_listens_on_ipv4_alone_and_says_so_when_that_is_n
                 raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
             super().__init__(family)
 
-    monkeypatch.setattr("agora.net.nat.addresses.socket.socket", SocketWithoutIpv6)
+    monkeypatch.setattr("agora.net.p2pd.addresses.socket.socket", SocketWithoutIpv6)
     ports = HeldPorts()
     (address,) = ports.hold_free_ports(["/ip4/127.0.0.1/tcp/0", "/ip6/::/tcp/0"])
     assert address.startswith("/ip4/127.0.0.1/tcp/")

@@ -129,8 +129,8 @@ class Crossing:
 def test_after_a_simultaneous_open_the_lower_peer_dials_again_and_the_other_takes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agora.net.nat.dialling.REDIAL_DELAY_S", 0.1)
-    monkeypatch.setattr("agora.net.nat.dialling.HIGHER_ID_DELAY_S", 5.0)
+    monkeypatch.setattr("agora.net.rpc.dialling.REDIAL_DELAY_S", 0.1)
+    monkeypatch.setattr("agora.net.rpc.dialling.HIGHER_ID_DELAY_S", 5.0)
 
     async def main() -> None:
         async with peers(echo, echo) as made:
@@ -149,7 +149,7 @@ def test_after_a_simultaneous_open_the_lower_peer_dials_again_and_the_other_take
 
 
 def test_repeated_simultaneous_opens_end_with_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agora.net.nat.dialling.REDIAL_DELAY_S", 0.1)
+    monkeypatch.setattr("agora.net.rpc.dialling.REDIAL_DELAY_S", 0.1)
 
     async def main() -> None:
         async with peers(echo, echo, limits=NetLimits(dial_s=2.0)) as (a, b):
@@ -162,7 +162,7 @@ def test_repeated_simultaneous_opens_end_with_the_dial(monkeypatch: pytest.Monke
 
 
 def test_a_peer_that_is_gone_when_dialled_again_fails_the_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agora.net.nat.dialling.REDIAL_DELAY_S", 0.1)
+    monkeypatch.setattr("agora.net.rpc.dialling.REDIAL_DELAY_S", 0.1)
 
     async def main() -> None:
         async with peers(echo, echo) as (a, b):

@@ -13,14 +13,11 @@ from agora.net.nat.circuit_wire import (
     Status,
     StopType,
     decode_hop,
-    decode_multiaddr,
     decode_stop,
     encode_hop,
-    encode_multiaddr,
     encode_stop,
-    read_varint,
-    varint,
 )
+from agora.net.p2pd.multiaddr import decode_multiaddr, encode_multiaddr, read_varint, varint
 
 PEER = Identity.generate().peer
 RELAY = Identity.generate().peer

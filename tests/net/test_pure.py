@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from agora_protocol.identity import Identity
 
-from agora.net.nat import dialling
-from agora.net.nat.dialling import AddressBook
+from agora.net.rpc import dialling
+from agora.net.rpc.dialling import AddressBook
 from agora.net.rpc.liveness import LivenessCheck, Verdict
 
 

@@ -14,12 +14,12 @@ from agora_protocol.ids import PeerId
 
 from agora.core.calls import ConnectionBroken
 from agora.net.nat import relay
-from agora.net.nat.addresses import relays_of
 from agora.net.nat.circuit_wire import HOP_PROTOCOL, CircuitMessage, HopType, Status, decode_hop, encode_hop
-from agora.net.nat.dialling import DialStrategy
 from agora.net.nat.hole_punching import HolePuncher
 from agora.net.nat.relay import RelayService
+from agora.net.p2pd.addresses import relays_of
 from agora.net.p2pd.host import Host
+from agora.net.rpc.dialling import DialStrategy
 from tests.net.helpers import MEGABYTE, Peer, after, boundary, make_host, make_peer, peers, process, run, until
 
 

@@ -13,7 +13,7 @@ from agora_protocol.messages import Message, Pong
 
 from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
-from agora.net.nat.dialling import AddressBook
+from agora.net.rpc.dialling import AddressBook
 from agora.node.peer.clock_keeper import ANSWER_TIMEOUT_S, MORE_ANSWERS_TIMEOUT_S, ClockKeeper
 from agora.node.startup import StartPhases, SystemdNotifier
 from agora.swarm.swarm_clock import SwarmClock

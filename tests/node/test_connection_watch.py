@@ -8,8 +8,8 @@ from pathlib import Path
 
 from agora_protocol.ids import PeerId, Span
 
-from agora.net.nat.dialling import AddressBook
 from agora.net.p2pd.host import Host
+from agora.net.rpc.dialling import AddressBook
 from agora.node.peer.local_peer import watch_connections
 from agora.swarm.redialling import LostPeers
 from agora.swarm.view import PeerView, View

@@ -7,9 +7,9 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, SignedManifest
 
 from agora.core.calls import Announcement
-from agora.net.nat.addresses import is_private
-from agora.net.nat.dialling import AddressBook
 from agora.net.nat.reachability import choose_relays
+from agora.net.p2pd.addresses import is_private
+from agora.net.rpc.dialling import AddressBook
 from agora.node.peer.local_peer import KEPT_ADDRESSES, addresses_to_keep, announcements
 from agora.node.process.joining import make_invite
 from agora.swarm.view import PeerView, View

@@ -44,12 +44,11 @@ from agora.net.nat.circuit_wire import (
     CircuitMessage,
     HopType,
     decode_hop,
-    decode_multiaddr,
     decode_stop,
     encode_hop,
-    encode_multiaddr,
 )
 from agora.net.p2pd.hivemind_shim import DHTID
+from agora.net.p2pd.multiaddr import decode_multiaddr, encode_multiaddr
 from agora.replica.reducers import reducing_bandwidths
 from agora.replica.shard_codec import NumberFormat
 from agora.swarm.health import Health

@@ -32,8 +32,8 @@ from agora.core.fair_shares import Requester
 from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import ForwardKey, SpanResult, SpanWork
 from agora.core.step_schedule import ONLY_ALL_REDUCE
-from agora.net.nat.addresses import host_and_port, is_private
-from agora.net.nat.dialling import AddressBook
+from agora.net.p2pd.addresses import host_and_port, is_private
+from agora.net.rpc.dialling import AddressBook
 from agora.net.rpc.gate import Gate
 from agora.pipeline.barriers import StepBarrier
 from agora.pipeline.hop import Hop

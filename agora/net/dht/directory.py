@@ -30,7 +30,7 @@ from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
 from agora.net.dht.bounded_dht import HELLO_TIMEOUT_S, RPC_TIMEOUT_S, BoundedP2P, DhtRules, node_id_of
 from agora.net.dht.stored_records import BoundedStorage, SignedRecords, peer_hash
-from agora.net.nat.addresses import addresses_by_peer
+from agora.net.p2pd.addresses import addresses_by_peer
 from agora.net.p2pd.hivemind_shim import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.p2pd.host import Host
 

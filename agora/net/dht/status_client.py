@@ -28,7 +28,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
-from agora.net.nat.addresses import addresses_by_peer
+from agora.net.p2pd.addresses import addresses_by_peer
 
 TIMEOUT_S: Final = 10.0  # maximum duration of one query to the swarm, in seconds
 STAGGER_INTERVAL_S: Final = (

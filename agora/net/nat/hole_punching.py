@@ -19,7 +19,7 @@ from agora_protocol.ids import PeerId
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
-from agora.net.nat.addresses import host_and_port
+from agora.net.p2pd.addresses import host_and_port
 from agora.net.p2pd.host import Host, SimultaneousOpen
 from agora.net.p2pd.raw_stream import READ_BYTES, RawStream, splice
 

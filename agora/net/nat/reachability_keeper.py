@@ -17,7 +17,6 @@ from agora_protocol.messages import DialBack, DialedBack, GetAddresses, Introduc
 from agora.core.calls import Announcement, ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.nat import relay
-from agora.net.nat.addresses import host_and_port, is_circuit, is_private, public_only
 from agora.net.nat.hole_punching import PUNCH_TIMEOUT_S, HolePuncher
 from agora.net.nat.reachability import (
     ASKED,
@@ -29,6 +28,7 @@ from agora.net.nat.reachability import (
     confirmed_addresses,
     needs_relays,
 )
+from agora.net.p2pd.addresses import host_and_port, is_circuit, is_private, public_only
 from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network

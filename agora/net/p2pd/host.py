@@ -30,7 +30,7 @@ from agora_protocol.ids import PeerId
 
 from agora.core.calls import ConnectionBroken
 from agora.core.terminal_text import one_line
-from agora.net.nat.addresses import (
+from agora.net.p2pd.addresses import (
     HeldPorts,
     addresses_by_peer,
     check_port,
@@ -40,9 +40,9 @@ from agora.net.nat.addresses import (
     listening_places,
     public_only,
 )
-from agora.net.nat.circuit_wire import decode_multiaddr, encode_multiaddr, with_length
 from agora.net.p2pd.frame_stream import MAX_PREAMBLE_BYTES, FrameStream
 from agora.net.p2pd.hivemind_shim import P2P, Multiaddr, MultiaddrError, P2PDaemonError, PeerID, p2pd_pb2
+from agora.net.p2pd.multiaddr import decode_multiaddr, encode_multiaddr, with_length
 from agora.net.p2pd.raw_stream import READ_BYTES, RawStream
 from agora.net.shaping.bandwidth import UNLIMITED, RateLimits
 from agora.net.shaping.bandwidth_limiter import BandwidthLimiter

@@ -25,11 +25,11 @@ from agora_protocol.tensors import WireTensor
 from agora.core.calls import ConnectionBroken, DeadlinePassed, OnProgress, Reply
 from agora.core.clock import loop_time
 from agora.core.fair_shares import Requester, largest_requester
-from agora.net.nat.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import AnswerBudget, NetLimits, PayloadBudget
 from agora.net.rpc.connection import Connection, ConnectionServices, Handler
+from agora.net.rpc.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.rpc.gate import Gate
 
 GOODBYES_TIMEOUT_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE

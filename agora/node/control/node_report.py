@@ -12,7 +12,7 @@ from agora_protocol.ids import PeerId, Span, peer_name
 from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.records import Progress
 
-from agora.net.nat.addresses import relays_of
+from agora.net.p2pd.addresses import relays_of
 from agora.observe.events import DeviceUsed, Traffic
 from agora.observe.reporter import Counters
 from agora.pipeline.waits import Waits

@@ -25,12 +25,12 @@ from agora.core.tasks import BackgroundTasks
 from agora.cost.manifest_cost import usual_in_flight
 from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import Directory
-from agora.net.nat.addresses import addresses_by_peer, is_circuit, public_network, public_only
-from agora.net.nat.dialling import AddressBook, DialStrategy
 from agora.net.nat.reachability_keeper import ReachabilityKeeper
 from agora.net.nat.relay import RelayService
+from agora.net.p2pd.addresses import addresses_by_peer, is_circuit, public_network, public_only
 from agora.net.p2pd.host import Host
 from agora.net.rpc.budgets import NetLimits
+from agora.net.rpc.dialling import AddressBook, DialStrategy
 from agora.net.rpc.network import Network
 from agora.net.shaping.bandwidth import SAMPLE_INTERVAL_S, UplinkMeter
 from agora.node import runs

@@ -23,7 +23,7 @@ from agora_protocol.tickets import InviteTicket
 from agora import __version__
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.net.nat.addresses import is_named, is_private
+from agora.net.p2pd.addresses import is_named, is_private
 from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate

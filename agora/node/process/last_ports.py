@@ -9,7 +9,7 @@ from typing import Final
 
 from agora_protocol.errors import LocalError
 
-from agora.net.nat.addresses import check_port, host_and_port
+from agora.net.p2pd.addresses import check_port, host_and_port
 from agora.node import paths
 
 FAMILIES: Final = ("ip4", "ip6")

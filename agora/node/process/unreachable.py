@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from agora.net.nat.addresses import is_private
+from agora.net.p2pd.addresses import is_private
 
 EXPLAIN_TIMEOUT_S: Final = 3.0  # seconds for a dial that finds out why a peer was not reached
 MAX_EXPLAINED: Final = 3  # at most this many hosts are dialled for that

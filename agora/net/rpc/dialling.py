@@ -26,7 +26,7 @@ from agora_protocol.limits import MAX_ADDRESSES, PROTOCOL_NAME
 
 from agora.core.calls import ConnectionBroken
 from agora.core.clock import loop_time
-from agora.net.nat.addresses import is_circuit, is_named, relays_of, resolve_name
+from agora.net.p2pd.addresses import is_circuit, is_named, relays_of, resolve_name
 from agora.net.p2pd.frame_stream import FrameStream
 from agora.net.p2pd.host import Host, SimultaneousOpen
 from agora.net.rpc.connection import Connection
