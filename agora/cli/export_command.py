@@ -6,7 +6,8 @@
 | LoRA                      | adapter | the matrices of LoRA, to be loaded onto the base model       |
 | LoRA, with --merge        | merged  | the base model with the matrices of LoRA added to its own    |
 
-With --push the folder is also published on the Hugging Face Hub. Loads torch only once there is something to export.
+With --gguf, a model is one file for llama.cpp in place of its shards. With --push, the folder is also published on the
+Hugging Face Hub. Loads torch only once there is something to export.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from agora.node import paths
 from agora.node.control import control_client
 from agora.node.runs import KnownFiles
 from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
+from agora.state.gguf_file import check_can_write_gguf, write_gguf
 from agora.state.merged_model import (
     ITEM_BYTES,
     SOURCE_BYTES,
@@ -59,6 +61,9 @@ DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
 SPARE_BYTES = 64 * 2**20  # of free disk, for the files other than weights
 SHARD_SIZE = "5GB"
 ADAPTER_FILE = "adapter_model.safetensors"
+GGUF_FILE = "model.gguf"
+ABOUT = frozenset({"README.md", "run.toml", "amendments"})  # a GGUF file has the configs and the tokenizer in it
+MODELFILE, FROM_GGUF = "Modelfile", f"FROM ./{GGUF_FILE}\n".encode()  # for `ollama create`
 STATUS_TIMEOUT_S = 5.0
 SUFFIXES: dict[Kind, str] = {"model": "", "adapter": ", as an adapter", "merged": ", merged into its base model"}
 LOADERS: dict[Kind, str] = {
@@ -72,7 +77,7 @@ SOURCES = {"daemon": "the swarm, through a daemon of it", "checkpoints": "checkp
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
     """What an export writes. shard_bytes: largest weights file; an adapter is one file of any size. base_model: for
-    "merged" only.
+    "merged" only. gguf: whether the weights are a file for llama.cpp.
     """
 
     folder: Path
@@ -80,6 +85,7 @@ class ExportTarget:
     dtype: Dtype
     shard_bytes: int
     base_model: Path | None
+    gguf: bool = False
 
 
 def run(
@@ -89,6 +95,7 @@ def run(
     *,
     push: str | None = None,
     private: bool = False,
+    gguf: bool = False,
     average: bool = True,
     dtype: str = "float32",
     shard_size: str | None = None,
@@ -122,9 +129,13 @@ def run(
         out_folder = kept_folder or _temporary_folder(found, stack)
         kind = choose_kind(found.signed.manifest, merge)
         base_folder = _require_base_model(base_model, directories, found.known_files()) if kind == "merged" else None
-        if kind == "adapter" and shard_size is not None:
-            print_to_stderr("an adapter is one file; --shard-size has no effect")
-        target = ExportTarget(out_folder, kind, known_dtype, shard_bytes, base_folder)
+        if kind == "adapter" and gguf:
+            raise Failure("--gguf writes a whole model; give --merge --base-model DIR with it", EXIT_USAGE)
+        if gguf:
+            check_can_write_gguf()
+        if (kind == "adapter" or gguf) and shard_size is not None:
+            print_to_stderr("the weights are one file; --shard-size has no effect")
+        target = ExportTarget(out_folder, kind, known_dtype, shard_bytes, base_folder, gguf)
         repository = open_repository(push, found.signed.run_id, private=private) if push is not None else None
         sources = collect_stages(found, average=average)
         written, parameters = _export(sources, target)
@@ -207,7 +218,12 @@ def _export(sources: StageSources, target: ExportTarget) -> tuple[dict[str, File
                 check_finite(tensors, bar.advance)
         with fresh_folder(target.folder, ITEM_BYTES[target.dtype] * parameters + SPARE_BYTES) as folder:
             with ProgressDisplay(f"writing {target.folder}", size) as bar:
-                written = _write_weights(folder, tensors, target, bar.advance)
+                if target.gguf:
+                    made = write_gguf(folder / GGUF_FILE, tensors, texts, manifest.name, target.dtype, bar.advance)
+                    written = {GGUF_FILE: made}
+                    texts = {name: text for name, text in texts.items() if name in ABOUT} | {MODELFILE: FROM_GGUF}
+                else:
+                    written = _write_weights(folder, tensors, target, bar.advance)
             written |= {name: write_file(folder / name, [content], PUBLIC) for name, content in texts.items()}
             write_file_list(folder, _summary(sources, target), written)
     return written, parameters
@@ -263,7 +279,9 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
         f"from step {each.amendment.from_step}: {describe_changes(each.amendment)}" for each in sources.amendments
     )
     source_words = SOURCES[sources.kind]
-    exported = ExportDescription(parameters, dtype, source_words, sources.average, target.kind, metrics, changes)
+    exported = ExportDescription(
+        parameters, dtype, source_words, sources.average, target.kind, metrics, changes, target.gguf
+    )
     sealed = "".join(f"{each.sealed.hex()}\n" for each in sources.amendments).encode()
     return {
         **files,
@@ -302,13 +320,14 @@ def _summary(sources: StageSources, target: ExportTarget) -> dict[str, Any]:
         "from": sources.kind,
         "average": sources.average,
         "dtype": target.dtype,
+        **({"gguf": True} if target.gguf else {}),
         "stages": steps_by_stage(sources),
     }
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
     pushed, out = result.get("pushed"), result["out"] or result["pushed"]["repo"]
-    shards = sum(name.endswith(".safetensors") for name in result["files"])
+    shards = sum(name.endswith((".safetensors", ".gguf")) for name in result["files"])
     stages = ", ".join(f"{stage['stage']} at step {stage['step']}" for stage in result["stages"])
     console.print_to_stdout(f"exported  {result['name']} ({result['run_id'][:12]}) to {out}{SUFFIXES[result['kind']]}")
     console.print_to_stdout(
@@ -319,4 +338,5 @@ def _print_result(result: Mapping[str, Any]) -> None:
     console.print_to_stdout(f"stages    {stages}, from {SOURCES[result['from']]}")
     if pushed:
         console.print_to_stdout(f"published {pushed['commit']}")
-    console.print_to_stdout(f"load      {LOADERS[result['kind']].format(repr(out))}")
+    load = f"llama-cli -m {out}/{GGUF_FILE}" if result.get("gguf") else LOADERS[result["kind"]].format(repr(out))
+    console.print_to_stdout(f"load      {load}")

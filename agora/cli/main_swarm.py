@@ -296,6 +296,7 @@ def export(
         str | None, typer.Option(metavar="ORG/NAME", help="Publish it on the Hugging Face Hub, in one commit.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="A repository that --push makes is private.")] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write one file for llama.cpp and Ollama instead.")] = False,
     average: console.AVERAGE = True,
     dtype: Annotated[str, typer.Option(metavar="float32|bf16", help="What the weights are written as.")] = "float32",
     shard_size: SHARD_SIZE = None,
@@ -322,6 +323,7 @@ def export(
       swarm export agora://... --out model --dtype bf16 --dir ./one --dir ./two
       swarm export tuned.toml --out merged --merge --base-model ./Qwen3-0.6B
       swarm export run.toml --push my-org/my-model
+      swarm export run.toml --gguf --out model-gguf
     """
     from agora.cli import export_command as command
 
@@ -332,6 +334,7 @@ def export(
             directories or (),
             push=push,
             private=private,
+            gguf=gguf,
             average=average,
             dtype=dtype,
             shard_size=shard_size,

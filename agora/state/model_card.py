@@ -71,6 +71,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "."
 base = AutoModelForCausalLM.from_pretrained({base})  # the folder or the name of the base model
 model = PeftModel.from_pretrained(base, folder)"""
+GGUF_CODE: Final = """\
+```
+llama-cli -m model.gguf -p "The" -no-cnv    # llama.cpp
+ollama create my-model -f Modelfile         # Ollama
+```"""
 CHAT_CODE: Final = """\
 messages = [{"role": "user", "content": "Hello"}]
 chat = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
@@ -110,6 +115,7 @@ class ExportDescription:
     kind: model, adapter or merged.
     metrics: name -> value that the swarm reported when the stages were collected; {} if the swarm was not asked.
     changes: the run's amendments in words, in order.
+    gguf: whether the weights are a file for llama.cpp.
     """
 
     parameters: int
@@ -119,6 +125,7 @@ class ExportDescription:
     kind: Kind = "model"
     metrics: Mapping[str, float] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
+    gguf: bool = False
 
 
 def model_card(
@@ -129,13 +136,13 @@ def model_card(
     steps: stage -> number of optimizer steps that it has taken.
     """
     return CARD.format(
-        library=LIBRARIES[exported.kind],
+        library="gguf" if exported.gguf else LIBRARIES[exported.kind],
         tags="- agora\n- lora" if exported.kind == "adapter" else "- agora",
         base_model=_base_model_line(manifest),
         name=manifest.name,
         summary=_summary(manifest, model, exported),
         facts=_facts_table(manifest, model, steps, exported),
-        loading=_loading_code(manifest, exported.kind),
+        loading=GGUF_CODE if exported.gguf else _loading_code(manifest, exported.kind),
         limits=_limits_list(manifest, model, steps, exported.kind),
         amendments=AMENDMENTS.format(changes="\n".join(f"- {_cell(change)}" for change in exported.changes))
         if exported.changes

@@ -633,3 +633,24 @@ def test_the_signed_history_goes_with_the_model(home: paths.Home, stages: list[S
     (line,) = (tmp_path / "out" / "amendments").read_text().split()
     assert open_amendment(bytes.fromhex(line), signed.run_id).amendment == amendment
     assert "- from step 30: optimizer.total_steps = 900" in (tmp_path / "out" / "README.md").read_text()
+
+
+# --- for llama.cpp
+
+
+@torch.no_grad()
+def test_a_file_for_llama_cpp_is_the_runs_model(
+    checkpoints: paths.Home, stages: list[StageModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("poems", tmp_path / "out", gguf=True) == console.EXIT_DONE
+    said = json.loads(capsys.readouterr().out)
+    assert said["gguf"] and said["files"].keys() == {"model.gguf", "Modelfile", "README.md", "run.toml"}
+    assert (tmp_path / "out" / "Modelfile").read_text() == "FROM ./model.gguf\n"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "library_name: gguf" in card and "llama-cli -m model.gguf" in card and "from_pretrained" not in card
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf").eval()
+    ids = some_tokens()
+    ours, theirs = logits_of(stages, ids[:, :-1]), model(ids[:, :-1]).logits
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < 1e-5
+    loss = float(stage_loss(ours, ids[:, 1:])) / ids[:, 1:].numel()
+    assert float(model(ids, labels=ids).loss) == pytest.approx(loss, abs=1e-3)

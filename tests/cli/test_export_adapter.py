@@ -124,6 +124,14 @@ def test_what_a_daemon_has_noted_is_enough_whichever_stages_it_held(
     assert Path("out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
 
+def test_an_adapter_alone_is_no_model_for_llama_cpp_and_a_merged_one_is(tuned: Tuned) -> None:
+    with pytest.raises(Failure, match="--gguf writes a whole model; give --merge"):
+        run(tuned, "out", gguf=True)
+    assert run(tuned, "out", gguf=True, merge=True, base_model=tuned.base) == console.EXIT_DONE
+    loaded = AutoModelForCausalLM.from_pretrained("out", gguf_file="model.gguf")
+    assert relative_error(loaded(some_tokens()).logits, tuned.logits()) < 1e-5
+
+
 def test_a_merge_needs_no_flag_where_a_daemon_has_noted_the_base_model(tuned: Tuned) -> None:
     with pytest.raises(console.Failure, match="--base-model DIR"):
         run(tuned, "out", merge=True)
