@@ -11,8 +11,10 @@ import contextlib
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple, cast
+from functools import partial
+from typing import Final, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from agora_protocol.codec_names import WireName
@@ -82,6 +84,16 @@ MAX_KEPT_BYTES: Final = 2**28
 RECALL_PAUSE: Final = 0.0625  # pause before failed shards are asked for again, as a fraction of allowed_s
 MAX_RECALLS: Final = 8  # maximum number of times that failed shards are asked for: others may get the mean later
 
+T = TypeVar("T")
+# The work on a shard's values takes 2 to 5 ms, for which the event loop, and each microbatch's message, would wait. All
+# stages share these threads, so that rounds take at most so many cores from the device thread.
+_ARRAY_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="averaging")
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """Returns the result of work on arrays, done on a thread of the rounds; it may read and change no loop's state."""
+    return await asyncio.get_running_loop().run_in_executor(_ARRAY_THREADS, work)
+
 
 # --- what a round is given, and gives
 
@@ -134,9 +146,9 @@ class RepeatedContribution(ProtocolError):
     """Raised for a shard that the same peer has contributed before."""
 
 
-# A reducer's mean of one shard. lost: tokens of this peer that no mean will contain, see record_outcome.
+# A reducer's answer. lost: tokens of this peer that no mean will contain, see record_outcome.
 class _Answer(NamedTuple):
-    mean: ShardMean
+    message: Averaged
     lost: float = 0.0
 
 
@@ -165,18 +177,20 @@ class Round:
         values: float32 [n], finite, on the CPU; must not be changed afterwards, because they may be kept for later.
         """
         started_at = loop_time()
-        shards = [values[cut] for cut in cut_into_shards(len(values))]
-        answers = await asyncio.gather(*(self._average_shard(at, shard) for at, shard in enumerate(shards)))
-        means = [own if answer is None else answer.mean.values for answer, own in zip(answers, shards, strict=True)]
+        mean = torch.empty_like(values)
+        cuts = cut_into_shards(len(values))
+        answers = await asyncio.gather(
+            *(self._average_shard(at, values[cut], mean[cut]) for at, cut in enumerate(cuts))
+        )
         result = RoundResult(
-            torch.cat([*means, values[:0]]),
+            mean,
             averaged=[answer is not None for answer in answers],
             fragments=self.fragments,
-            wanted=[self.fragments if answer is None else answer.mean.message.wanted_slices for answer in answers],
+            wanted=[self.fragments if answer is None else answer.message.wanted_slices for answer in answers],
             own_weight=self.weight,
         )
         if averaged := [answer for answer in answers if answer is not None]:
-            messages = [answer.mean.message for answer in averaged]
+            messages = [answer.message for answer in averaged]
             # The median: whoever reduces fewer than half of the shards cannot choose it.
             reported = statistics.median_low(message.weight for message in messages)
             result.weight = self.all_reduce.config.believed_weight(
@@ -193,7 +207,7 @@ class Round:
                 stage=self.stage,
                 what=WIRE_KINDS[self.kind],
                 round=self.number,
-                parts=len(shards),
+                parts=len(cuts),
                 failed_parts=result.failed_shards,
                 contributors=result.contributors,
                 members=len(self.members),
@@ -205,16 +219,16 @@ class Round:
         )
         return result
 
-    async def _average_shard(self, position: int, values: Tensor) -> _Answer | None:
+    async def _average_shard(self, position: int, values: Tensor, into: Tensor) -> _Answer | None:
         shard = Shard(self.stage, self.kind, self.number, position, self.fragments)
         codec = self.all_reduce.codec
         async with self._free_calls:
             scale = faults.falsify("averaging.scale", 1.0)
-            contribution = codec.make_contribution(shard, values if scale == 1.0 else values * scale, self.weight)
+            sent = values if scale == 1.0 else values * scale
+            contribution = await off_loop(partial(codec.make_contribution, shard, sent, self.weight))
             reasons: list[str] = []
             rejected: ImplausibleMean | None = None  # why the first reducer's mean is not believed
             first, second = reducers_of(self.all_reduce.config.run, shard, self.members)
-            own = WeightedValues(contribution.values, contribution.weight)
             for is_second, reducer in ((False, first), (True, second)):
                 if reducer is None or reducer in self._unresponsive:
                     continue
@@ -224,12 +238,11 @@ class Round:
                         # The shard failed, although there is an answer: the others may have the second reducer's mean.
                         reasons.append(f"{reducer}: nobody else contributed in time")
                         break
-                    # Without one it is no violation: the reducer may be a newcomer that this replica took for a member.
                     # A mean of one alone is never signed; that of the only member is kept, for who comes later.
                     is_own = reducer == self.all_reduce.config.me
-                    if not is_own or (len(self.members) > 1 and not mean.message.signature):
-                        codec.check_signature(shard, mean, {reducer, first, second})
-                    codec.check_magnitude(shard, own, mean.values, len(self.members))
+                    needs_signature = not is_own or (len(self.members) > 1 and not mean.message.signature)
+                    signers = {reducer, first, second} if needs_signature else None
+                    lost = await off_loop(partial(self._take_mean, shard, mean, contribution, signers, into))
                 except ImplausibleMean as error:
                     rejected = error
                     reasons.append(f"{reducer}: {error}")
@@ -244,12 +257,24 @@ class Round:
                     # Only now: where both means are rejected, this replica's own values may be the odd ones.
                     self.all_reduce.report_reducer(first, shard, f"{rejected}, and {reducer} answered otherwise")
                 self.all_reduce.keep_mean(shard, mean)
-                return _Answer(mean, codec.record_outcome(shard, contribution, mean.message.counted))
+                return _Answer(mean.message, lost)
+            await off_loop(partial(into.copy_, values))
         codec.record_outcome(shard, contribution, None)
         self.all_reduce.report(
             events.PartFailed(self.stage, shard.what, self.number, position, "; ".join(reasons)[:500])
         )
         return None
+
+    def _take_mean(
+        self, shard: Shard, mean: ShardMean, sent: Contribution, signers: set[PeerId | None] | None, into: Tensor
+    ) -> float:
+        codec = self.all_reduce.codec
+        if signers is not None:
+            # Without one it is no violation: the reducer may be a newcomer that this replica took for a member.
+            codec.check_signature(shard, mean, signers)
+        codec.check_magnitude(shard, WeightedValues(sent.values, sent.weight), mean.values, len(self.members))
+        into.copy_(mean.values)
+        return codec.record_outcome(shard, sent, mean.message.counted)
 
     async def _send(self, shard: Shard, reducer: PeerId, is_second: bool, contribution: Contribution) -> ShardMean:
         now = loop_time()
@@ -276,7 +301,8 @@ class Round:
         reply = await self.all_reduce.peer_caller.call(reducer, request, encoded.tensors, deadline=deadline)
         if not isinstance(reply.message, Averaged):
             raise PeerFailed(f"the reducer answered by {type(reply.message).__name__}")
-        return self.all_reduce.codec.decode_mean(shard, reply.tensors, len(contribution.values), reply.message)
+        numel = len(contribution.values)
+        return await off_loop(partial(self.all_reduce.codec.decode_mean, shard, reply.tensors, numel, reply.message))
 
 
 # --- a reducer: gathers the members' values of a shard, averages those that came in time, answers each
@@ -292,6 +318,7 @@ class _Gathering:
     values: dict[PeerId, Tensor] = field(default_factory=dict)
     weights: dict[PeerId, float] = field(default_factory=dict)
     recall: asyncio.Task[None] | None = None  # asks for the mean that the first reducer may have given to members
+    averaging: asyncio.Task[None] | None = None  # computes the mean; no further contribution enters it
 
     @property
     def is_complete(self) -> bool:
@@ -372,15 +399,16 @@ class AllReduce:
         self._report_violation(reducer, Violation.FALSE_MEAN, f"shard {shard.position}: {text}", dedup_key)
 
     async def close(self) -> None:
-        """Cancels all gatherings and recalls; callers waiting for a mean get CancelledError."""
+        """Cancels all gatherings, averages and recalls; callers waiting for a mean get CancelledError."""
         for gathering in self._gatherings.values():
             gathering.timer.cancel()
             gathering.result.cancel()
-        recalls = [gathering.recall for gathering in self._gatherings.values() if gathering.recall is not None]
+        both = [task for gathering in self._gatherings.values() for task in (gathering.recall, gathering.averaging)]
+        tasks = [task for task in both if task is not None]
         self._gatherings.clear()
-        for task in recalls:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*recalls, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def answer_contribution(
         self, peer: PeerId, message: Contribute, tensors: Sequence[WireTensor], deadline: float
@@ -416,12 +444,15 @@ class AllReduce:
         if message.weight > self.config.weight_limit:
             raise ProtocolError("bad-message", f"A weight of {message.weight:.3g} tokens is more than a round has.")
         with self._holding_bytes(peer, 4 * context.numel + CONTRIBUTION_BYTES):
-            values = self.codec.decode(shard, EncodedShard(cast("WireName", message.wire), tensors), context.numel)
+            sent = EncodedShard(cast("WireName", message.wire), tensors)
+            values = await off_loop(partial(self.codec.decode, shard, sent, context.numel))
             self._record_contribution(peer, shard)
             await self.reach_fault("averaging.received")
+            if (gathering := self._gatherings.get(shard)) and gathering.averaging:
+                await asyncio.wait([gathering.result], timeout=deadline - loop_time())
             kept = self._find_kept_mean(shard)
             if kept:
-                mean = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
+                mean = await off_loop(partial(self.codec.decode_mean, shard, kept.tensors, kept.numel, kept.message))
             else:
                 mean = await self._gather(peer, message, shard, values, deadline)
         # A contribution that is late, or of a peer that is not a member, is answered without being in the mean.
@@ -466,7 +497,7 @@ class AllReduce:
             self._average_and_close(shard, gathering)
         now = loop_time()
         window_end = now + MAX_WINDOW_FRACTION * (deadline - now)
-        if window_end < gathering.timer.when() and shard in self._gatherings:
+        if window_end < gathering.timer.when() and not gathering.averaging:
             gathering.timer.cancel()
             gathering.timer = asyncio.get_running_loop().call_at(window_end, self._end_window, shard)
         async with asyncio.timeout_at(deadline):
@@ -498,31 +529,47 @@ class AllReduce:
             self.mark_unresponsive(peer, shard)
 
     def _average_and_close(self, shard: Shard, gathering: _Gathering) -> None:
-        me = self.config.me
+        if gathering.averaging is None:
+            gathering.timer.cancel()
+            gathering.averaging = asyncio.create_task(self._average(shard, gathering))
+
+    async def _average(self, shard: Shard, gathering: _Gathering) -> None:
+        me, record = self.config.me, self._record_of(shard)
         planned, accepted = self.config.planned_tokens(shard), self._accepted_weights[shard.stage, shard.kind]
         weights = believed_weights(gathering.weights, planned, self.context_of(shard).token_bounds, accepted)
         self._accepted_weights[shard.stage, shard.kind] = after_accepted_weights(accepted, gathering.weights, planned)
-        center = gathering.values[me] if weights.get(me, 0.0) > 0 else None
-        mean = self.codec.average(shard, list(gathering.values.values()), list(weights.values()), center)
-        if mean is not None:
-            mean = replace(mean, message=replace(mean.message, wanted_slices=self._wanted_fragments(shard.fragments)))
-            # Not of one alone: later contributions may make another mean.
-            signed = self._record_of(shard).signed
-            if mean.message.contributors > 1 and shard not in signed and self.context_of(shard).may_sign:
-                signed.add(shard)
-                signature = self._sign(self.codec.signed_bytes(shard, mean))
-                mean = replace(mean, message=replace(mean.message, reducer=me, signature=signature))
-        self._close_gathering(shard, gathering, mean)
+        values, center = list(gathering.values.values()), gathering.values[me] if weights.get(me, 0.0) > 0 else None
+        wanted = self._wanted_fragments(shard.fragments)
 
-    def _close_gathering(self, shard: Shard, gathering: _Gathering, mean: ShardMean | None) -> None:
+        def average() -> tuple[ShardMean, bytes] | None:
+            mean = self.codec.average(shard, values, list(weights.values()), center)
+            if mean is None:
+                return None
+            mean = replace(mean, message=replace(mean.message, wanted_slices=wanted))
+            return mean, self.codec.signed_bytes(shard, mean)
+
+        try:
+            averaged = await off_loop(average)
+        except Exception as error:  # the task ends here; its contributors would wait in vain
+            self._close_gathering(shard, gathering, error)
+            return
+        mean, statement = averaged or (None, b"")
+        # Not of one alone: later contributions may make another mean. Nor where a recalled mean came first.
+        is_signed = mean is not None and mean.message.contributors > 1 and self._gatherings.get(shard) is gathering
+        if mean and is_signed and shard not in record.signed and self.context_of(shard).may_sign:
+            record.signed.add(shard)
+            mean = replace(mean, message=replace(mean.message, reducer=me, signature=self._sign(statement)))
+        self._close_gathering(shard, gathering, mean or Refused("nobody has anything to average yet"))
+
+    def _close_gathering(self, shard: Shard, gathering: _Gathering, mean: ShardMean | Exception) -> None:
         if self._gatherings.get(shard) is not gathering:
             return
         del self._gatherings[shard]
         gathering.timer.cancel()
         if gathering.recall is not None and gathering.recall is not asyncio.current_task():
             gathering.recall.cancel()
-        if mean is None:
-            gathering.result.set_exception(Refused("nobody has anything to average yet"))
+        if isinstance(mean, Exception):
+            gathering.result.set_exception(mean)
         else:
             # After the mean of one contribution alone, later ones are averaged again.
             if mean.message.contributors > 1:
@@ -635,7 +682,7 @@ class AllReduce:
             reducer=recalled.reducer,
             signature=recalled.signature,
         )
-        return self.codec.decode_mean(shard, reply.tensors, numel, message)
+        return await off_loop(partial(self.codec.decode_mean, shard, reply.tensors, numel, message))
 
     async def _recall_mean(self, shard: Shard, gathering: _Gathering) -> None:
         # This peer is the second reducer: some members may have the first one's mean already, which must win.
@@ -647,7 +694,9 @@ class AllReduce:
                 with contextlib.suppress(AgoraError):
                     mean = await answer
                     # Only what the first reducer has signed: else any member could answer for it.
-                    if mean is not None and self._find_signer(shard, mean) == "first":
+                    if mean is None:
+                        continue
+                    if await off_loop(partial(self._find_signer, shard, mean, self._known_reducers(shard))) == "first":
                         self._close_gathering(shard, gathering, mean)
                         return
         finally:
@@ -657,7 +706,12 @@ class AllReduce:
         if gathering.is_complete:
             self._average_and_close(shard, gathering)
 
-    def _find_signer(self, shard: Shard, mean: ShardMean) -> Signer:
+    def _known_reducers(self, shard: Shard) -> tuple[PeerId, PeerId | None]:
+        record = self._rounds.get(shard.round_key)
+        members = record.members if record and record.members else self.context_of(shard).members
+        return reducers_of(self.config.run, shard, members)
+
+    def _find_signer(self, shard: Shard, mean: ShardMean, reducers: tuple[PeerId, PeerId | None]) -> Signer:
         message = mean.message
         if not message.contributors and mean.values.any():
             return "invalid"
@@ -665,9 +719,7 @@ class AllReduce:
             return "nobody"
         if not self.codec.is_signed(shard, mean):
             return "invalid"
-        record = self._rounds.get(shard.round_key)
-        members = record.members if record and record.members else self.context_of(shard).members
-        first, second = reducers_of(self.config.run, shard, members)
+        first, second = reducers
         return "first" if message.reducer == first else "second" if message.reducer == second else "other"
 
     async def expose_equivocation(self, peer: PeerId, shard_0: Shard) -> bool:
@@ -687,15 +739,19 @@ class AllReduce:
                 other = await self.recall_from(peer, shard, kept.numel, deadline)
             except AgoraError:
                 continue
-            if other is None or other.message.reducer != reducer or not self.codec.is_signed(shard, other):
+            if other is None or other.message.reducer != reducer:
                 continue
-            own = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
-            if self.codec.signed_bytes(shard, own) != self.codec.signed_bytes(shard, other):
+            if await off_loop(partial(self._contradicts, shard, kept, other)):
                 text = f"signed two different means of shard {position} of {shard.what} {shard.round}"
                 dedup_key = f"stage {shard.stage}, two means of {shard.what} {shard.round}"
                 self._report_violation(reducer, Violation.EQUIVOCATION, text, dedup_key)
                 return True
         return False
+
+    def _contradicts(self, shard: Shard, kept: _KeptMean, other: ShardMean) -> bool:
+        own = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
+        is_signed = self.codec.is_signed(shard, other)
+        return is_signed and self.codec.signed_bytes(shard, own) != self.codec.signed_bytes(shard, other)
 
     async def recall_repeatedly(self, shard_0: Shard, result: RoundResult) -> None:
         """Calls recall_failed_shards up to MAX_RECALLS times, with pauses."""
@@ -724,10 +780,12 @@ class AllReduce:
                 answered += getattr(error, "code", "") not in NO_ANSWER
                 continue
             answered += 1
-            signer = "invalid" if mean is None else self._find_signer(shard, mean)
-            if mean is None or signer == "invalid" or self.codec.why_implausible(shard, own, mean.values, members):
+            if mean is None:
                 continue
-            statement = self.codec.signed_bytes(shard, mean)
+            judge = partial(self._judge_recalled, shard, mean, self._known_reducers(shard), own, members)
+            signer, statement = await off_loop(judge)
+            if signer == "invalid":
+                continue
             if signer == "first" or statement in found:
                 return mean
             found[statement] = mean, signer
@@ -735,6 +793,19 @@ class AllReduce:
             return None
         ((mean, signer),) = found.values()
         return mean if signer == "second" or answered == 1 else None
+
+    def _judge_recalled(
+        self,
+        shard: Shard,
+        mean: ShardMean,
+        reducers: tuple[PeerId, PeerId | None],
+        own: WeightedValues,
+        members: int,
+    ) -> tuple[Signer, bytes]:
+        signer = self._find_signer(shard, mean, reducers)
+        if signer == "invalid" or self.codec.why_implausible(shard, own, mean.values, members):
+            return "invalid", b""
+        return signer, self.codec.signed_bytes(shard, mean)
 
     async def recall_failed_shards(self, shard_0: Shard, result: RoundResult) -> None:
         """Asks live replicas for the means of a round's failed shards, and puts plausible ones into `result`, in place.
@@ -755,7 +826,8 @@ class AllReduce:
                 weighted = WeightedValues(own, result.own_weight)
                 order = [*sources[turn:], *sources[:turn]]
                 if (mean := await self._recall_believed(shard, order, weighted, members, deadline)) is not None:
-                    result.mean[cuts[index]], result.averaged[index] = mean.values, True
+                    await off_loop(partial(own.copy_, mean.values))
+                    result.averaged[index] = True
                     result.wanted[index] = mean.message.wanted_slices
                     if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
                         result.weight = self.config.believed_weight(shard, mean.message.weight)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 from agora_protocol.errors import AgoraError
 from torch import Tensor
 
 from agora.observe import events
-from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, RoundResult
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, RoundResult, off_loop
 from agora.replica.reducers import FragmentDivision
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_worker import StageWorker
@@ -125,7 +126,7 @@ class FragmentSyncs:
     async def _average(self, shard_0: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
         number, fragments = shard_0.round, shard_0.fragments
         cuts = cut_into_shards(len(difference))
-        result = RoundResult.of_failed_shards(difference.clone(), fragments)
+        result = RoundResult.of_failed_shards(await off_loop(difference.clone), fragments)
         # A sync whose fragment is due again takes part only if contributions wait here: they show which rounds the
         # others are in. Without that, replicas that are all late might take part in different rounds forever.
         is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(shard_0)
@@ -138,7 +139,7 @@ class FragmentSyncs:
             result = await self._all_reduce.run(self._stage, "fragment", number, difference, weight, fragments)
             for index, cut in enumerate(cuts):
                 if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
-                    result.mean[cut] = recalled.mean[cut]
+                    await off_loop(partial(result.mean[cut].copy_, recalled.mean[cut]))
                     result.averaged[index], result.wanted[index] = True, recalled.wanted[index]
         # When the fragment is due again, a failed sync must end at once: else this replica comes late to all later
         # ones.
@@ -148,5 +149,5 @@ class FragmentSyncs:
         # A failed shard changes nothing.
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:
-                result.mean[cut] = 0.0
+                await off_loop(result.mean[cut].zero_)
         return result

@@ -251,7 +251,8 @@ class ShardCodec:
     next one anyway. e, e': the residual before and after (error feedback: Seide et al. 2014; Karimireddy et al. 2019,
     EF-SGD), only in 2 to 4 bits. A reducer feeds the error of its means back likewise.
 
-    A member calls `contribution` for each shard and then record_outcome; carry_over where no reducer has a mean.
+    A member calls make_contribution for each shard and then record_outcome; carry_over where no reducer has a mean. Any
+    thread may call the methods, those of one region one after the other.
     """
 
     def __init__(self, config: RoundConfig) -> None:
@@ -409,8 +410,9 @@ class ShardCodec:
     def drop_stage(self, stage: int) -> None:
         """Drops residuals and late gradients of a stage whose state was replaced by another replica's; keeps bounds."""
         for kept in (self._residuals, self._late_gradients, self._mean_residuals):
-            for region in [region for region in kept if region.stage == stage]:
-                del kept[region]
+            # A thread may be adding some to it.
+            for region in [region for region in tuple(kept) if region.stage == stage]:
+                kept.pop(region, None)
 
 
 # --- the mean

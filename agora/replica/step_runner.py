@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -12,7 +13,7 @@ from agora_protocol.ids import PeerId
 
 from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events
-from agora.replica.all_reduce import AllReduce, RoundResult
+from agora.replica.all_reduce import AllReduce, RoundResult, off_loop
 from agora.replica.reducers import Members
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_worker import StageWorker
@@ -103,25 +104,27 @@ class StepRunner:
         zeros = 0
         for index in failed:
             shard, cut = shard_0._replace(position=index), cuts[index]
+            own, mean = share.values[cut], result.mean[cut]
             if not result.averaged[index]:  # nobody keeps one: it is 0 for everybody, also for others that ask later
-                zero_mean = codec.make_zero_mean(shard, len(share.values[cut]))
+                zero_mean = await off_loop(partial(codec.make_zero_mean, shard, len(own)))
                 self._all_reduce.keep_mean(shard, zero_mean)
-                result.mean[cut] = zero_mean.values
-            if not result.mean[cut].any():
+                await off_loop(partial(mean.copy_, zero_mean.values))
+            if not await off_loop(mean.any):
                 zeros += 1
-                codec.carry_over(shard, share.values[cut], float(share.tokens))
+                codec.carry_over(shard, own, float(share.tokens))
         return 1 - zeros / len(cuts)
 
     async def replay(self, step: int) -> None:
         """Takes step `step` along the mean that the other replicas have taken already, or fetches a state."""
         # The tokens in this replica's open share stay there, for a later step.
         stage = self._stage
-        result = RoundResult.of_failed_shards(torch.zeros(self._worker.layout(stage).numel), ALL_REDUCE)
+        zeros = await off_loop(partial(torch.zeros, self._worker.layout(stage).numel))
+        result = RoundResult.of_failed_shards(zeros, ALL_REDUCE)
         await self._all_reduce.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
         if result.failed_shards:
             await self.fetch_or_catch_up(step + 1, step + 1)
             return
-        tokens = max(1, round(result.weight)) if result.mean.any() else 0
+        tokens = max(1, round(result.weight)) if await off_loop(result.mean.any) else 0
         await self._worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
         self._record_step(result.weight, None)
 

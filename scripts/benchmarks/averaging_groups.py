@@ -36,6 +36,10 @@ class Round:
     others: float
     error: float
     incomplete: int = 0  # number of rounds before this one after which some member lacked the mean
+    # Of the member with the most: processor time of its event loop for each value, and of the loop's longest callback.
+    # Only ours say so.
+    loop_ns: float = 0.0
+    longest_ms: float = 0.0
 
 
 class Incomplete(BenchFailed):
@@ -75,7 +79,11 @@ class Group(ABC):
         if any(not answer["returned"] or answer["averaged"] < WHOLE for answer in answers):
             raise Incomplete(f"{self.name}: a member does not hold the mean after a round")
         error = statistics.fmean(answer["error"] for answer in answers)
-        return Round(_seconds(answers), sent / 1e6 / self.size, cpu_s, others, error)
+        loop_ns = 1e9 / self.numel * max(answer.get("loop_s", 0.0) for answer in answers)
+        longest_ms = 1e3 * max(answer.get("longest_s", 0.0) for answer in answers)
+        return Round(
+            _seconds(answers), sent / 1e6 / self.size, cpu_s, others, error, loop_ns=loop_ns, longest_ms=longest_ms
+        )
 
     def start_again(self) -> None:
         """Ends all members and starts others, since a member that lost step in a failed round may not find it again."""
@@ -106,10 +114,11 @@ class OurGroup(Group):
 
     side = "agora"
     role = "averaging-agora"
+    times_callbacks = False  # on asyncio's own loop, which is slower than a daemon's
 
     def start(self) -> None:
         for index in range(self.size):
-            self._start_member(index)
+            self._start_member(index, times_callbacks=self.times_callbacks)
         known = [member.hear(START_S) for member in self._members]
         meet = {"meet": [[member["peer"], member["addresses"]] for member in known]}
         for member in self._members:

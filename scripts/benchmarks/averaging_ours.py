@@ -34,10 +34,27 @@ MEET_S: Final = 30.0
 WEIGHT: Final = 1.0
 
 
+class CallbackTimes:
+    """The longest callback of an asyncio loop of this process, in processor time of the loop's thread."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    def start(self) -> None:
+        run_callback = asyncio.Handle._run
+
+        def run_timed(handle: asyncio.Handle) -> None:
+            begin = time.thread_time()
+            run_callback(handle)
+            self.longest_s = max(self.longest_s, time.thread_time() - begin)
+
+        asyncio.Handle._run = run_timed  # type: ignore[method-assign]
+
+
 class Member:
     """One replica of stage 0, which has nothing but the values that are averaged."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], callbacks: CallbackTimes) -> None:
         """spec: numel, offset, true_mean, wire (None: the manifest's default), folder, index."""
         self._spec = spec
         self._sizes: list[int] = [cut.stop - cut.start for cut in cut_into_shards(int(spec["numel"]))]
@@ -45,6 +62,7 @@ class Member:
         self._values = torch.empty(int(spec["numel"]))
         self._holding.put(self._values)
         self._members: dict[PeerId, float] = {}
+        self._callbacks = callbacks
         self._reducer: AllReduce | None = None
 
     async def serve(self, channel: Channel) -> None:
@@ -106,20 +124,28 @@ class Member:
                 await network.call(peer, nothing, deadline=deadline)
 
     async def _round(self, reducer: AllReduce, number: int) -> dict[str, Any]:
-        begin = time.monotonic()
+        begin, busy = time.monotonic(), time.thread_time()
+        self._callbacks.longest_s = 0.0
         deadline = asyncio.get_running_loop().time() + self._round_s
         number += INT8_ROUNDS  # a run's first rounds travel in more bits
         round_ = Round(reducer, 0, "gradient", number, WEIGHT, self._members, deadline)
         held = (await round_.run(self._values)).mean
-        end = time.monotonic()
+        await asyncio.sleep(0)  # this callback is one of the round's
+        end, loop_s = time.monotonic(), time.thread_time() - busy
+        longest_s = self._callbacks.longest_s
         found = self._holding.found(held)
         self._values = torch.empty_like(held)
         self._holding.put(self._values)
-        return {"begin": begin, "end": end, "returned": True, **found}
+        return {"begin": begin, "end": end, "returned": True, "loop_s": loop_s, "longest_s": longest_s, **found}
 
 
 def serve(spec: dict[str, Any], channel: Channel) -> None:
     """Serves one Member; see Member.serve for the orders, and Member for `spec`."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    uvloop.run(Member(spec).serve(channel))
+    callbacks = CallbackTimes()
+    run = uvloop.run
+    if spec.get("times_callbacks"):  # uvloop's are run by C, and cannot be timed
+        callbacks.start()
+        run = asyncio.run
+    run(Member(spec, callbacks).serve(channel))
