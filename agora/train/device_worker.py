@@ -150,8 +150,7 @@ class DeviceWorker:
         """
         chosen = choose_device(device.name)
         events = StepEvents()
-        if chosen.type == "cpu":
-            keep_freed_memory()
+        keep_freed_memory()  # beside a GPU for averaging, which is done in the host's memory
         gauge = gauge or gauge_of(chosen)
         queue = DeviceQueue(
             is_idle=gauge.is_idle if gauge.can_idle else None,

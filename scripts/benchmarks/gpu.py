@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,14 +37,18 @@ from agora.cost.manifest_cost import microbatch_flops
 from agora.model import family_of
 from agora.train.device import DeviceOptions, choose_device, has_native_bf16
 from agora.train.device_worker import DeviceWorker
-from benchmarks.children import SCRIPTS
+from benchmarks.averaging import whole_round
+from benchmarks.averaging_groups import OurGroup
+from benchmarks.children import SCRIPTS, Nursery
 from benchmarks.gpu_counts import figures
 from benchmarks.machine import describe
 from benchmarks.optimizer import train_microbatch
 from benchmarks.report import Cell, Ratio, Report
 
 # Seconds within which a part must end.
-LIMITS_S: Final[Mapping[str, float]] = {"machine": 60, "counts": 120, "stage": 180, "codec": 60}
+LIMITS_S: Final[Mapping[str, float]] = {"machine": 60, "counts": 120, "stage": 180, "codec": 60, "averaging": 120}
+QUICK_REPEATS: Final = 3
+AVERAGED: Final = 50_000_000  # values of a round
 WARM_UP: Final = 3  # runs that are not timed
 # Of the stage's layers, shaped as the presets are: the widths that are measured, with the preset that has each.
 GPU_WIDTHS: Final[Mapping[int, str]] = {768: "150m", 2048: "1b", 4096: "8b"}
@@ -59,6 +64,8 @@ TARGETS: Final[Mapping[str, tuple[str, str]]] = {
     "stage_vs_plain_compiled": (">= 0.95", "tokens/s of a middle stage's worker by those of its layers, compiled"),
     "mfu_1b": (">= 0.25", "of the layers alone, by the measured peak of products"),
     "mfu_8b": (">= 0.35", "of the layers alone, by the measured peak of products"),
+    "loop_ns_per_value": ("<= 5", "of a round, processor time of a replica's event loop"),
+    "longest_callback_ms": ("<= 5", "of the event loop in a round, processor time"),
 }
 
 
@@ -217,11 +224,29 @@ def _decode(codec: BoundaryCodec, wire: WireTensor, shape: Shape, device: torch.
     return codec.decode(wire, shape, "forward", device=device)
 
 
+def measure_averaging(device: torch.device, repeats: int) -> Found:
+    """What a round of two replicas costs their event loops, as int8 over streams; each is a process."""
+    numel = AVERAGED if repeats > QUICK_REPEATS else AVERAGED // 50
+    found = {}
+    for times_callbacks in (True, False):
+        with tempfile.TemporaryDirectory() as folder, Nursery(Path(folder)) as nursery:
+            group = OurGroup(2, nursery, numel=numel)
+            group.times_callbacks = times_callbacks
+            group.start()
+            rounds = [whole_round(group) for _ in range(3)]
+        if times_callbacks:
+            found["longest_callback_ms"] = statistics.median(done.longest_ms for done in rounds)
+    found["loop_ns_per_value"] = statistics.median(done.loop_ns for done in rounds)
+    seconds = statistics.median(done.seconds for done in rounds)
+    return Found([Figure(f"a round of {numel / 1e6:.0f} M values", seconds, "s")], found)
+
+
 PARTS: Final[Mapping[str, Callable[[torch.device, int], Found]]] = {
     "machine": measure_machine,
     "counts": measure_counts,
     "stage": measure_stages,
     "codec": measure_codecs,
+    "averaging": measure_averaging,
 }
 
 
@@ -299,12 +324,13 @@ NOTES: Final = [
     "`stage`: one layer in the sizes of each preset, microbatches of 2,048 tokens. Alone: forward and backward without "
     "codec, gradient sum and copies. Worker: as in a daemon, from wire tensors to wire tensors. On a CPU the sizes are "
     "tiny, and the speeds say nothing.",
-    "Not built yet: memory beside the plan, steps, averaging between two processes, a whole swarm, tuning beside peft, "
-    "out of memory.",
+    "`averaging`: `loop_ns_per_value` on the loop of a daemon, uvloop; `longest_callback_ms` on asyncio's, whose "
+    "callbacks can be timed. Medians of three rounds.",
+    "Not built yet: memory beside the plan, steps, a whole swarm, tuning beside peft, out of memory.",
 ]
 
 
 if __name__ == "__main__":
-    measured = PARTS[sys.argv[1]](choose_device("auto"), 3 if "quick" in sys.argv[2:] else 20)
+    measured = PARTS[sys.argv[1]](choose_device("auto"), QUICK_REPEATS if "quick" in sys.argv[2:] else 20)
     rows = [{"what": f.what, "value": f.value, "unit": f.unit} for f in measured.figures]
     print(json.dumps({"figures": rows, "ratios": measured.ratios}))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.messages import Averaged, Contribute, Recall
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from agora.core.calls import Reply
 from agora.observe.events import PartFailed, RoundDone
@@ -20,16 +24,18 @@ from agora.replica import all_reduce
 from agora.replica.all_reduce import MAX_RUNNING_SYNCS, MIN_KEPT_ROUNDS, RECALL_FRACTION, RoundResult
 from agora.replica.reducers import ROUNDS_PER_REDUCER, reducers_of
 from agora.replica.shard_codec import (
+    INT8_ROUNDS,
     WIRE_KINDS,
     EncodedShard,
     NumberFormat,
     RoundKind,
     Shard,
+    ShardCodec,
     ShardMean,
     cut_into_shards,
 )
 from agora.swarm.peer_score import Violation
-from tests.replica.world import Member, World, identities, signed_by
+from tests.replica.world import RUN, Member, World, identities, signed_by
 from tests.virtual_time import run
 
 SIZE = 3 * PART_ELEMENTS + 1024
@@ -752,6 +758,102 @@ def test_a_reducer_waits_no_more_for_a_member_whose_rounds_are_further(
         assert (loop.time() - began > all_reduce.FIRST_REDUCER_WINDOW * world.round_s) == is_awaited
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
+        await world.close()
+
+    run(main())
+
+
+class _ArrayWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations on many values that the thread which enters it does itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
+        allocates = "empty" in str(function)
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        if not is_view and not allocates and any(tensor.numel() >= 1024 for tensor in tensors):
+            self.found.append(str(function))
+        return result
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8", "normal2"])
+def test_no_work_on_the_arrays_of_a_round_is_done_by_the_thread_of_the_event_loop(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[tuple[str, threading.Thread]] = []
+    for name in ("encode", "decode", "signed_bytes", "average", "check_magnitude"):
+
+        def noted(*args: Any, name: str = name, method: Any = getattr(ShardCodec, name), **kwargs: Any) -> Any:
+            threads.append((name, threading.current_thread()))
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(ShardCodec, name, noted)
+
+    async def main() -> None:
+        world = World(SIZE, wire, gradient_wire=wire)
+        members = world.add(*identities(3))
+        values, late = [values_of(index) for index in range(3)], torch.zeros(SIZE)
+        with _ArrayWork() as on_loop:
+            values[0].clone()
+            assert on_loop.found == ["aten.clone.default"], "what this thread does is seen"
+            on_loop.found.clear()
+            results = await one_round(world, members, [1.0] * 3, number=INT8_ROUNDS, kind="gradient", values=values)
+            recalled = RoundResult.of_failed_shards(late, 0)
+            await members[0].all_reduce.recall_failed_shards(Shard(0, "gradient", INT8_ROUNDS, 0), recalled)
+            done_on_loop = list(on_loop.found)
+        assert not any(result.failed_shards for result in (*results, recalled))
+        assert torch.equal(recalled.mean, results[0].mean)
+        assert done_on_loop == []
+        await world.close()
+
+    asyncio.run(main())
+    assert {name for name, _ in threads} == {"encode", "decode", "signed_bytes", "average", "check_magnitude"}
+    assert {thread is threading.main_thread() for _, thread in threads} == {False}
+
+
+def test_a_contribution_that_comes_while_the_mean_is_computed_gets_that_mean_and_is_not_in_it() -> None:
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        members = world.add(*identities(3))
+        early, late = members[:2], members[2]
+        for member in members:
+            member.sees = {member.peer: 0.0 for member in early}
+        first, _ = reducers_of(RUN, Shard(0, "fragment", 0, 0, 1), late.view)
+        reducer = world.members[first]
+        computing, may_end = asyncio.Event(), asyncio.Event()
+        gathered = reducer.all_reduce
+
+        async def paused(work: Any) -> Any:
+            if "average" in getattr(work, "__qualname__", ""):
+                computing.set()
+                await may_end.wait()
+            return work()
+
+        with mock.patch.object(all_reduce, "off_loop", paused):
+            deadline = asyncio.get_running_loop().time() + world.round_s
+            rounds = [
+                asyncio.create_task(m.take_part(0, "fragment", 0, values_of(at)[:PART_ELEMENTS], 1.0, m.view, deadline))
+                for at, m in enumerate(early)
+            ]
+            await computing.wait()
+            shard = Shard(0, "fragment", 0, 0, 1)
+            made = late.all_reduce.codec.make_contribution(shard, values_of(7)[:PART_ELEMENTS], 1.0)
+            request = Contribute(
+                stage=0, what="slice", round=0, part=0, slices=1, weight=1.0, first_owner_failed=False,
+                wire=made.encoded.wire, deadline_ms=5000,
+            )  # fmt: skip
+            answer = asyncio.create_task(gathered.contribute(late.peer, request, made.encoded.tensors, deadline))
+            await asyncio.sleep(0.1)
+            assert not answer.done()
+            may_end.set()
+            mean = await answer
+            results = await asyncio.gather(*rounds)
+        assert mean.message.contributors == 2 and not mean.message.counted
+        assert all(torch.equal(result.mean, mean.values) for result in results)
         await world.close()
 
     run(main())
