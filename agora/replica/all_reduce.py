@@ -318,7 +318,7 @@ class _Gathering:
     values: dict[PeerId, Tensor] = field(default_factory=dict)
     weights: dict[PeerId, float] = field(default_factory=dict)
     recall: asyncio.Task[None] | None = None  # asks for the mean that the first reducer may have given to members
-    averaging: asyncio.Task[None] | None = None  # computes the mean; no further contribution enters it
+    averaging: asyncio.Task[ShardMean | None] | None = None  # computes the mean; no further contribution enters it
 
     @property
     def is_complete(self) -> bool:
@@ -529,11 +529,17 @@ class AllReduce:
             self.mark_unresponsive(peer, shard)
 
     def _average_and_close(self, shard: Shard, gathering: _Gathering) -> None:
+        def close(done: asyncio.Task[ShardMean | None]) -> None:
+            if not done.cancelled():
+                nothing = Refused("nobody has anything to average yet")
+                self._close_gathering(shard, gathering, done.exception() or done.result() or nothing)
+
         if gathering.averaging is None:
             gathering.timer.cancel()
             gathering.averaging = asyncio.create_task(self._average(shard, gathering))
+            gathering.averaging.add_done_callback(close)
 
-    async def _average(self, shard: Shard, gathering: _Gathering) -> None:
+    async def _average(self, shard: Shard, gathering: _Gathering) -> ShardMean | None:
         me, record = self.config.me, self._record_of(shard)
         planned, accepted = self.config.planned_tokens(shard), self._accepted_weights[shard.stage, shard.kind]
         weights = believed_weights(gathering.weights, planned, self.context_of(shard).token_bounds, accepted)
@@ -548,27 +554,25 @@ class AllReduce:
             mean = replace(mean, message=replace(mean.message, wanted_slices=wanted))
             return mean, self.codec.signed_bytes(shard, mean)
 
-        try:
-            averaged = await off_loop(average)
-        except Exception as error:  # the task ends here; its contributors would wait in vain
-            self._close_gathering(shard, gathering, error)
-            return
-        mean, statement = averaged or (None, b"")
+        averaged = await off_loop(average)
+        if averaged is None:
+            return None
+        mean, statement = averaged
         # Not of one alone: later contributions may make another mean. Nor where a recalled mean came first.
-        is_signed = mean is not None and mean.message.contributors > 1 and self._gatherings.get(shard) is gathering
-        if mean and is_signed and shard not in record.signed and self.context_of(shard).may_sign:
+        is_signed = mean.message.contributors > 1 and self._gatherings.get(shard) is gathering
+        if is_signed and shard not in record.signed and self.context_of(shard).may_sign:
             record.signed.add(shard)
             mean = replace(mean, message=replace(mean.message, reducer=me, signature=self._sign(statement)))
-        self._close_gathering(shard, gathering, mean or Refused("nobody has anything to average yet"))
+        return mean
 
-    def _close_gathering(self, shard: Shard, gathering: _Gathering, mean: ShardMean | Exception) -> None:
+    def _close_gathering(self, shard: Shard, gathering: _Gathering, mean: ShardMean | BaseException) -> None:
         if self._gatherings.get(shard) is not gathering:
             return
         del self._gatherings[shard]
         gathering.timer.cancel()
         if gathering.recall is not None and gathering.recall is not asyncio.current_task():
             gathering.recall.cancel()
-        if isinstance(mean, Exception):
+        if isinstance(mean, BaseException):
             gathering.result.set_exception(mean)
         else:
             # After the mean of one contribution alone, later ones are averaged again.

@@ -48,7 +48,7 @@ class CallbackTimes:
             run_callback(handle)
             self.longest_s = max(self.longest_s, time.thread_time() - begin)
 
-        asyncio.Handle._run = run_timed  # type: ignore[method-assign]
+        asyncio.Handle._run = run_timed  # type: ignore[method-assign, assignment]
 
 
 class Member:
