@@ -35,6 +35,7 @@ _BLOCK: Final = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.S
 
 LIMITS: Final = {
     "PROTOCOL_VERSION": "`version` in Hello",
+    "OLDEST_PROTOCOL_VERSION": "oldest version that a peer of this one still speaks (section 17)",
     "PROTOCOL_NAME": "libp2p protocol id of the stream",
     "FRAME_MAGIC": "first byte of every frame",
     "PREFIX_BYTES": "bytes before a frame's header",

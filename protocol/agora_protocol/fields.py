@@ -260,6 +260,9 @@ class Structure:
     """
 
     FIELDS: ClassVar[dict[str, Field]] = {}
+    # Whether a newer peer may send fields that this version does not know, and an older one lack fields with a default.
+    # Not for what grants or forbids: who ignores half of a ticket grants too much.
+    IS_OPEN: ClassVar[bool] = False
     ERROR: ClassVar[str] = "bad-message"
     # What follows from FIELDS, in tuples, which are faster to go through.
     _checks: ClassVar[tuple[tuple[str, Check], ...]] = ()
@@ -306,12 +309,13 @@ class Structure:
     def from_fields(cls, fields: object) -> Self:
         """Returns the instance with these fields, a map read from the wire.
 
-        Raises ProtocolError when a field is missing (even one with a default), unknown or invalid.
+        Raises ProtocolError when a field is invalid. One that is unknown is left out, and a missing one has its
+        default, if the class IS_OPEN; else, and for a missing one without a default, it raises as well.
         """
         if not isinstance(fields, Mapping):
             raise ProtocolError(cls.ERROR, f"{cls.__name__} must be a map, not {describe(fields)}.")
         if fields.keys() != cls.FIELDS.keys():
-            raise ProtocolError(cls.ERROR, _key_problem(cls, fields))
+            fields = _known_fields(cls, fields)
         made = object.__new__(cls)  # not cls(**fields): a frozen dataclass sets field by field, slowly
         values = made.__dict__
         for name in cls.FIELDS:  # in their order, which to_fields keeps
@@ -322,9 +326,21 @@ class Structure:
         return made
 
 
+def _known_fields(cls: type[Structure], fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    missing = {name: cls.FIELDS[name] for name in cls.FIELDS.keys() - fields.keys()}
+    if not cls.IS_OPEN or any(field.default is REQUIRED for field in missing.values()):
+        raise ProtocolError(cls.ERROR, _key_problem(cls, fields))
+    usual = {name: field.dump(field.default) if field.dump else field.default for name, field in missing.items()}
+    return {name: fields[name] if name in fields else usual[name] for name in cls.FIELDS}
+
+
 def _key_problem(cls: type[Structure], fields: Mapping[str, Any]) -> str:
     unknown = sorted(describe(key) for key in fields.keys() - cls.FIELDS.keys())
-    missing = sorted(cls.FIELDS.keys() - fields.keys())
-    if unknown:
+    missing = sorted(
+        name
+        for name, field in cls.FIELDS.items()
+        if name not in fields and (field.default is REQUIRED or not cls.IS_OPEN)
+    )
+    if unknown and not cls.IS_OPEN:
         return f"{cls.__name__} has no field {', '.join(unknown)[:200]}."
     return f"{cls.__name__} lacks {', '.join(missing)}."

@@ -20,7 +20,7 @@ from agora_protocol.limits import (
     MAX_TENSORS,
     PREFIX_BYTES,
 )
-from agora_protocol.messages import FrameType, Message, message_from_fields
+from agora_protocol.messages import KINDS, FrameType, Message, UnknownRequest, message_from_fields
 from agora_protocol.packing import pack, unpack
 from agora_protocol.tensors import TensorSpec, WireTensor, count_bytes
 
@@ -132,6 +132,8 @@ def _check_message_fits(type: FrameType, message: Message, tensors: int) -> None
 def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message | None, tuple[TensorSpec, ...]]:
     """Returns the message in a frame's header, None for an empty one, and the specs of the tensors in its payload.
 
+    Of a REQUEST whose kind is not known, the message is an UnknownRequest.
+
     Raises ProtocolError: "bad-message", "bad-tensor" (also where the specs' bytes do not add up to payload_bytes),
     "bad-frame" (the header is not as long as announced).
     """
@@ -144,7 +146,7 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
     parts = unpack(header, MAX_ANSWER_HEADER_BYTES)
     if not isinstance(parts, tuple) or len(parts) != 3:
         raise ProtocolError("bad-message", "A header must be a list of kind, fields and tensors.")
-    message = message_from_fields(parts[0], parts[1])
+    message = _read_message(prefix.type, parts[0], parts[1])
     if not isinstance(parts[2], tuple) or len(parts[2]) > MAX_TENSORS:
         raise ProtocolError("bad-tensor", f"A header lists at most {MAX_TENSORS} tensors.")
     if not all(isinstance(entry, tuple) and len(entry) == 2 for entry in parts[2]):
@@ -155,6 +157,12 @@ def decode_header(prefix: Prefix, header: bytes | memoryview) -> tuple[Message |
     if total != prefix.payload_bytes:
         raise ProtocolError("bad-tensor", f"The tensors have {total} bytes, the payload {prefix.payload_bytes}.")
     return message, specs
+
+
+def _read_message(frame: FrameType, kind: object, fields: object) -> Message:
+    if frame is FrameType.REQUEST and type(kind) is int and kind not in KINDS and isinstance(fields, dict):
+        return UnknownRequest(kind)
+    return message_from_fields(kind, fields)
 
 
 def slice_payload(specs: Sequence[TensorSpec], payload: memoryview | bytearray | bytes) -> list[WireTensor]:

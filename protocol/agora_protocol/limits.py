@@ -6,6 +6,7 @@ SPEC.md quotes them all; a test compares the two.
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
+OLDEST_PROTOCOL_VERSION: Final = 1  # that this version can still speak
 PROTOCOL_NAME: Final = "/agora/1"
 
 # Frames

@@ -55,6 +55,7 @@ from agora_protocol.limits import (
     MAX_STAGES,
     MAX_STATUS_BYTES,
     MAX_TENSOR_LIST_BYTES,
+    MAX_TENSORS,
     MAX_TEXT_BYTES,
     SALT_BYTES,
 )
@@ -81,17 +82,21 @@ class Message(Structure):
     greatest number of tensors that come with it.
     """
 
+    IS_OPEN: ClassVar[bool] = True
     KIND: ClassVar[int] = 0
     FRAMES: ClassVar[tuple[FrameType, ...]] = ()
     TENSORS: ClassVar[tuple[int, int]] = (0, 0)
 
     def __init_subclass__(
-        cls, *, kind: int, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
+        cls, *, kind: int | None, frames: tuple[FrameType, ...], tensors: tuple[int, int] = (0, 0), **rest: Any
     ) -> None:
         super().__init_subclass__(**rest)
+        cls.FRAMES, cls.TENSORS = frames, tensors
+        if kind is None:
+            return
         if kind in KINDS:
             raise TypeError(f"kind {kind} is {KINDS[kind].__name__} already")
-        cls.KIND, cls.FRAMES, cls.TENSORS = kind, frames, tensors
+        cls.KIND = kind
         KINDS[kind] = cls
 
 
@@ -104,7 +109,7 @@ class Hello(Message, kind=1, frames=(FrameType.HELLO,)):
     The opener of the stream sends it first; the other side sends its own only after it has admitted the opener.
     """
 
-    version: int = int_field(1, 65_535, doc="protocol version of the sender; must be 1")
+    version: int = int_field(1, 65_535, doc="newest protocol version that the sender speaks")
     salt: bytes = bytes_field(SALT_BYTES, doc="random bytes, new for each HELLO")
     run: bytes = bytes_field(
         32, doc="the salted hash of section 10: only those who know the run's id can tell which it is"
@@ -656,6 +661,12 @@ ANSWER_OF: Final[dict[type[Message], type[Message]]] = {
     Meet: Meeting,
     GetAddresses: PeerAddresses,
 }
+
+
+class UnknownRequest(Message, kind=None, frames=(FrameType.REQUEST,), tensors=(0, MAX_TENSORS)):
+    """Stands for a request of a kind that this version does not have, which is refused as unsupported; never sent."""
+
+    number: int = int_field(1, 65_535, doc="its kind")
 
 
 def message_from_fields(kind: object, fields: object) -> Message:

@@ -54,6 +54,7 @@ PRINTABLE: Final = "[ -~]*"
 class Record(Structure):
     """Base of all records, in which `peer` publishes facts about itself and its `span` of stages."""
 
+    IS_OPEN: ClassVar[bool] = True
     ERROR: ClassVar[str] = "bad-record"
     KIND: ClassVar[int] = 0
     NAME: ClassVar[str] = ""  # the word in the DHT key

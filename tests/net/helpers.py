@@ -93,6 +93,7 @@ async def make_peer(
     limits: NetLimits | None = None,
     run_id: str = RUN,
     version: int = 1,
+    oldest_version: int = 1,
     link: LinkSpec | None = None,
     score: PeerScore | None = None,
     gate: dict[str, Any] | None = None,
@@ -116,7 +117,15 @@ async def make_peer(
 
         network = Network(
             host,
-            Gate(host.peer, RunId(run_id), "test", lambda: addresses, version=version, **gate or {}),
+            Gate(
+                host.peer,
+                RunId(run_id),
+                "test",
+                lambda: addresses,
+                version=version,
+                oldest_version=oldest_version,
+                **gate or {},
+            ),
             handler,
             limits,
             report_protocol_error=report_protocol_error,

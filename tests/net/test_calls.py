@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from agora_protocol import errors
+from agora_protocol.limits import PROTOCOL_VERSION
 from agora_protocol.messages import (
     CallProgress,
     GetStatus,
@@ -274,7 +275,7 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
     async def main() -> None:
         async with peers(echo) as (a,):
             stranger = await make_peer(tmp_path, "stranger", run_id="cd" * 32)
-            future = await make_peer(tmp_path, "future", version=2)
+            future = await make_peer(tmp_path, "future", version=9, oldest_version=8)
             try:
                 introduce(a, stranger, future)
                 for caller, callee in ((a, stranger), (stranger, a)):
@@ -291,6 +292,22 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
             finally:
                 await stranger.close()
                 await future.close()
+
+    run(main)
+
+
+def test_a_peer_of_a_newer_version_that_still_speaks_this_one_takes_part(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peers(echo) as (a,):
+            newer = await make_peer(tmp_path, "newer", version=9, oldest_version=PROTOCOL_VERSION)
+            try:
+                introduce(a, newer)
+                for caller, callee in ((a, newer), (newer, a)):
+                    reply = await caller.network.call(callee.id, Ping(), deadline=after(10))
+                    assert isinstance(reply.message, Pong)
+                assert not a.violations and not newer.violations
+            finally:
+                await newer.close()
 
     run(main)
 

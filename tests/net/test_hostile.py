@@ -26,6 +26,7 @@ from agora_protocol.messages import (
     Processed,
     Refusal,
 )
+from agora_protocol.packing import pack
 from hivemind.p2p import PeerID
 
 from agora.core.calls import ConnectionBroken
@@ -175,7 +176,6 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
     cases: list[tuple[tuple[int, str] | None, bytes, str, bool]] = [
         (None, request(1, Ping()), "out-of-order", True),
         (None, b"\xa6\x09\0\0" + bytes(12), "bad-frame", True),
-        ((7, RUN), b"", "wrong-version", False),
         ((1, "cd" * 32), b"", "wrong-run", False),
         (good, again, "out-of-order", True),
         (good, request(2, Ping()), "out-of-order", True),
@@ -212,6 +212,30 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
                 if asked is not None:
                     with pytest.raises(ConnectionBroken):
                         await asked
+
+    run(main)
+
+
+def test_a_request_of_a_newer_version_is_refused_and_costs_its_sender_nothing() -> None:
+    def newer(call: int, payload: int) -> bytes:
+        header = pack((999, {"of": "a newer version"}, [["int8", [payload]]]))
+        return Prefix(FrameType.REQUEST, call, len(header), payload).to_bytes() + header + bytes(payload)
+
+    async def main() -> None:
+        async with peers(echo, echo, limits=LENIENT) as (victim, a):  # type: ignore[arg-type]
+            await a.host.connect(victim.addresses)
+            async with raw_stream(a, victim, hello_frame(a, victim)) as raw, asyncio.timeout(5):
+                for number in range(20):
+                    raw.send(newer(4 * number + 1, 40_000), *encode_frame(FrameType.REQUEST, 4 * number + 3, Ping()))
+                answers: dict[int, Message | None] = {}
+                while len(answers) < 40:
+                    prefix, message = await raw.next()
+                    if prefix.type in (FrameType.REFUSAL, FrameType.ANSWER):
+                        answers[prefix.call] = message
+            refusals = [message for call, message in answers.items() if call % 4 == 1]
+            assert {message.code for message in refusals if isinstance(message, Refusal)} == {"unsupported"}
+            assert all(isinstance(message, Pong) for call, message in answers.items() if call % 4 == 3)
+            assert not victim.violations and victim.network.budget.used == 0
 
     run(main)
 

@@ -27,6 +27,7 @@ from agora_protocol.messages import (
     Processed,
     Refusal,
     StatusAnswer,
+    UnknownRequest,
 )
 from agora_protocol.packing import pack
 from agora_protocol.tensors import TensorSpec, WireTensor, count_bytes
@@ -138,13 +139,18 @@ def header(kind: object, fields: object, tensors: object = (), type: FrameType =
 @pytest.mark.parametrize(
     ("data", "code", "says"),
     [
-        (header(99, {}), "bad-message", "99 is not the kind"),
+        (header(99, {}, type=FrameType.ANSWER), "bad-message", "99 is not the kind"),
+        (header(99, []), "bad-message", "99 is not the kind"),
+        (header(99, {}, [["int8", [1]]] * 9), "bad-tensor", "at most 8"),
+        (header(99, {}, [["int8", [1]]]), "bad-tensor", "1 bytes, the payload 0"),
+        (header(65_536, {}), "bad-message", "65536"),
+        (header(-1, {}), "bad-message", "-1"),
         (header("x" * 1000, {}), "bad-message", "is not the kind"),
         (header(True, {}), "bad-message", "True is not the kind"),
         (header(2.0, {}), "bad-message", "2.0 is not the kind"),
         (header(2, [5000]), "bad-message", "Ping must be a map, not a tuple"),
-        (header(2, {"deadline_ms": 1, "x" * 5000: 2}), "bad-message", "Ping has no field 'xxx"),
-        (header(2, {}), "bad-message", "Ping lacks deadline_ms"),
+        (header(3, {"x" * 5000: 2}), "bad-message", "Process lacks deadline_ms, microbatch"),
+        (header(2, {"deadline_ms": 0, "sudo": 2}), "bad-message", "Ping.deadline_ms is 0"),
         (header(2, {"deadline_ms": 0}), "bad-message", "Ping.deadline_ms is 0; it must be from 1 to 600000"),
         (header(2, {"deadline_ms": 600_001}), "bad-message", "600001"),
         (header(2, {"deadline_ms": True}), "bad-message", "must be an integer"),
@@ -290,6 +296,19 @@ def test_a_field_out_of_bounds_is_refused_by_name(kind: type[Message], field: st
             make()
         with refused("bad-message", says):
             make()
+
+
+def test_what_a_newer_peer_adds_is_left_out_and_what_an_older_one_lacks_has_its_usual_value() -> None:
+    assert read(header(2, {"deadline_ms": 9, "priority": [1, {"of": "what"}]}))[0] == Ping(9)
+    assert read(header(2, {}))[0] == Ping()
+    hello = Hello(2, bytes(16), bytes(32), "member", b"", "agora 9.0", ()).to_fields() | {"speaks": ["2", "3"]}
+    assert messages.message_from_fields(Hello.KIND, hello).version == 2
+
+
+def test_a_request_of_a_newer_version_is_known_as_one_with_its_tensors() -> None:
+    data = pack((99, {"what": "ever"}, [["int8", [2]]]))
+    message, tensors = read(Prefix(FrameType.REQUEST, 1, len(data), 2).to_bytes() + data + b"xy")
+    assert message == UnknownRequest(99) and [bytes(each.data) for each in tensors] == [b"xy"]
 
 
 def test_we_never_send_what_a_receiver_would_refuse() -> None:

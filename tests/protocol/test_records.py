@@ -124,7 +124,6 @@ def test_time() -> None:
         ([1, True, NOW + 60, {}], "True is not the kind"),
         ([1, 1, NOW + 60, []], "must be a map"),
         ([1, 1, NOW + 60, {}], "Claim lacks addresses"),
-        (claim_with(note="hi"), "no field 'note'"),
         (claim_with(span=[3, 1]), "must be \\[first, last\\]"),
         (claim_with(span=[1, 2, 3]), "must be \\[first, last\\]"),
         (claim_with(span=[0, 1024]), "must be \\[first, last\\]"),

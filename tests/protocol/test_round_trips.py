@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import pytest
 from agora_protocol import base58
+from agora_protocol.errors import ProtocolError
+from agora_protocol.fields import REQUIRED, Structure
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span, is_peer_id, peer_id_of
@@ -102,6 +106,34 @@ def fits(text: str) -> bool:
 
 
 @thirty_examples
+def newer_and_older(structure: Structure) -> None:
+    """A newer peer's has a field more, an older one's lacks one that has a usual value: both are read."""
+    kind, fields = type(structure), unpack(pack(structure.to_fields()), 10**6)
+    assert kind.from_fields({**fields, "of a newer version": ({"a": 1},)}) == structure
+    for name, field in kind.FIELDS.items():
+        older = {key: value for key, value in fields.items() if key != name}
+        if field.default is REQUIRED:
+            with pytest.raises(ProtocolError, match=f"lacks {name}"):
+                kind.from_fields(older)
+        else:
+            try:
+                usual = dataclasses.replace(structure, **{name: field.default})
+            except ProtocolError:
+                continue  # it does not fit the other fields, from whomever it comes
+            assert kind.from_fields(older) == usual
+
+
+@given(FRAMES)
+def test_messages_of_newer_and_of_older_peers(frame: tuple[FrameType, int, Message | None, object]) -> None:
+    if frame[2] is not None:
+        newer_and_older(frame[2])
+
+
+@given(KEYS.flatmap(lambda key: records_of(key)))
+def test_records_of_newer_and_of_older_peers(record: Record) -> None:
+    newer_and_older(record)
+
+
 @given(FRAMES)
 def test_frames(frame: tuple[FrameType, int, Message | None, list[WireTensor]]) -> None:
     kind, call, message, tensors = frame

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 from agora_protocol import limits, refusals
-from agora_protocol.errors import AgoraError, Busy, NotAdmitted, PeerFailed, ProtocolError, Refused
+from agora_protocol.errors import AgoraError, Busy, NotAdmitted, PeerFailed, ProtocolError, Refused, Unsupported
 from agora_protocol.frames import FrameType, Prefix, encode_frame, slice_payload
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import MAX_CALLS_PER_CONNECTION, MAX_HEADER_BYTES
@@ -39,6 +39,7 @@ from agora_protocol.messages import (
     Request,
     ShareAmendments,
     ShareRevocations,
+    UnknownRequest,
 )
 from agora_protocol.refusals import refusal_of_error
 from agora_protocol.tensors import WireTensor
@@ -491,11 +492,13 @@ class Connection:
                 "out-of-order", f"A {prefix.type.name} has the number {prefix.call}, not of the peer's."
             )
         if prefix.type is FrameType.REQUEST:
-            refusal = None
+            refusal: Refused | None = None
             if self.is_reader and not isinstance(message, READER_REQUESTS):
                 refusal = NotAdmitted("a reader may only ask for the manifest and the status")
             elif self._services.suspended_s(self.peer) > 0:
                 refusal = NotAdmitted("this peer answers nothing to you for now; ask another")
+            elif isinstance(message, UnknownRequest):
+                refusal = Unsupported(f"this version knows no request of kind {message.number}; ask a newer peer")
             return self.incoming.on_request_header(prefix, message, refusal)
         if prefix.type is FrameType.ANSWER:
             call = self._find_open(prefix.call)

@@ -9,7 +9,7 @@ from typing import Final
 
 from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, WrongRun
 from agora_protocol.ids import PeerId, RunId
-from agora_protocol.limits import PROTOCOL_VERSION, SALT_BYTES
+from agora_protocol.limits import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, SALT_BYTES
 from agora_protocol.messages import Hello
 from agora_protocol.tickets import MEMBER, READER, run_token
 
@@ -42,16 +42,19 @@ class Gate:
         judge: Judge = admit_everyone,
         refusal_reason: Callable[[PeerId], str] = lambda _: "",
         version: int = PROTOCOL_VERSION,
+        oldest_version: int = OLDEST_PROTOCOL_VERSION,
         role: str = MEMBER,
     ) -> None:
         """me, run, software, proof: what this peer's HELLO contains; proof: its tickets, b"" for none.
 
         addresses: returns where this peer can be dialled, also in HELLO. judge: returns the role that a peer's proof
         grants. refusal_reason: returns why a peer must be neither called nor answered, "" if it may be. role: what
-        this peer asks to be, MEMBER or READER.
+        this peer asks to be, MEMBER or READER. version, oldest_version: the newest and the oldest of the protocol that
+        it speaks; two peers speak the newest that both know.
         """
         self._role = role
         self.version = version
+        self._oldest_version = oldest_version
         self._me = me
         self._run = run
         self._software = software
@@ -82,7 +85,7 @@ class Gate:
         grants too little, WrongRun, or ProtocolError: "wrong-version", or what is wrong with the proof. No error text
         reveals the run id.
         """
-        if hello.version != self.version:
+        if min(hello.version, self.version) < self._oldest_version:
             text = f"Protocol version {hello.version} meets version {self.version}; update the older one."
             raise ProtocolError("wrong-version", text)
         if hello.run != run_token(self._run, hello.salt, peer, self._me):
