@@ -139,7 +139,7 @@ class LocalSwarm:
 
     The first daemon founds the run; each later one joins by `invite`. The caller must call `stop` or `kill_all` at the
     end. daemons: by name, in the order of their first starts, ended ones included. file: the manifest's file. corpus:
-    the folder of tokenised texts.
+    the folder of tokenised texts. launch: starts the processes of the daemons that follow.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LocalSwarm:
         self.invite = ""  # what the next daemon joins; "" lets it found the run from the manifest's file
         self._threads = threads
         self._flags = tuple(flags)
-        self._launch = launch or start_interpreter
+        self.launch = launch or start_interpreter
 
     def start(
         self, name: str, *, run: str = "", flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
@@ -189,7 +189,7 @@ class LocalSwarm:
         needed["AGORA_MOST_STAGES"] = "1"  # a pipeline is wanted, although one machine could hold all of a small model
         needed["AGORA_AT_END"] = "go-on"  # who measures says when it is over
         needed["AGORA_EXPORT_AT_END"] = "never"
-        process = self._launch(arguments, {**os.environ, **needed, **(environment or {})}, root / "log.txt")
+        process = self.launch(arguments, {**os.environ, **needed, **(environment or {})}, root / "log.txt")
         daemon = self.daemons[name] = LocalDaemon(name, root, process)
         if not self.invite and not run:
             self.take_invite(daemon)

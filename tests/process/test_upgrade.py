@@ -61,10 +61,10 @@ def trained(made: Swarm, origin: LocalDaemon) -> None:
 @pytest.mark.parametrize("before", ["present", pytest.param("earlier", marks=pytest.mark.slow)])
 def test_a_run_of_four_is_restarted_one_after_another_and_drops_no_microbatch(before: str, tmp_path: Path) -> None:
     with swarm(tmp_path, tiny(2)) as made:
-        present = made._launch
+        present = made.launch
         if before == "earlier":
             tree, name = earlier_state(tmp_path / "earlier")
-            made._launch = partial(start_earlier, tree)
+            made.launch = partial(start_earlier, tree)
             print(f"beside {name}")
         for name, stages in STAGES.items():
             made.start(name, stages)
@@ -72,7 +72,7 @@ def test_a_run_of_four_is_restarted_one_after_another_and_drops_no_microbatch(be
         origins = [name for name, stages in STAGES.items() if stages == "0"]
         for name in origins:
             trained(made, made.daemons[name])
-        made._launch = present
+        made.launch = present
         for name, stages in STAGES.items():
             daemon = made.daemons[name]
             peer, step = daemon.peer, last_step(daemon)
