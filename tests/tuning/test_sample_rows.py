@@ -111,7 +111,7 @@ def test_packing_in_chunks_loses_nothing_and_bounds_what_is_in_memory(
 
 def test_the_default_chunks_are_packed_nearly_full() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 60_000), 2, 1025).astype(int)
-    builder = RowBuilder("x", "sft", 1024, 256, seed=0, heldout=0.0)
+    builder = RowBuilder("x", "sft", 1024, 256, ReadingCounts(), seed=0, heldout=0.0)
     ids, offsets = np.ones(1025, np.int32), np.zeros((0, 2), np.int32)
     learnt = np.arange(1025) > 0
     stored = sum(
@@ -120,7 +120,7 @@ def test_the_default_chunks_are_packed_nearly_full() -> None:
             (TokenSequence(ids[:n], learnt[:n], offsets, "", 0),) for n in lengths.tolist()
         )
     )
-    summary = builder.summary(ReadingCounts())
+    summary = builder.summary()
     assert len(summary.chunks) > 2 and stored == summary.rows * 1025 + summary.rows
     assert summary.tokens / (summary.rows * 1025) > 0.995
 
@@ -257,6 +257,31 @@ def test_what_is_wrong_in_the_samples_is_said_and_nothing_is_kept(
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".tokens", ".json")]
 
 
+@pytest.mark.parametrize(
+    ("record", "reading", "says"),
+    [
+        (
+            {"prompt": "p" * 40, "completion": "c"},
+            {"too_long": "drop"},
+            r"3 are longer .* 31, .* drop\); raise \[model\]",
+        ),
+        ({"prompt": "p", "completion": "c", "train": False}, {}, r"3 are excluded by a column\); add samples"),
+        ({"prompt": "p", "completion": "c", "label": False}, {}, r"3 are labelled bad\); add samples"),
+        ({"prompt": "p", "completion": 3}, {"skip_bad": True}, r"3 are malformed\); add samples"),
+    ],
+)
+def test_where_all_samples_are_left_out_the_reason_is_said(
+    tmp_path: Path, record: dict[str, Any], reading: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DataError, match=says):
+        opened(
+            tmp_path,
+            [RECORDS[0] | ({"label": True} if "label" in record else {}), *[record] * 3],
+            heldout=0.1,
+            **reading,
+        )
+
+
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"Cannot read .*samples\.jsonl \(No such file"):
         open_sample_rows(sample_run(), tmp_path / "cache", base=tmp_path)
@@ -276,7 +301,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> 
 
 
 def test_an_id_beyond_the_vocabulary_is_refused() -> None:
-    builder = RowBuilder("x.jsonl", "sft", 8, 256, seed=0, heldout=0.0)
+    builder = RowBuilder("x.jsonl", "sft", 8, 256, ReadingCounts(), seed=0, heldout=0.0)
     odd = TokenSequence(np.array([1, 300], np.int32), np.array([False, True]), np.zeros((2, 2), np.int32), "", 0)
     with pytest.raises(DataError, match=r"gave x\.jsonl token id 300 but says that its vocabulary is 256"):
         list(builder.iter_arrays([(odd,)]))
@@ -306,12 +331,12 @@ def test_rows_of_any_lengths_are_unpacked_to_what_was_packed(
         for n, first in ((min(n, context + 1), first) for n, first in shapes)
     ]
     learnt = [each for each in made if each.supervised.any()]
-    builder = RowBuilder("x", "sft", context, 256, seed=seed, heldout=heldout)
+    builder = RowBuilder("x", "sft", context, 256, ReadingCounts(), seed=seed, heldout=heldout)
     if len(learnt) < (2 if heldout else 1):
         with pytest.raises(DataError):
             list(builder.iter_arrays((each,) for each in made))
         return
     values = np.concatenate(list(builder.iter_arrays((each,) for each in made)))
-    rows = SampleRows(values, builder.summary(ReadingCounts()), context, 1, seed)
+    rows = SampleRows(values, builder.summary(), context, 1, seed)
     found = samples_of([*training_rows(rows), *heldout_rows(rows)])
     assert Counter(found) == Counter((tuple(each.ids.tolist()), tuple(each.supervised.tolist())) for each in learnt)

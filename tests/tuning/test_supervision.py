@@ -581,6 +581,26 @@ def test_what_is_taken_or_ignored_of_a_folder_is_said(
     assert says in "; ".join(remarks) and bool(says) == bool(remarks)
 
 
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "capital letters and small ones"),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "a space at the end and none"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]}},
+            "letters with accents and without",
+        ),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}}, "a line break and a space"),
+        ({"normalizer": {"type": "NFC"}}, ""),
+    ],
+)
+def test_a_tokenizer_that_changes_the_text_is_said(tmp_path: Path, rule: dict[str, Any], says: str) -> None:
+    folder = write_folder(tmp_path, CHATML)
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads((folder / "tokenizer.json").read_text()) | rule))
+    remarks = "; ".join(open_model_tokenizer(folder, NOW).remarks)
+    assert says in remarks and bool(says) == ("has the same tokens for" in remarks)
+
+
 @pytest.mark.parametrize("value", [5, ["<|im_end|>"], {"content": 3}])
 def test_an_end_of_turn_that_is_no_text_is_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(DataError, match="eos_token in tokenizer_config.json or .* not the text of a token"):

@@ -45,6 +45,14 @@ MODEL_FILE: Final = "config.json"
 CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
 BYTES_END: Final = "\0"  # ends a turn for the byte tokenizer
 NO_END: Final = "\n"  # ends a turn for a tokenizer without a token for that
+# Pairs of texts that some tokenizers give the same ids, and what they do not tell apart then.
+LIKE_TEXTS: Final = (
+    ("capital letters and small ones", "Ab", "ab"),
+    ("letters with accents and without", "\u00e9", "e"),
+    ("a line break and a space", "a\nb", "a b"),
+    ("one space and several", "a  b", "a b"),
+    ("a space at the end and none", "a ", "a"),
+)
 # The date for templates that write it in training: all peers must render the same text, whenever they start. It is the
 # date that Llama 3's own template writes if it is given no clock.
 TRAINING_DATE: Final = datetime(2024, 7, 26)
@@ -149,6 +157,16 @@ def open_model_tokenizer(
 
 def _token_remarks(folder: Path, tokenizer: JsonTokenizer, special: Mapping[str, str]) -> list[str]:
     remarks = []
+    ids = tokenizer.encode([text for _, *pair in LIKE_TEXTS for text in pair])
+    alike = [
+        what
+        for (what, *_), one, other in zip(LIKE_TEXTS, ids[::2], ids[1::2], strict=True)
+        if one.tolist() == other.tolist()
+    ]
+    if alike:
+        remarks.append(
+            f"{TOKENIZER_FILE} has the same tokens for {'; '.join(alike)}: the model never learns the difference"
+        )
     end = special.get("eos_token")
     if end is not None and not tokenizer.has_token(end):
         remarks.append(

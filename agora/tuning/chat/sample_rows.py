@@ -203,12 +203,22 @@ class RowBuilder:
     """Makes the rows of one data file, once: call `iter_arrays`, then `summary`.
 
     name: the file, for errors. context: s, the inputs of a row. heldout: the fraction of the samples to hold out,
-    chosen by the hash of (seed, number of the sample in the file); 0 for none.
+    chosen by the hash of (seed, number of the sample in the file); 0 for none. counts: of the records that did not
+    become samples, complete once all samples were read.
     """
 
     def __init__(
-        self, name: str, objective: Objective, context: int, vocabulary: int, *, seed: int, heldout: float
+        self,
+        name: str,
+        objective: Objective,
+        context: int,
+        vocabulary: int,
+        counts: ReadingCounts,
+        *,
+        seed: int,
+        heldout: float,
     ) -> None:
+        self._counts = counts
         self._name = name
         self._is_packed = objective != "dpo"
         self._context = context
@@ -242,11 +252,9 @@ class RowBuilder:
         self._check_enough()
         yield np.array(self._samples_in_rows, self._dtype)
 
-    def summary(self, counts: ReadingCounts) -> RowSummary:
-        """Returns the summary of the rows that `iter_arrays` has yielded; call it after the last array.
-
-        counts: of the records that did not become samples.
-        """
+    def summary(self) -> RowSummary:
+        """Returns the summary of the rows that `iter_arrays` has yielded; call it after the last array."""
+        counts = self._counts
         return RowSummary(
             chunks=tuple(self._chunks),
             fingerprint=self._digest.hexdigest(),
@@ -317,12 +325,20 @@ class RowBuilder:
         needed = 2 if self._heldout else 1
         if kept >= needed:
             return
-        why = "" if not self._left_out else f" ({self._left_out:,} have no supervised token in {self._context:,})"
-        remedy = " or set [data] heldout = 0" if kept else ""
-        remedy = f"raise [model] context{remedy}" if self._left_out else f"add samples{remedy}"
+        counts = self._counts
+        left_out = (
+            (self._left_out, f"have no supervised token in {self._context:,}"),
+            (counts.too_long, f"are longer than the context of {self._context:,}, and [data] too_long is drop"),
+            (counts.labelled_bad, "are labelled bad"),
+            (counts.excluded, "are excluded by a column"),
+            (len(counts.problems), "are malformed"),
+        )
+        reasons = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
+        why = f" ({reasons})" if reasons else ""
+        remedy = "raise [model] context" if self._left_out or counts.too_long else "add samples"
         raise DataError(
-            f"{self._name} has {kept} of the {needed} samples that training needs at least{why}; {remedy}; "
-            "`swarm data` shows what each sample trains."
+            f"{self._name} has {kept} of the {needed} samples that training needs at least{why}; "
+            f"{remedy}{' or set [data] heldout = 0' if kept else ''}; `swarm data` shows what each sample trains."
         )
 
 
@@ -442,12 +458,11 @@ def _write_rows(cached: CachedTokens, manifest: Manifest, paths: Sequence[Path],
     objective = manifest.objective.kind
     check_samples(paths, data.samples_hash)
     file = open_samples(paths, ReadingRules.of_manifest(data), objective)
-    builder = RowBuilder(
-        file.name, objective, context, tokenizer.tokenizer.vocabulary, seed=manifest.seed, heldout=data.heldout
-    )
     counts = ReadingCounts()
+    vocabulary = tokenizer.tokenizer.vocabulary
+    builder = RowBuilder(file.name, objective, context, vocabulary, counts, seed=manifest.seed, heldout=data.heldout)
     samples = tokenise(file, counts, tokenizer, context + 1)
-    cached.write(builder.iter_arrays(samples), lambda: builder.summary(counts).to_details())
+    cached.write(builder.iter_arrays(samples), lambda: builder.summary().to_details())
 
 
 def _signature(manifest: Manifest, paths: Sequence[Path], tokenizer: ModelTokenizer) -> str:
