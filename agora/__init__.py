@@ -4,3 +4,4 @@ This package is the daemon and its commands; the package `agora_protocol` has wh
 """
 
 __version__ = "0.1.0"
+SOFTWARE = f"agora {__version__}"  # as HELLO tells other peers

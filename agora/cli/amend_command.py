@@ -7,6 +7,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from agora_protocol.limits import MAX_AMENDMENTS, MAX_CHANGES_BYTES, MAX_SHARED_
 from agora_protocol.manifest import Manifest
 from agora_protocol.packing import pack_canonical
 
+from agora import SOFTWARE
 from agora.cli import console
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.signing_command import Signer, find_signer, known_addresses
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import runs
 from agora.node.control import control_client
+from agora.swarm.admission import is_outdated
 from agora.swarm.amendments import AmendmentBook, describe_changes
 
 
@@ -111,7 +114,8 @@ def parse_values(sets: Sequence[str]) -> dict[str, Any]:
         if key in values:
             raise Failure(f"{key} is set twice; give it once", EXIT_USAGE)
         try:
-            values[key] = tomllib.loads(f"value = {value}")["value"]
+            read = tomllib.loads(f"value = {value}")["value"]
+            values[key] = read.isoformat() if isinstance(read, date) else read
         except tomllib.TOMLDecodeError:
             values[key] = value  # a word need not be quoted
     return values
@@ -195,6 +199,9 @@ def _sign(found: FoundRun, signer: Signer, known: _Known, from_step: int, values
             signer.proof,
         )
         check_follows(amendment, core, before)
+        admission = manifest_at(core, [*before, amendment], from_step).admission
+        if is_outdated(SOFTWARE, admission):
+            raise Failure(f"this machine has {SOFTWARE}, which the amendment would leave out; upgrade it first")
         sealed = seal_amendment(amendment, run, signer.identity)
         known.book.add(sealed, time.time())
     except ManifestError as error:

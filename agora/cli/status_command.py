@@ -159,6 +159,8 @@ def lines_of(status: Status) -> list[str]:
         for one in status.get("amendments") or []
     ]
     lines += amended[-MAX_AMENDED:]
+    if upgrade := status.get("upgrade"):
+        lines.append(_upgrade_line(upgrade))
     devices = [
         f"device  {peer['name']}: {_describe_device(used)}" for peer in status["peers"] if (used := peer.get("device"))
     ]
@@ -187,6 +189,16 @@ def _result_lines(result: Mapping[str, Any]) -> list[str]:
         case "failed":
             return [f"result  could not be exported: {result['why']}"]
     return []
+
+
+def _upgrade_line(upgrade: Mapping[str, Any]) -> str:
+    since = f" from {upgrade['from']} (UTC)" if upgrade["from"] else ""
+    line = f"upgrade agora {upgrade['oldest_version']} or later is asked for{since}; "
+    peers = ", ".join(f"{one['name']} ({one['software']})" for one in upgrade["peers"][:MAX_ROWS])
+    more = len(upgrade["peers"]) - MAX_ROWS
+    if not peers:
+        return f"{line}every connected peer has it"
+    return f"{line}not yet: {peers}{f' and {more} more' if more > 0 else ''}  do: {upgrade['do']}"
 
 
 def _samples_line(samples: Mapping[str, Any]) -> str:

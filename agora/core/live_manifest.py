@@ -63,9 +63,14 @@ class LiveManifest:
         return max(period.manifest.optimizer.target_tokens for period in self._periods)
 
     @property
+    def last(self) -> Manifest:
+        """The manifest as the last amendment has it, to whose step the run comes in any case."""
+        return self._periods[-1].manifest
+
+    @property
     def total_steps(self) -> int:
-        """After how many steps the run ends: by its last amendment, which it comes to in any case."""
-        return self._periods[-1].manifest.optimizer.total_steps
+        """After how many steps the run ends."""
+        return self.last.optimizer.total_steps
 
     def _period(self, step: int) -> _Period:
         periods = self._periods

@@ -8,17 +8,21 @@ The rules are the tables of protocol/SPEC.md, section 4; each reason is a senten
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Final
 
 from agora_protocol.errors import NotAdmitted, ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_REVOCATIONS
 from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_sections import AdmissionSection
 from agora_protocol.tickets import DELEGATE, MEMBER, READER, Revocation, Ticket, open_proof, open_revocation
 
+OUR_SOFTWARE: Final = re.compile(r"agora (\d{1,4})\.(\d{1,4})\.(\d{1,4})\b")
 OPEN: Final = "open"
 LISTED: Final = "listed"
 TICKET: Final = "ticket"
@@ -313,3 +317,32 @@ class AdmissionBook:
             if len(self._verified_proofs) > MAX_PROOFS:
                 self._verified_proofs.popitem(last=False)
         return known
+
+
+# --- versions
+
+
+def is_outdated(software: str, section: AdmissionSection) -> bool:
+    """Returns whether a peer with this `software` of HELLO must be upgraded. A program of others' is not judged."""
+    match = OUR_SOFTWARE.match(software)
+    if match is None or not section.oldest_version:
+        return False
+    return tuple(map(int, match.groups())) < tuple(map(int, section.oldest_version.split(".")))
+
+
+def refusal_of_version(software: str, section: AdmissionSection, now_unix: float) -> str:
+    """Returns why a peer with this `software` may not take part now; "" if it may."""
+    if not is_outdated(software, section) or now_unix < first_second(section.oldest_version_from):
+        return ""
+    return (
+        f"the run asks for agora {section.oldest_version} or later, and this is {software}; "
+        "run pip install --upgrade agora-swarm and join again"
+    )
+
+
+def first_second(day: str) -> float:
+    """Returns the unix time at which a day such as 2027-02-28 begins in UTC; 0 for "", and for a day that is none."""
+    try:
+        return datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp() if day else 0.0
+    except ValueError:
+        return 0.0

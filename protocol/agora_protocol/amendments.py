@@ -32,6 +32,8 @@ AMENDABLE: Final = (
     "optimizer.minimum_ratio",
     "optimizer.target_tokens",
     "data.weights",
+    "admission.oldest_version",
+    "admission.oldest_version_from",
 )
 
 
@@ -56,8 +58,8 @@ class Amendment(Structure):
             return f"has changes that cannot be read: {error}"
         if not isinstance(values, dict) or not values:
             return "changes nothing"
-        if unknown := sorted(values.keys() - set(AMENDABLE)):
-            return f"changes {unknown[0][:60]!r}, which no amendment may"
+        if core := sorted(key for key in values if key not in AMENDABLE and _is_key(key)):
+            return f"changes {core[0][:60]!r}, which no amendment may"
         return None if pack_canonical(values) == self.changes else "has changes that are not in canonical form"
 
     @property
@@ -109,14 +111,17 @@ def with_changes(manifest: Manifest, *changes: Mapping[str, Any]) -> Manifest:
     return manifest.with_values(**nested)
 
 
+def _is_key(key: str) -> bool:
+    section, _, name = key.partition(".")
+    known = getattr(Manifest(), section, None) if section in Manifest.model_fields else None
+    return key in ("name", "seed", "founder") or bool(name and hasattr(known, name))
+
+
 def check_key(key: str) -> None:
     """Raises AmendmentError, which says what to do, for a key that no manifest has or that no amendment may change."""
     if key in AMENDABLE:
         return
-    section, _, name = key.partition(".")
-    fields = Manifest.model_fields
-    known = getattr(Manifest(), section, None) if section in fields else None
-    if section in ("name", "seed", "founder") or (name and hasattr(known, name)):
+    if _is_key(key):
         raise AmendmentError(
             f"{key[:60]} belongs to the core of the manifest, which holds for the life of the run; an amendment may "
             f"change {', '.join(AMENDABLE)}, anything else needs a new run."
@@ -129,6 +134,11 @@ def check_follows(amendment: Amendment, core: Manifest, before: Sequence[Amendme
 
     Checks notice, order and values; neither who signed it nor the hashes.
     """
+    if unknown := sorted(amendment.values.keys() - set(AMENDABLE)):
+        raise AmendmentError(
+            f"It changes {unknown[0][:60]!r}, which this version of agora does not know; if a newer one has signed it, "
+            "run pip install --upgrade agora-swarm."
+        )
     earliest = amendment.signed_step + NOTICE
     if amendment.from_step < earliest and not _has_ended(core, before, amendment):
         raise AmendmentError(

@@ -48,6 +48,9 @@ from agora_protocol.manifest_sections import (
 from agora_protocol.packing import is_version, pack, pack_canonical, unpack
 from agora_protocol.presets import PRESETS
 
+# Keys that came after version 1 was used. While they have their default, no run's id and signature contains them: runs
+# that were founded before are still the same.
+ADDED_LATER: Final = (("admission", "oldest_version"), ("admission", "oldest_version_from"))
 RUN_TAG: Final = b"agora manifest 1\0"
 SIGNATURE_TAG: Final = b"agora founder 1\0"
 SIGNED_VERSION: Final = 1
@@ -115,15 +118,28 @@ class Manifest(Section):
 
     def to_toml(self) -> str:
         """Returns the manifest as the text of a commented TOML file; from_toml of it gives an equal manifest."""
-        return manifest_toml.manifest_text(self)
+        return manifest_toml.manifest_text(self, self._unused())
 
     def with_values(self, **overrides: Any) -> Manifest:
         """Returns a checked copy with values changed, tables key by key: with_values(seed=1, stages={"count": 4})."""
         return Manifest.from_values(_with_changes(self.model_dump(), overrides), "manifest")
 
     def canonical(self) -> bytes:
-        """Returns the bytes that are hashed and signed: msgpack of every field, keys sorted, floats as float64."""
-        return pack_canonical(self.model_dump())
+        """Returns the bytes that are hashed and signed: msgpack, keys sorted, floats as float64, of every field but
+        those of ADDED_LATER that have their default.
+        """
+        values = self.model_dump()
+        for section, name in self._unused():
+            del values[section][name]
+        return pack_canonical(values)
+
+    def _unused(self) -> list[tuple[str, str]]:
+        sections = {section: getattr(self, section) for section, _ in ADDED_LATER}
+        return [
+            (section, name)
+            for section, name in ADDED_LATER
+            if getattr(sections[section], name) == type(sections[section]).model_fields[name].default
+        ]
 
     @property
     def run_id(self) -> RunId:

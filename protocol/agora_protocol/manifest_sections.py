@@ -230,3 +230,13 @@ class AdmissionSection(Section):
     public_status: bool = Field(
         default=False, description="whether everyone who knows the run's id may read its status and manifest"
     )
+    oldest_version: str = Field(
+        default="",
+        pattern=r"^(\d{1,4}\.\d{1,4}\.\d{1,4})?$",
+        description="the oldest version of agora that may take part, such as 0.2.0; empty: every one",
+    )
+    oldest_version_from: str = Field(
+        default="",
+        pattern=r"^(20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01]))?$",
+        description="the day, in UTC, from which on oldest_version counts, such as 2027-02-28; empty: at once",
+    )

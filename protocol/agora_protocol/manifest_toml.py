@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import tomlkit
@@ -12,8 +13,11 @@ _COLUMN = 34  # at which the comments begin, where the values leave room
 _HEAD = "A run of agora. Every key is optional except where a comment says so; unknown keys are errors."
 
 
-def manifest_text(manifest: BaseModel) -> str:
-    """Returns the text of a manifest file without [signed]: every key (founder only if set) with its documentation."""
+def manifest_text(manifest: BaseModel, left_out: Collection[tuple[str, str]] = ()) -> str:
+    """Returns the text of a manifest file without [signed]: every key (founder only if set) with its documentation.
+
+    left_out: sections and keys that it does not have.
+    """
     document = tomlkit.document()
     document.add(tomlkit.comment(_HEAD))
     document.add(tomlkit.nl())
@@ -29,7 +33,8 @@ def manifest_text(manifest: BaseModel) -> str:
         table.comment((type(section).__doc__ or "").strip().splitlines()[0])
         table.trivia.comment_ws = "  "
         for key, field in type(section).model_fields.items():
-            table.add(key, _commented(key, getattr(section, key), field.description))
+            if (name, key) not in left_out:
+                table.add(key, _commented(key, getattr(section, key), field.description))
         document.add(name, table)
     return document.as_string()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agora_protocol.messages import (
     Processed,
     StatusAnswer,
 )
+from agora_protocol.tickets import MEMBER, READER
 
 from agora.core.calls import ConnectionBroken, DeadlinePassed, Reply
 from agora.net.p2pd.host import SimultaneousOpen
@@ -292,6 +294,36 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
             finally:
                 await stranger.close()
                 await future.close()
+
+    run(main)
+
+
+def test_a_version_that_the_run_leaves_out_is_met_no_more_and_its_connection_ends(tmp_path: Path) -> None:
+    """Readers may still look: a member whose version is too old learns from the status what to do."""
+    left_out: list[str] = []
+    why = "the run asks for a later one"
+
+    async def main() -> None:
+        strict = await make_peer(
+            tmp_path, "strict", gate={"refusal_of_version": lambda software: why if software in left_out else ""}
+        )
+        async with peers(echo) as (a,):
+            try:
+                introduce(a, strict)
+                await a.network.call(strict.id, Ping(), deadline=after(10))
+                assert strict.network.software == {a.id: "test"}
+                gate = strict.network.gate
+                assert gate.find_new_refusal(a.id, b"", "test", MEMBER) is None
+                left_out.append("test")
+                refusal = gate.find_new_refusal(a.id, b"", "test", MEMBER)
+                assert isinstance(refusal, errors.NotAdmitted) and str(refusal) == why
+                assert gate.find_new_refusal(a.id, b"", "test", READER) is None
+                hello = a.network.gate.hello_to(strict.id)
+                with pytest.raises(errors.NotAdmitted, match=why):
+                    gate.admit(a.id, hello)
+                assert gate.admit(a.id, replace(hello, role=READER)) == READER
+            finally:
+                await strict.close()
 
     run(main)
 

@@ -10,9 +10,11 @@ import pytest
 from agora_protocol.errors import ProtocolError
 from agora_protocol.identity import Identity
 from agora_protocol.ids import Span, peer_name
+from agora_protocol.manifest_sections import AdmissionSection
 from agora_protocol.records import Claim, StageAccount
 
 from agora.cli import status_command
+from agora.cli.status_command import lines_of
 from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.node.control.node_report import (
     NodeReport,
@@ -38,6 +40,7 @@ from agora.train.device_use import DeviceReading
 from agora.train.stage import StageProgress
 
 ME = Identity(bytes([1]) * 32).peer
+OTHER = Identity(bytes([2]) * 32).peer
 SPAN = SpanReport(
     Span(0, 1),
     (
@@ -308,3 +311,21 @@ def test_the_watchdog_reports_how_the_device_is_used_now_and_then() -> None:
 
     seen = asyncio.run(test())
     assert [event for event in seen if isinstance(event, events.DeviceUsed)] == [GPU]
+
+
+def test_status_says_who_must_upgrade_and_by_when() -> None:
+    section = AdmissionSection(oldest_version="0.2.0", oldest_version_from="2027-02-28")
+    software = {ME: "agora 0.2.0", OTHER: "agora 0.1.0"}
+    assert status_json(report(software=software))["upgrade"] is None
+    claim = Claim(ME, Span(0, 0), 1, (), "serving", 1.0)
+    view = merge(View(), [claim], 1_803_772_799.0, 600.0)
+    status = status_json(report(software=software, admission=section, now_unix=1_803_772_799.0, view=view))
+    assert status["upgrade"]["counts"] is False and status["upgrade"]["from"] == "2027-02-28"
+    assert [each["peer"] for each in status["upgrade"]["peers"]] == [OTHER]
+    assert {peer["peer"]: peer["software"] for peer in status["peers"]}[ME] == "agora 0.2.0"
+    assert status_json(report(software=software, admission=section, now_unix=1_803_772_800.0))["upgrade"]["counts"]
+    line = next(line for line in lines_of(status) if line.startswith("upgrade"))
+    assert line.startswith("upgrade agora 0.2.0 or later is asked for from 2027-02-28 (UTC); not yet: ")
+    assert "(agora 0.1.0)" in line and line.endswith("do: pip install --upgrade agora-swarm")
+    everybody = status_json(report(software={ME: "agora 0.2.0"}, admission=section))
+    assert "every connected peer has it" in "\n".join(lines_of(everybody))

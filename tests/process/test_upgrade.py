@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"first": "0", "second": "1", "third": "0", "fourth": "1"}
 # What peers exchange, byte by byte: states of the program that have the same files here work together.
-WIRE = [f"protocol/vectors/{name}.json" for name in ("frames", "records", "manifests", "tickets", "amendments")]
+WIRE = [f"protocol/vectors/{name}.json" for name in ("frames", "records", "manifests", "tickets")]
 
 
 def earlier_state(folder: Path) -> tuple[Path, str]:

@@ -291,3 +291,22 @@ def test_a_received_manifest_is_judged_like_a_file(alice: Identity) -> None:
     data = msgpack.packb([1, msgpack.packb(values), bytes(64)])
     with pytest.raises(ManifestError, match="the received manifest: \\[model\\] width 128 is not divisible by heads 3"):
         SignedManifest.from_bytes(data)
+
+
+def test_a_key_that_came_later_changes_no_id_and_no_file_while_it_is_not_used() -> None:
+    manifest = Manifest(name="poems")
+    assert b"oldest_version" not in manifest.canonical() and "oldest_version" not in manifest.to_toml()
+    asks = manifest.with_values(admission={"oldest_version": "0.2.0", "oldest_version_from": "2027-02-28"})
+    assert asks.run_id != manifest.run_id and Manifest.from_toml(asks.to_toml()) == asks
+    for each in (manifest, asks, manifest.with_values(admission={"oldest_version": "0.2.0"})):
+        signed = SignedManifest.sign(each, Identity.generate())
+        assert SignedManifest.from_bytes(signed.to_bytes(), signed.run_id) == signed
+        assert SignedManifest.from_toml(signed.to_toml()) == signed
+
+
+@pytest.mark.parametrize("wrong", ["0.2", "v0.2.0", "0.2.0rc1", "-1.0.0", "0.2.0\n"])
+def test_an_oldest_version_is_three_numbers(wrong: str) -> None:
+    with pytest.raises(ManifestError):
+        Manifest(name="poems").with_values(admission={"oldest_version": wrong})
+    with pytest.raises(ManifestError):
+        Manifest(name="poems").with_values(admission={"oldest_version_from": wrong})

@@ -11,6 +11,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import CLOCK_TOLERANCE_S, MAX_REVOCATIONS
 from agora_protocol.manifest import preset
+from agora_protocol.manifest_sections import AdmissionSection
 from agora_protocol.tickets import Revocation, Ticket
 
 from agora.swarm.admission import (
@@ -18,9 +19,12 @@ from agora.swarm.admission import (
     AdmissionPolicy,
     NoAdmission,
     Revocations,
+    first_second,
+    is_outdated,
     judge_admission,
     judge_proof,
     judge_revocation,
+    refusal_of_version,
 )
 
 FOUNDER, DELEGATE, OTHER_DELEGATE, PEER, STRANGER, BEARER = (Identity(bytes([n]) * 32).peer for n in range(1, 7))
@@ -182,3 +186,38 @@ def test_when_all_room_for_revocations_is_taken_only_the_founder_adds_one() -> N
     )
     assert judge_revocation(revocation(), [], NOW, full) == ""
     assert full.without(PeerId("peer 0"), DELEGATE).count == MAX_REVOCATIONS - 1
+
+
+# --- versions
+
+DAY = 1_803_772_800.0  # 2027-02-28, 00:00 UTC
+
+
+@pytest.mark.parametrize(
+    ("software", "outdated"),
+    [
+        ("agora 0.1.9", True),
+        ("agora 0.2.0", False),
+        ("agora 0.10.0", False),
+        ("agora 1.0.0", False),
+        ("agora 0.1.9+local", True),
+        ("another program 0.0.1", False),
+        ("agora of tomorrow", False),
+        ("", False),
+    ],
+)
+def test_a_version_is_outdated_by_its_number_and_programs_of_others_are_not_judged(
+    software: str, outdated: bool
+) -> None:
+    section = AdmissionSection(oldest_version="0.2.0", oldest_version_from="2027-02-28")
+    assert is_outdated(software, section) == outdated
+    assert not is_outdated(software, AdmissionSection())
+    assert not refusal_of_version(software, section, DAY - 1), "not before its day"
+    refusal = refusal_of_version(software, section, DAY)
+    assert bool(refusal) == outdated
+    assert not outdated or ("0.2.0 or later" in refusal and "pip install --upgrade agora-swarm" in refusal)
+
+
+def test_without_a_day_a_version_counts_at_once_and_a_day_that_is_none_too() -> None:
+    assert first_second("") == first_second("2027-02-31") == 0.0 and first_second("2027-02-28") == DAY
+    assert refusal_of_version("agora 0.1.0", AdmissionSection(oldest_version="0.2.0"), 1.0)

@@ -82,6 +82,8 @@ def test_a_chain_grows_by_the_founder_and_by_delegates() -> None:
         (made(number=2), "follows 0 others"),
         (made(from_step=29), "too near"),
         (made(changes=pack_canonical({"optimizer.target_tokens": 1000})), "target_tokens = 1024"),
+        (made(changes=pack_canonical({"optimizer.of_tomorrow": 1})), "does not know.*pip install --upgrade"),
+        (made(changes=pack_canonical({"admission.oldest_version": "new"})), "oldest_version"),
     ],
 )
 def test_what_is_not_allowed_changes_nothing_and_says_what_to_do(wrong: SealedAmendment, says: str) -> None:
@@ -89,6 +91,14 @@ def test_what_is_not_allowed_changes_nothing_and_says_what_to_do(wrong: SealedAm
     with pytest.raises(AmendmentError, match=says):
         book.add(wrong.sealed, NOW)
     assert not book.choose().added and book.sealed() == []
+
+
+def test_the_oldest_version_is_amended_like_any_other_value() -> None:
+    asked = {"admission.oldest_version": "0.2.0", "admission.oldest_version_from": "2027-02-28"}
+    book = book_of([first := made(), made(after=first, changes=pack_canonical(asked))])
+    live = LiveManifest(SIGNED.manifest, book.chain)
+    assert live.last.admission.oldest_version == "0.2.0" and live.last.admission.oldest_version_from == "2027-02-28"
+    assert live.core.admission.oldest_version == "" and live.core.run_id == RUN
 
 
 def test_an_amendment_of_another_run_or_with_a_false_signature_is_malformed() -> None:

@@ -302,7 +302,7 @@ class Connection:
         self._services = services
         self._limits = services.limits
         self.role: str | None = None  # the role given by the gate; None until the peer's HELLO has come
-        self.proof = b""  # the proof in its HELLO
+        self.proof, self.software = b"", ""  # those of its HELLO
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._peer_leaves = False
         self.round_trip = MovingAverage(ROUND_TRIP_WEIGHT)  # in seconds
@@ -571,7 +571,7 @@ class Connection:
             raise ProtocolError("out-of-order", "A second HELLO.")
         try:
             self.role = self._services.gate.admit(self.peer, hello)
-            self.proof = hello.proof
+            self.proof, self.software = hello.proof, hello.software
         except AgoraError as error:
             if isinstance(error, ProtocolError) and error.code != "wrong-version":
                 raise

@@ -41,6 +41,7 @@ class Gate:
         proof: bytes = b"",
         judge: Judge = admit_everyone,
         refusal_reason: Callable[[PeerId], str] = lambda _: "",
+        refusal_of_version: Callable[[str], str] = lambda _: "",
         version: int = PROTOCOL_VERSION,
         oldest_version: int = OLDEST_PROTOCOL_VERSION,
         role: str = MEMBER,
@@ -48,7 +49,8 @@ class Gate:
         """me, run, software, proof: what this peer's HELLO contains; proof: its tickets, b"" for none.
 
         addresses: returns where this peer can be dialled, also in HELLO. judge: returns the role that a peer's proof
-        grants. refusal_reason: returns why a peer must be neither called nor answered, "" if it may be. role: what
+        grants. refusal_reason: returns why a peer must be neither called nor answered, "" if it may be.
+        refusal_of_version: returns why no member may have this software, as HELLO says it, "" if one may. role: what
         this peer asks to be, MEMBER or READER. version, oldest_version: the newest and the oldest of the protocol that
         it speaks; two peers speak the newest that both know.
         """
@@ -62,6 +64,7 @@ class Gate:
         self._proof = proof
         self._judge = judge
         self._refusal_reason = refusal_reason
+        self._refusal_of_version = refusal_of_version
         self._admitted_members: OrderedDict[PeerId, None] = OrderedDict()
 
     def hello_to(self, peer: PeerId) -> Hello:
@@ -95,17 +98,21 @@ class Gate:
             return READER
         if role != MEMBER:
             raise NotAdmitted("the run lets this peer read, but not take part; ask its founder for a ticket")
+        if why := self._refusal_of_version(hello.software):
+            raise NotAdmitted(why)
         self._admitted_members[peer] = None
         self._admitted_members.move_to_end(peer)
         if len(self._admitted_members) > MAX_ADMITTED:
             self._admitted_members.popitem(last=False)
         return MEMBER
 
-    def find_new_refusal(self, peer: PeerId, proof: bytes, role: str) -> AgoraError | None:
+    def find_new_refusal(self, peer: PeerId, proof: bytes, software: str, role: str) -> AgoraError | None:
         """Judges a peer admitted in `role` again; returns the error to refuse it with, None if it may stay.
 
-        Called for open connections, during which tickets expire and peers are banned.
+        Called for open connections, during which tickets expire, peers are banned and versions come to their end.
         """
+        if role == MEMBER and (why := self._refusal_of_version(software)):
+            return NotAdmitted(why)
         try:
             is_same = self._judge(peer, proof) in (MEMBER, role)
         except AgoraError as error:

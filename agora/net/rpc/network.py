@@ -163,6 +163,11 @@ class Network:
         return {peer: connections[-1].path for peer, connections in self._connections.items()}
 
     @property
+    def software(self) -> dict[PeerId, str]:
+        """By connected peer, the name and version of its program, as its HELLO says them."""
+        return {peer: connections[-1].software for peer, connections in self._connections.items()}
+
+    @property
     def address_prefixes(self) -> dict[PeerId, str]:
         """By peer, the network of the address at which it is connected, "" if unknown."""
         return {peer: connections[-1].stream.address_prefix for peer, connections in self._connections.items()}
@@ -342,7 +347,7 @@ class Network:
     def _end_if_refused(self, connection: Connection) -> None:
         if (role := connection.role) is None:
             return
-        if refusal := self.gate.find_new_refusal(connection.peer, connection.proof, role):
+        if refusal := self.gate.find_new_refusal(connection.peer, connection.proof, connection.software, role):
             connection.close(refusal, str(refusal))
         elif self._suspended_s(connection.peer) > 0:
             connection.abort("the peer is suspended")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agora_protocol.ids import PeerId, Span, peer_name
 from agora_protocol.limits import MAX_TEXT_BYTES
+from agora_protocol.manifest_sections import AdmissionSection
 from agora_protocol.records import Progress
 
 from agora.net.p2pd.addresses import relays_of
@@ -17,6 +18,7 @@ from agora.observe.events import DeviceUsed, Traffic
 from agora.observe.reporter import Counters
 from agora.pipeline.waits import Waits
 from agora.replica.sync_rules import GradientCompression
+from agora.swarm.admission import first_second, is_outdated
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity, SampleReport, build_status, sum_accounts
 from agora.swarm.view import View, merge
@@ -82,6 +84,8 @@ class NodeReport:
     span: SpanReport | None = None  # None while no stages are loaded
     clock_remark: str = ""  # a sentence that its clock is wrong; "" if it is not
     amendments: tuple[tuple[int, int, str], ...] = ()  # those that count: number, first step, new values in words
+    software: Mapping[PeerId, str] = field(default_factory=dict)  # of each connected peer, and of this one
+    admission: AdmissionSection = field(default_factory=AdmissionSection)  # as it was amended last
     key_remark: str = ""  # a sentence that another machine has this one's key; "" while none has tried
 
     @property
@@ -106,7 +110,25 @@ def status_json(report: NodeReport) -> dict[str, Any]:
         {"number": number, "from_step": step, "changes": changes, "in_force": step <= status["step"]}
         for number, step, changes in report.amendments
     ]
+    for peer in status["peers"]:
+        peer["software"] = report.software.get(peer["peer"], "")
+    status["upgrade"] = upgrade_status(report)
     return status
+
+
+def upgrade_status(report: NodeReport) -> dict[str, Any] | None:
+    """Returns which connected peers the run's oldest version leaves out, from which day on; None if it names none."""
+    section = report.admission
+    if not section.oldest_version:
+        return None
+    outdated = sorted(peer for peer, software in report.software.items() if is_outdated(software, section))
+    return {
+        "oldest_version": section.oldest_version,
+        "from": section.oldest_version_from or None,
+        "counts": report.now_unix >= first_second(section.oldest_version_from),
+        "peers": [{"peer": peer, "name": peer_name(peer), "software": report.software[peer]} for peer in outdated],
+        "do": "pip install --upgrade agora-swarm",
+    }
 
 
 def sample_counts(report: NodeReport) -> SampleReport | None:

@@ -100,7 +100,14 @@ class LocalPeer:
 
         # Who may take part, how peers behave, and what they ask.
         self.peer_score = score = PeerScore(self._report, loop_time)
-        self.admission = RunAdmission(startup, signed, proof, addresses=self._own_addresses, unix=unix)
+        self.admission = RunAdmission(
+            startup,
+            signed,
+            proof,
+            addresses=self._own_addresses,
+            rules=lambda: self.live.last.admission,
+            unix=unix,
+        )
         self.slots = compute_slots(manifest, measure_budget("cpu", settings.owners_memory).host)
         self.ledger = WorkLedger(me, self.slots, self._report)
         self.requests = RequestHandler(

@@ -18,10 +18,11 @@ from agora_protocol.errors import AgoraError, DiskError, NotAdmitted, ProtocolEr
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.limits import MAX_SHARED_REVOCATIONS
 from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest_sections import AdmissionSection
 from agora_protocol.messages import ShareRevocations, TookRevocations
 from agora_protocol.records import BanList, Claim, Record
 
-from agora import __version__
+from agora import SOFTWARE
 from agora.core.calls import Reply
 from agora.net.dht.directory import Directory
 from agora.net.rpc.connection import IncomingCall
@@ -31,7 +32,7 @@ from agora.node import runs
 from agora.node.paths import Home
 from agora.node.startup import Startup
 from agora.observe import events
-from agora.swarm.admission import AdmissionBook, AdmissionPolicy
+from agora.swarm.admission import AdmissionBook, AdmissionPolicy, refusal_of_version
 
 SHARE_TIMEOUT_S = 10.0  # seconds within which a neighbour must answer each message of revocations
 BAN_LIST_INTERVAL_S = 10.0  # seconds between two reads of the ban lists in the DHT
@@ -73,11 +74,13 @@ class RunAdmission:
         proof: bytes,
         *,
         addresses: Callable[[], Sequence[str]] = tuple,
+        rules: Callable[[], AdmissionSection] | None = None,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """Reads the revocations and bans that are on this disk. Raises DiskError.
 
-        addresses: returns where this peer can be dialled, sent in HELLO. unix: returns the present unix time.
+        addresses: returns where this peer can be dialled, sent in HELLO. rules: returns the section as it was amended
+        last, default the signed one. unix: returns the present unix time.
         """
         self._unix = unix
         self.proof = proof
@@ -85,11 +88,14 @@ class RunAdmission:
         self.gate = Gate(
             startup.me,
             signed.run_id,
-            f"agora {__version__}",
+            SOFTWARE,
             addresses,
             proof=proof,
             judge=lambda peer, shown: self.book.judge(peer, shown, self._unix()).role,
             refusal_reason=lambda peer: self.book.refusal_reason(peer, self._unix()),
+            refusal_of_version=lambda software: refusal_of_version(
+                software, rules() if rules is not None else signed.manifest.admission, self._unix()
+            ),
         )
 
     def is_member(self, peer: PeerId) -> bool:

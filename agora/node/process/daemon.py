@@ -13,7 +13,9 @@ from agora_protocol.errors import AgoraError, InputError, LocalError
 from agora_protocol.ids import Span
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest_sections import AdmissionSection
 
+from agora import SOFTWARE
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks, wait_for_any
 from agora.net.p2pd.host import Host
@@ -218,6 +220,8 @@ class Daemon:
             traffic=self._total_traffic(),
             span=self.loaded.take_span_report() if self.loaded else None,
             amendments=local_peer.amendments.in_words() if local_peer else (),
+            software={**local_peer.network.software, startup.me: SOFTWARE} if local_peer else {},
+            admission=local_peer.live.last.admission if local_peer else AdmissionSection(),
         )
 
     def _assess_health(self, view: View, stage_count: int, now_unix: float) -> Health:

@@ -20,7 +20,7 @@ from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import GetManifest, ManifestAnswer
 from agora_protocol.tickets import InviteTicket
 
-from agora import __version__
+from agora import SOFTWARE
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.net.p2pd.addresses import is_named, is_private
@@ -86,7 +86,7 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
     """
     run = RunId(startup.reference.run)
     with startup.phases.enter("manifest") as note:
-        gate = Gate(startup.me, run, f"agora {__version__}", proof=own_proof(startup, run))
+        gate = Gate(startup.me, run, SOFTWARE, proof=own_proof(startup, run))
         signed = await _ask_peers_in_turn(Network(host, gate, _refuse_while_joining), run, addresses)
         _adopt_manifest(startup, signed)
         note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
