@@ -137,6 +137,21 @@ def _first_to_answer(children: Sequence[Child], timeout_s: float) -> Child:
     return found
 
 
+def start_node(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Starts a daemon by a module that changes something in `agora-node` first, see LocalSwarm's `launch`."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
 def end_children(children: Sequence[Child]) -> None:
     """Ends children together: end of input, SIGTERM, SIGKILL to their groups, STOP_S between each; then reaps them.
 

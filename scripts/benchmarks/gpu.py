@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
+from agora.cli.demo_command import DemoOptions
 from agora.codec import BoundaryCodec, encode_tokens, gradient_dither_key
 from agora.core.span_work import ForwardKey, SpanWork
 from agora.cost.activation_bytes import MicrobatchSize
@@ -39,15 +41,34 @@ from agora.train.device import DeviceOptions, choose_device, has_native_bf16
 from agora.train.device_worker import DeviceWorker
 from benchmarks.averaging import whole_round
 from benchmarks.averaging_groups import OurGroup
-from benchmarks.children import SCRIPTS, Nursery
+from benchmarks.children import SCRIPTS, Nursery, start_node
 from benchmarks.gpu_counts import figures
 from benchmarks.machine import describe
 from benchmarks.optimizer import train_microbatch
 from benchmarks.report import Cell, Ratio, Report
+from benchmarks.scaling_settings import MICROBATCHES_PER_STEP, Fleet
+from benchmarks.scaling_swarm import FleetRun, share
+from benchmarks.task import prepare_corpus
 
 # Seconds within which a part must end.
-LIMITS_S: Final[Mapping[str, float]] = {"machine": 60, "counts": 120, "stage": 180, "codec": 60, "averaging": 120}
+LIMITS_S: Final[Mapping[str, float]] = {
+    "machine": 60,
+    "counts": 120,
+    "stage": 180,
+    "codec": 60,
+    "averaging": 120,
+    "emulated": 240,
+}
 QUICK_REPEATS: Final = 3
+EMULATED_MS: Final = 40.0
+# Boundaries of 4,096 x 1,792 as in the preset 8b, and few weights.
+EMULATED: Final[Mapping[str, Any]] = {
+    "model": {"width": 1792, "subspace": 1792, "layers": 2, "heads": 14, "key_value_heads": 1, "feed_forward": 8}
+    | {"context": 2048},
+    "boundary": {"codec": "int6/int3"},
+    "schedule": {"microbatch": 2, "activations": "keep"},
+    "optimizer": {"name": "adamw", "target_tokens": 1 << 20},
+}
 AVERAGED: Final = 50_000_000  # values of a round
 WARM_UP: Final = 3  # runs that are not timed
 # Of the stage's layers, shaped as the presets are: the widths that are measured, with the preset that has each.
@@ -64,6 +85,7 @@ TARGETS: Final[Mapping[str, tuple[str, str]]] = {
     "stage_vs_plain_compiled": (">= 0.95", "tokens/s of a middle stage's worker by those of its layers, compiled"),
     "mfu_1b": (">= 0.25", "of the layers alone, by the measured peak of products"),
     "mfu_8b": (">= 0.35", "of the layers alone, by the measured peak of products"),
+    "emulated_busy": (">= 0.97", "of the time of two daemons with boundaries as 8b's, 40 ms forward, 80 backward"),
     "loop_ns_per_value": ("<= 5", "of a round, processor time of a replica's event loop"),
     "longest_callback_ms": ("<= 5", "of the event loop in a round, processor time"),
 }
@@ -241,12 +263,47 @@ def measure_averaging(device: torch.device, repeats: int) -> Found:
     return Found([Figure(f"a round of {numel / 1e6:.0f} M values", seconds, "s")], found)
 
 
+def measure_emulated(device: torch.device, repeats: int) -> Found:
+    """Two daemons, a stage each, with boundaries as 8b's, on emulated accelerators: what these wait for."""
+    steps = 2 if repeats > QUICK_REPEATS else 1
+    manifest = DemoOptions(stages=2, steps=100).manifest().with_values(**EMULATED)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_corpus(Path(folder), manifest)
+        launch = partial(start_node, "benchmarks.emulated_node")
+        fleet = EmulatedFleet(2)
+        run = FleetRun(
+            fleet,
+            manifest,
+            steps,
+            Path(folder),
+            threading.Event(),
+            launch=launch,
+            takes_snapshots=False,
+            step_tokens=MICROBATCHES_PER_STEP * manifest.tokens_per_microbatch,
+        )
+        seen = run.run()
+    found = [Figure("microbatches", seen.rate / manifest.tokens_per_microbatch, "1/s")]
+    found.append(Figure("seconds of jobs by those that were set", seen.overrun, ""))
+    for cause in ("busy", "microbatches", "mean", "peer", "wire"):
+        for number, waits in enumerate(seen.waits):
+            found.append(Figure(f"daemon {number}: {cause}", 100 * getattr(waits, cause) / waits.seconds, "%"))
+    return Found(found, {"emulated_busy": share(seen.waits, "busy")})
+
+
+class EmulatedFleet(Fleet):
+    """Two machines, whose accelerators take EMULATED_MS for a forward."""
+
+    def forward_ms(self, machine: int) -> float:
+        return EMULATED_MS
+
+
 PARTS: Final[Mapping[str, Callable[[torch.device, int], Found]]] = {
     "machine": measure_machine,
     "counts": measure_counts,
     "stage": measure_stages,
     "codec": measure_codecs,
     "averaging": measure_averaging,
+    "emulated": measure_emulated,
 }
 
 
@@ -326,6 +383,9 @@ NOTES: Final = [
     "tiny, and the speeds say nothing.",
     "`averaging`: `loop_ns_per_value` on the loop of a daemon, uvloop; `longest_callback_ms` on asyncio's, whose "
     "callbacks can be timed. Medians of three rounds.",
+    "`emulated`: real daemons over loopback, whose accelerators take 40 ms for a forward, 80 ms for a backward, and "
+    "nothing of the processor: `benchmarks/emulated_node.py` has what is left out. A daemon is busy, or waits for "
+    "microbatches, a mean gradient, the next peer or the wire.",
     "Not built yet: memory beside the plan, steps, a whole swarm, tuning beside peft, out of memory.",
 ]
 

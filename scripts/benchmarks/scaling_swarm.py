@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from agora_protocol.manifest import Manifest
 
-from agora.cli.local_swarm import LocalDaemon, LocalSwarm, SwarmFailed
+from agora.cli.local_swarm import Launch, LocalDaemon, LocalSwarm, SwarmFailed
 from agora.pipeline.waits import Waits
 from benchmarks.children import BenchFailed, Nursery
 from benchmarks.scaling_settings import MICROBATCHES_PER_STEP, WARM_STEPS, Fleet
@@ -101,15 +101,33 @@ def rate_between(completed_at: Sequence[tuple[float, int]], begin: float, end: f
 class FleetRun:
     """One fleet that trains for a number of steps; `run` does everything, once, and may be called in any thread."""
 
-    def __init__(self, fleet: Fleet, manifest: Manifest, steps: int, folder: Path, stop: threading.Event) -> None:
-        """steps: of all tokens of the fleet. folder: of the benchmark. stop: ends the run early, with BenchFailed."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        manifest: Manifest,
+        steps: int,
+        folder: Path,
+        stop: threading.Event,
+        *,
+        launch: Launch | None = None,
+        takes_snapshots: bool = True,
+        step_tokens: int = 0,
+    ) -> None:
+        """steps: of all tokens of the fleet. folder: of the benchmark. stop: ends the run early, with BenchFailed.
+
+        launch: of daemons, see LocalSwarm. takes_snapshots: whether the weights are copied while it trains.
+        step_tokens: by which `steps` are counted, by default those of the manifest's steps.
+        """
+        self._takes_snapshots = takes_snapshots
         self._fleet, self._manifest, self._stop = fleet, manifest, stop
-        self._target = manifest.optimizer.target_tokens
+        self._target = step_tokens or manifest.optimizer.target_tokens
         self._tokens = steps * self._target
         self._folder = folder / manifest.name
         self._folder.mkdir()
         flags = ["--allow-files", *(["--link", fleet.link] if fleet.link else [])]
-        self._swarm = LocalSwarm(self._folder, manifest.to_toml(), corpus=corpus_cache(folder), flags=flags)
+        self._swarm = LocalSwarm(
+            self._folder, manifest.to_toml(), corpus=corpus_cache(folder), flags=flags, launch=launch
+        )
         self._progress = Progress()
 
     def run(self) -> Observation:
@@ -207,6 +225,8 @@ class FleetRun:
             return list(pool.map(lambda daemon: Waits(**daemon.ask("report", ANSWER_S)["waits"]), self._daemons))
 
     def _take_snapshot(self) -> list[Snapshot]:
+        if not self._takes_snapshots:
+            return []
         # The slow machine may be steps behind; the others hold every stage.
         folder, tokens, seconds = self._folder / "weights", self._progress.tokens, self._progress.seconds
         folder.mkdir(exist_ok=True)

@@ -8,10 +8,8 @@ daemon's slowdown.
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from agora.cost.run_cost import Machine, RunCost
 from agora.planning.plan import Plan
 from agora.planning.search import make_plan
 from agora.train.machine_profile import measure_profile
-from benchmarks.children import BenchFailed
+from benchmarks.children import BenchFailed, start_node
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
 from benchmarks.simulate_real import Observation, RealPeer, observe
@@ -92,7 +90,7 @@ def equal_case() -> Case:
     order = [0, 2, 4, 6, 7, 5, 3, 1]  # each pair of stages has one of the four fast ones and one of the slow ones
     spans = [Span(2 * (place % 4), 2 * (place % 4) + 1) for place in range(len(FACTORS))]
     peers = [RealPeer(str(span), BASE * FACTORS[index]) for span, index in zip(spans, order, strict=True)]
-    return Case("equal spans, even routing", peers, start_uniform, WARM_EVEN)
+    return Case("equal spans, even routing", peers, partial(start_node, "benchmarks.uniform_node"), WARM_EVEN)
 
 
 def one_stage_case() -> Case:
@@ -105,19 +103,6 @@ def one_stage_case() -> Case:
             RealPeer(str(STAGES - 1), 30.0 * BASE),
         ],
     )
-
-
-def start_uniform(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a daemon that routes evenly, see uniform_node.py."""
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.uniform_node", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
 
 
 def possible_rate(seen: Observation) -> float:

@@ -12,12 +12,22 @@ from benchmarks.gpu import TARGETS, run_parts, run_with_options
 
 
 def test_every_part_measures_and_the_counts_are_the_contracts_ratios() -> None:
-    report = run_parts(True, tuple(gpu.PARTS))
+    parts = tuple(part for part in gpu.PARTS if part != "emulated")
+    report = run_parts(True, parts)
     assert not [row for row in report.rows if str(row["what"]).startswith("failed")]
-    assert {row["part"] for row in report.rows} == set(gpu.PARTS)
+    assert {row["part"] for row in report.rows} == set(parts)
     assert all(isinstance(row["value"], (int, float)) and row["value"] > 0 for row in report.rows)
     counted = {"syncs_per_job", "copies_per_hop", "kernels_per_layer_eager"}
     assert counted | {"bytes_moved_per_parameter", "bytes_kept_per_parameter"} <= report.ratios.keys() <= TARGETS.keys()
+
+
+@pytest.mark.process
+def test_emulated_accelerators_are_busy_and_take_what_they_are_set_to() -> None:
+    report = run_parts(True, ("emulated",))
+    values = {str(row["what"]): row["value"] for row in report.rows}
+    assert report.ratios["emulated_busy"].value > 0.5, values
+    jobs = values["seconds of jobs by those that were set"]
+    assert isinstance(jobs, float) and jobs > 0.9, "no job is shorter than it is set to"
 
 
 def test_a_part_that_fails_or_hangs_becomes_a_row_and_the_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
