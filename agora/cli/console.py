@@ -30,7 +30,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_DEGRADED = 3
 EXIT_STALLED = 4  # or unreachable
-# Where torch reads its allocator's settings: before version 2.9 not yet in the first, since then still in the others.
+# The variables from which torch reads its allocator's settings. Before 2.9 it knows only the last two.
 NAMED_SINCE = Version("2.9")
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PROGRESS_LINE_INTERVAL_S = 2.0  # seconds between two lines of a ProgressDisplay that has no terminal

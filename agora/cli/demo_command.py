@@ -26,7 +26,7 @@ from agora.cli.local_swarm import LocalDaemon, LocalSwarm
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
 
-POLL_S = 0.2
+POLL_INTERVAL_S = 0.2
 STALL_TIMEOUT_S = 180.0  # without any progress, after which a demo fails
 JOIN_TIMEOUT_S = 60.0  # to wait, after the last step, for peers that are still joining
 DRAIN_TIMEOUT_S = 90.0  # for each peer
@@ -294,7 +294,7 @@ class Demo:
             self._raise_if_stalled()
             if kill_every and time.monotonic() >= next_kill and self._kill_a_peer():
                 next_kill = time.monotonic() + kill_every
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _watch_once(self) -> None:
         self._read_journals()
@@ -357,7 +357,7 @@ class Demo:
         while (self._not_started or self._living(serving=False)) and time.monotonic() < deadline:
             self._watch_once()
             self._drain()
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         self._drain()
 
     def _drain(self) -> None:

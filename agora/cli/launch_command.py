@@ -33,7 +33,7 @@ TOOLS: Final[tuple[Tool, ...]] = ("ssh", "slurm", "kubernetes", "skypilot")
 MAX_COUNT: Final = 1000
 LEAVE_TIMEOUT_S: Final = 30  # for a daemon to leave, which takes about 10 s, before a tool kills it
 PORT: Final = 31330
-POLL_S: Final = 3.0
+POLL_INTERVAL_S: Final = 3.0
 INVITE_VARIABLE: Final = "SWARM_INVITE"  # without the prefix of settings
 PACKAGE: Final = f"agora-swarm=={__version__}"
 _GPUS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(?::[1-9][0-9]?)?")
@@ -375,7 +375,7 @@ def follow_joins(
                 joined.append(peer)
                 console.print_to_stderr(f"joined: {name} ({len(joined)} of {wanted})")
         if len(joined) < wanted:
-            sleep(POLL_S)
+            sleep(POLL_INTERVAL_S)
     return joined
 
 

@@ -21,7 +21,7 @@ from agora_protocol.errors import LocalError
 
 from agora.node import paths
 from agora.node.control import control_client
-from agora.observe.journal import Follower
+from agora.observe.journal import JournalTail
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ START_TIMEOUT_S: Final = 120.0  # for a daemon to give its invite, or for anothe
 STOP_TIMEOUT_S: Final = 10.0  # between SIGTERM and SIGKILL
 KILL_TIMEOUT_S: Final = 60.0  # for a process to end after SIGKILL
 ANSWER_TIMEOUT_S: Final = 60.0
-POLL_S: Final = 0.05
+POLL_INTERVAL_S: Final = 0.05
 COMMON_CAUSE_WINDOW_S: Final = 3.0  # after a daemon has ended by itself, in which others may end for the same cause
 
 
@@ -55,7 +55,7 @@ class LocalDaemon:
         self.root = root
         self.process = process
         self.end_is_intended = False
-        self._journal = Follower(root)
+        self._journal = JournalTail(root)
         self._socket = paths.socket_of(paths.Home(root))
         self._history: list[dict[str, Any]] = []
 
@@ -95,11 +95,11 @@ class LocalDaemon:
         return None
 
     def answers_peers(self) -> bool:
-        """Returns whether a daemon that gives its invite answers other peers, too: from the step "directory" on.
+        """Returns whether a daemon that gives its invite also answers other peers: from the phase "directory" on.
 
-        Reads the whole journal. Without an answer to "invite", the steps may be those of an earlier process.
+        Reads the whole journal. Without an answer to "invite", the phases may be those of an earlier process.
         """
-        steps = [event["name"] for event in Follower(self.root).read_new() if event["event"] == "StartStep"]
+        steps = [event["name"] for event in JournalTail(self.root).read_new() if event["event"] == "StartStep"]
         return "directory" in takewhile(lambda step: step != "identity", reversed(steps))
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
@@ -209,16 +209,14 @@ class LocalSwarm:
         return self.invite
 
     def until(self, condition: Callable[[], T | None], description: str, within_s: float = START_TIMEOUT_S) -> T:
-        """Polls `condition` every POLL_S until it is true. Raises SwarmFailed when a daemon ends by itself, and after
-        `within_s`.
-        """
+        """Polls `condition` until it is true. Raises SwarmFailed when a daemon ends by itself, and after `within_s`."""
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             self.check_alive()
             if time.monotonic() > deadline:
                 words = "; ".join(f"{daemon.name}: {daemon.last_words()}" for daemon in self.daemons.values())
                 raise SwarmFailed(f"Waited {within_s:.0f} s for {description}; the last lines are: {words}")
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         return value
 
     def check_alive(self) -> None:
@@ -230,7 +228,7 @@ class LocalSwarm:
             if time.monotonic() > deadline or not any(daemon.is_alive for daemon in self.daemons.values()):
                 ended = "ended by itself with exit code"
                 raise SwarmFailed("; ".join(f"{d.name} {ended} {d.process.poll()}: {d.last_words()}" for d in failed))
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def has_failed(self, daemon: LocalDaemon) -> bool:
         """Returns whether a daemon has ended although its end was not intended."""

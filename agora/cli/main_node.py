@@ -112,7 +112,7 @@ EXPORT_AT_END = Annotated[
     typer.Option(
         "--export-at-end",
         metavar="auto|always|never",
-        help="Whether the result is written into the data directory then; auto (default): by the run's founder.",
+        help="Whether the result is then written here; auto (default): by the founder, or else one peer of stage 0.",
     ),
 ]
 
@@ -204,7 +204,8 @@ def doctor(
     """Check whether this machine can join a run, and what to do if not.
 
     Every check has a measured value, a limit, and a remedy where it does not pass. With RUN, the run's peers are called
-    and its manifest is read too. Nothing is changed. Exit code 0: all pass; 3: something warns; 1: something fails.
+    and its manifest is read if this machine has it. No setting and nothing of the run is changed. Exit code 0: all
+    pass; 3: something warns; 1: something fails.
 
     \b
     Examples:
@@ -256,7 +257,7 @@ def pause(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json:
     """Pause the daemon until `agora-node resume`, restarts included.
 
     Within 10 s it finishes or hands back what it holds, writes its checkpoints, withdraws its claim and closes all
-    connections. Only its control socket is left; `swarm status` shows PAUSED.
+    connections. Its control socket, metrics and page stay; `swarm status` shows PAUSED.
 
     \b
     Example:
@@ -378,7 +379,7 @@ def _ask_all(question: Literal["pause", "resume"], run: str | None, directory: P
     entries = _find_daemons(run, directory)
     if entries[0].supervisor:
         # One that is being started again obeys as well, and answers nothing yet.
-        for home in paths.homes_beside(entries[0]):
+        for home in paths.homes_of_machine(entries[0]):
             if question == "pause":
                 home.paused.touch(mode=0o600)
             else:

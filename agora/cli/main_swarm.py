@@ -252,7 +252,8 @@ def demo(
 
     Every daemon has its own libp2p host and DHT node and they find each other as they would over the internet. With
     --kill-every a random peer is killed at that interval and a fresh one takes its place; no microbatch of a living
-    origin is lost.
+    origin that keeps its stages is lost.
+
     With --base-model the run is the one that `swarm new --base-model DIR --data FILE` describes, with --adapter the one
     that goes on from that adapter.
 

@@ -20,7 +20,7 @@ from agora.core.tasks import run_in_thread
 from agora.node import paths, runs
 from agora.node.control import control_client
 from agora.page.feed import LOOK_INTERVAL_S, Feed, Invitation
-from agora.page.model_text import write_text
+from agora.page.model_text import write_run_text
 from agora.page.run_page import page_app
 from agora.page.server import HttpServer, listen
 
@@ -89,7 +89,7 @@ class SwarmSource:
             raise LocalError(
                 "This machine does not take part in the run: `swarm sample` needs a daemon or checkpoints."
             )
-        return await write_text(manifest, self._text, [self._home.root])
+        return await write_run_text(manifest, self._text, [self._home.root])
 
     def _fetch(self) -> Mapping[str, Any]:
         entry = self._find_daemon()

@@ -22,11 +22,11 @@ from prometheus_client import CollectorRegistry
 from agora.cli import console, status_command
 from agora.cli.trackers import Tracker, TrackerFailed, open_tracker
 from agora.node import paths, runs
-from agora.observe.journal import Follower
+from agora.observe.journal import JournalTail
 from agora.observe.metrics import FILE_NAME, STATUS_METRICS, Row, SnapshotCollector, make_row
 
 MAX_WAITING = 10_000  # rows that wait for a tracker that does not answer
-POLL_S = 5.0  # seconds between two looks for new rows
+POLL_INTERVAL_S = 5.0  # seconds between two looks for new rows
 QUESTION_INTERVAL_S = 10.0  # seconds between two questions to a peer, while no daemon of this machine writes rows
 
 
@@ -51,7 +51,7 @@ def track(run: str, targets: Sequence[str], directory: Path | None, *, once: boo
                 failed = [sending.target for sending in sendings if not sending.send(rows)]
                 if once:
                     return console.EXIT_FAILED if failed else console.EXIT_DONE
-                time.sleep(POLL_S)
+                time.sleep(POLL_INTERVAL_S)
     return console.EXIT_DONE
 
 
@@ -106,7 +106,7 @@ class RowSource:
     name: str
     text: str  # as the user named the run
     home: paths.Home
-    _followers: dict[Path, Follower] = field(default_factory=dict)
+    _tails: dict[Path, JournalTail] = field(default_factory=dict)
     _asked_at: float = -QUESTION_INTERVAL_S
     _step: int = -1
 
@@ -125,8 +125,8 @@ class RowSource:
         entries = [entry for entry in paths.find_running_daemons() if entry.run == self.run]
         # One daemon's rows are enough, and two would take turns with two views of the swarm.
         folder = Path(entries[0].root) if entries else self.home.root
-        follower = self._followers.setdefault(folder, Follower(folder, FILE_NAME))
-        rows = [row for fields in follower.read_new() if (row := Row.from_json(fields)) and row.run == self.run]
+        tail = self._tails.setdefault(folder, JournalTail(folder, FILE_NAME))
+        rows = [row for fields in tail.read_new() if (row := Row.from_json(fields)) and row.run == self.run]
         if not entries and time.monotonic() - self._asked_at >= QUESTION_INTERVAL_S:
             rows += self._ask()
         return sorted(rows, key=lambda row: row.unix)

@@ -1,4 +1,4 @@
-"""Names the places of a daemon's files on this machine, and finds running daemons by their sockets.
+"""Names the places of a daemon's files on this machine, and finds running daemons by their registry files.
 
 Layout of a data directory (mode 0700):
 
@@ -13,8 +13,10 @@ Layout of a data directory (mode 0700):
     metrics.jsonl               the values of all metrics over time; older ones in metrics.jsonl.1 and so on
     profile-<key>.json          how fast this machine computes the run's model, as an earlier start has measured
     corpus/                     tokenised texts and rows of samples, by content
+    compiled/                   compiled layers, for the next start
     base/<list hash>/           fetched tensors of a base model, by its tensor list
     runs/<run id>/run.toml      the signed manifest of each run that this machine has joined
+    runs/<run id>/files.json    where this machine has the run's tokenizer and base model
     runs/<run id>/ticket        the tickets that admit this machine, mode 0600
     runs/<run id>/amendments    amendments of the run's manifest, mode 0600
     runs/<run id>/revocations   which peers are banned from the run, and by which key, mode 0600
@@ -27,7 +29,7 @@ Layout of a data directory (mode 0700):
     runs/<run id>/result/       what the run has learnt, exported when it had ended
     runs/<run id>/collected/    the weights of every stage, as last asked for by an export
     launched/<run>-<tool>/      jobs of `swarm launch`, mode 0600: one may hold an invite
-    devices/<device>/           the data directories of the daemons of further devices, see `--device all`
+    devices/                    lock and journal of all devices' daemons; each further one's data directory in <device>/
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ SUPERVISOR_VARIABLE = "AGORA_SUPERVISOR_PID"  # of a daemon that another process
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The data directory `root` of one daemon, with the path of each file in it; the files need not exist."""
+    """The data directory `root` of one daemon, with the paths of files in it; the files need not exist."""
 
     root: Path
 
@@ -154,11 +156,11 @@ def make_private(directory: Path) -> None:
 
 
 def distrust_reason(directory: Path, *, is_services: bool = False) -> str:
-    """Returns why the files of an existing directory may be those of other users, "" if they cannot, and what to do.
+    """Returns why other users may have written the files in a directory, and what to do; "" if they cannot have.
 
     A user who can put files into the directory of the sockets chooses which process commands ask, and in /tmp any user
     can be the first to make it.
-    is_services: whether it may be another user's, or a link, because root made it for a service. Raises OSError.
+    is_services: whether root made it for a service: then it may be a link, or belong to another user. Raises OSError.
     """
     status = directory.stat() if is_services else directory.lstat()
     is_foreign = status.st_uid != os.getuid() and not is_services
@@ -220,7 +222,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def homes_beside(entry: DaemonEntry) -> list[Home]:
+def homes_of_machine(entry: DaemonEntry) -> list[Home]:
     """Returns the data directories of all devices' daemons of the machine, that of `entry` included."""
     root = Path(entry.root)
     main = Home(root.parent.parent if root.parent.name == "devices" else root)

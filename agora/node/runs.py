@@ -99,7 +99,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
 
 
 def read_standard_input() -> str:
-    """Returns what standard input holds, also when it is asked for again: who watches a run resolves it often."""
+    """Returns what standard input held. Reads it once: `--watch` resolves the run again and again."""
     return _read_once(sys.stdin)
 
 
@@ -257,9 +257,9 @@ class KnownFiles:
 
 
 def remember_files(home: paths.Home, run: str, known: KnownFiles) -> None:
-    """Writes it to the data directory, atomically; what is None there stays as it was. Raises OSError.
+    """Writes the known places to the data directory, atomically. A place that is None keeps its earlier value.
 
-    The run's directory must exist.
+    The run's directory must exist. Raises OSError.
     """
     earlier = remembered_files(home, run)
     files = {"tokenizer": known.tokenizer or earlier.tokenizer, "base_model": known.base_model or earlier.base_model}

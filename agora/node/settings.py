@@ -97,7 +97,7 @@ class Settings(pydantic.BaseModel):
     data: tuple[str, ...] = ()
     corpus_cache: str = ""  # "" is DIR/corpus; may be shared by several daemons
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
-    # The adapter that the run begins with: its folder, or its Hugging Face Hub id; "" is none, or one that peers give.
+    # The adapter that the run begins with: its folder or its Hub id; "" if there is none, or if peers supply it.
     adapter: str = ""
     disk_gib: float = pydantic.Field(0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
     upload_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # over all traffic, such as 1MB/s; "" is none

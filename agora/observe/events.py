@@ -299,7 +299,7 @@ class RoundDone(Event):
     """Event: an averaging round of one stage ended at this peer, which is one of its `members`."""
 
     stage: int
-    what: str  # what was averaged: "gradient", or "slice" for one slice of the weights
+    what: str  # what was averaged: "gradient", or "slice" for one fragment of the weights
     round: int  # its number, counted by stage and `what`
     parts: int  # into which the values were cut
     failed_parts: int  # parts for which no mean could be used

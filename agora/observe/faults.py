@@ -60,8 +60,8 @@ ACTIONS_WITH_NUMBER: Final = {
 }
 _ARRIVAL: Final = re.compile(r"([1-9][0-9]{0,8})(\+?)")
 
-# Type of a function that is awaited with a point's name when the program reaches it; `reach` outside of tests.
-ReachFault = Callable[[str], Awaitable[None]]
+# Type of a function that is awaited with a point's name when the program reaches it; `inject_fault` outside of tests.
+InjectFault = Callable[[str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +171,13 @@ def set_active_faults(faults: Faults | None) -> None:
     _active = faults
 
 
-async def reach(point: str) -> None:
+async def inject_fault(point: str) -> None:
     """Injects the fault that is due when a coroutine arrives at `point`, if any: only this task waits; see Faults."""
     if _active is not None and (wait_s := _active.act(point)):
         await asyncio.sleep(wait_s)
 
 
-def reach_blocking(point: str) -> None:
+def inject_fault_blocking(point: str) -> None:
     """Injects the fault that is due when a thread arrives at `point`, if any: the thread blocks. See Faults.act."""
     if _active is not None and (wait_s := _active.act(point)):
         time.sleep(wait_s)

@@ -90,7 +90,7 @@ def _finite_or_none(value: Any) -> Any:
 
 
 @dataclass
-class Follower:
+class JournalTail:
     """Reads the journal, or another LineFile of the directory, that any process writes: all of it, later new lines."""
 
     directory: Path

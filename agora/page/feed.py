@@ -22,7 +22,7 @@ from agora_protocol.ids import PeerId, peer_name
 from agora.core.tasks import run_in_thread
 from agora.core.terminal_text import one_line, printable
 from agora.observe import events, faults
-from agora.observe.journal import Follower, from_json
+from agora.observe.journal import JournalTail, from_json
 from agora.observe.metrics import FILE_NAME, Row
 
 LOOK_INTERVAL_S: Final = 2.0  # seconds between two looks at the status of a small run
@@ -106,7 +106,7 @@ class Feed:
         """pause: as pause_s, which is the default."""
         self._source = source
         self._pause = pause or pause_s
-        self._followers = 0
+        self._subscribers = 0
         self._is_wanted = asyncio.Event()
         self._looked = asyncio.Event()  # replaced at every look
         self._asking = asyncio.Lock()
@@ -142,7 +142,7 @@ class Feed:
 
     async def follow(self) -> AsyncIterator[str]:
         """Yields JSON after each look: the status in short and what is new; the first one has all that is kept."""
-        self._followers += 1
+        self._subscribers += 1
         self._is_wanted.set()
         seen = 0
         try:
@@ -153,13 +153,13 @@ class Feed:
                     seen = self._history.looks
                 await looked.wait()
         finally:
-            self._followers -= 1
-            if not self._followers:
+            self._subscribers -= 1
+            if not self._subscribers:
                 self._is_wanted.clear()
 
     @property
-    def followers(self) -> int:
-        return self._followers
+    def subscribers(self) -> int:
+        return self._subscribers
 
     def _update(self, status: Status, seen: int) -> dict[str, Any]:
         return {
@@ -174,7 +174,7 @@ class Feed:
     async def _look_again_and_again(self) -> None:
         while True:
             await self._is_wanted.wait()
-            await faults.reach("page.look")
+            await faults.inject_fault("page.look")
             status = await self.status()
             try:
                 folder = await self._source.folder()
@@ -314,7 +314,7 @@ class History:
         self._tasks = Kept(MAX_TASKS)  # [unix, task, metric, value]
         self._rounds: dict[tuple[Any, Any], dict[str, Any]] = {}
         self._work: dict[str, float] = {}
-        self._followers: tuple[Follower, Follower] | None = None
+        self._tails: tuple[JournalTail, JournalTail] | None = None
         self._before: Status | None = None
 
     def since(self, look: int) -> dict[str, Any]:
@@ -352,9 +352,9 @@ class History:
             self._points.add(look, point)
 
     def _read(self, look: int, folder: Path, run: str) -> None:
-        if self._followers is None or self._followers[0].directory != folder:
-            self._followers = Follower(folder), Follower(folder, FILE_NAME)
-        journal, metrics = self._followers
+        if self._tails is None or self._tails[0].directory != folder:
+            self._tails = JournalTail(folder), JournalTail(folder, FILE_NAME)
+        journal, metrics = self._tails
         is_first = look == 1  # later points come from the statuses, which are newer
         metrics.skip_to_tail(TAIL_BYTES)
         for fields in metrics.read_new():

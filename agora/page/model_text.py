@@ -33,7 +33,7 @@ def text_problem(manifest: Manifest) -> str:
     return ""
 
 
-async def write_text(manifest: Manifest, run: str, directories: Sequence[Path]) -> str:
+async def write_run_text(manifest: Manifest, run: str, directories: Sequence[Path]) -> str:
     """Returns the beginning of a document that the model writes now.
 
     run: as `swarm sample` takes it. directories: data directories with checkpoints, where no daemon runs. Raises

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from agora.page.feed import Feed
 
-MAX_FOLLOWERS: Final = 16  # browsers' tabs that are sent updates at a time
+MAX_SUBSCRIBERS: Final = 16  # browsers' tabs that are sent updates at a time
 MAX_NUMBER: Final = 10**9
 # The whole bundle: what a browser gets for each path, and of which kind it is. Nothing else of this machine is served.
 BUNDLE: Final = {
@@ -43,8 +43,8 @@ def page_app(feed: Feed) -> Starlette:
     async def send_updates(request: Request) -> Response:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        if feed.followers >= MAX_FOLLOWERS:
-            text = f"{MAX_FOLLOWERS} pages are open already; close one.\n"
+        if feed.subscribers >= MAX_SUBSCRIBERS:
+            text = f"{MAX_SUBSCRIBERS} pages are open already; close one.\n"
             return PlainTextResponse(text, 503, {"Retry-After": "30"})
         return StreamingResponse(_events(feed), media_type="text/event-stream")
 

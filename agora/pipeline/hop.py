@@ -82,7 +82,7 @@ class Hop:
         *,
         report: events.Report,
         barrier: StepBarrier | MeanBarrier | None = None,
-        fault: faults.ReachFault = faults.reach,
+        fault: faults.InjectFault = faults.inject_fault,
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
         """on_trained: called when a training microbatch leaves this hop, after training_count was decremented."""

@@ -31,9 +31,8 @@ MIN_RETRY_MS, MAX_RETRY_MS = 10, 2000  # all slots are taken: the bounds of the 
 OVERLAP_RETRY_MS = 1000  # the microbatch entered this peer at another stage before
 ENDING_RETRY_MS = 1000  # an earlier attempt of the microbatch is still ending here
 ANSWERS_PER_SLOT = 32  # one slot comes back after this many answers without an out-of-memory error
-MAX_ENDING_TIMEOUT_S = (
-    5.0  # seconds that `WorkLedger.drain` waits for cancelled work to end, unless it is given other ones
-)
+# Seconds that `WorkLedger.drain` waits for cancelled work to end, unless it is given other ones.
+MAX_ENDING_TIMEOUT_S = 5.0
 
 # Does a microbatch's work here and returns its answer.
 Perform = Callable[["RunningWork"], Coroutine[Any, Any, HopAnswer]]

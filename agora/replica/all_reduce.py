@@ -294,7 +294,7 @@ class Round:
             wire=encoded.wire,
             deadline_ms=max(1, int(1000 * (deadline - now))),
         )
-        await self.all_reduce.reach_fault("averaging.sending")
+        await self.all_reduce.inject_fault("averaging.sending")
         if reducer == self.all_reduce.config.me:
             return await self.all_reduce.contribute(reducer, request, encoded.tensors, deadline)
         self._bytes_out += encoded.nbytes
@@ -364,7 +364,7 @@ class AllReduce:
         sign: Callable[[bytes], bytes],
         report: events.Report,
         report_violation: ReportViolation,
-        reach_fault: faults.ReachFault = faults.reach,
+        inject_fault: faults.InjectFault = faults.inject_fault,
     ) -> None:
         """wanted_fragments: in how many fragments, or ALL_REDUCE, a stage should agree later that has so many now.
 
@@ -374,7 +374,7 @@ class AllReduce:
         self.peer_caller = peer_caller
         self.report = report
         self._report_violation = report_violation
-        self.reach_fault = reach_fault
+        self.inject_fault = inject_fault
         self.codec = codec
         self.context_of = context_of
         self._wanted_fragments = wanted_fragments
@@ -447,7 +447,7 @@ class AllReduce:
             sent = EncodedShard(cast("WireName", message.wire), tensors)
             values = await off_loop(partial(self.codec.decode, shard, sent, context.numel))
             self._record_contribution(peer, shard)
-            await self.reach_fault("averaging.received")
+            await self.inject_fault("averaging.received")
             if (gathering := self._gatherings.get(shard)) and gathering.averaging:
                 await asyncio.wait([gathering.result], timeout=deadline - loop_time())
             kept = self._find_kept_mean(shard)
@@ -457,7 +457,7 @@ class AllReduce:
                 mean = await self._gather(peer, message, shard, values, deadline)
         # A contribution that is late, or of a peer that is not a member, is answered without being in the mean.
         counted = kept is None and peer in self._remember_members(shard)
-        await self.reach_fault("averaging.answered")
+        await self.inject_fault("averaging.answered")
         return replace(mean, message=replace(mean.message, counted=counted))
 
     @contextlib.contextmanager

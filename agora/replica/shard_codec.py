@@ -60,9 +60,8 @@ Aggregation = Literal["mean", "clip"]
 RoundKind = Literal["gradient", "fragment"]  # what a round averages: all gradients, or the differences of one fragment
 MEAN_TAG: Final = b"agora mean 1\0"  # what a reducer's signature begins with
 WIRE_KINDS: Final[Mapping[RoundKind, str]] = {"gradient": "gradient", "fragment": "slice"}
-CLIP_ITERATIONS: Final = (
-    3  # enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021
-)
+# Enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021.
+CLIP_ITERATIONS: Final = 3
 MIN_NORM, MAX_NORM = 1e-15, 1e15  # outside of these a norm is computed again in float64
 # A contribution may be this many times as long as the lower median of all; a longer one is shortened to that.
 MAX_TIMES_LONGER: Final = 2.0

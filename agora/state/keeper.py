@@ -28,9 +28,8 @@ from agora.swarm.peer_score import ReportViolation
 FETCH_TIMEOUT_S: Final = 1800.0  # seconds that fetching one state may take
 TIMEOUT_S: Final = 300.0  # seconds that a joiner without a checkpoint looks for new sources when all have failed
 ANSWERS_TIMEOUT_S: Final = 10.0  # seconds that a joiner waits for all replicas to answer whether they have taken a step
-RETURN_TIMEOUT_S: Final = (
-    120.0  # seconds in which the last peer that offered a stage may come back, before it counts as lost
-)
+# Seconds in which the last peer that offered a stage may come back, before it counts as lost.
+RETURN_TIMEOUT_S: Final = 120.0
 RETRY_INTERVAL_S: Final = 2.0  # seconds between two attempts to find a source
 
 

@@ -37,17 +37,17 @@ def choose_chain(known: Collection[SealedAmendment], run: RunId, founder: PeerId
     A delegate's, whom the founder has banned, does not count unless the founder has signed one that follows it.
     known: each of which may follow the one that it names.
     """
-    followers = defaultdict[bytes, list[SealedAmendment]](list)
+    successors = defaultdict[bytes, list[SealedAmendment]](list)
     confirmed_to: dict[bytes, int] = {}
     for each in sorted(known, key=lambda each: -each.amendment.number):
         own = each.amendment.number if each.amendment.issuer == founder else 0
-        confirmed_to[each.hash] = max([own, *(confirmed_to[after.hash] for after in followers[each.hash])])
-        followers[each.amendment.previous].append(each)
+        confirmed_to[each.hash] = max([own, *(confirmed_to[after.hash] for after in successors[each.hash])])
+        successors[each.amendment.previous].append(each)
     chain = list[SealedAmendment]()
     previous = bytes.fromhex(run)
     while True:
         counting = [
-            each for each in followers[previous] if confirmed_to[each.hash] or not is_banned(each.amendment.issuer)
+            each for each in successors[previous] if confirmed_to[each.hash] or not is_banned(each.amendment.issuer)
         ]
         if not counting:
             return tuple(chain)

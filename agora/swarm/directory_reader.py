@@ -30,7 +30,11 @@ from agora.swarm.directory_shards import (
 )
 from agora.swarm.view import StageEstimate
 
-READ_S, CALM_READ_S, MAX_READ_S = 1.0, 4.0, 8.0  # seconds between two reads of the directory; see read_interval_s
+READ_INTERVAL_S, CALM_READ_INTERVAL_S, MAX_READ_INTERVAL_S = (
+    1.0,
+    4.0,
+    8.0,
+)  # seconds between two reads of the directory; see read_interval_s
 SLOW_READ_TIMEOUT_S = 3.0  # seconds that any read of the directory may take, although the one before was quicker
 JITTER = 0.2  # A wait is made longer or shorter at random by this fraction at most
 
@@ -144,7 +148,11 @@ class DirectoryReader:
         """Returns the seconds to wait before the next read. A large run always changes somewhere: `is_calm` has no
         effect.
         """
-        return read_interval_s(is_calm, self._took_s) if self._to_read.is_small else max(MAX_READ_S, 3.0 * self._took_s)
+        return (
+            read_interval_s(is_calm, self._took_s)
+            if self._to_read.is_small
+            else max(MAX_READ_INTERVAL_S, 3.0 * self._took_s)
+        )
 
     @property
     def linger_s(self) -> float:
@@ -191,7 +199,7 @@ def read_interval_s(is_calm: bool, took_s: float) -> float:
 
     is_calm: every stage has a replica, and the view has not changed for CALM_AFTER_S.
     """
-    return min(MAX_READ_S, max(CALM_READ_S if is_calm else READ_S, 3.0 * took_s))
+    return min(MAX_READ_INTERVAL_S, max(CALM_READ_INTERVAL_S if is_calm else READ_INTERVAL_S, 3.0 * took_s))
 
 
 def linger_s(took_s: float) -> float:

@@ -11,9 +11,9 @@ Steps count, not heartbeats: a swarm whose peers all answer but whose weights do
 | DEGRADED | a stage has not taken its first step, still within its time limit; or it has a single replica |
 | OK | every stage has two replicas or more, and steps |
 
-A stage's time limit is LIMIT_STEPS of its usual step times, at least MIN_LIMIT_S. In a run that is too large to be read
-whole, replicas are counted by estimate, and the time limit is longer by twice the time in which a stage's peers are
-read again.
+A stage's time limit is LIMIT_STEPS of its usual step times, at least MIN_STALL_LIMIT_S. In a run that is too large to
+be read whole, replicas are counted by estimate, and the time limit is longer by twice the time in which a stage's peers
+are read again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from agora.swarm.view import PeerView, View
 
 OK, DEGRADED, STALLED, PAUSED, UNREACHABLE = "OK", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE"
 COMPLETED = "COMPLETED"
-MIN_LIMIT_S = 60.0
-LIMIT_STEPS = 10.0  # A stage that took no step for this many usual step times, and for MIN_LIMIT_S at least, is stalled
+MIN_STALL_LIMIT_S = 60.0
+# A stage that took no step for this many usual step times, and for MIN_STALL_LIMIT_S at least, is stalled.
+LIMIT_STEPS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +137,4 @@ def _last_step(view: View, stages: Iterable[int], now_unix: float) -> str:
 
 def _step_limit_s(replicas: Sequence[PeerView]) -> float:
     usual = min((p.mean_step_s.value for p in replicas if p.mean_step_s.value is not None), default=0.0)
-    return max(MIN_LIMIT_S, LIMIT_STEPS * usual)
+    return max(MIN_STALL_LIMIT_S, LIMIT_STEPS * usual)

@@ -38,17 +38,18 @@ VERIFY_ALL_TIMEOUT_S = 15.0
 # If at least this many, and most, of a batch of dialled peers did not answer, the peers are counted again.
 MANY_UNREACHABLE = 16
 # Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged.
-SETTLE_S = 1.0
+SETTLE_DELAY_S = 1.0
 # Seconds that a record outlives its peer in the directory; a killed peer leaves the views of peers without a
 # connection to it after this + `linger_s`.
 LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0
 PUBLISH_CLAIM_INTERVAL_S = 6.0
 PUBLISH_PROGRESS_INTERVAL_S = 4.0
-# If there is a sign of another process with this peer's key, a start watches for it, then tells it. The seconds of the
-# first, of the second (in which the other reads the directory a few times), and between two reads or two tellings:
-PROBE_S = 1.4 * PUBLISH_PROGRESS_INTERVAL_S + 2.0
-TELL_S = 10.0
+# If another process seems to use this peer's key, a start publishes a probe and watches for PROBE_TIMEOUT_S. If the
+# other one answers it, the start warns that process for KEY_WARNING_DURATION_S. PROBE_INTERVAL_S: between two reads or
+# warnings.
+PROBE_TIMEOUT_S = 1.4 * PUBLISH_PROGRESS_INTERVAL_S + 2.0
+KEY_WARNING_DURATION_S = 10.0
 PROBE_INTERVAL_S = 0.8
 PROBE_LIFETIME_S = 5.0  # less than the lifetime of a living process' record, which therefore replaces the probe
 CALM_AFTER_S = 10.0
@@ -167,7 +168,7 @@ class Membership:
     async def _settle(self, settling: Settling) -> Placement:
         await self._publish_new_claim(settling.placement)
         while not settling.settled:
-            await asyncio.sleep(SETTLE_S * self._rng.uniform(1.0, 2.0))
+            await asyncio.sleep(SETTLE_DELAY_S * self._rng.uniform(1.0, 2.0))
             claimed = settling.placement
             settling = next_settling(settling, await self._judge_collision())
             if settling.placement is not claimed:
@@ -263,13 +264,13 @@ class Membership:
         # A process that runs publishes its progress again within PUBLISH_PROGRESS_INTERVAL_S, in the place of the
         # probe.
         await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
-        until = loop_time() + PROBE_S
+        until = loop_time() + PROBE_TIMEOUT_S
         while self.key_use.error is None and loop_time() < until:
             await asyncio.sleep(PROBE_INTERVAL_S)
             await self.refresh()
         if self.key_use.error is not None:
             self._report(events.OwnerTold(str(self.key_use.error)))
-            until = loop_time() + TELL_S
+            until = loop_time() + KEY_WARNING_DURATION_S
             while loop_time() < until:  # again and again, since the other one's progress replaces it
                 await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
                 await asyncio.sleep(PROBE_INTERVAL_S)

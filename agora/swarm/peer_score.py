@@ -1,7 +1,8 @@
 """Scores other peers by what they did against the protocol, and decides which are suspended, and for how long.
 
-Each violation is a point, which expires after OFFENCE_LIFETIME_S. A peer with POINTS_TO_SUSPEND points is suspended: it
-is neither called nor answered, and routing does not count it as a replica. Deterministic: the clock is an argument.
+Each violation costs one point, equivocation POINTS_TO_SUSPEND at once; a point expires after VIOLATION_LIFETIME_S. A
+peer with POINTS_TO_SUSPEND points is suspended: it is neither called nor answered, and routing does not count it as a
+replica. Deterministic: the clock is an argument.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from agora.observe.events import Report
 # and its suspension ends.
 MAX_PEERS: Final = 16_384
 POINTS_TO_SUSPEND: Final = 3
-OFFENCE_LIFETIME_S: Final = 600.0
+VIOLATION_LIFETIME_S: Final = 600.0
 SUSPENSION_S: Final = 300.0
 
 
@@ -97,13 +98,13 @@ class PeerScore:
             return
         count = POINTS_TO_SUSPEND if violation is Violation.EQUIVOCATION else 1
         # Points older than the newest three could not change what follows.
-        record.points = [*points, *[_Point(violation, dedup_key, now + OFFENCE_LIFETIME_S)] * count][
+        record.points = [*points, *[_Point(violation, dedup_key, now + VIOLATION_LIFETIME_S)] * count][
             -POINTS_TO_SUSPEND:
         ]
         if len(record.points) >= POINTS_TO_SUSPEND:  # also if it is suspended already: the time begins again
             record.suspended_until = now + self._suspension_s
         seconds = self.suspended_s(peer)
-        follows = f"suspended for {seconds:.0f} s" if seconds else f"they expire after {OFFENCE_LIFETIME_S:.0f} s"
+        follows = f"suspended for {seconds:.0f} s" if seconds else f"they expire after {VIOLATION_LIFETIME_S:.0f} s"
         reason = f"{len(record.points)} of {POINTS_TO_SUSPEND} points; {follows}"
         self._report(events.OffenceRecorded(peer, violation.value, text, reason, seconds))
 

@@ -19,7 +19,7 @@ from agora.swarm.view import PeerView, View
 
 # Number of turns, each one read of the other claims, after which a joining peer's claim is settled in any case.
 MAX_SETTLING_TURNS = 12
-# A span that was kept for this many turns in a row is settled, although other joiners have not chosen the best spans:
+# A span kept for this many turns in a row is settled even if other joiners have not moved to the best spans:
 # their owners may have pinned those, and then it is no use to wait longer.
 TURNS_TO_KEEP = 3
 # A newcomer with less than this fraction of a median machine's rate stands by, while no stage is thin.

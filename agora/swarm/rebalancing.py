@@ -33,19 +33,19 @@ MIN_GAIN = 1.05
 # Minimum number of peers that serve a stage when one of them gives it up: a move never takes one of the last two.
 MIN_REPLICAS = 3
 # A move is expected to pay for at most this many seconds: in a swarm of rented machines, few stay for much longer.
-HORIZON_S = 1800.0
-MOVE_DURATION_S = (
-    15.0  # seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load
-)
+PAYBACK_WINDOW_S = 1800.0
+# Seconds that a move takes apart from fetching: to finish microbatches, to write checkpoints, to load.
+MOVE_DURATION_S = 15.0
 # Bounds of the random seconds between two calls of `judge_move` by a peer.
 MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S = 2.0, 6.0
 # Of n peers that could be spared, this one included, k should move before this one; but they may be unable to. With
 # this probability, times k / n, a peer judges as if they could not.
 OUT_OF_TURN = 0.05
-MAX_FOLLOWERS = 32  # at most this many of the other movers are simulated, before this peer's move and again after it
+# At most this many of the other movers are simulated, before this peer's move and again after it.
+MAX_SIMULATED_MOVES = 32
 
 
-def judge_interval_s(rng: random.Random) -> float:
+def rebalance_interval_s(rng: random.Random) -> float:
     """Returns the seconds to wait before the next `judge_move`: random, so that peers do not judge at the same time."""
     return rng.uniform(MIN_JUDGE_INTERVAL_S, MAX_JUDGE_INTERVAL_S)
 
@@ -90,7 +90,7 @@ class _Rates:
 class _MoveEvaluation:
     def __init__(self, view: View, own: PeerView, needs: StageNeeds, machine: MachineCapacity, served_s: float) -> None:
         self._view = view
-        self._horizon_s = min(HORIZON_S, served_s)
+        self._horizon_s = min(PAYBACK_WINDOW_S, served_s)
         self._own = own
         self._needs = needs
         self._machine = machine
@@ -125,7 +125,7 @@ class _MoveEvaluation:
                 self._add_where_best(peer)
         moved = 0
         for peer in sorted(others, key=lambda other: turns[other.peer]):
-            if turns[peer.peer] > turns[self._own.peer] or not self.is_uneven() or moved >= MAX_FOLLOWERS:
+            if turns[peer.peer] > turns[self._own.peer] or not self.is_uneven() or moved >= MAX_SIMULATED_MOVES:
                 break
             if self._is_still_spare(peer):
                 moved += self._simulate_move(peer)
@@ -192,14 +192,14 @@ class _MoveEvaluation:
 
     def _rate_after_reaction(self, wanted: float) -> float:
         capacity = self._capacity
-        followers = 0
+        simulated = 0
         for peer in sorted(
             self.other_spare_peers(), key=lambda seen: (-min(capacity.rates[s] for s in seen.span.stages), seen.peer)
         ):
-            if capacity.rate > wanted or followers >= MAX_FOLLOWERS:
+            if capacity.rate > wanted or simulated >= MAX_SIMULATED_MOVES:
                 break
             if self._is_still_spare(peer):
-                followers += self._simulate_move(peer)
+                simulated += self._simulate_move(peer)
         return capacity.rate
 
     def _simulate_move(self, peer: PeerView) -> bool:
@@ -219,7 +219,7 @@ class _MoveEvaluation:
         fetched = sum(self._needs.state_bytes[stage] for stage in new)
         seconds = fetched / self._machine.bandwidth if self._machine.bandwidth > 0 else 0.0
         # A move that fills a thin stage is worth the whole horizon: without it the swarm may stop.
-        won = HORIZON_S if fills else self._horizon_s * (1.0 - rates.before / rates.after)
+        won = PAYBACK_WINDOW_S if fills else self._horizon_s * (1.0 - rates.before / rates.after)
         return seconds + MOVE_DURATION_S < won
 
 

@@ -9,11 +9,12 @@ A claim outlives a killed peer by half a minute. A peer that was connected to th
 | and the dial failed, while others are connected             | lost                                         |
 | and the dial failed, while no peer is connected             | there: this machine's own link may be broken |
 | and is lost, but connected again, or has a later claim      | there again                                  |
-| and is lost for LOST_S                                      | as its claim states: others may reach it     |
+| and is lost for LOST_LIFETIME_S                             | as its claim states: others may reach it     |
 
 A peer that left the view is dialled again and again. This is how a split swarm becomes one: each half goes on dialling
-those of the other half, however many neighbours it has of its own. It begins FIRST_S after a peer was last seen, then
-waits twice as long each time, at most LONGEST_S, which bounds how long two halves stay apart after their link is back.
+those of the other half, however many neighbours it has of its own. It begins FIRST_REDIAL_DELAY_S after a peer was last
+seen, then waits twice as long each time, at most MAX_REDIAL_DELAY_S, which bounds how long two halves stay apart after
+their link is back.
 A peer whose claim announced that it leaves is not dialled.
 """
 
@@ -29,16 +30,17 @@ from agora_protocol.ids import PeerId
 from agora.swarm.view import PeerView, View
 
 # Seconds for which a lost peer's claim does not count: more than a dead peer's claim lasts in the directory.
-LOST_S: Final = 30.0
+LOST_LIFETIME_S: Final = 30.0
 # Maximum number of peers to dial that one `update_connected` returns; the next calls return the rest.
 MAX_BROKEN_DIALS: Final = 4
 
-FIRST_S: Final = 5.0
-LONGEST_S: Final = 40.0  # the first and the longest wait before a peer is dialled again, in seconds
+# The first and the longest wait before a peer is dialled again.
+FIRST_REDIAL_DELAY_S: Final = 5.0
+MAX_REDIAL_DELAY_S: Final = 40.0
 # A wait is made longer or shorter at random by this fraction at most, so that peers do not dial in step.
 JITTER: Final = 0.25
 # A peer is dialled while it was seen at most this many seconds before the peer that was seen last.
-REMEMBERED_S: Final = 24 * 3600.0
+MEMORY_LIFETIME_S: Final = 24 * 3600.0
 # Maximum number of peers remembered: those seen last. One that can be reached is enough to find its half.
 MAX_REMEMBERED: Final = 256
 MAX_DIALS: Final = 8  # maximum number of peers dialled at the same time; those that have waited longest come first
@@ -50,7 +52,7 @@ class _KnownPeer:
     addresses: tuple[str, ...]
     seen_at: float
     dial_at: float
-    wait_s: float = FIRST_S
+    wait_s: float = FIRST_REDIAL_DELAY_S
 
 
 class Redialling:
@@ -70,7 +72,7 @@ class Redialling:
             self._known.setdefault(peer, _KnownPeer(tuple(addresses), now, now))
 
     def remember_view(self, now: float, view: View, may_dial: Callable[[str], bool] = lambda _: True) -> None:
-        """Remembers the peers in the view; each is due FIRST_S from now if it leaves the view.
+        """Remembers the peers in the view; each is due FIRST_REDIAL_DELAY_S from now if it leaves the view.
 
         may_dial: whether an address that a peer announces may be dialled; others are not remembered, and what is known
         of a peer without any such address stays.
@@ -79,10 +81,10 @@ class Redialling:
             if seen.state == "leaving":
                 self._known.pop(peer, None)
             elif peer != self._me and (addresses := tuple(filter(may_dial, seen.addresses))):
-                self._known[peer] = _KnownPeer(addresses, now, now + FIRST_S)
+                self._known[peer] = _KnownPeer(addresses, now, now + FIRST_REDIAL_DELAY_S)
         stay = sorted(self._known.items(), key=lambda known: known[1].seen_at, reverse=True)[:MAX_REMEMBERED]
         latest = stay[0][1].seen_at if stay else now
-        self._known = {peer: known for peer, known in stay if latest - known.seen_at <= REMEMBERED_S}
+        self._known = {peer: known for peer, known in stay if latest - known.seen_at <= MEMORY_LIFETIME_S}
 
     def take_due_peers(self, now: float, view: View) -> list[PeerId]:
         """Returns at most MAX_DIALS remembered peers that are due and not in the view, and counts them as dialled."""
@@ -91,7 +93,7 @@ class Redialling:
         for peer in chosen:
             known = self._known[peer]
             known.dial_at = now + known.wait_s * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
-            known.wait_s = min(2.0 * known.wait_s, LONGEST_S)
+            known.wait_s = min(2.0 * known.wait_s, MAX_REDIAL_DELAY_S)
         return chosen
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
@@ -120,7 +122,7 @@ class LostPeers:
         """Records which peers are connected now; returns the peers to dial because their connections broke, each once.
 
         At most MAX_BROKEN_DIALS: the next calls return the rest. Forgets lost peers that are connected, or that were
-        lost LOST_S ago.
+        lost LOST_LIFETIME_S ago.
         """
         live = frozenset(connected)
         self._to_dial |= dict.fromkeys(sorted(self._connected - live))
@@ -137,14 +139,14 @@ class LostPeers:
         return [view.peers[peer] for peer in due]
 
     def record_failed_dial(self, now: float, peer: PeerId, incarnation: int) -> bool:
-        """Records a peer, returned by `update_connected` and not reached, as lost for LOST_S; returns whether it did.
+        """Records a peer that `update_connected` returned, and was not reached, as lost; returns whether it did.
 
         It does not if the peer is connected again, or no peer is: then this machine's own link may be broken.
         incarnation: that of the peer's claim when the dial began.
         """
         if not self._connected or peer in self._connected:
             return False
-        self._lost[peer] = (incarnation, now + LOST_S)
+        self._lost[peer] = (incarnation, now + LOST_LIFETIME_S)
         return True
 
     def is_lost(self, peer: PeerView) -> bool:

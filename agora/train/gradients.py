@@ -47,9 +47,8 @@ class GradientNormBound:
 FIRST_SCALE: Final = 2.0**10
 MOST_SCALE: Final = 2.0**16
 LEAST_SCALE: Final = 2.0**-14
-GROWS_AFTER: Final = (
-    2000  # backward passes without an overflow, after which the scale doubles, as in torch's GradScaler
-)
+# Backward passes without an overflow, after which the scale doubles, as in torch's GradScaler.
+GROWS_AFTER: Final = 2000
 MAX_HALVINGS: Final = 8  # of one microbatch; a gradient that is not finite then has another cause
 
 

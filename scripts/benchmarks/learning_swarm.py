@@ -25,7 +25,7 @@ from benchmarks.learning_settings import POINTS, SwarmSetting
 from benchmarks.machine import Watch, usable_cores
 from benchmarks.task import corpus_cache
 
-POLL_S: Final = 0.1
+POLL_INTERVAL_S: Final = 0.1
 STALL_S: Final = 180.0
 DRAIN_S: Final = 100.0
 ANSWER_S: Final = 30.0
@@ -114,7 +114,7 @@ class LearningSwarm:
                 progress, moved_at = tokens, now
             elif now - moved_at > STALL_S:
                 raise BenchFailed(f"{self._setting.name}: no microbatch was completed for {STALL_S:.0f} s")
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _tokens_opened(self) -> int:
         in_flight = sum(len(self._totals.peer(index).unfinished) for index, _ in self._living(serving=True))
@@ -160,7 +160,7 @@ class LearningSwarm:
             self._read()
             if self._steps_seen != steps:
                 steps, quiet_since = self._steps_seen, time.monotonic()
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def _save_weights(self, name: str, *, of_all: bool) -> list[list[str]]:
         folder = self._folder / "weights"

@@ -19,7 +19,7 @@ from benchmarks.children import BenchFailed, Nursery
 from benchmarks.scaling_settings import MICROBATCHES_PER_STEP, WARM_STEPS, Fleet
 from benchmarks.task import corpus_cache
 
-POLL_S: Final = 0.05
+POLL_INTERVAL_S: Final = 0.05
 START_S: Final = 240.0
 STALL_S: Final = 120.0
 POINTS: Final = 12  # held-out losses of a run
@@ -170,7 +170,7 @@ class FleetRun:
         self._read()
         if self._stop.is_set():
             raise BenchFailed(f"{self._fleet.name}: stopped, since another fleet failed")
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
 
     def _read(self) -> None:
         for daemon in self._daemons:

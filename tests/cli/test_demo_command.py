@@ -107,7 +107,7 @@ Make = Callable[[DemoOptions, Sequence[Script]], demo_command.Demo]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(demo_command, "POLL_S", 2.0)
+    monkeypatch.setattr(demo_command, "POLL_INTERVAL_S", 2.0)
     monkeypatch.setattr(demo_command, "cores", lambda: 8)
     clock = Clock()
     monkeypatch.setattr(demo_command, "time", clock)

@@ -22,7 +22,7 @@ from agora.cli import page_command, status_command
 from agora.cli.page_command import QUESTION_INTERVAL_S, SwarmSource
 from agora.node import paths, runs
 from agora.page.feed import LOOK_INTERVAL_S
-from agora.page.model_text import MAX_PARAMETERS, text_problem, write_text
+from agora.page.model_text import MAX_PARAMETERS, text_problem, write_run_text
 from tests.page.made import RUN, good_view, status_of
 from tests.swarm.makers import peer_id
 
@@ -78,7 +78,7 @@ def test_only_small_models_are_fetched_for_a_text() -> None:
 
 def test_a_text_that_cannot_be_made_says_why_in_the_command_s_words(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="'nobody-knows-it' is not a file, an invite or a run"):
-        asyncio.run(write_text(Manifest(name="poems"), "nobody-knows-it", [tmp_path]))
+        asyncio.run(write_run_text(Manifest(name="poems"), "nobody-knows-it", [tmp_path]))
 
 
 def test_an_unknown_run_is_refused_before_anything_is_served(tmp_path: Path) -> None:

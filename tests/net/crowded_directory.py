@@ -27,9 +27,9 @@ from hivemind.dht.routing import DHTID
 from agora.core.calls import ConnectionBroken
 from agora.net.dht import directory
 from agora.net.dht.bounded_dht import DhtRules
-from agora.net.dht.directory import HOLDERS, Directory
+from agora.net.dht.directory import NODES_PER_KEY, Directory
 from agora.net.p2pd.host import Host
-from agora.swarm.directory_reader import CALM_READ_S, MAX_READ_S, DirectoryReader
+from agora.swarm.directory_reader import CALM_READ_INTERVAL_S, MAX_READ_INTERVAL_S, DirectoryReader
 from agora.swarm.directory_shards import SMALL_RUN, Reading, add_readings, shards_to_publish
 from agora.swarm.membership import PUBLISH_CLAIM_INTERVAL_S, PUBLISH_PROGRESS_INTERVAL_S
 from tests.net.helpers import RUN, make_host, open_directory, run
@@ -118,7 +118,7 @@ def fill(made: list[Node], entries: int) -> list[Identity]:
             packed = pack(seal_record(record, RUN_ID, identity, expires))
             for shard in shards_to_publish(known, span, shard_hash(RUN_ID, identity.peer)):
                 key = DHTID.generate(record_key(RUN_ID, type(record), shard.stage, shard.bits))
-                for holder in sorted(made, key=lambda node: node.directory._node.node_id ^ key)[:HOLDERS]:
+                for holder in sorted(made, key=lambda node: node.directory._node.node_id ^ key)[:NODES_PER_KEY]:
                     holder.directory._node.protocol.storage.store_subkey(key, identity.peer, packed, expires)
     return peers
 
@@ -183,7 +183,7 @@ async def measure(entries: int) -> Traffic:
         await reader.read(Span(1, 1))
         counted, found = CountedBytes(made), set()
         for _ in range(READS):
-            unix[0] += MAX_READ_S
+            unix[0] += MAX_READ_INTERVAL_S
             found |= {record.peer for batch in await reader.read(Span(1, 1)) for record in batch.records}
         read, counted.total = counted.total / READS, 0
         one_claim, progress = records_of(me.peer, 1)
@@ -195,7 +195,7 @@ async def measure(entries: int) -> Traffic:
         tables = [node.directory._node.protocol.storage.data for node in made]
         values = [entry.value for table in tables for entry in table.values()]
         stored = sum(len(item.value) for value in values for _, item in value.items())
-        per_minute = read * 60 / (CALM_READ_S if is_small else MAX_READ_S)
+        per_minute = read * 60 / (CALM_READ_INTERVAL_S if is_small else MAX_READ_INTERVAL_S)
         largest = max(len(value) for value in values)
         return Traffic(entries, read, per_minute, published, stored / entries, largest, len(found))
 

@@ -20,7 +20,7 @@ from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
 from agora.net.dht import directory, stored_records
-from agora.net.dht.directory import HOLDERS, Directory
+from agora.net.dht.directory import NODES_PER_KEY, Directory
 from agora.net.dht.stored_records import BoundedStorage, SignedRecords
 from agora.net.p2pd.hivemind_shim import set_dht_time
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes
@@ -281,7 +281,7 @@ def test_a_large_swarm_finds_what_was_published_also_after_nodes_died(monkeypatc
         async with nodes(7) as made:
             assert all(await asyncio.gather(*(node.publish() for node in made)))
             held = [len(node.directory._node.protocol.storage.data) for node in made]
-            assert sum(held) == 2 * HOLDERS, "two keys, each at the nodes that are nearest"
+            assert sum(held) == 2 * NODES_PER_KEY, "two keys, each at the nodes that are nearest"
             everyone = {node.identity.peer for node in made}
             for node in made:
                 assert names(await read(node.directory, Claim, 0)) == everyone

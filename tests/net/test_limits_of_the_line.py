@@ -37,11 +37,11 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
 
 
 def carried_in(seconds: float, limit: float, other: float, *, overhead: float = 1.03, dt: float = 0.25) -> float:
-    """Bytes per second on the line when streams take all that they may, beside `other` that nobody can brake."""
-    brake, rng, carried, streamed, now = Throttle(limit), random.Random(1), 0.0, 0.0, 0.0
+    """Bytes per second on the line when streams take all that they may, beside `other` that nobody can slow down."""
+    throttle, rng, carried, streamed, now = Throttle(limit), random.Random(1), 0.0, 0.0, 0.0
     begun = 0.0
     while now < seconds:
-        rate = brake.update(now, int(carried), int(streamed))
+        rate = throttle.update(now, int(carried), int(streamed))
         streamed += rate * dt
         carried += rate * dt * overhead + other * dt * rng.uniform(0.0, 2.0)
         now += dt
@@ -56,10 +56,10 @@ def test_streams_and_all_else_together_keep_within_a_tenth_of_the_limit(limit: f
 
 
 def test_streams_keep_a_tenth_where_something_else_fills_the_line() -> None:
-    brake = Throttle(1e6)
+    throttle = Throttle(1e6)
     for step in range(100):
-        brake.update(step * 0.25, step * 500_000, 0)
-    assert brake.rate == MIN_SHARE * 1e6
+        throttle.update(step * 0.25, step * 500_000, 0)
+    assert throttle.rate == MIN_SHARE * 1e6
 
 
 def test_where_nobody_can_count_streams_get_nine_tenths() -> None:
@@ -69,7 +69,7 @@ def test_where_nobody_can_count_streams_get_nine_tenths() -> None:
 
 def test_a_limit_holds_beside_an_emulated_link_and_through_a_change_of_its_rate() -> None:
     link = AccessLink(LinkSpec.parse("80Mbit,10ms"), random.Random(0), lambda: 0.0)
-    link.brake(1e6, math.inf)
+    link.limit_rates(1e6, math.inf)
     assert (link.up.rate, link.down.rate) == (1e6, 1e7)
     link.change_rate("4Mbit")
     assert (link.up.rate, link.down.rate) == (5e5, 5e5)

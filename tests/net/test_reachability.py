@@ -15,8 +15,8 @@ from agora.net.nat.reachability import (
     RelayRefusals,
     build_announcement,
     choose_relays,
+    classify_reachability,
     confirmed_addresses,
-    judge_reachability,
     needs_relays,
 )
 
@@ -41,7 +41,7 @@ def relay(peer: PeerId, reachability: str = "public", relays_for: int = 16) -> t
     ],
 )
 def test_reachability_is_what_others_have_shown(findings: Findings, expected: str) -> None:
-    assert judge_reachability(findings) == expected
+    assert classify_reachability(findings) == expected
 
 
 def test_neighbours_are_asked_again_sooner_when_none_has_reached_this_peer() -> None:

@@ -41,7 +41,7 @@ class AnsweringNetwork:
     async def connect(self, peer: PeerId) -> None:
         self.dialled.append(peer)
 
-    async def greet(self, peer: PeerId, *, reconnect: bool) -> bool:
+    async def connect_member(self, peer: PeerId, *, reconnect: bool) -> bool:
         assert reconnect
         self.dialled.append(peer)
         return True

@@ -52,7 +52,7 @@ class Stream:
 class Host:
     """Opens streams to the served peer, which accepts every circuit after `answer_s` seconds."""
 
-    brake = None
+    rate_limiter = None
 
     def __init__(self, answer_s: float) -> None:
         self.opened: list[Stream] = []

@@ -222,7 +222,7 @@ def test_work_ends_when_the_asker_goes_away_and_not_when_it_only_stops_writing(
         return {}
 
     async def short() -> dict[str, Any]:
-        await asyncio.sleep(3 * control_socket.POLL_S)
+        await asyncio.sleep(3 * control_socket.POLL_INTERVAL_S)
         return {"patient": True}
 
     async def main() -> None:

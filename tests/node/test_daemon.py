@@ -331,7 +331,7 @@ def real_startup(root: Path, told: Told) -> Startup:
     )
 
 
-@pytest.mark.parametrize("task", ["p2pd", "line brake", "network"])
+@pytest.mark.parametrize("task", ["p2pd", "rate limiter", "network"])
 def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
@@ -348,9 +348,9 @@ def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
         match task:
             case "p2pd":
                 daemon.local_peer.host.p2p._child.kill()
-            case "line brake":
-                assert daemon.local_peer.host.brake is not None
-                daemon.local_peer.host.brake._task.cancel()
+            case "rate limiter":
+                assert daemon.local_peer.host.rate_limiter is not None
+                daemon.local_peer.host.rate_limiter._task.cancel()
             case "network":
                 monkeypatch.setattr(daemon.local_peer.network, "limits", None)
         with pytest.raises(LocalError, match="p2pd ended by itself" if task == "p2pd" else f"Its task {task} failed"):

@@ -17,7 +17,7 @@ from agora.node.limits.memory import (
     MemoryGuard,
     MemoryState,
     Reaction,
-    judge_memory,
+    decide_reaction,
     limit_device,
 )
 from agora.node.paths import Home
@@ -56,7 +56,7 @@ class Slots:
     ],
 )
 def test_the_reaction_to_memory_follows_the_table(share: float, is_refusing: bool, reaction: Reaction) -> None:
-    assert judge_memory(MemoryState(is_refusing), int(share * GIB), GIB, in_progress=3)[1] is reaction
+    assert decide_reaction(MemoryState(is_refusing), int(share * GIB), GIB, in_progress=3)[1] is reaction
 
 
 def test_near_the_limit_slots_are_given_up_one_by_one_then_new_work_is_refused_then_taken_again() -> None:

@@ -113,7 +113,7 @@ async def make_member(
         may_call=admission.may_call,
         is_admitted_member=admission.gate.is_admitted_member,
         is_from_member=admission.is_from_member,
-        greet=network.greet,
+        greet=network.connect_member,
     )
     directory = await open_directory(host, manifest.run_id, (), stages=2, rules=rules)
     bans = Bans(startup, manifest.run_id, admission.book, network, [directory], unix=unix)
@@ -314,7 +314,7 @@ def test_a_ban_ends_everything_at_every_neighbour_and_outlasts_the_daemon(tmp_pa
             answered = len(banned.answered)
             with pytest.raises(NotAdmitted, match="banned"):
                 await banned.network.call(first.id, GetStatus(), deadline=after(5))
-            assert not await banned.network.greet(second.id)
+            assert not await banned.network.connect_member(second.id)
             assert len(banned.answered) == answered
             again = RunAdmission(first.startup, manifest, first.admission.proof)
             assert not again.is_member(banned.id)

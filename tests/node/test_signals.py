@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import LocalError
 
-from agora.node.process.main import SIGNALS, EndedBySignal, end_on_signals, heeded_signals, reporting_the_end
+from agora.node.process.main import SIGNALS, EndedBySignal, end_on_signals, handled_signals, reporting_the_end
 from agora.observe import journal
 from agora.observe.events import Event, StateChanged
 
@@ -36,7 +36,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(ignored: list[sign
     for number in ALL:
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     end_on_signals()
-    assert heeded_signals() == [number for number in ALL if number not in ignored]
+    assert handled_signals() == [number for number in ALL if number not in ignored]
     for number in ignored:
         os.kill(os.getpid(), number)
         assert signal.getsignal(number) is signal.SIG_IGN

@@ -14,7 +14,7 @@ from agora.node.process.supervisor import (
     homes_of,
     parse_notice,
     restart_delay_s,
-    shares_of,
+    settings_per_device,
 )
 from agora.node.settings import Settings, load, without_settings
 
@@ -58,7 +58,7 @@ def test_cards_share_what_the_machine_and_its_owner_have() -> None:
         metrics="127.0.0.1:9464",
         page=True,
     )
-    shares = shares_of(chosen, CARDS, HOME, free_bytes=2.0**36)
+    shares = settings_per_device(chosen, CARDS, HOME, free_bytes=2.0**36)
     assert [each.device for each in shares] == CARDS
     assert {each.threads for each in shares} == {2}
     assert {each.owners_memory.gpu for each in shares} == {40 * 2**30}
@@ -75,14 +75,14 @@ def test_cards_share_what_the_machine_and_its_owner_have() -> None:
 
 
 def test_without_an_owners_limit_the_machines_free_memory_is_divided() -> None:
-    on_cards = shares_of(Settings(), CARDS, HOME, free_bytes=2.0**36)
+    on_cards = settings_per_device(Settings(), CARDS, HOME, free_bytes=2.0**36)
     assert {(each.owners_memory.gpu, each.owners_memory.host) for each in on_cards} == {(0, 2**34)}
-    on_cpus = shares_of(Settings(), ["cpu", "cpu"], HOME, free_bytes=2.0**36)
+    on_cpus = settings_per_device(Settings(), ["cpu", "cpu"], HOME, free_bytes=2.0**36)
     assert {each.owners_memory.host for each in on_cpus} == {2**35}
 
 
 def test_a_small_limit_stays_one_that_settings_accept() -> None:
-    (first, *_) = shares_of(Settings(upload_limit="20kB/s"), CARDS, HOME, free_bytes=2.0**36)
+    (first, *_) = settings_per_device(Settings(upload_limit="20kB/s"), CARDS, HOME, free_bytes=2.0**36)
     assert load(Path("/none"), {}, first.to_environment()) == first
 
 

@@ -23,8 +23,8 @@ def no_faults_left() -> Iterator[None]:
 
 
 def test_without_a_plan_a_point_does_nothing() -> None:
-    asyncio.run(faults.reach("hop.accepted"))
-    faults.reach_blocking("device.job")
+    asyncio.run(faults.inject_fault("hop.accepted"))
+    faults.inject_fault_blocking("device.job")
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_plan_reads_as_written() -> None:
 def test_faults_fire_at_their_turn_and_are_counted(tmp_path: Path) -> None:
     log = tmp_path / "faults.log"
     faults.set_active_faults(faults.Faults(faults.parse("device.job:sleep=0.05:2+"), str(log)))
-    faults.reach_blocking("device.job")
+    faults.inject_fault_blocking("device.job")
     assert not log.exists() or not log.read_text()
     for _ in range(2):
-        faults.reach_blocking("device.job")
-    asyncio.run(faults.reach("hop.accepted"))
+        faults.inject_fault_blocking("device.job")
+    asyncio.run(faults.inject_fault("hop.accepted"))
     lines = [line.split() for line in log.read_text().splitlines()]
     assert [(point, action, count) for _, point, action, count, _ in lines] == [
         ("device.job", "sleep", "2"),
@@ -93,10 +93,10 @@ def test_a_hang_holds_the_task_and_not_the_process(tmp_path: Path) -> None:
     faults.set_active_faults(faults.Faults(faults.parse("hop.forwarded:hang:1"), str(tmp_path / "log")))
 
     async def scenario() -> None:
-        stuck = asyncio.create_task(faults.reach("hop.forwarded"))
+        stuck = asyncio.create_task(faults.inject_fault("hop.forwarded"))
         await asyncio.sleep(0.05)
         assert not stuck.done()
-        await faults.reach("hop.forwarded")
+        await faults.inject_fault("hop.forwarded")
         stuck.cancel()
 
     asyncio.run(scenario())
@@ -107,7 +107,7 @@ def test_a_kill_is_on_record_before_it_acts(tmp_path: Path) -> None:
     code = (
         "from agora.observe import faults\n"
         "faults.set_active_faults(faults.from_environment())\n"
-        "faults.reach_blocking('device.job'); faults.reach_blocking('device.job'); print('survived')"
+        "faults.inject_fault_blocking('device.job'); faults.inject_fault_blocking('device.job'); print('survived')"
     )
     environment = {**os.environ, "AGORA_FAULTS": "device.job:kill:2", "AGORA_FAULTS_LOG": str(log)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

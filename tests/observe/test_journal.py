@@ -30,7 +30,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_was_reported_before_a_sigkill_is_in_the_journal(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    names = [fields["microbatch"] for fields in journal.Follower(tmp_path).read_new()]
+    names = [fields["microbatch"] for fields in journal.JournalTail(tmp_path).read_new()]
     assert names == [f"{number:032x}" for number in range(1000)]
 
 
@@ -40,32 +40,32 @@ def test_the_journal_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
         sink.take(events.PeerGone(str(number), "left"), 1.0)
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert len(sizes) == 3 and max(sizes) <= 2000
-    kept = [int(fields["peer"]) for fields in journal.Follower(tmp_path).read_new()]
+    kept = [int(fields["peer"]) for fields in journal.JournalTail(tmp_path).read_new()]
     assert kept == list(range(kept[0], 500)) and len(kept) > 40
 
 
 def test_a_follower_misses_nothing_through_rotations(tmp_path: Path) -> None:
     sink = journal.Journal(tmp_path, max_file_bytes=700)
-    follower = journal.Follower(tmp_path)
+    tail = journal.JournalTail(tmp_path)
     seen: list[int] = []
     for number in range(200):
         sink.take(events.PeerGone(str(number), "left"), 1.0)
         if number % 7 == 0:
-            seen += [int(fields["peer"]) for fields in follower.read_new()]
-    seen += [int(fields["peer"]) for fields in follower.read_new()]
+            seen += [int(fields["peer"]) for fields in tail.read_new()]
+    seen += [int(fields["peer"]) for fields in tail.read_new()]
     assert seen == list(range(200))
-    assert follower.read_new() == []
+    assert tail.read_new() == []
 
 
 def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     whole = journal.encode(events.PeerGone("p", "left"), 1.0)
     (tmp_path / journal.FILE_NAME).write_bytes(b"no json\n[1]\n" + whole + whole[:20])
-    assert [fields["peer"] for fields in journal.Follower(tmp_path).read_new()] == ["p"]
-    follower = journal.Follower(tmp_path)
-    assert len(follower.read_new()) == 1
+    assert [fields["peer"] for fields in journal.JournalTail(tmp_path).read_new()] == ["p"]
+    tail = journal.JournalTail(tmp_path)
+    assert len(tail.read_new()) == 1
     with (tmp_path / journal.FILE_NAME).open("ab") as file:
         file.write(whole[20:])
-    assert [fields["peer"] for fields in follower.read_new()] == ["p"]
+    assert [fields["peer"] for fields in tail.read_new()] == ["p"]
 
 
 def test_numbers_that_json_lacks_become_null() -> None:

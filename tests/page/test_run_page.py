@@ -14,10 +14,10 @@ import pytest
 from agora_protocol.errors import LocalError
 
 from agora.observe import events
-from agora.observe.journal import Follower, Journal
+from agora.observe.journal import Journal, JournalTail
 from agora.page import feed
 from agora.page.feed import Feed, History, Invitation, Kept, changes, how_to_join, in_short, pause_s, shown
-from agora.page.run_page import BUNDLE, MAX_FOLLOWERS
+from agora.page.run_page import BUNDLE, MAX_SUBSCRIBERS
 from agora.page.server import SECURITY_HEADERS
 from tests.page.made import INVITE, NOW, RUN, Fixed, good_view, peer, serving, status_of, write_history
 from tests.swarm.makers import peer_id, view
@@ -144,9 +144,9 @@ def test_without_a_daemon_the_statuses_tell_what_has_happened() -> None:
 
 def test_pages_are_bounded() -> None:
     with serving(Fixed(status_of(good_view()))) as url:
-        for _ in range(MAX_FOLLOWERS + 1):
+        for _ in range(MAX_SUBSCRIBERS + 1):
             assert ask(url, "/updates", "HEAD")[0] == 200, "a question for headers alone follows nothing"
-        open_pages = [following(url) for _ in range(MAX_FOLLOWERS)]
+        open_pages = [following(url) for _ in range(MAX_SUBSCRIBERS)]
         for page in open_pages:
             next(page.__enter__())
         code, headers, body = ask(url, "/updates")
@@ -236,13 +236,13 @@ def test_a_long_journal_is_read_from_near_its_end(tmp_path: Path) -> None:
     journal = Journal(tmp_path, max_file_bytes=20_000)
     for at in range(400):
         journal.take(events.PeerGone(peer_id("a"), f"reason {at}"), NOW + at)
-    follower = Follower(tmp_path)
-    follower.skip_to_tail(30_000)
-    told = [fields["reason"] for fields in follower.read_new()]
+    tail = JournalTail(tmp_path)
+    tail.skip_to_tail(30_000)
+    told = [fields["reason"] for fields in tail.read_new()]
     assert told[-1] == "reason 399" and 100 < len(told) < 250, "across files, whole lines alone"
     journal.take(events.PeerGone(peer_id("a"), "new"), NOW)
-    follower.skip_to_tail(30_000)
-    assert [fields["reason"] for fields in follower.read_new()] == ["new"]
+    tail.skip_to_tail(30_000)
+    assert [fields["reason"] for fields in tail.read_new()] == ["new"]
 
 
 def test_a_run_of_another_id_in_the_same_folder_is_left_out(tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_counts_include_peers_that_a_daemon_left_out() -> None:
 
 def test_a_feed_that_nobody_follows_asks_nothing() -> None:
     source = Fixed(status_of(good_view()))
-    assert Feed(source).followers == 0 and source.asked == 0
+    assert Feed(source).subscribers == 0 and source.asked == 0

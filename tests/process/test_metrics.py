@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agora.observe import metrics
-from agora.observe.journal import Follower
+from agora.observe.journal import JournalTail
 from tests.metric_names import all_names
 from tests.process.harness import WAIT_S, Daemon, Swarm, swarm, tiny
 
@@ -126,7 +126,7 @@ def prometheus_reads_them(made: Swarm, url: str, directory: Path) -> None:
 
 def rows_of(daemon: Daemon) -> list[metrics.Row]:
     """The rows in the daemon's file."""
-    found = map(metrics.Row.from_json, Follower(daemon.root, metrics.FILE_NAME).read_new())
+    found = map(metrics.Row.from_json, JournalTail(daemon.root, metrics.FILE_NAME).read_new())
     return [row for row in found if row is not None]
 
 

@@ -14,7 +14,7 @@ from agora_protocol.records import Claim, Progress
 from agora.core.calls import Announcement
 from agora.observe.events import OwnerTold
 from agora.swarm.key_use import OLD_RECORDS_S, KeyInUse, KeyUse
-from agora.swarm.membership import PROBE_S, TELL_S, Membership, MembershipConfig
+from agora.swarm.membership import KEY_WARNING_DURATION_S, PROBE_TIMEOUT_S, Membership, MembershipConfig
 from agora.swarm.stage_capacity import MachineCapacity, equal_needs
 from tests.swarm.makers import RUN
 from tests.swarm.test_membership import Directory, Store, dial_nobody, unix
@@ -151,7 +151,7 @@ def test_a_copy_is_refused_before_it_claims_anything_and_the_first_is_told(seed:
         began = asyncio.get_running_loop().time()
         with pytest.raises(KeyInUse, match="44.0.0.1"):
             await copy.join()
-        assert asyncio.get_running_loop().time() - began < PROBE_S + TELL_S + 2.0
+        assert asyncio.get_running_loop().time() - began < PROBE_TIMEOUT_S + KEY_WARNING_DURATION_S + 2.0
         assert copy.membership.claim is None
         claims = [entry[0] for (kind, _), by in store.records.items() if kind is Claim for entry in by.values()]
         assert {found.incarnation for found in claims} == {5}, "others never saw the copy"
@@ -187,7 +187,7 @@ def test_two_that_meet_while_both_serve_part_the_later_one_without_saying_that_t
     run(work())
 
 
-@pytest.mark.parametrize(("address", "seconds"), [(HOME, 3.0), (ELSEWHERE, PROBE_S + 3.0)])
+@pytest.mark.parametrize(("address", "seconds"), [(HOME, 3.0), (ELSEWHERE, PROBE_TIMEOUT_S + 3.0)])
 def test_a_killed_process_comes_back_at_once_or_after_a_look(address: str, seconds: float) -> None:
     async def work() -> None:
         store = Store()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agora_protocol.ids import PeerId, Span
 
-from agora.swarm.redialling import LOST_S, MAX_BROKEN_DIALS, LostPeers
+from agora.swarm.redialling import LOST_LIFETIME_S, MAX_BROKEN_DIALS, LostPeers
 from agora.swarm.view import PeerView, View
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -81,9 +81,9 @@ def test_a_later_claim_brings_a_lost_peer_back_and_an_older_one_does_not() -> No
 
 def test_after_a_while_a_claim_is_believed_again() -> None:
     peers = lost()
-    peers.update_connected(LOST_S, {B}, view(B))
+    peers.update_connected(LOST_LIFETIME_S, {B}, view(B))
     assert peers.is_lost(seen(A))
-    peers.update_connected(1.0 + LOST_S, {B}, view(B))
+    peers.update_connected(1.0 + LOST_LIFETIME_S, {B}, view(B))
     assert not peers.is_lost(seen(A))
 
 

@@ -15,8 +15,8 @@ from agora.swarm.rebalancing import (
     MIN_GAIN,
     MIN_JUDGE_INTERVAL_S,
     MOVE_DURATION_S,
-    judge_interval_s,
     judge_move,
+    rebalance_interval_s,
 )
 from agora.swarm.stage_capacity import MachineCapacity, StageCapacity, StageNeeds, equal_needs
 from agora.swarm.view import PeerView, StageEstimate, View
@@ -163,7 +163,7 @@ def test_peers_that_judge_the_same_view_at_once_go_to_different_stages_and_no_mo
 
 def test_peers_look_again_at_random_moments() -> None:
     rng = random.Random(0)
-    looks = [judge_interval_s(rng) for _ in range(200)]
+    looks = [rebalance_interval_s(rng) for _ in range(200)]
     assert MIN_JUDGE_INTERVAL_S <= min(looks) < max(looks) <= MAX_JUDGE_INTERVAL_S and len(set(looks)) > 190
 
 

@@ -7,7 +7,15 @@ import random
 import pytest
 from agora_protocol.ids import PeerId, Span
 
-from agora.swarm.redialling import FIRST_S, JITTER, LONGEST_S, MAX_DIALS, MAX_REMEMBERED, REMEMBERED_S, Redialling
+from agora.swarm.redialling import (
+    FIRST_REDIAL_DELAY_S,
+    JITTER,
+    MAX_DIALS,
+    MAX_REDIAL_DELAY_S,
+    MAX_REMEMBERED,
+    MEMORY_LIFETIME_S,
+    Redialling,
+)
 from agora.swarm.view import PeerView, View
 
 ME = PeerId("me")
@@ -28,7 +36,7 @@ def book() -> Redialling:
 def test_a_peer_in_sight_is_not_dialled_and_one_out_of_sight_is() -> None:
     redialling = book()
     redialling.remember_view(0.0, view(seen("a"), seen("b")))
-    assert redialling.take_due_peers(FIRST_S, view(seen("a"))) == [PeerId("b")]
+    assert redialling.take_due_peers(FIRST_REDIAL_DELAY_S, view(seen("a"))) == [PeerId("b")]
     assert redialling.addresses_of(PeerId("b")) == seen("b").addresses
 
 
@@ -41,10 +49,10 @@ def test_waits_double_up_to_the_longest_and_begin_anew_after_the_peer_was_seen()
             dials.append(now)
     gaps = [later - earlier for earlier, later in zip(dials, dials[1:], strict=False)]
     for index, gap in enumerate(gaps):
-        wait = min(FIRST_S * 2**index, LONGEST_S)
+        wait = min(FIRST_REDIAL_DELAY_S * 2**index, MAX_REDIAL_DELAY_S)
         assert wait * (1 - JITTER) <= gap <= wait * (1 + JITTER) + 0.5
     redialling.remember_view(now, view(seen("a")))
-    assert redialling.take_due_peers(now + FIRST_S, View()) == [PeerId("a")]
+    assert redialling.take_due_peers(now + FIRST_REDIAL_DELAY_S, View()) == [PeerId("a")]
 
 
 def test_who_has_left_and_who_was_away_for_a_day_is_not_dialled() -> None:
@@ -52,15 +60,15 @@ def test_who_has_left_and_who_was_away_for_a_day_is_not_dialled() -> None:
     redialling.remember_view(0.0, view(seen("a"), seen("b")))
     redialling.remember_view(1.0, view(seen("a", "leaving")))
     assert redialling.take_due_peers(10.0, View()) == [PeerId("b")]
-    redialling.remember_view(REMEMBERED_S + 2.0, view(seen("c")))
-    assert redialling.take_due_peers(REMEMBERED_S + 3.0, view(seen("c"))) == []
+    redialling.remember_view(MEMORY_LIFETIME_S + 2.0, view(seen("c")))
+    assert redialling.take_due_peers(MEMORY_LIFETIME_S + 3.0, view(seen("c"))) == []
 
 
 def test_a_machine_that_was_offline_for_days_still_dials_those_that_it_saw_last() -> None:
     redialling = book()
     redialling.remember_view(0.0, view(seen("a")))
-    redialling.remember_view(3 * REMEMBERED_S, View())
-    assert redialling.take_due_peers(3 * REMEMBERED_S, View()) == [PeerId("a")]
+    redialling.remember_view(3 * MEMORY_LIFETIME_S, View())
+    assert redialling.take_due_peers(3 * MEMORY_LIFETIME_S, View()) == [PeerId("a")]
 
 
 def test_this_peer_is_never_dialled_and_those_of_the_invite_at_once() -> None:

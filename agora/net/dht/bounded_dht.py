@@ -1,7 +1,7 @@
 """Bounds what the DHT's messages can cost: requests before they are parsed, replies before hivemind sees them.
 
-BoundedP2P stands between hivemind's DHTNode and p2pd; docs/understand/limits.md has the bounds as a
-table.
+BoundedP2P stands between hivemind's DHTNode and p2pd. The table has its bounds; docs/understand/limits.md has those of
+all parts.
 
 | of others | bound |
 |---|---|

@@ -2,8 +2,8 @@
 
 Every node that stores or returns a record validates it first, by the same rules. In swarms that are too large to ask
 every node, hivemind's own search would ask 20 nodes for each key at each read, and every node that holds the key would
-answer with all of its records. There the directory looks up a key's nodes once every HOLDERS_LIFETIME_S, by an adjacent
-id that stores nothing, so that the search moves no records. At each read it asks ASKED of these nodes, chosen at
+answer with all of its records. There the directory looks up a key's nodes once every NODES_LIFETIME_S, by an adjacent
+id that stores nothing, so that the search moves no records. At each read it asks NODES_ASKED of these nodes, chosen at
 random.
 """
 
@@ -34,23 +34,23 @@ from agora.net.p2pd.addresses import addresses_by_peer
 from agora.net.p2pd.hivemind_shim import DHTID, DHTNode, DictionaryDHTValue, PeerID, set_dht_time
 from agora.net.p2pd.host import Host
 
-HOLDERS: Final = 5  # number of nodes at which a record is stored, those nearest to its key
-ASKED: Final = 2  # number of these nodes that are asked at a read
-HOLDERS_LIFETIME_S: Final = 300.0  # seconds after which a key's nodes are looked up again
+NODES_PER_KEY: Final = 5  # number of nodes at which a record is stored, those nearest to its key
+NODES_ASKED: Final = 2  # number of these nodes that are asked at a read
+NODES_LIFETIME_S: Final = 300.0  # seconds after which a key's nodes are looked up again
 KEYS_AT_ONCE: Final = 16  # keys whose nodes are looked up in one search
 MAX_KEYS: Final = 4096  # maximum number of keys whose nodes are remembered
 
 
 # The nodes nearest to one key, peer by node id, and since when they count as looked up. nodes: may include this node.
-# found_at: loop time of the look-up, less up to HOLDERS_LIFETIME_S / 2 at random.
+# found_at: loop time of the look-up, less up to NODES_LIFETIME_S / 2 at random.
 @dataclass(slots=True)
 class _Holders:
     nodes: dict[Any, Any]
     found_at: float
 
 
-class KeyHolders:
-    """Finds the nodes that hold a key, remembers them for HOLDERS_LIFETIME_S, and reads and writes values there."""
+class ClosestNodes:
+    """Finds the nodes that hold a key, remembers them for NODES_LIFETIME_S, and reads and writes values there."""
 
     def __init__(self, node: Any, rng: random.Random | None = None) -> None:
         """node: hivemind's DHTNode. rng: chooses holders; None for a new, unseeded one."""
@@ -59,7 +59,7 @@ class KeyHolders:
         self._holders: OrderedDict[Any, _Holders] = OrderedDict()
 
     async def read(self, keys: Collection[Any], on_value: Callable[[Any, Any], None]) -> None:
-        """Asks ASKED random holders of each key, and this node itself; calls on_value(key, value) for every answer.
+        """Asks NODES_ASKED random nodes of each key, and this one itself; calls on_value(key, value) for every answer.
 
         Looks up unknown holders first. The value is None from a remote node that has nothing under the key. The holders
         of keys for which no asked node answered are looked up again and asked once more.
@@ -71,7 +71,7 @@ class KeyHolders:
         for _ in range(2):
             answered: set[Any] = set()
             await self._look_up(left)
-            by_node = self._assign_keys(left, ASKED)
+            by_node = self._assign_keys(left, NODES_ASKED)
             await asyncio.gather(*(self._ask(*node, asked, on_value, answered) for node, asked in by_node.items()))
             left -= answered
             for key in left:
@@ -99,7 +99,7 @@ class KeyHolders:
         """
         await self._look_up(keys)
         stored: set[Any] = set()
-        by_node = self._assign_keys(keys, HOLDERS)
+        by_node = self._assign_keys(keys, NODES_PER_KEY)
 
         async def store(node: Any, peer: Any, held: list[Any]) -> None:
             count = len(held)
@@ -118,19 +118,19 @@ class KeyHolders:
         return stored == set(keys)
 
     async def _look_up(self, keys: Iterable[Any]) -> None:
-        oldest = loop_time() - HOLDERS_LIFETIME_S
+        oldest = loop_time() - NODES_LIFETIME_S
         unknown = []
         for key in keys:
             known = self._holders.get(key)
-            if known is None or known.found_at < oldest or len(known.nodes) <= HOLDERS // 2:
+            if known is None or known.found_at < oldest or len(known.nodes) <= NODES_PER_KEY // 2:
                 unknown.append(key)
         # A few keys at a time, so that some are found even if the time runs out before the rest.
         for first in range(0, len(unknown), KEYS_AT_ONCE):
             beside = {DHTID(int(key) ^ 1): key for key in unknown[first : first + KEYS_AT_ONCE]}
-            nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=HOLDERS)
+            nearest = await self._node.find_nearest_nodes(list(beside), k_nearest=NODES_PER_KEY)
             for neighbour, key in beside.items():
                 # Spread over time, so that keys found together are not all looked up together again.
-                found_at = loop_time() - self._rng.uniform(0, HOLDERS_LIFETIME_S / 2)
+                found_at = loop_time() - self._rng.uniform(0, NODES_LIFETIME_S / 2)
                 self._holders[key] = _Holders(dict(nearest[neighbour]), found_at)
                 self._holders.move_to_end(key)
         while len(self._holders) > MAX_KEYS:
@@ -154,9 +154,8 @@ class KeyHolders:
 READ_TIMEOUT_S: Final = 3.0  # seconds after which a read of the directory returns what it has
 PUBLISH_TIMEOUT_S: Final = 10.0  # seconds after which storing a record is given up
 SMALL_SWARM: Final = 20  # neighbours up to which every node knows every other: hivemind's buckets hold 20
-NEXT_ANSWER_TIMEOUT_S: Final = (
-    0.3  # seconds that a read waits for the next answer, once half of the nodes have answered
-)
+# Seconds that a read waits for the next answer, once half of the nodes have answered.
+NEXT_ANSWER_TIMEOUT_S: Final = 0.3
 
 _Entries = dict[str, tuple[bytes, float]]  # by peer: the record as msgpack, and its expiry in unix seconds
 
@@ -192,7 +191,7 @@ class Directory:
         self._storage = BoundedStorage(run)
         self.bounds = BoundedP2P(host.p2p, self._validator, stages, self._rules, stored_bytes=self._storage.bytes_under)
         self._node: Any = None  # hivemind's DHTNode, from `start` on
-        self._holders = KeyHolders(None)
+        self._holders = ClosestNodes(None)
         self._last_expiry: dict[Any, float] = {}  # by hashed key, in unix seconds
         self._open_requests: set[asyncio.Task[Any]] = set()
 
@@ -207,7 +206,7 @@ class Directory:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
-            num_replicas=HOLDERS,
+            num_replicas=NODES_PER_KEY,
             wait_timeout=HELLO_TIMEOUT_S + RPC_TIMEOUT_S,  # then a node is skipped, and not asked for a while
             blacklist_time=2.0,
             num_workers=8,
@@ -215,7 +214,7 @@ class Directory:
         )
         node.protocol.storage = self._storage
         node.protocol.cache = BoundedStorage(self._run, maxsize=1)
-        self._holders = KeyHolders(node)
+        self._holders = ClosestNodes(node)
 
     @property
     def neighbours(self) -> int:

@@ -1,4 +1,4 @@
-"""The light client: gets status and amendments from a peer of a run, or delivers a revocation or an amendment.
+"""The status client: asks a peer of a run for its status or amendments, or gives it a revocation or an amendment.
 
 It needs no daemon, no torch and no hivemind.
 """
@@ -31,15 +31,14 @@ from multiaddr import Multiaddr
 from agora.net.p2pd.addresses import addresses_by_peer
 
 TIMEOUT_S: Final = 10.0  # maximum duration of one query to the swarm, in seconds
-STAGGER_INTERVAL_S: Final = (
-    0.4  # seconds after which the next peer is tried in parallel to those that have not answered yet
-)
+# Seconds after which the next peer is tried in parallel to those that have not answered yet.
+STAGGER_INTERVAL_S: Final = 0.4
 SOFTWARE: Final = "agora light client"  # the `software` in its HELLO
 LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers to this client's requests have no payload
 
 
 class Unreachable(AgoraError):
-    """Raised by the light client when no peer answered; the text has the reason of each peer, and what to do."""
+    """Raised by the status client when no peer answered; the text has each peer's reason, and what to do."""
 
     code = "unreachable"
 

@@ -23,9 +23,8 @@ from agora.net.p2pd.addresses import host_and_port
 from agora.net.p2pd.host import Host, SimultaneousOpen
 from agora.net.p2pd.raw_stream import READ_BYTES, RawStream, splice
 
-PUNCH_TIMEOUT_S: Final = (
-    4.0  # seconds after which an attempt to open a hole is given up: time for three packets of each end
-)
+# Seconds after which an attempt to open a hole is given up: time for three packets of each end.
+PUNCH_TIMEOUT_S: Final = 4.0
 RETRY_DELAY_S: Final = 0.1  # seconds from a refused connection to the next attempt
 # Maximum number of holes that are open, or being opened, at the same time; see HolePuncher.has_room.
 MAX_HOLES: Final = 64

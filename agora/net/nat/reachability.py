@@ -77,7 +77,7 @@ class RelayRefusals:
         return set(self.since)
 
 
-def judge_reachability(findings: Findings) -> str:
+def classify_reachability(findings: Findings) -> str:
     """Returns how others can connect to this peer: "public", "punched", "relayed", "unreachable" or "unknown".
 
     "public" if it was dialled back; else "unknown" if no neighbour has answered yet; else "unreachable" without a relay
@@ -148,7 +148,7 @@ def build_announcement(
     is a relay of `findings` that is missing here. relays_for: see Announcement; 0 is announced unless this peer is
     public.
     """
-    reachability = judge_reachability(findings)
+    reachability = classify_reachability(findings)
     direct = tuple(f"{address}/p2p/{me}" for address in dict.fromkeys((*findings.reached, *own)))
     through = [
         f"{address}/p2p-circuit/p2p/{me}"

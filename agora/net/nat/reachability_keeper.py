@@ -33,9 +33,8 @@ from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
 
-UPDATE_INTERVAL_S: Final = (
-    2.0  # seconds between two checks of what is due: asking neighbours, renewing reservations, announcing
-)
+# Seconds between two checks of what is due: asking neighbours, renewing reservations, announcing.
+UPDATE_INTERVAL_S: Final = 2.0
 # Seconds between two checks in the first JUST_STARTED_S, while no peer has reported yet whether this one can be
 # dialled.
 FIRST_UPDATE_INTERVAL_S: Final = 0.25
@@ -47,12 +46,11 @@ DIAL_TIMEOUT_S: Final = 3.0
 # Seconds within which a neighbour must answer DialBack; a relay must answer Introduce within half of them.
 ANSWER_TIMEOUT_S: Final = 6.0
 # Seconds that hole punching waits for neighbours to say for the first time whether this peer can be dialled.
-FINDING_S: Final = 2.5
+FIRST_ANSWER_TIMEOUT_S: Final = 2.5
 DIAL_BACK_INTERVAL_S: Final = 1.5  # seconds after which a peer that should dial this one is asked again to do so
-PUNCH_RETRY_INTERVAL_S: Final = (
-    300.0  # seconds before hole punching to a peer, or replacing its circuit, is tried again
-)
-POLL_S: Final = 0.1  # seconds between two checks whether an expected peer has connected
+# Seconds before hole punching to a peer, or replacing its circuit, is tried again.
+PUNCH_RETRY_INTERVAL_S: Final = 300.0
+POLL_INTERVAL_S: Final = 0.1  # seconds between two checks whether an expected peer has connected
 MAX_HELPED: Final = 16  # at most this many requests of other peers (see `answer`) are worked on at the same time
 
 
@@ -111,10 +109,11 @@ class ReachabilityKeeper:
         return self._is_allowed(address)
 
     async def run(self) -> None:
-        """Calls `_update_reachability` every UPDATE_INTERVAL_S until it is cancelled; then closes all holes.
+        """Every UPDATE_INTERVAL_S, until cancelled: asks neighbours, renews reservations, announces. Then closes all
+        holes.
 
-        In its first JUST_STARTED_S every FIRST_UPDATE_INTERVAL_S, until neighbours have answered, because hole punching
-        waits for these answers.
+        Until neighbours have first answered, for JUST_STARTED_S at most, the interval is FIRST_UPDATE_INTERVAL_S: hole
+        punching waits for them.
         """
         began = loop_time()
         try:
@@ -210,7 +209,9 @@ class ReachabilityKeeper:
             if any(await asyncio.gather(*(_can_open(endpoint[1], endpoint[2]) for endpoint in direct))):
                 with contextlib.suppress(ConnectionBroken):
                     await self._host.disconnect(peer)
-                await self._network.greet(peer, reconnect=True)  # the stream may not have noticed yet that it is gone
+                await self._network.connect_member(
+                    peer, reconnect=True
+                )  # the stream may not have noticed yet that it is gone
             return
 
     # --- holes
@@ -246,7 +247,7 @@ class ReachabilityKeeper:
     async def _wait_for_first_answer(self) -> None:
         # Before its neighbours have answered, a public peer would use a relay, and a circuit stays until it ends.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINDING_S):
+            async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
                 await self._has_answers.wait()
 
     async def _wait_for_dial(self, peer: PeerId, relay_peer: PeerId) -> None:
@@ -260,7 +261,7 @@ class ReachabilityKeeper:
             if now > again_at:
                 await self._network.call(relay_peer, Introduce(peer), deadline=until)
                 again_at = loop_time() + DIAL_BACK_INTERVAL_S
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     # --- helping others
 

@@ -135,8 +135,8 @@ class RelayService:
 
     async def _count_and_wait(self, size: int) -> None:
         self.carried_bytes += size
-        if self._host.brake is not None:
-            await self._host.brake.let_pass(size)
+        if self._host.rate_limiter is not None:
+            await self._host.rate_limiter.let_pass(size)
         if self._bucket is not None:
             await asyncio.sleep(max(0.0, self._bucket.take(size, loop_time()) - loop_time()))
 

@@ -1,1 +1,1 @@
-"""The libp2p process and its streams. Nothing else knows hivemind."""
+"""The libp2p process, its streams and addresses. Only this folder imports hivemind; `net/dht` uses it through that."""

@@ -49,9 +49,8 @@ from agora.net.shaping.bandwidth_limiter import BandwidthLimiter
 from agora.net.shaping.link import LinkSpec
 from agora.net.shaping.shaped_transport import AccessLink, ShapedTransport
 
-STARTUP_TIMEOUT_S: Final = (
-    60.0  # seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start together
-)
+# Seconds for p2pd to start: 0.3 s on an idle machine, far longer when many start together.
+STARTUP_TIMEOUT_S: Final = 60.0
 SOCKET_PREFIX: Final = "agora-net-"  # the names of the folders that hold p2pd's Unix sockets begin with it
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
 MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's words in an error's sentence
@@ -175,9 +174,9 @@ class SimultaneousOpen(AgoraError):
 class Host:
     """A running p2pd process: reaches other peers through it, opens and accepts streams, from `create` to `close`.
 
-    died: set when p2pd ends, or answers no more, before `close`. link, brake: they slow down all streams of frames,
-    if a link is emulated or the owner has set limits; else None. own_addresses: those listened on or announced, without
-    /p2p/PEER. listen_endpoints: (host, port) of p2pd by "ip4" and "ip6". tunnel_ports: ports of punched holes.
+    died: set when p2pd ends, or answers no more, before `close`. link, rate_limiter: they slow down all streams of
+    frames, if a link is emulated or the owner has set limits; else None. own_addresses: those listened on or announced,
+    without /p2p/PEER. listen_endpoints: (host, port) of p2pd by "ip4" and "ip6". tunnel_ports: ports of punched holes.
     """
 
     def __init__(self, p2p: Any, sockets: SocketDirectory, link: LinkSpec | None, limits: RateLimits) -> None:
@@ -185,7 +184,7 @@ class Host:
         self.peer = PeerId(str(p2p.peer_id))
         self.died = asyncio.Event()
         self.link = AccessLink(link, random.Random(self.peer)) if link is not None else None
-        self.brake = BandwidthLimiter(p2p._child.pid, limits, self.link) if limits.is_limited else None
+        self.rate_limiter = BandwidthLimiter(p2p._child.pid, limits, self.link) if limits.is_limited else None
         self.own_addresses: tuple[str, ...] = ()
         self.listen_endpoints: dict[str, tuple[str, int]] = {}
         self.tunnel_ports: set[int] = set()
@@ -312,7 +311,7 @@ class Host:
     ) -> tuple[FrameStream, str]:
         """Opens a stream to `peer`; returns the stream, and its path: "direct", "punched" or "relayed".
 
-        `link` and `brake` slow it. It reads frames, within `limits`, after `FrameStream.attach`. Errors: see `reach`.
+        It reads frames within `limits` after `FrameStream.attach`. Errors: as `reach`.
         """
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(timeout_s))
@@ -365,7 +364,8 @@ class Host:
         await self._set_handler(protocol, path)
 
     async def serve(self, protocol: str, limits: FrameLimits, on_stream: OnStream) -> None:
-        """Passes each stream that a peer opens for `protocol` from now on to `on_stream`; `link` and `brake` slow it.
+        """Passes each stream that a peer opens for `protocol` from now on to `on_stream`, slowed as those of
+        `open_stream`.
 
         limits: of the frames that the stream reads. Raises ConnectionBroken when p2pd is gone or refuses.
         """
@@ -405,7 +405,7 @@ class Host:
         return "direct"
 
     def _shape(self, stream: FrameStream) -> FrameStream:
-        link = self.brake.link if self.brake is not None else self.link
+        link = self.rate_limiter.link if self.rate_limiter is not None else self.link
         if link is not None:
             stream.interpose(partial(ShapedTransport, link=link))
         return stream
@@ -415,8 +415,8 @@ class Host:
         if self._closing:
             return
         self._closing = True
-        if self.brake is not None:
-            self.brake.close()
+        if self.rate_limiter is not None:
+            self.rate_limiter.close()
         for server in self._servers:
             server.close()
         control = self.p2p._client.control if self.p2p._client is not None else None

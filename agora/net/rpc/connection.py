@@ -494,7 +494,9 @@ class Connection:
         if prefix.type is FrameType.REQUEST:
             refusal: Refused | None = None
             if self.is_reader and not isinstance(message, READER_REQUESTS):
-                refusal = NotAdmitted("a reader may only ask for the manifest and the status")
+                refusal = NotAdmitted(
+                    "a reader may only ask for manifest, status and amendments, or pass on signed news of the run"
+                )
             elif self._services.suspended_s(self.peer) > 0:
                 refusal = NotAdmitted("this peer answers nothing to you for now; ask another")
             elif isinstance(message, UnknownRequest):

@@ -56,7 +56,7 @@ class DialStrategy:
 
 
 class AddressBook:
-    """The last announced addresses of up to MAX_PEERS peers; when full, it forgets the peer updated longest ago."""
+    """The last known addresses of up to MAX_PEERS peers; when full, it forgets the peer updated longest ago."""
 
     def __init__(self, may_dial: Callable[[str], bool] = lambda _address: True) -> None:
         """may_dial: returns whether an address that a peer announces may be dialled."""

@@ -33,7 +33,8 @@ from agora.net.rpc.dialling import MAX_PEERS, AddressBook, Dialler, DialStrategy
 from agora.net.rpc.gate import Gate
 
 GOODBYES_TIMEOUT_S: Final = 0.5  # seconds that `Network.close` waits for peers to have read their GOODBYE
-SAME_MOMENT_S: Final = 0.1  # a callee that fails within 0.1 s of this peer's deadline has missed its own deadline
+# A PeerFailed within so many seconds of this peer's deadline counts as that: the callee's passes at the same moment.
+SAME_MOMENT_S: Final = 0.1
 DEADLINE_SLACK_MS: Final = 10  # a deadline that is too late by at most this much is not worth a new message
 HANDSHAKE_LIFETIME_S: Final = 600.0  # seconds after its last connection for which a peer still counts as handshaken
 TICK_INTERVAL_S: Final = 0.5  # seconds between two looks at all connections, at most
@@ -260,8 +261,8 @@ class Network:
         self.spawn(self._await_hello(self._add_connection(stream, peer, path, is_initiator=False)))
 
     def _make_room(self, newcomer: Requester) -> bool:
-        # A silent connection makes room first: that of a reader, or of a peer that has not sent HELLO. Only then does
-        # one of the requester that holds most. A newcomer never pushes out a neighbour of its own network.
+        # Silent connections, of readers or without a HELLO yet, are closed first. If there are none, the requester with
+        # the most connections loses one, unless it is in the newcomer's network.
         connections = self._all_connections()
         silent = [known for known in connections if known.is_reader and not known.is_initiator]
         if len(silent) < self.limits.max_silent and len(connections) < self.limits.max_connections:
@@ -352,7 +353,7 @@ class Network:
         elif self._suspended_s(connection.peer) > 0:
             connection.abort("the peer is suspended")
 
-    async def greet(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
+    async def connect_member(self, peer: PeerId, *, reconnect: bool = False, named_by: PeerId | None = None) -> bool:
         """Connects to `peer` unless it is connected; returns whether it is a usable member now.
 
         False if it cannot be reached, or is refused or suspended, connected or not. reconnect: first aborts all

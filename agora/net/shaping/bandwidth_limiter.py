@@ -146,9 +146,9 @@ class BandwidthLimiter:
         self.carried: CarriedBytes | None = None
         self.link = link if link is not None else AccessLink(FREE_LINK, random.Random(0))
         self._counter = SocketCounter(pid)
-        self._brakes = Throttle(limits.upload), Throttle(limits.download)
-        self.link.brake(limits.upload, limits.download)
-        self._task = asyncio.create_task(self._run(), name="line brake")
+        self._limits = Throttle(limits.upload), Throttle(limits.download)
+        self.link.limit_rates(limits.upload, limits.download)
+        self._task = asyncio.create_task(self._run(), name="rate limiter")
 
     async def let_pass(self, size: int) -> None:
         """Waits until `size` bytes of a relayed circuit may pass, and books them both ways, as they come in and go out.
@@ -175,14 +175,14 @@ class BandwidthLimiter:
         self._task.cancel()
 
     async def _run(self) -> None:
-        up, down = self._brakes
+        up, down = self._limits
         while True:
             self.carried = carried = await asyncio.to_thread(self._counter.read)
             now = loop_time()
             sent = received = None
             if carried is not None:
                 sent, received = carried.sent, carried.received
-            self.link.brake(
+            self.link.limit_rates(
                 up.update(now, sent, self.link.passed_up), down.update(now, received, self.link.passed_down)
             )
             await asyncio.sleep(COUNT_INTERVAL_S)

@@ -35,22 +35,22 @@ class AccessLink:
         self.up = TokenBucket(spec.rate)
         self.down = TokenBucket(spec.rate, DOWN_DEPTH_S)
         self.passed_up = self.passed_down = 0
-        self._brakes = math.inf, math.inf
+        self._limits = math.inf, math.inf
 
     def change_rate(self, text: str) -> None:
-        """Sets the emulated link's rate, such as "20Mbit", for later bytes; limits set by `brake` still hold.
+        """Sets the emulated link's rate, such as "20Mbit", for later bytes; limits set by `limit_rates` still hold.
 
         Raises LinkError for malformed text, a rate below link.SLOWEST, or a link that was not made by LinkSpec.parse.
         """
         self.spec = self.spec.at_rate(text)
-        self.brake(*self._brakes)
+        self.limit_rates(*self._limits)
 
-    def brake(self, up: float, down: float) -> None:
+    def limit_rates(self, up: float, down: float) -> None:
         """Limits sending to `up` and receiving to `down`, in bytes per second, even if the emulated link is faster.
 
         Replaces the limits of an earlier call; infinity for none.
         """
-        self._brakes = up, down
+        self._limits = up, down
         self.up.rate, self.down.rate = min(self.spec.rate, up), min(self.spec.rate, down)
 
     @property

@@ -26,7 +26,7 @@ from agora.node import paths
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
 IDLE_TIMEOUT_S = 300.0  # seconds after which a connection without a question is closed
-POLL_S = 0.5  # seconds between two checks whether the client is still connected
+POLL_INTERVAL_S = 0.5  # seconds between two checks whether the client is still connected
 
 Answer = dict[str, Any]
 
@@ -159,7 +159,7 @@ async def _wait_until_gone(writer: asyncio.StreamWriter) -> None:
     hung_up = select.poll()
     hung_up.register(writer.get_extra_info("socket").fileno(), 0)
     while not writer.is_closing() and not hung_up.poll(0):  # noqa: ASYNC110 - there is no event for it
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def _suggest(name: str, known: Mapping[str, object]) -> str:

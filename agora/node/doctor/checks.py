@@ -85,6 +85,7 @@ class Readings:
     names: tuple[tuple[str, bool], ...] = ()  # host names in the run's addresses, and whether each was resolved
     run: str = ""  # its name and id; "" if none was named
     run_problem: str = ""
+    has_manifest: bool = True  # whether this machine knows the run's manifest
     peers: tuple[PeerReading, ...] = ()  # one for each address that was dialled
     answer_problem: str = ""  # why no peer knows the run
     daemon_pid: int | None = None  # of the daemon in this data directory; None without one
@@ -292,6 +293,8 @@ def _check_service(readings: Readings) -> list[Check]:
 def _check_run(readings: Readings) -> list[Check]:
     if readings.run_problem:
         return [Check("run", "fail", readings.run_problem, "readable, and it admits this peer", "see the message")]
+    if not readings.has_manifest:
+        return [Check("run", "pass", f"{readings.run}: its manifest is fetched at the join", "readable")]
     return [Check("run", "pass", readings.run, "readable, and it admits this peer")]
 
 

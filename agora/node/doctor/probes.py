@@ -80,6 +80,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         processors=processors.amount,
         processors_limit=processors.source,
         memory_needed=_compute_needed_memory(manifest),
+        has_manifest=manifest is not None,
         disk_free=_read_free_disk(home.root),
         disk_problem=_find_disk_problem(home.root, chosen.disk_bytes),
         runtime_problem=_find_runtime_problem(),

@@ -22,7 +22,7 @@ from agora.train.memory import available_bytes, give_back_freed_memory, limit_me
 
 BASE_BYTES: Final = 256 * 2**20  # memory of a daemon without stages: torch, the event loop, p2pd
 _ADVICE: Final = "free some, or hold fewer stages with --stages."
-POLL_S: Final = 0.5  # seconds between two readings: what is allocated in between may go beyond the limit
+POLL_INTERVAL_S: Final = 0.5  # seconds between two readings: what is allocated in between may go beyond the limit
 # Fractions of the limit at which the reactions of MemoryGuard begin and end.
 EASE_FRACTION, SHRINK_FRACTION, REFUSE_FRACTION = 0.8, 0.85, 0.95
 # Readings in a row above the limit, with nothing in progress, after which the daemon leaves.
@@ -156,7 +156,7 @@ class MemoryState:
     polls_over: int = 0
 
 
-def judge_memory(state: MemoryState, used: int, limit: int, in_progress: int) -> tuple[MemoryState, Reaction]:
+def decide_reaction(state: MemoryState, used: int, limit: int, in_progress: int) -> tuple[MemoryState, Reaction]:
     """Returns the next state and the reaction to one reading of the memory.
 
     LEAVE after MAX_POLLS_OVER_LIMIT readings in a row above the limit with nothing in progress; REFUSE from
@@ -193,20 +193,20 @@ class MemoryGuard:
         self._state = MemoryState()
 
     async def run(self) -> None:
-        """Reads the memory every POLL_S, until cancelled, and reacts. Raises OutOfMemory if the daemon must leave."""
+        """Reads the memory and reacts to it, until cancelled. Raises OutOfMemory if the daemon must leave."""
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             self.react_to(await asyncio.to_thread(resident_bytes))
 
     def react_to(self, used: int) -> None:
-        """Reacts to one reading of the resident bytes (`used`), as judge_memory decides.
+        """Reacts to one reading of the resident bytes (`used`), as decide_reaction decides.
 
         It has the ledger refuse new work or take it again, and reports OwnerTold when the refusals begin. At each
         reaction but NOTHING it returns freed memory to the system and cuts the slots. Then it raises OutOfMemory if the
         reaction is LEAVE.
         """
         former = self._state
-        self._state, reaction = judge_memory(former, used, self._limit, self._ledger.taken)
+        self._state, reaction = decide_reaction(former, used, self._limit, self._ledger.taken)
         self._ledger.set_shortage(SHORT if self._state.is_refusing else "")
         if self._state.is_refusing and not former.is_refusing:
             self._report(events.OwnerTold(f"{self._describe(used)}: it takes no new work until some is free"))

@@ -15,7 +15,7 @@ from agora_protocol.errors import DiskError
 DAY_MINUTES: Final = 24 * 60
 MAX_RANGES: Final = 24
 _RANGE: Final = re.compile(r"(\d{1,2})(?::(\d{2}))?-(\d{1,2})(?::(\d{2}))?")
-POLL_S: Final = 1.0  # seconds between two checks of the time of day
+POLL_INTERVAL_S: Final = 1.0  # seconds between two checks of the time of day
 BY_OWNER: Final = "paused by its owner"
 
 
@@ -127,7 +127,7 @@ class OwnersPause:
         while bool(self.reason) is not paused:
             self.changed.clear()
             try:
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(POLL_INTERVAL_S):
                     await self.changed.wait()
             except TimeoutError:
                 continue

@@ -1,1 +1,1 @@
-"""What lives as long as the daemon, whatever span it holds."""
+"""What lives while the daemon works, whichever stages it holds."""

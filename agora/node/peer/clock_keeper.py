@@ -53,7 +53,7 @@ class ClockKeeper:
         """
         for wait_s in itertools.chain([FIRST_INTERVAL_S], itertools.repeat(INTERVAL_S)):
             await asyncio.sleep(wait_s)
-            await faults.reach("clock.asked")
+            await faults.inject_fault("clock.asked")
             self._correct_clock(await self._network.ask_clocks(ANSWER_TIMEOUT_S))
 
     async def _await_answers(self, peers: Sequence[PeerId]) -> None:

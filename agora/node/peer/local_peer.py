@@ -1,4 +1,4 @@
-"""The local peer: what lives as long as the daemon, whichever stages it holds."""
+"""The local peer: what lives while the daemon works, whichever stages it holds. A pause closes it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class LocalPeer:
                 is_admitted_member=self.admission.gate.is_admitted_member,
                 is_verified=self._is_verified,
                 is_from_member=self.admission.is_from_member,
-                greet=self.network.greet,
+                greet=self.network.connect_member,
                 report_protocol_error=score.report_protocol_error,
             ),
             unix=unix,

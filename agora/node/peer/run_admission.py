@@ -40,7 +40,7 @@ BAN_LIST_LIFETIME_S = 60.0  # seconds after which a published ban list expires, 
 BAN_SHARD = DirectoryShard(0)  # the shard of the DHT in which ban lists are published
 
 
-def load_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:
+def load_admission_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:
     """Returns the admission book of a run: the manifest's policy, and the bans and revocations on this disk.
 
     Leaves out revocations that are invalid by now. Raises DiskError when a file cannot be read.
@@ -84,7 +84,7 @@ class RunAdmission:
         """
         self._unix = unix
         self.proof = proof
-        self.book = load_book(startup.home, signed, unix())
+        self.book = load_admission_book(startup.home, signed, unix())
         self.gate = Gate(
             startup.me,
             signed.run_id,

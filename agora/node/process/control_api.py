@@ -77,7 +77,7 @@ class ControlApi:
 
         Its field `result`, which other machines are not told, has the folder of the result once the run has ended.
         """
-        end = self._daemon.end
+        end = self._daemon.end_of_run
         return status_json(self._daemon.sample_node_report()) | {"result": asdict(end.result) if end else None}
 
     async def report(self) -> Answer:
@@ -94,7 +94,8 @@ class ControlApi:
     async def pause(self) -> Answer:
         """Pauses the daemon until `resume`, even after a restart; answers immediately.
 
-        Within 10 s the daemon has ended its work and closed everything but its control socket.
+        Within 10 s the daemon has ended its work and closed all connections to peers. The control socket, the metrics
+        and the page stay.
         """
         self._daemon.pause.pause()
         text = "paused: it finishes what it holds, withdraws its claim and closes all connections within 10 s"
@@ -201,8 +202,7 @@ class ControlApi:
         return {"link": link.spec.text}
 
     async def drain(self) -> Answer:
-        """Has this origin open no more microbatches until `refill`, and waits DRAIN_TIMEOUT_S at most for the open
-        ones.
+        """Stops this origin from opening microbatches until `refill`; waits up to DRAIN_TIMEOUT_S for the open ones.
 
         Returns {"in_flight": how many are still open}; 0 without an origin.
         """

@@ -35,31 +35,27 @@ from agora.pipeline.work_ledger import MAX_ENDING_TIMEOUT_S
 from agora.swarm import health
 from agora.swarm.health import Health
 from agora.swarm.placement import Placement
-from agora.swarm.rebalancing import judge_interval_s, judge_move
+from agora.swarm.rebalancing import judge_move, rebalance_interval_s
 from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-# Seconds from the request to leave, or to pause, until all is closed: 10 s in texts for users. What follows is taken
-# from them, the last parts first: what nobody waits for any more must not take the time of what others see.
+# Seconds from the request to leave, or to pause, until all is closed: 10 s in texts for users. The timeouts below are
+# parts of them. The last parts are reserved first: work that nobody needs any more must not delay the goodbye.
 LEAVE_TIMEOUT_S = 9.0
 STOP_TIMEOUT_S = 3.0  # seconds that a start, or a move, has to end when it is cancelled
 ANNOUNCE_TIMEOUT_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
-ORIGIN_TIMEOUT_S = (
-    5.0  # seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty
-)
-CANCELLED_WORK_TIMEOUT_S = (
-    1.5  # seconds that device jobs which count a gradient get when the work of others is cancelled
-)
+# Seconds that this origin's microbatches get when the daemon leaves, or moves while a stage is empty.
+ORIGIN_TIMEOUT_S = 5.0
+# Seconds that device jobs get to count their gradients when other peers' work is cancelled.
+CANCELLED_WORK_TIMEOUT_S = 1.5
 MIN_CHECKPOINT_TIMEOUT_S = 1.0  # seconds that writing the checkpoints may take at least, however long the work took
-CLOSE_SPAN_TIMEOUT_S = (
-    1.0  # seconds that closing the span may take at least, and one more if the device's job does not end
-)
+# Seconds that closing the span may take at least, and one more if the device's job does not end.
+CLOSE_SPAN_TIMEOUT_S = 1.0
 CLOSE_PEER_TIMEOUT_S = 1.0  # seconds that closing the local peer may take at least
 CLOSE_TIMEOUT_S = CLOSE_SPAN_TIMEOUT_S + 1.0 + CLOSE_PEER_TIMEOUT_S
-MOVE_FINISH_TIMEOUT_S = (
-    30.0  # seconds that a move waits for this origin's own microbatches, and then for those of others
-)
+# Seconds that a move waits for this origin's own microbatches, and then for those of others.
+MOVE_FINISH_TIMEOUT_S = 30.0
 MOVE_CHECKPOINT_TIMEOUT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
 MEASURE_INTERVAL_S = 4.0  # seconds between two measurements of how long microbatches take here
 FAILED_MOVE_PAUSE_S = 120.0  # seconds for which a peer whose move has failed does not try again
@@ -100,7 +96,7 @@ class Daemon:
         self._rate = WindowedRate()
         self._move: _MoveRequest | None = None
         self._move_wanted = asyncio.Event()
-        self.end: EndOfRun | None = None
+        self.end_of_run: EndOfRun | None = None
         self._tasks = BackgroundTasks(self.note_task_end)
         self._past_traffic = NO_TRAFFIC
         self._peer_closing = AsyncExitStack()
@@ -260,7 +256,7 @@ class Daemon:
         self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
         until = loop_time() + LEAVE_TIMEOUT_S
         await self._wind_down("paused", until)
-        await self._close(until)  # everything but the control socket, so that no traffic is left
+        await self._close(until)  # all that talks to other peers; control socket, metrics and page stay
         joining.register_paused(self.startup, self.signed)
         await wait_for_any(self._stop.wait(), self.pause.wait_until(paused=False))
         if not self.is_leaving:
@@ -282,8 +278,8 @@ class Daemon:
         )
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("capacity", keep_claimed_capacity_current(local_peer, lambda: self.loaded))
-        self.end = EndOfRun(local_peer, lambda: self.loaded, self.leave)
-        local_peer.tasks.start("end", self.end.run())
+        self.end_of_run = EndOfRun(local_peer, lambda: self.loaded, self.leave)
+        local_peer.tasks.start("end", self.end_of_run.run())
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", rebalance_repeatedly(local_peer, self._movable_span, self.move))
         while True:
@@ -300,8 +296,8 @@ class Daemon:
         watching = BackgroundTasks(self.note_task_end)
         closing.push_async_callback(watching.close)
         watching.start("p2pd", _watch_p2pd(host))
-        if host.brake is not None:
-            watching.start("line brake", host.brake.wait())
+        if host.rate_limiter is not None:
+            watching.start("rate limiter", host.rate_limiter.wait())
         others = await joining.connect_to_run(startup, host, self.signed)
         if self.signed is None:
             self.signed = await joining.fetch_manifest(startup, host, others)
@@ -389,7 +385,7 @@ class Daemon:
     async def _leave_in_order(self, reason: str) -> None:
         self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
-        await faults.reach("daemon.leaving")
+        await faults.inject_fault("daemon.leaving")
         await self._wind_down("leaving", self._leave_by or loop_time() + LEAVE_TIMEOUT_S)
 
     async def _wind_down(self, reason: str, until: float) -> None:
@@ -435,7 +431,7 @@ class Daemon:
     async def _close(self, until: float) -> None:
         self._past_traffic = self._total_traffic()
         self.loaded = self.local_peer = None
-        # What is late is left to the end of the process. A span that hangs must not keep this peer from saying goodbye.
+        # What is not closed in time ends with the process. A span that hangs must not stop the goodbye to others.
         for what, closing, by in (
             ("stages", self._span_closing, until - CLOSE_PEER_TIMEOUT_S - 1.0),
             ("local peer", self._peer_closing, until),
@@ -486,7 +482,7 @@ async def rebalance_repeatedly(
     """
     rng = random.Random()
     while True:
-        await asyncio.sleep(judge_interval_s(rng))
+        await asyncio.sleep(rebalance_interval_s(rng))
         loaded = held_span()
         placement = await _choose_move(local_peer, rng, loaded.loaded_at) if loaded is not None else None
         if placement is None or placement.span is None or held_span() is None:

@@ -23,24 +23,18 @@ from agora.state.files import EXPORT_INDEX
 from agora.swarm import health
 from agora.swarm.view import View
 
-LOOK_INTERVAL_S: Final = (
-    1.0  # seconds between two looks whether the run has ended, and whether others still need its state
-)
-# Seconds from the end until a daemon leaves at the earliest: meanwhile others read of the last steps, which they must
-# before a stage has no peer any more.
+# Seconds between two looks whether the run has ended, and whether others still need its state.
+LOOK_INTERVAL_S: Final = 1.0
+# Seconds from the run's end until a daemon may leave. Until then its records show the last steps: the others must read
+# them before the stage has no peer.
 LEAVE_DELAY_S: Final = 15.0
-FETCH_IDLE_TIMEOUT_S: Final = (
-    15.0  # seconds since another peer has fetched a part of the state, after which it has all of it
-)
-# Seconds from the end for which a leaving daemon keeps its stages for whoever exports, if nobody fetches them: an
-# export fetches one stage after the other.
+# Seconds since another peer has fetched a part of the state, after which it has all of it.
+FETCH_IDLE_TIMEOUT_S: Final = 15.0
+# Seconds for which a leaving daemon keeps its stages for the exporting peer, if nobody fetches them. An export fetches
+# the stages one by one, so this daemon's may come late.
 MAX_SERVE_S: Final = 600.0
-EXPORT_RETRY_DELAYS_S: Final = (
-    0.0,
-    15.0,
-    60.0,
-    300.0,
-)  # seconds before each attempt to export: a peer may be moving or restarting
+# Seconds before each attempt to export: a peer may be moving or restarting.
+EXPORT_RETRY_DELAYS_S: Final = (0.0, 15.0, 60.0, 300.0)
 EXPORT_TIMEOUT_S: Final = 3600.0
 KILL_DELAY_S: Final = 1.0  # seconds that a terminated export has for removing what it has half written
 
@@ -48,7 +42,7 @@ ExportState = Literal["none", "exporting", "exported", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ExportStatus:
     """Where the result of the run lies on this machine. why: what has failed, and what to do."""
 
     state: ExportState = "none"
@@ -87,14 +81,15 @@ class EndOfRun:
         self, local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], leave: Callable[[str], None]
     ) -> None:
         """held_span: returns the held span, None while none is. leave: makes the daemon leave, with a reason."""
-        self.result = Result()
+        self.result = ExportStatus()
         self._local_peer = local_peer
         self._held_span = held_span
         self._leave = leave
 
     async def run(self) -> None:
-        """Waits until every stage has taken all steps, and does what follows, until cancelled: again if the run is
-        amended to go on.
+        """Until cancelled: waits until every stage has taken all steps, then does what the owner chose.
+
+        Begins again if an amendment extends the run.
         """
         while True:
             while not self._has_ended():  # noqa: ASYNC110
@@ -103,7 +98,7 @@ class EndOfRun:
             await self._do_what_follows(total_steps := live.total_steps)
             while live.total_steps <= total_steps:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_INTERVAL_S)
-            self.result = Result()
+            self.result = ExportStatus()
             text = f"an amendment has the run go on until it has taken {live.total_steps:,} steps"
             self._local_peer.startup.report_event(events.StateChanged("serving", text))
 
@@ -151,7 +146,7 @@ class EndOfRun:
         startup, run = self._local_peer.startup, self._local_peer.signed.run_id
         folder = startup.home.result(run)
         if not _is_exported(folder, total_steps):
-            self.result = Result("exporting", str(folder))
+            self.result = ExportStatus("exporting", str(folder))
             for pause_s in EXPORT_RETRY_DELAYS_S:
                 await asyncio.sleep(pause_s)
                 why = await _try_export(run, startup.home.root, folder, _environment(startup.settings))
@@ -159,10 +154,10 @@ class EndOfRun:
                     break
             else:
                 why += f"; `swarm export {run[:12]} --dir {startup.home.root} --out FOLDER` tries again"
-                self.result = Result("failed", why=why)
+                self.result = ExportStatus("failed", why=why)
                 startup.report_event(events.TaskFailed("export", why))
                 return
-        self.result = Result("exported", str(folder))
+        self.result = ExportStatus("exported", str(folder))
         startup.report_event(events.ResultExported(str(folder)))
 
 

@@ -30,7 +30,7 @@ from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import paths, runs
 from agora.node.control import control_client
-from agora.node.peer.run_admission import load_book
+from agora.node.peer.run_admission import load_admission_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
 from agora.node.span.training_data import check_draft, remember_files
@@ -249,8 +249,8 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
         if not reached and signed is None:
             raise RunUnreachable(f"No peer of the invite answers: {why}")
         peers = len({address.rpartition("/")[2] for address in known})
-        note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask, the first peer here"
-        note.text += f": {why}" if peers and why else ""
+        note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask"
+        note.text += f": {why}" if given and why else "" if peers else ", the first peer here"
     return known
 
 
@@ -263,7 +263,7 @@ def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Seq
         banned = set(runs.read_banned(startup.home))
         return tuple(address for address in known if peer_of_address(address) not in banned)
     now_unix = time.time()
-    book = load_book(startup.home, signed, now_unix)
+    book = load_admission_book(startup.home, signed, now_unix)
     return tuple(address for address in known if not book.refusal_reason(peer_of_address(address), now_unix))
 
 

@@ -38,7 +38,7 @@ SIGNALS: Final[Mapping[signal.Signals, str]] = {
     signal.SIGINT: "asked to leave by SIGINT, from Ctrl-C",
     signal.SIGHUP: "asked to leave by SIGHUP: its terminal was closed (start it with `nohup` or as a service to go on)",
 }
-# Seconds after which a process that was to leave ends, whatever hangs: a device, a disk, a thread. In order it takes 9.
+# Seconds after which a leaving process ends itself, even if a device, a disk or a thread hangs. In order it takes 9.
 END_TIMEOUT_S: Final = 9.4
 
 
@@ -52,7 +52,7 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     """
     end_on_signals()
     faults.set_active_faults(faults.from_environment())
-    faults.reach_blocking("daemon.started")
+    faults.inject_fault_blocking("daemon.started")
     began_ns = time.time_ns()
     began_s = boot_time()
     clock = SwarmClock(time.time(), boot_time)
@@ -131,7 +131,7 @@ async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Cal
             _end_at_once(startup, f"a second signal, {number.name}")
         daemon.leave(SIGNALS[number])
 
-    for number in heeded_signals():
+    for number in handled_signals():
         asyncio.get_running_loop().add_signal_handler(number, leave_or_exit, number)
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
     control = ControlSocket(paths.socket_of(startup.home), ControlApi(daemon).questions())
@@ -163,7 +163,7 @@ def refuse_copied_key(home: paths.Home, me: PeerId) -> None:
             raise KeyInUse(key_in_use_text(me, f"in {entry.root} (pid {entry.pid})"))
 
 
-def heeded_signals() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """Returns which of SIGNALS make the daemon leave: not those that it was started to ignore, as by `nohup`."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -185,7 +185,7 @@ def end_on_signals() -> None:
     def end(number: int, _frame: object) -> None:
         raise EndedBySignal(signal.Signals(number))
 
-    for number in heeded_signals():
+    for number in handled_signals():
         signal.signal(number, end)
 
 

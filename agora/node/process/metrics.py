@@ -25,7 +25,7 @@ from agora.observe.metrics import (
     make_row,
 )
 
-POLL_S = 1.0  # seconds between two looks whether a row is due
+POLL_INTERVAL_S = 1.0  # seconds between two looks whether a row is due
 
 
 class DaemonMetrics:
@@ -48,13 +48,13 @@ class DaemonMetrics:
         prometheus_client.ProcessCollector(registry=self.registry)
 
     async def run(self) -> None:
-        """Writes a row whenever one is due, until cancelled; no more after an event that the disk takes no more."""
+        """Writes a row whenever one is due, until cancelled. A full disk is reported once; then none is written."""
         began = written_at = loop_time()
         step = -1
         try:
             file = LineFile(self._path, MAX_FILE_BYTES)
             while True:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
                 now = loop_time()
                 if not is_row_due(now - began, now - written_at, has_stepped=True):
                     continue

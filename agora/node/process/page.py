@@ -11,7 +11,7 @@ from agora_protocol.errors import LocalError
 from agora.core.tasks import BackgroundTasks
 from agora.node.process.control_api import ControlApi
 from agora.page.feed import LOOK_INTERVAL_S, Feed, Invitation
-from agora.page.model_text import write_text
+from agora.page.model_text import write_run_text
 
 if TYPE_CHECKING:
     from agora.node.process.daemon import Daemon
@@ -43,7 +43,7 @@ class DaemonSource:
         if self._daemon.signed is None or self._daemon.loaded is None:
             raise LocalError("This daemon holds no stages yet.")
         signed = self._daemon.signed
-        return await write_text(signed.manifest, signed.run_id, [self._daemon.startup.home.root])
+        return await write_run_text(signed.manifest, signed.run_id, [self._daemon.startup.home.root])
 
 
 def serve_page(daemon: Daemon, tasks: BackgroundTasks) -> None:

@@ -28,7 +28,7 @@ from agora.core.clock import loop_time
 from agora.core.machine_limits import least_memory, usable_threads
 from agora.net.shaping.bandwidth import MIN_RATE, parse_rate
 from agora.node import paths, runs
-from agora.node.process.main import SIGNALS, heeded_signals, lock_file
+from agora.node.process.main import SIGNALS, handled_signals, lock_file
 from agora.node.settings import Settings, without_settings
 from agora.node.startup import SystemdNotifier
 from agora.observe import events
@@ -37,13 +37,13 @@ from agora.observe.log import EventLog
 from agora.observe.reporter import Reporter
 
 FIND_TIMEOUT_S: Final = 120.0  # for torch to say which devices there are
-POLL_S: Final = 0.2
+POLL_INTERVAL_S: Final = 0.2
 FIRST_RESTART_DELAY_S: Final = 5.0  # doubled with each further end within RESTART_WINDOW_S
 MAX_RESTART_DELAY_S: Final = 300.0
 RESTART_WINDOW_S: Final = 3600.0
 # A daemon that has fed its watchdog, but not for this long, is killed and started again; under systemd its interval.
 WATCHDOG_TIMEOUT_S: Final = 60.0
-# After which daemons that were told to leave are killed: they end by themselves before, see END_S of main.py.
+# Seconds after which daemons that were told to leave are killed. They usually end before: see END_TIMEOUT_S in main.py.
 LEAVE_TIMEOUT_S: Final = 9.7
 NEVER_RESTARTED: Final = (0, 2)  # exit codes: it has left in order, or its arguments are wrong
 MAX_NOTICE_BYTES: Final = 4096
@@ -78,11 +78,13 @@ def homes_of(home: paths.Home, devices: Sequence[str]) -> list[paths.Home]:
     return [home, *(home.of_device(name.replace(":", "-")) for name in seen[1:])]
 
 
-def shares_of(chosen: Settings, devices: Sequence[str], home: paths.Home, free_bytes: float) -> list[Settings]:
+def settings_per_device(
+    chosen: Settings, devices: Sequence[str], home: paths.Home, free_bytes: float
+) -> list[Settings]:
     """Returns the settings of each device's daemon: equal shares of what the machine and its owner have for all.
 
-    free_bytes: of the machine's memory. Ports, those of metrics too, are counted up, and only the first daemon
-    announces what the owner has, an address leads to one of them, and shows the page.
+    free_bytes: the machine's free memory. Each daemon gets the next port, also for metrics. Only the first one
+    announces the owner's addresses, since each leads to one daemon, and shows the page.
     """
     count = len(devices)
     host_gib = (chosen.host_memory_gib or chosen.memory_gib or free_bytes / 2**30) / count
@@ -150,7 +152,7 @@ class Supervisor:
         report_event: events.Report,
         notifier: SystemdNotifier,
     ) -> None:
-        """home: the data directory of all. settings: of each daemon, see shares_of."""
+        """home: the data directory of all. settings: of each daemon, see settings_per_device."""
         self._reference = reference
         homes = homes_of(home, [each.device for each in settings])
         self._children = [_Child(each.device, place, each) for place, each in zip(homes, settings, strict=True)]
@@ -161,7 +163,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Returns the exit code: 0, or that of the first daemon that has failed for good."""
-        for number in heeded_signals():
+        for number in handled_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._leave_or_kill, number)
         first, *others = self._children
         with ExitStack() as closing:
@@ -237,7 +239,7 @@ class Supervisor:
         return runs.STDIN, str(Invite(RunId(known.run), known.addresses[:MAX_ADDRESSES], known.name, known.ticket))
 
     async def _look_after(self, children: Sequence[_Child], *, restarts: bool) -> None:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         now = loop_time()
         for child in children:
             is_hanging = child.fed_at is not None and now - child.fed_at > self._watchdog_s
@@ -323,6 +325,6 @@ def run_daemons(reference: runs.RunReference, home: paths.Home, chosen: Settings
             reporter = Reporter([Journal(home.devices), EventLog(level=chosen.log_level)])
         except OSError as error:
             raise DiskError(f"Cannot make or write {home.devices} ({error.strerror}); choose another --dir.") from error
-        settings = shares_of(chosen, devices, home, least_memory().amount)
+        settings = settings_per_device(chosen, devices, home, least_memory().amount)
         supervisor = Supervisor(reference, home, settings, reporter.report, SystemdNotifier())
         return asyncio.run(supervisor.run())

@@ -1,7 +1,7 @@
 """Reports the daemon's state to systemd by sd_notify datagrams, and changes of health and traffic as events.
 
-systemd's watchdog is fed only while the work itself proves progress or states what it waits for: that this loop runs
-proves nothing.
+systemd's watchdog is not fed while microbatches are in progress and none of them advances: that this loop runs proves
+nothing. While the daemon is paused, waiting or idle, the watchdog is fed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agora.node.control.node_report import NO_TRAFFIC, NodeReport, service_statu
 from agora.node.startup import SystemdNotifier
 from agora.observe import events
 
-POLL_S = 1.0  # seconds between two checks of the daemon
+POLL_INTERVAL_S = 1.0  # seconds between two checks of the daemon
 TRAFFIC_INTERVAL_S = 2.0  # seconds between two reports of the traffic
 DEVICE_INTERVAL_S = 30.0  # seconds between two reports of how the device is used
 WAITS_INTERVAL_S = 10.0  # seconds between two reports of what the device waits for
@@ -67,7 +67,7 @@ class Watchdog:
         self._traffic = NO_TRAFFIC
 
     async def run(self) -> None:
-        """Every POLL_S, until cancelled, takes the node's report, reports changes of health, and notifies systemd.
+        """Until cancelled, takes the node's report again and again, reports changes of health, and notifies systemd.
 
         Every TRAFFIC_INTERVAL_S also reports the traffic, if it has changed, every DEVICE_INTERVAL_S how the device is
         used, and every WAITS_INTERVAL_S what its time was spent on.
@@ -86,7 +86,7 @@ class Watchdog:
             if loop_time() >= waits_due and report.span is not None:
                 waits_due = loop_time() + WAITS_INTERVAL_S
                 self._report_event(events.DeviceWaited(*(round(seconds, 3) for seconds in report.span.waits)))
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def report_traffic(self, report: NodeReport) -> None:
         """Reports the bytes carried since the daemon's start (a Traffic event), unless equal to the last report's."""

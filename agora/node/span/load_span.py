@@ -29,7 +29,7 @@ from agora.node.span.loaded_span import LoadedSpan
 from agora.node.span.training_data import OriginData, Samples, open_training_data
 from agora.observe import faults
 from agora.state.keeper import StageHolders, StateKeeper
-from agora.swarm.rebalancing import judge_interval_s
+from agora.swarm.rebalancing import rebalance_interval_s
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
 from agora.tuning.epochs.batches import EpochFile
@@ -94,7 +94,7 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
         if placement.span is not None:
             return placement.span, placement.reason
         local_peer.startup.phases.report_progress(f"standing by: {placement.reason}")
-        await asyncio.sleep(judge_interval_s(rng))
+        await asyncio.sleep(rebalance_interval_s(rng))
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
@@ -147,7 +147,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
                 in_host,
                 settings.slowdown,
                 settings.emulated_ms / 1000.0,
-                faults.reach_blocking,
+                faults.inject_fault_blocking,
                 settings.compile,
                 startup.home.root / "compiled",
             ),
@@ -183,7 +183,7 @@ async def _fill_stages(
     keeper = _make_keeper(local_peer, worker, epoch_file)
 
     async def answer(call: IncomingCall) -> Reply:
-        await faults.reach("state.giving")
+        await faults.inject_fault("state.giving")
         assert isinstance(call.message, STATE_REQUESTS)
         return await keeper.answer(call.message, call.peer)
 

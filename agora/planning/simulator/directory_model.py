@@ -17,7 +17,7 @@ from agora_protocol.limits import MAX_KEY_RECORDS
 
 from agora.planning.simulator.measurements import Measurements
 from agora.planning.simulator.simulated_peer import SimulatedPeer
-from agora.swarm.directory_reader import CALM_READ_S, JITTER, MAX_READ_S, linger_s
+from agora.swarm.directory_reader import CALM_READ_INTERVAL_S, JITTER, MAX_READ_INTERVAL_S, linger_s
 from agora.swarm.directory_shards import (
     KnownReadings,
     ReaderIdentity,
@@ -181,12 +181,16 @@ class SimulatedReader:
         is_close = span is not None and span.first <= stage <= span.last + 1
         return (
             linger_s(0.0)
-            + (1.0 + JITTER) * (self._to_read.close_period if is_close else self._to_read.other_period) * MAX_READ_S
+            + (1.0 + JITTER)
+            * (self._to_read.close_period if is_close else self._to_read.other_period)
+            * MAX_READ_INTERVAL_S
         )
 
     def interval_s(self) -> float:
-        """Returns the seconds until the next read: CALM_READ_S, or MAX_READ_S in a large run, varied by JITTER."""
-        return (CALM_READ_S if self._to_read.is_small else MAX_READ_S) * self._rng.uniform(1.0 - JITTER, 1.0 + JITTER)
+        """Returns the seconds until the next read, varied by JITTER."""
+        return (CALM_READ_INTERVAL_S if self._to_read.is_small else MAX_READ_INTERVAL_S) * self._rng.uniform(
+            1.0 - JITTER, 1.0 + JITTER
+        )
 
     def records_published_per_s(self, span: Span | None) -> float:
         """Claim and progress, in each of its shards; 0.0 without a span."""

@@ -20,7 +20,7 @@ from agora.planning.simulator.simulated_machine import SimulatedDevice
 from agora.planning.simulator.simulated_peer import Equipment, Presence, SimulatedFetch, SimulatedPeer
 from agora.swarm.membership import LIFETIME_S
 from agora.swarm.placement import choose_placement
-from agora.swarm.rebalancing import judge_interval_s, judge_move
+from agora.swarm.rebalancing import judge_move, rebalance_interval_s
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds
 from agora.swarm.view import View
 
@@ -65,8 +65,8 @@ class DaemonPlacement:
             self._may_move[span_and_kind] = now, may_move
         return self._move_target(view(), peer, self._rng, now - peer.serving_since) if may_move else None
 
-    def judge_interval_s(self) -> float | None:
-        return judge_interval_s(self._rng)
+    def rebalance_interval_s(self) -> float | None:
+        return rebalance_interval_s(self._rng)
 
     def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random, served_s: float) -> Span | None:
         placement = judge_move(view, peer.id, self._needs, self._machine_capacity(peer.equipment), rng, served_s)
@@ -160,7 +160,7 @@ class FleetSimulation:
     def _watch(self, peer: SimulatedPeer) -> None:
         read_s = self._readers[peer.id].interval_s()
         self._events.after(read_s, self._read, peer)
-        if (wait_s := self._rules.judge_interval_s()) is not None:
+        if (wait_s := self._rules.rebalance_interval_s()) is not None:
             self._events.after(read_s + wait_s, self._judge_placement, peer)
 
     def _choose(self, peer: SimulatedPeer) -> None:
@@ -234,7 +234,7 @@ class FleetSimulation:
             if span is not None and span != peer.span:
                 self._measurements.moves += 1
                 self._drain(peer, lambda: self._claim_and_fetch(peer, span))
-        if (wait_s := self._rules.judge_interval_s()) is not None:
+        if (wait_s := self._rules.rebalance_interval_s()) is not None:
             self._events.after(wait_s, self._judge_placement, peer)
 
     def _reconsider(self, peer: SimulatedPeer) -> Span | None:

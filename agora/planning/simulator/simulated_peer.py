@@ -169,9 +169,8 @@ class Call:
 
 
 DONORS = 4  # maximum number of replicas from which a newcomer fetches at the same time
-PIECE_DURATION_S = (
-    0.25  # seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state
-)
+# Seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state.
+PIECE_DURATION_S = 0.25
 
 
 class SimulatedFetch:

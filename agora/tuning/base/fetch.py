@@ -33,12 +33,10 @@ from agora.tuning.base.server import LIST
 from agora.tuning.base.store import BaseModelError, TensorStore
 from agora.tuning.base.tensors import malformed_list_error
 
-EMPTY_SOURCE_RETRY_INTERVAL_S: Final = (
-    5.0  # seconds until a source that had nothing of what is missing is asked again which tensors it has
-)
-FAILED_SOURCE_RETRY_INTERVAL_S: Final = (
-    30.0  # seconds until a source that has failed FAILURES times in a row is tried again
-)
+# Seconds until a source that had nothing of what is missing is asked again which tensors it has.
+EMPTY_SOURCE_RETRY_INTERVAL_S: Final = 5.0
+# Seconds until a source that has failed FAILURES times in a row is tried again.
+FAILED_SOURCE_RETRY_INTERVAL_S: Final = 30.0
 SOURCES_INTERVAL_S: Final = 2.0  # seconds between two readings of the list of sources
 TIMEOUT_S: Final = 60.0  # the fetch fails after so many seconds with neither an open piece call nor a Busy answer
 BUSY_TIMEOUT_S: Final = 1800.0  # seconds without a new piece, after which Busy answers no longer keep the fetch alive
