@@ -122,7 +122,7 @@ def check_status(status: Status) -> None:
 
 def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identity | None, bytes]:
     # Otherwise this machine's key is used, with the invite's ticket or the stored one. No key is used if this machine
-    # has none, or if a daemon of the same data directory runs: two programs with one key would disturb each other's
+    # has none, or if a daemon of the same data directory runs: two programs with one key would perturb each other's
     # connections.
     from agora_protocol.identity import Identity
     from agora_protocol.tickets import InviteTicket

@@ -24,8 +24,8 @@ from typing import Final
 
 from agora.cost.decoder_sizes import DecoderSizes, LinearSize
 
-FLOAT: Final = 4  # bytes of a float32 value
-HALF: Final = 2  # bytes of a bf16 value
+FLOAT32_BYTES: Final = 4  # bytes of a float32 value
+BF16_BYTES: Final = 2  # bytes of a bf16 value
 # Head and loss take this many logits at a time: 512 MB in bf16 with their float32 copy, log-probabilities and gradient.
 LOGITS_AT_ONCE: Final = 1 << 25
 
@@ -45,8 +45,8 @@ class MicrobatchSize:
 
 def layer_graph_bytes(sizes: DecoderSizes, layer: int, batch: MicrobatchSize, *, in_bf16: bool) -> float:
     """in_bf16: then autocast's bf16 copies of the layer's frozen float32 matrices count too."""
-    value = HALF if in_bf16 else FLOAT
-    per_token: float = FLOAT * _norm_values(sizes, layer) + value * (
+    value = BF16_BYTES if in_bf16 else FLOAT32_BYTES
+    per_token: float = FLOAT32_BYTES * _norm_values(sizes, layer) + value * (
         _linear_inputs(sizes, in_bf16) + _inner_values(sizes)
     )
     # With bf16 a GPU has a kernel for rows of several sequences, with windows too; elsewhere lengths decide, which
@@ -63,11 +63,11 @@ def head_graph_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: boo
     """Of the final norm and the head, without the loss. in_bf16: then autocast's bf16 copy of a frozen float32 head
     counts too.
     """
-    value = HALF if in_bf16 else FLOAT
+    value = BF16_BYTES if in_bf16 else FLOAT32_BYTES
     capped = value * sizes.vocabulary if sizes.caps_logits else 0
     head_input = value * sizes.width if sizes.frozen_as is None else 0
-    copied = HALF * sizes.vocabulary * sizes.width if in_bf16 and sizes.frozen_as == "float32" else 0
-    return batch.tokens * (FLOAT * sizes.width * _norm_copies(sizes) + head_input + capped) + copied
+    copied = BF16_BYTES * sizes.vocabulary * sizes.width if in_bf16 and sizes.frozen_as == "float32" else 0
+    return batch.tokens * (FLOAT32_BYTES * sizes.width * _norm_copies(sizes) + head_input + capped) + copied
 
 
 def head_chunk_tokens(vocabulary: int) -> int:
@@ -81,23 +81,23 @@ def loss_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool
     """
     chunk = min(batch.tokens, head_chunk_tokens(sizes.vocabulary))
     logits = chunk * sizes.vocabulary
-    peak = logits * (3 * FLOAT + (2 * HALF if in_bf16 else 0))
+    peak = logits * (3 * FLOAT32_BYTES + (2 * BF16_BYTES if in_bf16 else 0))
     if chunk == batch.tokens:
         return peak
     head = sizes.vocabulary * sizes.width if sizes.frozen_as is None else 0
-    value = HALF if in_bf16 else FLOAT
+    value = BF16_BYTES if in_bf16 else FLOAT32_BYTES
     # A chunk's gradient of the head is added to the float32 sum when only the gradient of its logits is left.
-    at_sum = (FLOAT + value) * head + logits * value
-    return max(peak + FLOAT * head, at_sum) + batch.tokens * FLOAT * sizes.width
+    at_sum = (FLOAT32_BYTES + value) * head + logits * value
+    return max(peak + FLOAT32_BYTES * head, at_sum) + batch.tokens * FLOAT32_BYTES * sizes.width
 
 
 def layer_peak_bytes(sizes: DecoderSizes, batch: MicrobatchSize, *, in_bf16: bool) -> float:
     """In addition to the graph: gradients of the widest values and of the stream, and the largest frozen matrix
     dequantised.
     """
-    value = HALF if in_bf16 else FLOAT
+    value = BF16_BYTES if in_bf16 else FLOAT32_BYTES
     widest = max(2 * sizes.inner_width, 3 * sizes.query_width)
-    gradients = batch.tokens * (value * widest + 2 * FLOAT * sizes.width)
+    gradients = batch.tokens * (value * widest + 2 * FLOAT32_BYTES * sizes.width)
     whole = (
         0 if sizes.frozen_as in (None, "float32") else max(linear.inputs * linear.outputs for linear in sizes.linears)
     )
@@ -159,4 +159,4 @@ def _dropout_bytes(sizes: DecoderSizes, value: int) -> float:
 def _weight_copies(sizes: DecoderSizes, layer: int, in_bf16: bool) -> float:
     if not in_bf16 or sizes.frozen_as != "float32":
         return 0.0
-    return HALF * sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)
+    return BF16_BYTES * sum(linear.inputs * linear.outputs_in(is_last=sizes.is_last(layer)) for linear in sizes.linears)

@@ -28,8 +28,8 @@ from agora_protocol.manifest_model import HfSection
 from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cost.activation_bytes import (
-    FLOAT,
-    HALF,
+    BF16_BYTES,
+    FLOAT32_BYTES,
     MicrobatchSize,
     head_graph_bytes,
     layer_graph_bytes,
@@ -54,7 +54,7 @@ MUON_COPIES: Final = 5  # copies of a batch's elements that orthogonalising take
 TOKEN_BYTES: Final = 4
 # The device holds for each trained value its float32 weight, its float32 gradient sum, its gradient of one microbatch
 # and, where products are in bf16, a copy of the weight; gradient and copy are then in bf16, so that it takes as much.
-WEIGHT_BYTES: Final = 3 * FLOAT
+WEIGHT_BYTES: Final = 3 * FLOAT32_BYTES
 
 
 def run_cost(
@@ -73,7 +73,7 @@ def run_cost(
     in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU.
     activations: how peers keep graphs if the manifest says auto; None: each chooses by its memory. Without effect if
         the manifest says keep or recompute.
-    in_flight: microbatches that a peer holds between forward and backward; None: `most_in_flight`.
+    in_flight: microbatches that a peer holds between forward and backward; None: `in_flight_limit`.
     can_offload: optimizer state may be in host memory, as on machines with a GPU; False: all of it is on the device.
     """
     sizes = decoder_sizes(manifest.model)
@@ -84,7 +84,7 @@ def run_cost(
         forward_bytes=codec.bytes_of(shape, "forward") + TOKEN_BYTES * math.prod(manifest.tokens_shape()),
         backward_bytes=codec.bytes_of(shape, "backward"),
         tokens=manifest.tokens_per_microbatch,
-        in_flight=most_in_flight(manifest) if in_flight is None else in_flight,
+        in_flight=in_flight_limit(manifest) if in_flight is None else in_flight,
         activations=ACTIVATIONS_OF_SETTING.get(manifest.schedule.activations, activations),
         can_offload=can_offload,
         graphs_fraction=graphs_fraction(is_gpu=in_bf16),
@@ -96,17 +96,17 @@ def min_memory(manifest: Manifest, span: Span, *, in_bf16: bool = False, state_i
     return run_cost(manifest, in_bf16=in_bf16, in_flight=1).memory(span, in_host=state_in_host)
 
 
-def usual_in_flight(manifest: Manifest) -> int:
+def default_in_flight(manifest: Manifest) -> int:
     return max(MIN_IN_FLIGHT, IN_FLIGHT_PER_STAGE * manifest.stage_count, manifest.schedule.max_in_flight)
 
 
-def most_in_flight(manifest: Manifest) -> int:
+def in_flight_limit(manifest: Manifest) -> int:
     """Returns how many microbatches a peer holds between forward and backward at most: all that the swarm may have.
 
-    That is the manifest's staleness, or a step of a synchronous run; `usual_in_flight` if that is less, or where what a
-    step takes is not known.
+    That is the manifest's staleness, or a step of a synchronous run; `default_in_flight` if that is less, or where what
+    a step takes is not known.
     """
-    usual, schedule = usual_in_flight(manifest), manifest.schedule
+    usual, schedule = default_in_flight(manifest), manifest.schedule
     if schedule.max_in_flight or manifest.objective.kind == "sft":
         return usual
     of_step = math.ceil(manifest.optimizer.target_tokens / manifest.tokens_per_microbatch)
@@ -127,22 +127,22 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
     is_last = layers.stop == sizes.layers
     head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
     loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
-    gradient = (HALF if in_bf16 else FLOAT) * elements  # of one microbatch
+    gradient = (BF16_BYTES if in_bf16 else FLOAT32_BYTES) * elements  # of one microbatch
     at_loss = loss - gradient  # without gradients of weights, which trained_bytes has and which come later
     kept = sum(graphs) + head
-    inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT
+    inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT32_BYTES
     at_step = _muon_bytes(manifest, sizes, layers) - gradient  # when no microbatch is worked on
-    moments = FLOAT * _optimizer_elements(manifest, sizes, layers, elements)
-    in_memory = moments - 2 * (FLOAT - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
+    moments = FLOAT32_BYTES * _optimizer_elements(manifest, sizes, layers, elements)
+    in_memory = moments - 2 * (FLOAT32_BYTES - 1) * elements if manifest.optimizer.name == "adamw8bit" else moments
     return StageCost(
         forward_flops=forward,
         backward_flops=backward,
         frozen_bytes=frozen_bytes(sizes, layers, manifest.model.context),
-        trained_bytes=(WEIGHT_BYTES + FLOAT * _keeps_reference(manifest)) * elements,
+        trained_bytes=(WEIGHT_BYTES + FLOAT32_BYTES * _keeps_reference(manifest)) * elements,
         optimizer_bytes=in_memory,
         kept_bytes=kept,
         peak_bytes=max(of_layer, at_loss, at_step - kept),
-        state_bytes=FLOAT * elements + moments,
+        state_bytes=FLOAT32_BYTES * elements + moments,
         head_flops=2.0 * batch.tokens * sizes.vocabulary * sizes.width if is_last else 0.0,
         last_layer_flops=0.0 if is_last else microbatch_flops(sizes, layers[-1:], batch)[0],
         version_bytes=gradient if manifest.schedule.kind == "asynchronous" else 0.0,
@@ -173,10 +173,12 @@ def frozen_bytes(sizes: DecoderSizes, layers: range, context: int) -> float:
     if sizes.frozen_as is None:
         return _fixed_tensor_bytes(sizes, context)
     matrices = [linear.inputs * linear.outputs for linear in sizes.linears]
-    value = FLOAT if sizes.frozen_as == "float32" else HALF
+    value = FLOAT32_BYTES if sizes.frozen_as == "float32" else BF16_BYTES
     of_matrix = _nf4_bytes if sizes.frozen_as == "nf4" else lambda count: value * count
     _, ends = _matrix_parameters(sizes, layers)
-    return sum(map(of_matrix, matrices)) * len(layers) + value * ends + FLOAT * _vector_parameters(sizes, layers)
+    return (
+        sum(map(of_matrix, matrices)) * len(layers) + value * ends + FLOAT32_BYTES * _vector_parameters(sizes, layers)
+    )
 
 
 def _ceil_div(count: int, size: int) -> int:
@@ -185,7 +187,7 @@ def _ceil_div(count: int, size: int) -> int:
 
 def _nf4_bytes(count: int) -> int:
     scales = _ceil_div(count, NF4_BLOCK)
-    return _ceil_div(count, 2) + scales + FLOAT * _ceil_div(scales, NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
+    return _ceil_div(count, 2) + scales + FLOAT32_BYTES * _ceil_div(scales, NF4_BLOCKS_OF_SCALE) + NF4_TABLE_BYTES
 
 
 def _matrix_parameters(sizes: DecoderSizes, layers: range) -> tuple[int, int]:
@@ -206,8 +208,8 @@ def _vector_parameters(sizes: DecoderSizes, layers: range) -> int:
 def _fixed_tensor_bytes(sizes: DecoderSizes, context: int) -> float:
     if not sizes.fixed_vocabulary:
         return 0.0
-    basis = FLOAT * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
-    return basis + sizes.fixed_vocabulary * _ceil_div(sizes.width, 8) + FLOAT * context * sizes.head_width
+    basis = FLOAT32_BYTES * sizes.width * sizes.stream if sizes.stream < sizes.width else 0
+    return basis + sizes.fixed_vocabulary * _ceil_div(sizes.width, 8) + FLOAT32_BYTES * context * sizes.head_width
 
 
 def microbatch_flops(sizes: DecoderSizes, layers: range, batch: MicrobatchSize) -> tuple[float, float]:
@@ -263,7 +265,7 @@ def _muon_bytes(manifest: Manifest, sizes: DecoderSizes, layers: range) -> float
             outputs = linear.outputs_in(is_last=sizes.is_last(layer))
             of_shape[tuple(sorted((linear.inputs, outputs)))] += linear.inputs * outputs
     together = max(min(count, max(MUON_BATCH, math.prod(shape))) for shape, count in of_shape.items())
-    return float(FLOAT * MUON_COPIES * together)
+    return float(FLOAT32_BYTES * MUON_COPIES * together)
 
 
 def _pad_to_blocks(count: int) -> int:

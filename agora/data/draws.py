@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Hashes = NDArray[np.uint64]
 
 
-def mix(values: Hashes, key: int) -> Hashes:
+def splitmix64(values: Hashes, key: int) -> Hashes:
     """Returns uniform 64-bit hashes of `values` [n] under `key`: splitmix64's mixer (Steele et al., OOPSLA 2014)."""
     z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -20,7 +20,7 @@ def mix(values: Hashes, key: int) -> Hashes:
 
 
 def seed_key(seed: int, purpose: int) -> int:
-    """Returns a 64-bit key for `mix`, derived from the run's seed.
+    """Returns a 64-bit key for `splitmix64`, derived from the run's seed.
 
     purpose: a constant of each use, which makes the keys of different uses differ.
     """
@@ -28,7 +28,7 @@ def seed_key(seed: int, purpose: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def split_limit(hashes: Hashes, fraction: float) -> np.uint64:
+def heldout_threshold(hashes: Hashes, fraction: float) -> np.uint64:
     """Returns the limit below which about this fraction of uniform `hashes` [n >= 1] lies: fraction * 2^64.
 
     fraction: above 0 and at most 1. The limit is moved so that at least one hash is below it and at least one is not.
@@ -42,7 +42,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     """Returns a pseudorandom permutation of 0 to count - 1, int64 [count]: the shuffled order of one epoch's items."""
     # By a sort of hashes: numpy's own permutations may change between its versions, and peers would disagree.
     digest = hashlib.sha256(f"agora epoch 1\0{seed}\0{epoch}".encode()).digest()
-    hashes = mix(np.arange(count, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
+    hashes = splitmix64(np.arange(count, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
     return np.argsort(hashes, kind="stable").astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agora.codec import encode_tokens
 from agora.core.span_work import DrawnMicrobatch
-from agora.data.draws import Hashes, cut_batches, mix, seed_key, split_limit
+from agora.data.draws import Hashes, cut_batches, heldout_threshold, seed_key, splitmix64
 from agora.data.tokenizer import Ids
 from agora.observe.events import DiskTrouble, Report, TaskFailed
 
@@ -61,8 +61,8 @@ class Sampler:
         self._scanned = np.arange(0, self.windows, -(-self.windows // SCANNED_WINDOWS), dtype=np.uint64)
         self._limit = np.uint64(0)  # windows with a hash below it are held out
         if heldout > 0:
-            # split_limit moves it if no window, or every window, of a small corpus would be held out
-            self._limit = split_limit(mix(self._scanned, self._split_key), heldout)
+            # heldout_threshold moves it if no window, or every window, of a small corpus would be held out
+            self._limit = heldout_threshold(splitmix64(self._scanned, self._split_key), heldout)
         self._mixture_key = seed_key(seed, MIXTURE_KEY)
         # A source has the windows that begin in it. One of which all windows are held out is never drawn.
         bounds = np.minimum(-(-np.array([0, *(ends or [len(tokens)])]) // context), self.windows)
@@ -73,7 +73,7 @@ class Sampler:
 
     def is_held_out(self, windows: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Returns for each window number [n] whether the window is held out from training, bool [n]."""
-        return np.less(mix(windows.astype(np.uint64), self._split_key), self._limit)
+        return np.less(splitmix64(windows.astype(np.uint64), self._split_key), self._limit)
 
     def windows_of(self, sample_ids: Sequence[int] | Hashes, weights: Sequence[float] = ()) -> NDArray[np.int64]:
         """Returns, for each sample id, the number of its window among all windows of the corpus, [b]; never held out.
@@ -84,10 +84,10 @@ class Sampler:
         """
         ids = np.asarray(sample_ids, np.uint64)
         first, count = self._ranges(ids, weights)
-        state = mix(ids, self._draw_key)
+        state = splitmix64(ids, self._draw_key)
         drawn = first + state % count
         while (rejected := self.is_held_out(drawn)).any():
-            state[rejected] = mix(state[rejected], self._draw_key)
+            state[rejected] = splitmix64(state[rejected], self._draw_key)
             drawn[rejected] = first[rejected] + state[rejected] % count[rejected]
         return drawn.astype(np.int64)
 
@@ -96,7 +96,7 @@ class Sampler:
         shares = np.where(self._is_drawn, np.array(weights), 0.0) if len(weights) == len(self._starts) else np.zeros(1)
         if not shares.any():
             return np.zeros(len(ids), np.uint64), np.full(len(ids), self.windows, np.uint64)
-        uniform = mix(ids, self._mixture_key) / 2.0**64
+        uniform = splitmix64(ids, self._mixture_key) / 2.0**64
         chosen = np.searchsorted(np.cumsum(shares) / shares.sum(), uniform, side="right")
         chosen = np.minimum(chosen, np.flatnonzero(shares)[-1])  # a hash next to 2^64 is 1.0 as a float
         return self._starts[chosen], self._counts[chosen]
@@ -110,7 +110,7 @@ class Sampler:
 
         Of a corpus with more than SCANNED_WINDOWS windows, only that many, evenly spread, are looked at.
         """
-        hashes = mix(self._scanned, self._split_key)
+        hashes = splitmix64(self._scanned, self._split_key)
         held = np.flatnonzero(hashes < self._limit)
         order = np.argsort(hashes[held], kind="stable")
         return self._scanned[held[order]].astype(np.int64)

@@ -145,7 +145,7 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def make_stage(self, layers: range) -> StageModule:
+    def make_meta_stage(self, layers: range) -> StageModule:
         """The caller must have set the meta device: no memory is allocated."""
 
     def min_memory(
@@ -206,7 +206,7 @@ class Family(abc.ABC):
         return stage
 
     @torch.no_grad()
-    def begin_stage(self, layers: range, seed: int, base_model: Path | None = None) -> StageModule:
+    def build_empty_stage(self, layers: range, seed: int, base_model: Path | None = None) -> StageModule:
         """As build_stage, but the trained parameters are on the meta device: a state that is fetched replaces them all.
 
         Drawing them takes 0.1 s for each million.
@@ -249,7 +249,7 @@ class Family(abc.ABC):
     def _allocate_stage(self, layers: range, seed: int, *, trained: bool = True) -> StageModule:
         # trained: False: the trained parameters stay on the meta device.
         with torch.device("meta"):
-            stage = self.make_stage(layers)
+            stage = self.make_meta_stage(layers)
         left_out = (
             {} if trained else {parameter: names_of(stage, parameter) for _, parameter in stage.trained_parameters()}
         )
@@ -264,11 +264,11 @@ class Family(abc.ABC):
     def parameter_shapes(self, layers: range) -> dict[str, tuple[int, ...]]:
         """Returns full name -> shape of every trained parameter, in the stage's order; needs no memory or files."""
         with torch.device("meta"):
-            return {name: tuple(p.shape) for name, p in self.make_stage(layers).trained_parameters()}
+            return {name: tuple(p.shape) for name, p in self.make_meta_stage(layers).trained_parameters()}
 
     def hidden_matrices(self, layers: range) -> list[str]:
         with torch.device("meta"):
-            return self.make_stage(layers).hidden_matrices()
+            return self.make_meta_stage(layers).hidden_matrices()
 
     def parameter_count(self, layers: range) -> int:
         return sum(math.prod(shape) for shape in self.parameter_shapes(layers).values())

@@ -49,7 +49,7 @@ class SubspaceFamily(Family):
     def __init__(self, model: SubspaceSection) -> None:
         self._model = model
 
-    def make_stage(self, layers: range) -> StageModule:
+    def make_meta_stage(self, layers: range) -> StageModule:
         return SubspaceStage(self._model, layers)
 
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from agora.cost.run_cost import Machine, RunCost
 from agora.planning.span_rates import Rates, span_rates
 
-# For each machine the number of its group, from 0 on in the order of the stages; or IDLE_GROUP or ALONE.
+# For each machine the number of its group, from 0 on in the order of the stages; or IDLE_GROUP or WHOLE_MODEL.
 Groups: TypeAlias = NDArray[np.int64]
 IDLE_GROUP: Final = -1  # instead of a group's number: the machine is in no group yet, or stays idle
 # Instead of a group's number: the machine holds the whole model and does whole microbatches by itself.
-ALONE: Final = -2
+WHOLE_MODEL: Final = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ SMALLEST_GAIN: Final = 1e-9  # A relative gain below this is a rounding error, w
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups of machines and their spans. group_of: group number, IDLE_GROUP or ALONE. rate_alone: of all ALONE, in
-    sum.
+    """Groups of machines and their spans. group_of: group number, IDLE_GROUP or WHOLE_MODEL. rate_alone: of all
+    WHOLE_MODEL, in sum.
     """
 
     group_of: Groups
@@ -111,13 +111,13 @@ class Grouping:
 
 
 def improve(rates: Rates, group_of: Groups, group_count: int) -> Grouping | None:
-    """Cuts, moves and swaps until none makes it faster. Machines that are ALONE stay so. None if no cuts give all
+    """Cuts, moves and swaps until none makes it faster. Machines that are WHOLE_MODEL stay so. None if no cuts give all
     groups a rate.
     """
     cuts = best_cuts(rates, group_of, group_count)
     if cuts is None:
         return None
-    best = Grouping(group_of, cuts, float(rates[group_of == ALONE, 0, -1].sum()))
+    best = Grouping(group_of, cuts, float(rates[group_of == WHOLE_MODEL, 0, -1].sum()))
     while True:
         exchanged = _exchange(rates_in_groups(rates, best.cuts), best.group_of)
         cuts = best_cuts(rates, exchanged, group_count)
@@ -126,7 +126,7 @@ def improve(rates: Rates, group_of: Groups, group_count: int) -> Grouping | None
         best = Grouping(exchanged, cuts, best.rate_alone)
 
 
-def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
+def perturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
     """One to four random moves or swaps, with no regard to the rate; there may be no cuts for the result."""
     group_of = grouping.group_of.copy()
     if grouping.group_count > 1 and rng.random() < 0.25:
@@ -135,23 +135,23 @@ def disturb(rates: Rates, grouping: Grouping, rng: random.Random) -> Groups:
     for _ in range(rng.randint(1, 3)):
         one, other = rng.randrange(len(group_of)), rng.randrange(len(group_of))
         if grouping.group_count > 1 and rates[one, 0, -1] > 0 and rng.random() < 0.5:
-            group_of[one] = ALONE if group_of[one] != ALONE else rng.randrange(grouping.group_count)
-        elif rng.random() < 0.5 and ALONE not in (group_of[one], group_of[other]):
+            group_of[one] = WHOLE_MODEL if group_of[one] != WHOLE_MODEL else rng.randrange(grouping.group_count)
+        elif rng.random() < 0.5 and WHOLE_MODEL not in (group_of[one], group_of[other]):
             group_of[one], group_of[other] = group_of[other], group_of[one]
         else:
             group_of[one] = rng.randrange(grouping.group_count)
     return group_of
 
 
-def scatter(rates: Rates, group_count: int, rng: random.Random) -> Groups:
-    """A random group for each machine; of those that can hold the whole model about half are ALONE."""
+def random_groups(rates: Rates, group_count: int, rng: random.Random) -> Groups:
+    """A random group for each machine; of those that can hold the whole model about half are WHOLE_MODEL."""
     fits_all = (rates[:, 0, -1] > 0) & (group_count > 1)
     return np.array(
-        [ALONE if fits and rng.random() < 0.5 else rng.randrange(group_count) for fits in fits_all.tolist()]
+        [WHOLE_MODEL if fits and rng.random() < 0.5 else rng.randrange(group_count) for fits in fits_all.tolist()]
     )
 
 
-def use_idle(rates: Rates, grouping: Grouping) -> Grouping:
+def assign_idle(rates: Rates, grouping: Grouping) -> Grouping:
     """Each unused machine joins the slowest group whose span it can hold, in turn. The cuts are not changed."""
     at_spans = rates_in_groups(rates, grouping.cuts)
     return replace(grouping, group_of=_place_unused(at_spans, grouping.group_of))

@@ -1,6 +1,6 @@
 """Finds the best plan for given machines, says what limits it, and what one more machine would add. Deterministic.
 
-1. The fewest machines that can hold the model are the least number of groups (`first_groups.py`).
+1. The fewest machines that can hold the model are the least number of groups (`initial_groups.py`).
 2. For each number of groups the machines are divided, cut into spans exactly, and exchanged until no exchange helps
    (`local_search.py`).
 3. The best groupings, of a few numbers of groups, are changed at random and improved again, within a budget.
@@ -19,10 +19,19 @@ from agora_protocol.errors import InputError, OutOfMemory
 from agora_protocol.ids import Span
 
 from agora.cost.run_cost import Limit, Machine, RunCost
-from agora.planning.first_groups import Coverage, fewest_holders, first_groups, groups_of_plan, split_groups
-from agora.planning.local_search import ALONE, IDLE_GROUP, Grouping, best_cuts, disturb, improve, scatter, use_idle
+from agora.planning.initial_groups import Coverage, fewest_holders, groups_of_plan, initial_groups, split_groups
+from agora.planning.local_search import (
+    IDLE_GROUP,
+    WHOLE_MODEL,
+    Grouping,
+    assign_idle,
+    best_cuts,
+    improve,
+    perturb,
+    random_groups,
+)
 from agora.planning.plan import Plan, plan_of_spans
-from agora.planning.span_rates import Rates, compute_bound, span_rates
+from agora.planning.span_rates import Rates, rate_upper_bound, span_rates
 
 COUNTS_TRIED_ONE_BY_ONE: Final = 8  # the first numbers of groups are tried one by one
 # Factor from one tried number of groups to the next, after the first ones: neighbours differ little.
@@ -31,8 +40,8 @@ PROMISING: Final = 3  # number of best groupings that are searched further
 GOOD_ENOUGH: Final = 0.9995  # the search ends when a plan reaches this part of the upper bound
 # Upper bound on machines x stages^2 x random changes of one grouping: it limits the time for a swarm of any size.
 SEARCH_WORK: Final = 24_000_000
-MIN_DISTURBANCES: Final = 10
-MAX_DISTURBANCES: Final = 150  # bounds on the number of random changes of one grouping, whatever SEARCH_WORK allows
+MIN_PERTURBATIONS: Final = 10
+MAX_PERTURBATIONS: Final = 150  # bounds on the number of random changes of one grouping, whatever SEARCH_WORK allows
 # The probability that a random change starts from entirely random groups; in small swarms these reach groupings that
 # exchanges do not.
 RANDOM_RESTARTS: Final = 0.5
@@ -48,11 +57,11 @@ def make_plan(cost: RunCost, machines: Sequence[Machine], rng: random.Random, *,
     holders = fewest_holders(rates)
     if holders.reached < cost.stage_count:
         raise OutOfMemory(_explain_lack(cost, machines, holders))
-    best = _best_grouping(rates, holders, compute_bound(cost, machines) * GOOD_ENOUGH, rng, start)
+    best = _best_grouping(rates, holders, rate_upper_bound(cost, machines) * GOOD_ENOUGH, rng, start)
     if best is None:
         raise OutOfMemory("The machines cannot hold the model in groups of one span each; add one with more memory.")
-    best = use_idle(rates, best)
-    spans = {ALONE: Span(0, cost.stage_count - 1), IDLE_GROUP: None} | dict(enumerate(best.cuts.spans))
+    best = assign_idle(rates, best)
+    spans = {WHOLE_MODEL: Span(0, cost.stage_count - 1), IDLE_GROUP: None} | dict(enumerate(best.cuts.spans))
     return plan_of_spans(cost, machines, [spans[group] for group in best.group_of.tolist()])
 
 
@@ -79,11 +88,11 @@ def _best_grouping(
 
 def _starting_groupings(rates: Rates, group_count: int, holders: Coverage) -> Iterator[Grouping | None]:
     alone = rates[:, 0, -1] > 0
-    for groups in first_groups(rates, group_count, holders, np.zeros_like(alone)):
+    for groups in initial_groups(rates, group_count, holders, np.zeros_like(alone)):
         yield improve(rates, groups, group_count)
     if group_count > 1 and alone.any() and not alone.all():
         others = fewest_holders(np.where(alone[:, None, None], 0.0, rates))
-        for groups in first_groups(rates, group_count, others, alone):
+        for groups in initial_groups(rates, group_count, others, alone):
             yield improve(rates, groups, group_count)
 
 
@@ -93,7 +102,7 @@ def _preference(grouping: Grouping) -> tuple[float, int]:
 
 def _best_split(rates: Rates, grouping: Grouping) -> Grouping | None:
     group_count = grouping.group_count + 1
-    max_candidates = max(MIN_DISTURBANCES, SEARCH_WORK // (10 * _count_additions(rates)))
+    max_candidates = max(MIN_PERTURBATIONS, SEARCH_WORK // (10 * _count_additions(rates)))
     candidates = list(islice(split_groups(rates, grouping.group_of, grouping.cuts), max_candidates))
     cut_rates = [(cuts.rate if (cuts := best_cuts(rates, groups, group_count)) else 0.0) for groups in candidates]
     promising = sorted(range(len(candidates)), key=lambda index: -cut_rates[index])[:PROMISING]
@@ -118,11 +127,11 @@ def _group_counts(fewest: int, most: int) -> Iterator[int]:
 def _search_from(rates: Rates, grouping: Grouping, good_enough: float, rng: random.Random) -> Grouping:
     # Ends early at the rate `good_enough`, and otherwise after the changes that SEARCH_WORK allows.
     best = current = grouping
-    for _ in range(max(MIN_DISTURBANCES, min(MAX_DISTURBANCES, SEARCH_WORK // _count_additions(rates)))):
+    for _ in range(max(MIN_PERTURBATIONS, min(MAX_PERTURBATIONS, SEARCH_WORK // _count_additions(rates)))):
         if best.rate >= good_enough:
             break
         restarts = rng.random() < RANDOM_RESTARTS
-        groups = scatter(rates, grouping.group_count, rng) if restarts else disturb(rates, current, rng)
+        groups = random_groups(rates, grouping.group_count, rng) if restarts else perturb(rates, current, rng)
         improved = improve(rates, groups, grouping.group_count)
         if improved is not None and improved.rate >= current.rate:
             current = improved

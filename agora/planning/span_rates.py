@@ -80,7 +80,7 @@ FIRST_STEP: Final = 2.0
 LAST_STEP: Final = 0.002
 
 
-def compute_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
+def rate_upper_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
     """Microbatches per second that no plan exceeds: all links infinitely fast. 0 if no machine fits any stage."""
     linked = [replace(machine, name="", upload=math.inf, download=math.inf) for machine in machines]
     kinds = Counter(replace(machine, flops=1.0) for machine in linked)

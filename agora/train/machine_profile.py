@@ -160,7 +160,7 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def _make_filled_stage(manifest: Manifest, layers: range) -> StageModule:
     with torch.device("meta"):
-        stage = family_of(manifest.model).make_stage(layers)
+        stage = family_of(manifest.model).make_meta_stage(layers)
     stage.allocate()
     stage.fill_buffers(manifest.seed)
     stage.fill_at_random(torch.Generator().manual_seed(0))

@@ -137,7 +137,7 @@ class SpanTrainer:
         self._fill_trained = partial(family.fill_trained, seed=manifest.seed, base_model=base_model)
         for number in span.stages:
             layers, needs_values = manifest.layers_of(number), manifest.objective.kind == "dpo"
-            build = family.build_stage if needs_values else family.begin_stage
+            build = family.build_stage if needs_values else family.build_empty_stage
             module = build(layers, manifest.seed, base_model)
             if needs_values:
                 module.keep_reference()

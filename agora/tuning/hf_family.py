@@ -61,7 +61,7 @@ class HfFamily(Family):
         require_folder(base_model)
         self.parameter_shapes(range(1))
 
-    def make_stage(self, layers: range) -> StageModule:
+    def make_meta_stage(self, layers: range) -> StageModule:
         return HfStage(self._model, layers)
 
     def fill_trained(self, stage: StageModule, seed: int, base_model: Path | None) -> None:

@@ -25,7 +25,7 @@ from agora.tuning.adapters.frozen_layers import FrozenAs, allocate, freeze, load
 from agora.tuning.adapters.frozen_linear import FrozenLinear
 from agora.tuning.adapters.lora import adapters_as_kept, adapters_off, inject_lora, keep_adapters, lora_targets
 from agora.tuning.base.hf_architecture import ConfigRefused, architecture_of
-from agora.tuning.packed_attention import PackedRows, pack, varlen_kernel, within
+from agora.tuning.packed_attention import PackedSequences, pack, varlen_kernel, within
 
 HEAD: Final = "lm_head"
 INSIDE_LORA: Final = ".base_layer."  # what peft inserts into the name of a parameter of a layer that has LoRA
@@ -150,7 +150,7 @@ class HfStage(StageModule):
         names = self._architecture
         return nn.ModuleList([self.get_submodule(f"{names.root}.{names.norm}"), self.get_submodule(HEAD)])
 
-    def _pack(self, hidden: Tensor, segments: Tensor | None) -> PackedRows | None:
+    def _pack(self, hidden: Tensor, segments: Tensor | None) -> PackedSequences | None:
         config = self._config
         if segments is None or config._attn_implementation == "eager":
             return None
@@ -160,8 +160,8 @@ class HfStage(StageModule):
         return pack(segments, kernel) if kernel is not None or hidden.device.type == "cpu" else None
 
     def _mask(
-        self, hidden: Tensor, window: int | None, segments: Tensor | None, packed: PackedRows | None
-    ) -> Tensor | PackedRows | None:
+        self, hidden: Tensor, window: int | None, segments: Tensor | None, packed: PackedSequences | None
+    ) -> Tensor | PackedSequences | None:
         # Eager attention takes no bool mask and none of its own: it adds what it is given to the scores.
         if self._config._attn_implementation == "eager":
             return as_additive(attended_pairs(hidden, window, segments), hidden.dtype)

@@ -1,7 +1,7 @@
 """Attention inside the sequences of packed rows, without a mask of a row's tokens by a row's tokens ("varlen").
 
-PackedRows goes through transformers' layers in the place of a mask. Shapes: b rows, s positions, h heads, g key/value
-heads, e head width.
+PackedSequences goes through transformers' layers in the place of a mask. Shapes: b rows, s positions, h heads, g
+key/value heads, e head width.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MAX_HEAD_WIDTH: Final = 256  # of flash attention
 # backward of 2 rows of 1,024, sequences of 8: 557 ms against 326; of 32: 132 against 288; of 128: 83 against 291.
 MIN_MEAN_LENGTH: Final = 16
 
-# Called with query [t, h, e], key and value [t, g, e] of all tokens, `begins` twice, the most tokens of a sequence
+# Called with query [t, h, e], key and value [t, g, e] of all tokens, `cu_seqlens` twice, the most tokens of a sequence
 # twice, and scale, window_size and enable_gqa: torch.nn.attention.varlen.varlen_attn.
 VarlenKernel = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class PackedSequences:
     """Where the sequences of a microbatch's rows lie; a token attends to itself and what is before it in its own."""
 
-    begins: Tensor  # int32 [n]: of each sequence among the tokens of all rows, then their number, repeated
+    cu_seqlens: Tensor  # int32 [n]: of each sequence among the tokens of all rows, then their number, repeated
     row: int  # tokens of a row, which no sequence exceeds
     lengths: tuple[int, ...] = ()  # of the sequences; () if `kernel` attends
     kernel: VarlenKernel | None = None
@@ -48,8 +48,8 @@ class PackedRows:
         tokens = (part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value))
         attended = self.kernel(
             *tokens,
-            self.begins,
-            self.begins,
+            self.cu_seqlens,
+            self.cu_seqlens,
             self.row,
             self.row,
             scale=scale,
@@ -72,7 +72,7 @@ class PackedRows:
         return torch.cat(attended, dim=1).view(rows, length, heads, -1)
 
 
-def pack(segments: Tensor, kernel: VarlenKernel | None = None) -> PackedRows | None:
+def pack(segments: Tensor, kernel: VarlenKernel | None = None) -> PackedSequences | None:
     """Returns where the sequences lie; None where a mask costs less. Waits once for the device.
 
     segments: int [b, s], the number of each token's sequence, ascending in each row. kernel: attends to all sequences
@@ -85,14 +85,14 @@ def pack(segments: Tensor, kernel: VarlenKernel | None = None) -> PackedRows | N
     if kernel is not None:
         # Up to the next power of two, so that compiled layers meet few shapes; the additional sequences are empty.
         padding = places.new_full(((1 << (count - 1).bit_length()) + 1 - count,), total)
-        return PackedRows(torch.cat((places, padding)), row, kernel=kernel)
+        return PackedSequences(torch.cat((places, padding)), row, kernel=kernel)
     if total < MIN_MEAN_LENGTH * count:
         return None
-    begins = torch.cat((places, places.new_full((1,), total)))
-    return PackedRows(begins, row, tuple(begins.diff().tolist()))
+    cu_seqlens = torch.cat((places, places.new_full((1,), total)))
+    return PackedSequences(cu_seqlens, row, tuple(cu_seqlens.diff().tolist()))
 
 
-def within(packed: PackedRows | None, window: int | None) -> PackedRows | None:
+def within(packed: PackedSequences | None, window: int | None) -> PackedSequences | None:
     """Returns `packed` for layers with this window; None if they need a mask."""
     if packed is None or window is None or (packed.lengths and max(packed.lengths) <= window):
         return packed
@@ -127,8 +127,8 @@ def register() -> None:
 def attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: its "sdpa", which also takes PackedRows as a mask."""
-    if isinstance(attention_mask, PackedRows):
+    """An attention function of transformers: its "sdpa", which also takes PackedSequences as a mask."""
+    if isinstance(attention_mask, PackedSequences):
         return attention_mask.attend(query, key, value, options.get("scaling")), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -23,7 +23,7 @@ from benchmarks.agreement_settings import (
     Effort,
     Setting,
 )
-from benchmarks.children import Nursery, deal
+from benchmarks.children import ChildProcesses, deal
 from benchmarks.machine import describe, usable_cores
 from benchmarks.report import Cell, Ratio, Report, paired_ratio
 from benchmarks.task import prepare_corpus, spec
@@ -52,7 +52,7 @@ def train_all(effort: Effort, folder: Path) -> dict[Setting, list[Found]]:
     child_spec = spec(manifest, folder, 1, steps=effort.steps, heldout=effort.heldout_batches)
     answers: dict[tuple[Setting, int], Found] = {}
     orders = [(job, {"setting": asdict(job[0]), "seed": job[1]}) for job in effort.jobs]
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         count = min(usable_cores(), len(effort.jobs))
         children = [nursery.start(f"replicas-{number}", "agreement", child_spec) for number in range(count)]
         for (setting, seed), answer in deal(children, orders, TIMEOUT_S):

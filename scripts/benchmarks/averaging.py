@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.averaging_groups import NUMEL, Group, HivemindGroup, Incomplete, OurGroup, Round
 from benchmarks.averaging_slowdown import measure_slowdown
-from benchmarks.children import BenchFailed, Nursery
+from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report, paired_ratio
 from benchmarks.turns import alternating, calmness
@@ -52,7 +52,7 @@ def run(quick: bool, folder: Path) -> Report:
     report = Report("averaging", "Averaging: a round beside hivemind's, and what it costs training", describe())
     found: dict[str, list[Round]] = {}
     for size in SIZES:
-        with Nursery(folder) as nursery:
+        with ChildProcesses(folder) as nursery:
             found |= rounds_of(groups_of(size, nursery), effort.turns)
     slowdown = measure_slowdown(folder, effort.windows, effort.window_s)
     report.rows = [round_row(name, rounds) for name, rounds in found.items()] + slowdown.rows
@@ -63,7 +63,7 @@ def run(quick: bool, folder: Path) -> Report:
     return report
 
 
-def groups_of(size: int, nursery: Nursery) -> list[Group]:
+def groups_of(size: int, nursery: ChildProcesses) -> list[Group]:
     """Returns the groups that take turns; with COMPARED members, ours in hivemind's precision is one of them."""
     groups: list[Group] = [OurGroup(size, nursery), HivemindGroup(size, nursery)]
     if size == COMPARED:

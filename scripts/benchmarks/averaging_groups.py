@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from benchmarks.children import BenchFailed, Child, Nursery, end_children
+from benchmarks.children import BenchFailed, Child, ChildProcesses, end_children
 from benchmarks.machine import Watch, loopback_bytes
 from benchmarks.window import START_S
 
@@ -52,7 +52,7 @@ class Group(ABC):
     side: ClassVar[str]
     role: ClassVar[str]
 
-    def __init__(self, size: int, nursery: Nursery, wire: str | None = None, numel: int = NUMEL) -> None:
+    def __init__(self, size: int, nursery: ChildProcesses, wire: str | None = None, numel: int = NUMEL) -> None:
         """wire: how values travel, in the side's own words; None is its default."""
         self.size, self.wire, self.numel = size, wire, numel
         self._nursery = nursery

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agora_protocol.manifest import Manifest
 
-from benchmarks.children import Nursery
+from benchmarks.children import ChildProcesses
 from benchmarks.report import Cell, Ratio, paired_ratio
 from benchmarks.swarm import SwarmContender
 from benchmarks.task import manifest_for, prepare_corpus
@@ -34,7 +34,7 @@ class Slowdown:
 class AveragingSwarm(SwarmContender):
     """A swarm that remembers the participation in its rounds over all windows."""
 
-    def __init__(self, name: str, manifest: Manifest, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, name: str, manifest: Manifest, nursery: ChildProcesses, folder: Path) -> None:
         super().__init__(manifest, nursery, folder, name, REPLICAS)
         # For every round and stage replica, the share of the replicas that took part in the round.
         self.done: list[float] = []
@@ -54,7 +54,7 @@ def measure_slowdown(folder: Path, windows: int, window_s: float) -> Slowdown:
         LOCAL: {"exact_steps": 0},
         OFF: {"exact_steps": 0, "every": NEVER},
     }
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         swarms = [AveragingSwarm(name, manifest.with_values(averaging=kinds[name]), nursery, folder) for name in kinds]
         start(swarms)
         found = take_turns(swarms, windows, window_s)

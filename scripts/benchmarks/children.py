@@ -181,7 +181,7 @@ def tail(log: Path) -> str:
     return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"
 
 
-class Nursery:
+class ChildProcesses:
     """Owns the processes of one benchmark: leaving the `with` ends them all, the whole within about 10 s."""
 
     def __init__(self, folder: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.children import BenchFailed, Child, Nursery
+from benchmarks.children import BenchFailed, Child, ChildProcesses
 from benchmarks.machine import usable_cores
 from benchmarks.task import manifest_for, spec
 from benchmarks.window import START_S, TIMEOUT_S, Window, stage_threads
@@ -51,7 +51,7 @@ class SingleLoop:
     )
     waits: Mapping[str, Mapping[str, str]] = {"default": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, nursery: ChildProcesses, folder: Path) -> None:
         self._nursery, self._folder = nursery, folder
         self.processes, self.threads = 1, usable_cores()
         self._children: list[Child] = []
@@ -82,7 +82,7 @@ class Gloo1F1B:
     name = "gloo_1f1b"
     note = "PipelineStage and Schedule1F1B over gloo on loopback, float32 boundaries, a flush per step as 1F1B has it"
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, nursery: ChildProcesses, folder: Path) -> None:
         self._nursery, self._folder = nursery, folder
         self.processes, self.threads = STAGES, STAGES * stage_threads(STAGES)
         self._steps = Lockstep([])
@@ -120,7 +120,7 @@ class HivemindMoe:
         "calls, not every call"
     )
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, nursery: ChildProcesses, folder: Path) -> None:
         self._nursery, self._folder = nursery, folder
         self.processes, self.threads = STAGES + 1, STAGES * stage_threads(STAGES)
         self._children: list[Child] = []
@@ -152,7 +152,7 @@ class HivemindMoe:
         return Window(answer["tokens"], answer["seconds"], answer["trained"])
 
 
-def start_moe_stage(nursery: Nursery, child_spec: Mapping[str, Any], threads: int) -> tuple[Child, list[str]]:
+def start_moe_stage(nursery: ChildProcesses, child_spec: Mapping[str, Any], threads: int) -> tuple[Child, list[str]]:
     """Starts a "moe-stage" child; returns it and its addresses. Raises BenchFailed when MOE_ATTEMPTS fail to start."""
     for _ in range(MOE_ATTEMPTS):
         child = nursery.start(f"moe-{child_spec['stage']}", "moe-stage", child_spec, threads)

@@ -1,4 +1,4 @@
-"""Rest that costs nothing: process groups stopped by SIGSTOP while others are measured, and never left stopped.
+"""Freezes process groups with SIGSTOP while others are measured, and always lets them continue in the end.
 
 A stopped process does not notice that its parent is gone, so a guardian process does: when the benchmark dies, the
 guardian kills the groups that were named to it.

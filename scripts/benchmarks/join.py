@@ -14,7 +14,7 @@ from pathlib import Path
 from agora_protocol.manifest import Manifest
 
 from agora.cli.local_swarm import LocalSwarm
-from benchmarks.children import Nursery
+from benchmarks.children import ChildProcesses
 from benchmarks.machine import describe
 from benchmarks.report import Cell, Ratio, Report
 from benchmarks.task import corpus_cache, prepare_corpus
@@ -99,7 +99,7 @@ def _join(folder: Path, wanted: Manifest, link: str, number: int) -> Joined:
     place = folder / f"join-{link or 'loopback'}-{number}"
     place.mkdir()
     swarm = LocalSwarm(place, wanted.to_toml(), corpus=corpus_cache(folder), flags=["--allow-files"])
-    with Nursery(place) as nursery:
+    with ChildProcesses(place) as nursery:
         nursery.adopt(swarm.terminate, swarm.stop)
         peers = [swarm.start("peer-0"), swarm.start("peer-1")]
         swarm.until(lambda: min(len(peer.events("StepTaken")) for peer in peers) >= WARM_STEPS, "training", START_S)

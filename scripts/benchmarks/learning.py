@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.children import Child, Nursery
+from benchmarks.children import Child, ChildProcesses
 from benchmarks.learning_curves import Point
 from benchmarks.learning_results import Trained, groups_of, notes, ratios, row
 from benchmarks.learning_settings import POINTS, Effort, Job, effort_of
@@ -37,7 +37,7 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
     report = Report("learning", "Learning: what a swarm learns from its tokens, beside a plain loop", describe())
     prepare_corpus(folder, effort.manifest(effort.jobs[0]))
     found: dict[Job, Trained] = {}
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         plain = PlainChild(effort, folder, nursery)
         for job in effort.jobs:
             print_progress(f"training: {job.name}, {job.steps} steps, seed {job.seed}")
@@ -53,7 +53,7 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
 class PlainChild:
     """The child process that trains the plain loop and evaluates the weights of all runs."""
 
-    def __init__(self, effort: Effort, folder: Path, nursery: Nursery) -> None:
+    def __init__(self, effort: Effort, folder: Path, nursery: ChildProcesses) -> None:
         """Starts a child for each way to wait, and keeps the faster one."""
         self._effort, self._folder, threads = effort, folder, usable_cores()
         spec = {"cache": str(corpus_cache(folder)), "threads": threads}

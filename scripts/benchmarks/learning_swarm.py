@@ -19,7 +19,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.cli.demo_totals import DemoTotals
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
-from benchmarks.children import BenchFailed, Nursery
+from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.learning_accounts import Accounts, accounts_of
 from benchmarks.learning_settings import POINTS, SwarmSetting
 from benchmarks.machine import Watch, usable_cores
@@ -78,7 +78,7 @@ class LearningSwarm:
 
     def train(self) -> TrainedSwarm:
         """Starts the daemons, lets them train, drains and stops them. Raises BenchFailed or SwarmFailed."""
-        with Nursery(self._folder) as nursery:
+        with ChildProcesses(self._folder) as nursery:
             nursery.adopt(self._swarm.terminate, self._swarm.stop)
             self._start_one()
             snapshots = list(self._until_trained())

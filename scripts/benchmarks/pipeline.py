@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agora.model import family_of
-from benchmarks.children import Nursery
+from benchmarks.children import ChildProcesses
 from benchmarks.contenders import Contender, Gloo1F1B, HivemindMoe, SingleLoop
 from benchmarks.freezer import Freezer
 from benchmarks.machine import describe, usable_cores
@@ -48,9 +48,9 @@ def run(quick: bool, folder: Path) -> Report:
     effort = QUICK if quick else FULL
     report = Report("pipeline", "Pipeline: a local swarm beside other ways to train the same model", describe())
     prepare_corpus(folder)
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         streams = measure_streams(nursery, effort.stream_repeats)
-    with Nursery(folder) as nursery, Freezer() as freezer:
+    with ChildProcesses(folder) as nursery, Freezer() as freezer:
         contenders: list[Contender] = [
             SingleLoop(nursery, folder),
             SwarmContender(manifest_for(2), nursery, folder),

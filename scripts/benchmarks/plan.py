@@ -15,7 +15,7 @@ from agora_protocol.errors import OutOfMemory
 
 from agora.cost.run_cost import Machine, RunCost
 from agora.planning.search import make_plan
-from agora.planning.span_rates import compute_bound
+from agora.planning.span_rates import rate_upper_bound
 from benchmarks.machine import describe
 from benchmarks.plan_baselines import baseline_rates
 from benchmarks.plan_brute_force import brute_force_rate
@@ -92,7 +92,7 @@ def of_brute_force(cases: int) -> list[float]:
 def compare(swarm: str, model: str) -> Comparison:
     """Returns how our plan and those of the other rules compare for one swarm and model."""
     cost, machines = tuning_cost(model), machines_of(swarm, model)
-    bound = compute_bound(cost, machines)
+    bound = rate_upper_bound(cost, machines)
     plan = make_plan(cost, machines, random.Random(0))
     spans = len({found.span for found in plan.assignments if found.span is not None})
     theirs = {rule: rate / bound for rule, rate in baseline_rates(cost, machines).items()}
@@ -138,7 +138,7 @@ def _home_swarm(seed: int) -> list[Machine]:
 
 
 def _of_bound(cost: RunCost, machines: Sequence[Machine]) -> float:
-    return _rate(cost, machines) / compute_bound(cost, machines)
+    return _rate(cost, machines) / rate_upper_bound(cost, machines)
 
 
 def _seconds_128(seed: int) -> float:

@@ -90,8 +90,8 @@ def zorse_rate(cost: RunCost, machines: Sequence[Machine]) -> float:
 def ring_rate(cost: RunCost, machines: Sequence[Machine]) -> float:
     """Returns the rate of one ring of all: compute and gathers overlap, gathers run at the ring's slowest link.
 
-    A step takes max(gather, forward) + max(gather + reduce-scatter, forward again and backward). A machine that has no
-    room for one stage computes nothing. 0 if all memory together, less the working room, is less than the state.
+    A step takes max(gather, forward) + max(gather + reduce-random_groups, forward again and backward). A machine that
+    has no room for one stage computes nothing. 0 if all memory together, less the working room, is less than the state.
     """
     working = max(cost.memory(Span(stage, stage)).device for stage in range(cost.stage_count))
     members = [machine for machine in machines if machine.memory > working]

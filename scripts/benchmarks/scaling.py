@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from benchmarks.children import Child, Nursery
+from benchmarks.children import Child, ChildProcesses
 from benchmarks.learning_curves import Point, times_to_common_loss
 from benchmarks.machine import Watch, describe
 from benchmarks.report import Cell, Ratio, Report
@@ -55,7 +55,7 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
     watch = Watch([])
     found: dict[Fleet, list[Observation]] = {}
     curves: dict[Fleet, list[list[Point]]] = {}
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         spec = {"cache": str(corpus_cache(folder)), "threads": 1}
         evaluator = nursery.start("evaluator", "learning", spec)
         for seed in range(effort.rounds):

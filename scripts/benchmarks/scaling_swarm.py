@@ -15,7 +15,7 @@ from agora_protocol.manifest import Manifest
 
 from agora.cli.local_swarm import Launch, LocalDaemon, LocalSwarm, SwarmFailed
 from agora.pipeline.waits import Waits
-from benchmarks.children import BenchFailed, Nursery
+from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.scaling_settings import MICROBATCHES_PER_STEP, WARM_STEPS, Fleet
 from benchmarks.task import corpus_cache
 
@@ -132,7 +132,7 @@ class FleetRun:
 
     def run(self) -> Observation:
         """Trains, and stops the daemons. Raises BenchFailed when a daemon ends, or nothing happens for STALL_S."""
-        with Nursery(self._folder) as nursery:
+        with ChildProcesses(self._folder) as nursery:
             nursery.adopt(self._swarm.terminate, self._swarm.stop)
             try:
                 self._start()

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.children import Child, Nursery
+from benchmarks.children import Child, ChildProcesses
 from benchmarks.report import Cell, Ratio, paired_ratio
 from benchmarks.turns import alternating
 from benchmarks.window import START_S, TIMEOUT_S, print_progress
@@ -40,7 +40,7 @@ class _Readings:
     flows: list[float] = field(default_factory=list)
 
 
-def measure_streams(nursery: Nursery, repeats: int) -> Streams:
+def measure_streams(nursery: ChildProcesses, repeats: int) -> Streams:
     """Starts the two processes and measures; both carriers take turns in every repeat."""
     print_progress("measuring streams")
     folder = str(nursery.folder)

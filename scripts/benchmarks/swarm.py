@@ -14,7 +14,7 @@ from agora.cli.demo_totals import StageSteps
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm, SwarmFailed
 from agora.observe import events
 from agora.observe.journal import from_json
-from benchmarks.children import BenchFailed, Nursery
+from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.report import Cell
 from benchmarks.task import MICROBATCHES_PER_STEP, corpus_cache
 from benchmarks.window import START_S, Window, print_progress, stage_threads
@@ -32,7 +32,7 @@ class SwarmContender:
     def __init__(
         self,
         manifest: Manifest,
-        nursery: Nursery,
+        nursery: ChildProcesses,
         folder: Path,
         name: str | None = None,
         replicas: int = 1,

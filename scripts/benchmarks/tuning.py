@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.children import Nursery
+from benchmarks.children import ChildProcesses
 from benchmarks.machine import describe, usable_cores
 from benchmarks.report import Report
 from benchmarks.task import corpus_cache, prepare_corpus
@@ -44,7 +44,7 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
 
 def _speeds(effort: Effort, folder: Path) -> Speeds:
     base = folder / "random"
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         spec = {"cache": str(corpus_cache(folder)), "threads": usable_cores()}
         order = {"to": str(base), "sizes": SPEED_SIZES, "steps": 0, "outliers": False}
         print_progress("making a base model of random weights")
@@ -53,6 +53,6 @@ def _speeds(effort: Effort, folder: Path) -> Speeds:
 
 
 def _losses(effort: Effort, folder: Path) -> Losses:
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         bases = pretrain_bases(effort, folder, nursery)
         return measure_losses(bases, effort, folder, nursery)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from benchmarks.children import Nursery, deal
+from benchmarks.children import ChildProcesses, deal
 from benchmarks.machine import usable_cores
 from benchmarks.task import corpus_cache
 from benchmarks.tuning_results import Losses, TunedLoss
@@ -16,7 +16,7 @@ from benchmarks.window import print_progress
 TIMEOUT_S: Final = 3600.0
 
 
-def pretrain_bases(effort: Effort, folder: Path, nursery: Nursery) -> dict[BaseName, Path]:
+def pretrain_bases(effort: Effort, folder: Path, nursery: ChildProcesses) -> dict[BaseName, Path]:
     """Pretrains the base models, each in a child of its own, and writes the text to tune them on. Returns folders."""
     print_progress(f"pretraining {len(BASES)} small models")
     spec = {"cache": str(corpus_cache(folder)), "threads": max(1, usable_cores() // len(BASES))}
@@ -34,7 +34,7 @@ def pretrain_bases(effort: Effort, folder: Path, nursery: Nursery) -> dict[BaseN
     return folders
 
 
-def measure_losses(bases: Mapping[BaseName, Path], effort: Effort, folder: Path, nursery: Nursery) -> Losses:
+def measure_losses(bases: Mapping[BaseName, Path], effort: Effort, folder: Path, nursery: ChildProcesses) -> Losses:
     """Tunes the base models in the folders `bases` through each codec, and returns all losses."""
     spec = {"cache": str(corpus_cache(folder)), "heldout": effort.heldout_batches, "threads": 1}
     children = [nursery.start(f"losses-{number}", "tuning-losses", spec) for number in range(usable_cores())]

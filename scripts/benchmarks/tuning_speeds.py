@@ -12,7 +12,7 @@ from typing import Final
 import psutil
 from agora_protocol.manifest import Manifest
 
-from benchmarks.children import Child, Nursery
+from benchmarks.children import Child, ChildProcesses
 from benchmarks.freezer import Freezer
 from benchmarks.machine import usable_cores
 from benchmarks.report import Cell
@@ -40,7 +40,7 @@ class Speeds:
 
 def measure_speeds(base: Path, effort: Effort, folder: Path) -> Speeds:
     """Times peft and the swarm on the model in the folder `base`, in turns. The corpus must have been prepared."""
-    with Nursery(folder) as nursery, Freezer() as freezer:
+    with ChildProcesses(folder) as nursery, Freezer() as freezer:
         contenders: list[PeftLoop | TuningSwarm] = []
         for frozen_as, prefix in PREFIXES.items():
             manifest = speed_manifest(base, frozen_as)
@@ -62,7 +62,7 @@ class PeftLoop:
     )
     waits: Mapping[str, Mapping[str, str]] = {"default": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
 
-    def __init__(self, name: str, manifest: Manifest, base: Path, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, name: str, manifest: Manifest, base: Path, nursery: ChildProcesses, folder: Path) -> None:
         self.name, self._nursery = name, nursery
         self.processes, self.threads = 1, usable_cores()
         self._spec = spec(manifest, folder, self.threads, base=str(base))
@@ -102,7 +102,7 @@ class TuningSwarm(SwarmContender):
         "asynchronous, with as many microbatches in flight as the daemons choose"
     )
 
-    def __init__(self, name: str, manifest: Manifest, base: Path, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, name: str, manifest: Manifest, base: Path, nursery: ChildProcesses, folder: Path) -> None:
         super().__init__(manifest, nursery, folder, name.replace("_", "-"))
         self.name = name
         self._flags += ["--base-model", str(base)]

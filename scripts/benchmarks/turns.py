@@ -1,4 +1,4 @@
-"""What a benchmark compares takes turns on one machine, the others frozen or at rest: what drifts hits all alike."""
+"""Measures contenders in turns on one machine while the others are frozen or idle, so that drift affects all alike."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.children import Nursery
+from benchmarks.children import ChildProcesses
 from benchmarks.machine import describe
 from benchmarks.report import Report
 from benchmarks.task import prepare_corpus
@@ -33,7 +33,7 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
     for runs in train_all(effort, folder):
         speeds = None
         if not effort.losses_only:
-            with Nursery(folder) as nursery:
+            with ChildProcesses(folder) as nursery:
                 speeds = Swarms(effort, runs.width, folder, nursery).speeds(runs.links_to_measure())
         results.append(Results(runs, speeds))
     report.rows = [row(of_width, recipe) for of_width in results for recipe in of_width.runs.recipes]

@@ -10,7 +10,7 @@ from typing import Final
 
 from agora_protocol.errors import AgoraError
 
-from benchmarks.children import BenchFailed, Nursery
+from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.machine import usable_cores
 from benchmarks.turns import Readings, start, take_turns
 from benchmarks.wan_rates import RATES, RTT_MS, PacedLink, Speed, Turn, link_text, speed_of
@@ -60,7 +60,7 @@ class Swarms:
     the processors.
     """
 
-    def __init__(self, effort: Effort, width: int, folder: Path, nursery: Nursery) -> None:
+    def __init__(self, effort: Effort, width: int, folder: Path, nursery: ChildProcesses) -> None:
         self._effort, self._width, self._folder, self._nursery = effort, width, folder, nursery
         self._pace = self.new_swarm(PRESET, None)
         self._paces: list[float] = []

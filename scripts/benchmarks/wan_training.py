@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from benchmarks.children import Child, Nursery, deal
+from benchmarks.children import Child, ChildProcesses, deal
 from benchmarks.machine import usable_cores
 from benchmarks.task import corpus_cache
 from benchmarks.wan_curves import Curve, Length
@@ -32,7 +32,7 @@ def train_all(effort: Effort, folder: Path) -> list[LossRuns]:
     found: list[LossRuns] = [LossRuns(effort, width, {}) for width in effort.widths]
     first, *others = effort.seeds
     published = [Recipe(PUBLISHED, optimizer) for optimizer in OPTIMIZERS]
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         spec = {"cache": str(corpus_cache(folder)), "threads": 1, "heldout": effort.heldout_batches}
         children = [nursery.start(f"loss-{number}", "wan-loss", spec) for number in range(usable_cores())]
         found = train_part(children, found, [(published, effort.seeds) for _ in found], folder)

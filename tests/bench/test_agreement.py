@@ -25,7 +25,7 @@ from benchmarks.agreement_settings import (
     Setting,
     sequences_of,
 )
-from benchmarks.children import Nursery, deal
+from benchmarks.children import ChildProcesses, deal
 from benchmarks.report import columns
 from benchmarks.task import prepare_corpus, spec
 
@@ -189,7 +189,7 @@ def test_children_share_the_jobs(manifest: Manifest, tmp_path: Path) -> None:
     prepare_corpus(tmp_path, manifest)
     told = spec(manifest, tmp_path, 1, steps=2, heldout=1)
     jobs = [(NONE, 0), (SYNCHRONOUS, 0), (NONE, 1)]
-    with Nursery(tmp_path) as nursery:
+    with ChildProcesses(tmp_path) as nursery:
         children = [nursery.start(f"replicas-{number}", "agreement", told) for number in range(2)]
         answers = dict(deal(children, [(job, {"setting": asdict(job[0]), "seed": job[1]}) for job in jobs], 60.0))
     assert sorted(map(repr, answers)) == sorted(map(repr, jobs))

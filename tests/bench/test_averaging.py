@@ -11,7 +11,7 @@ import torch
 from benchmarks import averaging, averaging_slowdown
 from benchmarks.averaging_groups import Group, HivemindGroup, Incomplete, OurGroup, Round
 from benchmarks.averaging_values import SPREAD, Holding
-from benchmarks.children import BenchFailed, Nursery
+from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.turns import Readings
 
 SMALL = 300_000
@@ -39,7 +39,7 @@ def test_ratios_have_the_names_of_the_contract() -> None:
 
 
 def test_every_group_that_a_ratio_needs_is_measured(tmp_path: Path) -> None:
-    with Nursery(tmp_path) as nursery:
+    with ChildProcesses(tmp_path) as nursery:
         names = [group.name for size in averaging.SIZES for group in averaging.groups_of(size, nursery)]
     assert len(names) == len(set(names))
     assert {name for ours, theirs, _, _ in averaging.TIMES.values() for name in (ours, theirs)} <= set(names)
@@ -103,14 +103,14 @@ def test_training_that_never_averaged_has_no_slowdown_to_show(done: list[float],
 
 
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    with Nursery(tmp_path) as nursery:
+def nursery(tmp_path: Path) -> Iterator[ChildProcesses]:
+    with ChildProcesses(tmp_path) as nursery:
         yield nursery
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("wire", "error"), [(None, 0.05), ("float32", 1e-5)])
-def test_our_members_average(nursery: Nursery, wire: str | None, error: float) -> None:
+def test_our_members_average(nursery: ChildProcesses, wire: str | None, error: float) -> None:
     group = OurGroup(2, nursery, wire, SMALL)
     group.start()
     done = group.round()
@@ -143,14 +143,14 @@ class OutOfStep(HivemindGroup):
         return a_round(1.0)
 
 
-def test_members_that_are_out_of_step_are_started_again_and_their_rounds_told(nursery: Nursery) -> None:
+def test_members_that_are_out_of_step_are_started_again_and_their_rounds_told(nursery: ChildProcesses) -> None:
     group = OutOfStep(2, nursery)
     done = averaging.whole_round(group)
     assert done.incomplete == 2 and group.starts == 2
 
 
 @pytest.mark.process
-def test_hivemind_averages(nursery: Nursery) -> None:
+def test_hivemind_averages(nursery: ChildProcesses) -> None:
     group = HivemindGroup(2, nursery, None, SMALL)
     group.start()
     done = round_of(group)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.children import Child, Nursery
+from benchmarks.children import Child, ChildProcesses
 from benchmarks.contenders import start_moe_stage
 from benchmarks.task import manifest_for, prepare_corpus, spec
 
@@ -40,7 +40,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def plain_losses(small: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("single")
-    with Nursery(folder) as nursery:
+    with ChildProcesses(folder) as nursery:
         child = nursery.start("single", "single", spec(manifest_for(1, small), folder, 1))
         child.hear(TIMEOUT_S)
         answer = child.ask({"steps": STEPS}, TIMEOUT_S)
@@ -56,7 +56,7 @@ def test_gloo_1f1b_computes_what_the_plain_loop_does(
     small: dict[str, dict[str, Any]], plain_losses: list[float], tmp_path: Path
 ) -> None:
     manifest = manifest_for(2, small)
-    with Nursery(tmp_path) as nursery:
+    with ChildProcesses(tmp_path) as nursery:
         ranks = [
             nursery.start(f"gloo-{k}", "gloo", spec(manifest, tmp_path, 1, rank=k, meeting=str(tmp_path / "meeting")))
             for k in range(2)
@@ -72,7 +72,7 @@ def test_hivemind_moe_computes_what_the_plain_loop_does(
 ) -> None:
     manifest = manifest_for(2, small)
     prepare_corpus(tmp_path, manifest)
-    with Nursery(tmp_path) as nursery:
+    with ChildProcesses(tmp_path) as nursery:
         peers: list[str] = []
         for k in range(2):
             _, peers = start_moe_stage(nursery, spec(manifest, tmp_path, 1, stage=k, peers=peers), 1)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.children import BenchFailed, Child, Nursery, end_children
+from benchmarks.children import BenchFailed, Child, ChildProcesses, end_children
 
 pytestmark = pytest.mark.process
 
@@ -94,7 +94,7 @@ def test_what_a_child_forked_ends_with_it(
 
 def test_a_nursery_ends_everything_also_when_the_bench_fails(tmp_path: Path) -> None:
     ended: list[str] = []
-    with pytest.raises(BenchFailed), Nursery(tmp_path) as nursery:
+    with pytest.raises(BenchFailed), ChildProcesses(tmp_path) as nursery:
         nursery.adopt(lambda: ended.append("told"), lambda: ended.append("ended"))
         nursery.start("nonsense", "no-such-role", {}).hear(60)
     assert ended == ["told", "ended"]

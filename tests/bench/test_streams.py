@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import stream_rates
-from benchmarks.children import Nursery
+from benchmarks.children import ChildProcesses
 from benchmarks.stream_rates import FLOW_BYTES, FLOW_COUNT, TRIPS, Streams, measure_streams
 
 
@@ -25,7 +25,7 @@ def test_the_ratio_is_ours_over_the_bare_streams() -> None:
 def test_both_carriers_carry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_rates, "TRIPS", {"round trip 64 KB": (65_536, 2)})
     monkeypatch.setattr(stream_rates, "FLOW_COUNT", 5)
-    with Nursery(tmp_path) as nursery:
+    with ChildProcesses(tmp_path) as nursery:
         found: Streams = measure_streams(nursery, 2)
     assert [row["name"] for row in found.rows] == [
         "agora: round trip 64 KB",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from benchmarks.children import BenchFailed, Nursery
+from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.wan_rates import (
     FREE_SHARE,
     RATES,
@@ -154,7 +154,7 @@ class PacedSwarms(Swarms):
 def speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speeds:
     monkeypatch.setattr(Paced, "machine", 10_000.0)
     monkeypatch.setattr(Paced, "rates", [])
-    swarms = PacedSwarms(replace(QUICK, turns=2), 64, tmp_path, cast("Nursery", None))
+    swarms = PacedSwarms(replace(QUICK, turns=2), 64, tmp_path, cast("ChildProcesses", None))
     return swarms.speeds({DENSE: ("today",), PUBLISHED: ("today", "bound"), PRESET: ("bound", "fast")})
 
 
@@ -183,7 +183,7 @@ def test_a_swarm_that_fails_over_a_link_is_left_out_with_its_reason(
             raise BenchFailed("an origin did not drain")
 
     monkeypatch.setattr(Paced, "change_rate", change_rate)
-    swarms = PacedSwarms(QUICK, 64, tmp_path, cast("Nursery", None))
+    swarms = PacedSwarms(QUICK, 64, tmp_path, cast("ChildProcesses", None))
     speeds = swarms.speeds({PUBLISHED: ("bound",), PRESET: ("today",)})
     assert speeds.failures == [f"{PUBLISHED.name}: an origin did not drain"]
     assert speeds.of(PUBLISHED, "bound") is None and speeds.of(PRESET, "today") is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agora_protocol.manifest import Manifest
-from benchmarks.children import Nursery
+from benchmarks.children import ChildProcesses
 from benchmarks.swarm import SwarmContender
 from benchmarks.wan_swarm import is_settled, send_window_of
 
@@ -25,7 +25,7 @@ def test_the_send_window_is_read_from_what_a_daemon_says_of_it() -> None:
 
 def test_a_swarm_tells_the_steps_that_it_took_and_the_share_of_its_tokens_in_them(tmp_path: Path) -> None:
     target = Manifest().optimizer.target_tokens
-    made = SwarmContender(Manifest().with_values(stages={"count": 2}), Nursery(tmp_path), tmp_path, "swarm")
+    made = SwarmContender(Manifest().with_values(stages={"count": 2}), ChildProcesses(tmp_path), tmp_path, "swarm")
     assert made.account_cells() == {"steps": "0/0", "counted_%": None, "step_fill": None}
     for stage, step in ((0, 1), (0, 2), (1, 1)):
         made.steps[stage].add(StepTaken(stage, step, target, None, 0.1, gradient_norm=1.0))
@@ -35,5 +35,7 @@ def test_a_swarm_tells_the_steps_that_it_took_and_the_share_of_its_tokens_in_the
 
 def test_swarms_of_one_manifest_are_runs_of_their_own(tmp_path: Path) -> None:
     """Daemons of one machine that start from equal drafts are one run: what took turns would train together."""
-    runs = [SwarmContender(Manifest(), Nursery(tmp_path), tmp_path, name)._manifest.run_id for name in ("one", "two")]
+    runs = [
+        SwarmContender(Manifest(), ChildProcesses(tmp_path), tmp_path, name)._manifest.run_id for name in ("one", "two")
+    ]
     assert runs[0] != runs[1]

@@ -15,7 +15,7 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.ids import PeerId
 
 from agora.codec import decode_tokens
-from agora.data.draws import mix
+from agora.data.draws import splitmix64
 from agora.data.sampling import CorpusMicrobatches, Sampler, sample_id
 from agora.data.tokenizer import Ids
 from agora.observe.events import TaskFailed
@@ -103,8 +103,8 @@ def test_origins_draw_apart_without_talking() -> None:
 def test_the_draws_are_pinned() -> None:
     """Every peer of a run must draw the same for an id; if this fails, runs made before have changed."""
     assert sample_id(PeerId("12D3KooWA"), 5) == 6368663174667418858
-    assert mix(np.zeros(1, np.uint64), 0).tolist() == [0xE220A8397B1DCDAF], "splitmix64's published first output"
-    assert mix(np.arange(2, dtype=np.uint64), 1).tolist() == [10451216379200822465, 13757245211066428519]
+    assert splitmix64(np.zeros(1, np.uint64), 0).tolist() == [0xE220A8397B1DCDAF], "splitmix64's published first output"
+    assert splitmix64(np.arange(2, dtype=np.uint64), 1).tolist() == [10451216379200822465, 13757245211066428519]
     assert sampler().windows_of([0, 1, 2, 2**64 - 1]).tolist() == [3379, 1732, 2136, 1693]
     assert sampler().heldout_windows()[:4].tolist() == [2711, 4360, 1218, 2502]
 

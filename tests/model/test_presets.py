@@ -20,7 +20,7 @@ META = torch.device("meta")
 def stages_of(manifest: Manifest) -> list[StageModule]:
     """All stages, on the meta device."""
     with META:
-        return [family_of(manifest.model).make_stage(manifest.layers_of(n)) for n in range(manifest.stage_count)]
+        return [family_of(manifest.model).make_meta_stage(manifest.layers_of(n)) for n in range(manifest.stage_count)]
 
 
 @pytest.mark.parametrize("name", PRESETS)

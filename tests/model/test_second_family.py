@@ -115,7 +115,7 @@ class LinearFamily(Family):
     def __init__(self, model: LinearSection) -> None:
         self._model = model
 
-    def make_stage(self, layers: range) -> StageModule:
+    def make_meta_stage(self, layers: range) -> StageModule:
         return LinearStage(self._model, layers)
 
     def min_memory(

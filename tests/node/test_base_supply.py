@@ -150,7 +150,9 @@ def test_a_folder_that_lacks_some_files_is_used_for_the_others(tmp_path: Path, w
         folder = await supply.provide(Span(1, 1))
         swarm.assert_stage(1, folder, whole)
         assert folder is not None and folder != part
-        total = len(dict(family_of(swarm.manifest.model).make_stage(swarm.manifest.layers_of(1)).named_parameters()))
+        total = len(
+            dict(family_of(swarm.manifest.model).make_meta_stage(swarm.manifest.layers_of(1)).named_parameters())
+        )
         fetched = len(list((folder / "tensors").glob("*.safetensors")))
         assert 0 < fetched < total
         assert swarm.notes[0].startswith(f"fetched {fetched} of ")

@@ -240,5 +240,7 @@ def test_a_directory_that_cannot_be_written_is_found(tmp_path: Path) -> None:
 
 
 def test_of_a_run_whose_manifest_is_elsewhere_only_what_is_known_is_said() -> None:
-    (found,) = (check for check in judge_machine(replace(HEALTHY, run="poems", has_manifest=False)) if check.name == "run")
+    (found,) = (
+        check for check in judge_machine(replace(HEALTHY, run="poems", has_manifest=False)) if check.name == "run"
+    )
     assert found.state == "pass" and "fetched at the join" in found.value and "admits" not in found.limit

@@ -12,7 +12,7 @@ import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
-from agora.cost.manifest_cost import usual_in_flight
+from agora.cost.manifest_cost import default_in_flight
 from agora.node.peer.local_peer import MAX_SLOTS_BYTES, compute_slots
 from agora.node.span.load_span import MAX_LOADS, load_until_confirmed
 
@@ -99,13 +99,13 @@ def test_a_failed_question_keeps_nothing_loaded() -> None:
 
 def test_long_links_get_four_times_the_usual_slots_as_far_as_memory_goes() -> None:
     manifest = preset("tiny", model={"layers": 8}, stages={"count": 8})
-    usual = usual_in_flight(manifest)
+    usual = default_in_flight(manifest)
     assert compute_slots(manifest, 64 * 2**30) == 4 * usual
     assert compute_slots(manifest, 0) == usual, "no fewer than ever"
     large = preset("tiny", model={"width": 4096, "subspace": 4096, "context": 2048})
     shape = large.boundary_shape()
     held = compute_slots(large, 2**50) * 4 * shape[0] * shape[1] * shape[2]
-    assert compute_slots(large, 2**50) == usual_in_flight(large) or held <= MAX_SLOTS_BYTES
+    assert compute_slots(large, 2**50) == default_in_flight(large) or held <= MAX_SLOTS_BYTES
 
 
 def test_asking_what_memory_a_span_needs_takes_no_time_of_the_event_loop() -> None:

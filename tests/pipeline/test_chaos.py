@@ -59,7 +59,7 @@ def cut(rng: random.Random, stages: int) -> list[str]:
     return spans
 
 
-async def disturb(world: World, kind: Kind, rng: random.Random, origins: list[Node]) -> None:
+async def perturb(world: World, kind: Kind, rng: random.Random, origins: list[Node]) -> None:
     """Kills and hangs peers; who leaves the last hole in a stage is replaced a while later, under a new name."""
     acts = ["kill"] * kind.kills + ["hang"] * kind.hangs
     rng.shuffle(acts)
@@ -92,7 +92,7 @@ def build(seed: int) -> tuple[World, Kind, list[Node]]:
 async def one(seed: int) -> Counter[str]:
     world, kind, nodes = build(seed)
     origins: list[Origin] = [world.origin(node) for node in nodes]
-    trouble = asyncio.create_task(disturb(world, kind, world.rng, nodes))
+    trouble = asyncio.create_task(perturb(world, kind, world.rng, nodes))
     await asyncio.gather(*(train(origin, MICROBATCHES) for origin in origins))
     await trouble
     await asyncio.sleep(2000.0)

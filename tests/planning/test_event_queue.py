@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agora.planning.simulator.event_queue import DeadlineWheel, EventQueue
+from agora.planning.simulator.event_queue import EventQueue, TimingWheel
 from agora.planning.simulator.simulated_machine import JobOrder, SimulatedDevice
 
 
@@ -16,7 +16,7 @@ def test_events_happen_in_order_of_time_and_then_of_their_adding() -> None:
 
 def test_a_deadline_that_was_removed_does_not_pass() -> None:
     queue, seen = EventQueue(), []
-    wheel: DeadlineWheel[str] = DeadlineWheel(queue, seen.append, grain_s=0.5)
+    wheel: TimingWheel[str] = TimingWheel(queue, seen.append, grain_s=0.5)
     wheel.add("stays", 1.2)
     wheel.add("goes", 1.2)
     wheel.remove("goes")
@@ -33,7 +33,7 @@ def test_a_deadline_may_remove_another_that_passes_with_it() -> None:
         seen.append(key)
         wheel.remove("second")
 
-    wheel: DeadlineWheel[str] = DeadlineWheel(queue, passed)
+    wheel: TimingWheel[str] = TimingWheel(queue, passed)
     wheel.add("first", 1.0)
     wheel.add("second", 1.0)
     queue.run(2.0)

@@ -11,7 +11,7 @@ from agora_protocol.ids import Span
 from benchmarks.plan_cases import random_machines, random_run
 
 from agora.cost.run_cost import Machine, RunCost, StageCost
-from agora.planning.first_groups import fewest_holders
+from agora.planning.initial_groups import fewest_holders
 from agora.planning.local_search import cut_for_groups
 from agora.planning.span_rates import span_rates
 

@@ -16,7 +16,7 @@ from benchmarks.plan_cases import random_machines, random_run
 from agora.cost.run_cost import Activations, Machine, RunCost, StageCost
 from agora.planning.plan import Plan, plan_of_spans
 from agora.planning.search import explain_bottleneck, gain_of_one_more, make_plan
-from agora.planning.span_rates import compute_bound
+from agora.planning.span_rates import rate_upper_bound
 
 SEEDS = range(14)
 LAYER = StageCost(1e12, 2e12, 4e8, 1e7, 2e7, 1e6, 1e8)
@@ -112,9 +112,9 @@ def test_a_large_mixed_swarm_comes_near_the_bound_of_its_computing() -> None:
     rng = random.Random(2)
     cost = even_run(40)
     machines = random_machines(rng, cost, 32)
-    assert make_plan(cost, machines, rng).rate >= 0.97 * compute_bound(cost, machines)
+    assert make_plan(cost, machines, rng).rate >= 0.97 * rate_upper_bound(cost, machines)
     kept = run_of([LAYER] * 40, 1e5, "keep")
-    assert make_plan(kept, machines, rng).rate >= 0.98 * compute_bound(kept, machines)
+    assert make_plan(kept, machines, rng).rate >= 0.98 * rate_upper_bound(kept, machines)
 
 
 def test_no_more_groups_than_memory_asks_for_where_links_are_slow() -> None:

@@ -13,7 +13,7 @@ from benchmarks.plan_cases import random_machines, random_run
 from scipy.optimize import linprog
 
 from agora.cost.run_cost import ALL_ACTIVATIONS, Machine, RunCost, StageCost
-from agora.planning.span_rates import compute_bound, span_rates
+from agora.planning.span_rates import rate_upper_bound, span_rates
 
 ROOMY = StageCost(1e12, 2e12, 1e8, kept_bytes=1e8, layer_peak_bytes=1e7)
 
@@ -51,7 +51,7 @@ def test_no_plan_passes_the_bound_and_the_bound_is_that_of_the_linear_program(se
         activations=rng.choice([None, *ALL_ACTIVATIONS]),
     )
     machines = random_machines(rng, cost, rng.randint(2, 5))
-    bound = compute_bound(cost, machines)
+    bound = rate_upper_bound(cost, machines)
     assert brute_force_rate(cost, machines) <= bound * (1 + 1e-9)
     best = best_of_changing_spans(cost, machines)
     assert best * (1 - 1e-9) <= bound <= best * 1.02
@@ -60,14 +60,14 @@ def test_no_plan_passes_the_bound_and_the_bound_is_that_of_the_linear_program(se
 @pytest.mark.parametrize(("way", "forwards"), [("keep", 1), ("recompute", 1), ("layers", 2)])
 def test_one_machine_that_holds_the_whole_model_reaches_the_bound(way: str, forwards: int) -> None:
     cost, machine = run_of(4, way), Machine("one", 1e13, 1e10)
-    assert compute_bound(cost, [machine]) == pytest.approx(1e13 / (4 * (forwards + 2) * 1e12))
-    assert cost.rate(machine, Span(0, 3)).microbatches == pytest.approx(compute_bound(cost, [machine]))
+    assert rate_upper_bound(cost, [machine]) == pytest.approx(1e13 / (4 * (forwards + 2) * 1e12))
+    assert cost.rate(machine, Span(0, 3)).microbatches == pytest.approx(rate_upper_bound(cost, [machine]))
 
 
 def test_where_graphs_are_kept_the_bound_is_the_operations_of_all_by_those_of_a_microbatch() -> None:
     machines = [Machine(f"m{number}", 1e13 * (1 + number), 1e10) for number in range(5)]
-    assert compute_bound(run_of(8, "keep"), machines) == pytest.approx(15e13 / (8 * 3e12))
+    assert rate_upper_bound(run_of(8, "keep"), machines) == pytest.approx(15e13 / (8 * 3e12))
 
 
 def test_machines_that_hold_no_stage_do_nothing() -> None:
-    assert compute_bound(run_of(3), [Machine("tiny", 1e15, 1e6)]) == 0.0
+    assert rate_upper_bound(run_of(3), [Machine("tiny", 1e15, 1e6)]) == 0.0

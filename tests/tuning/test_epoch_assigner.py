@@ -13,7 +13,7 @@ from agora.tuning.epochs.state import (
     MAX_EPOCH,
     MAX_STATE_INTS,
     BlockLayout,
-    EpochPart,
+    EpochProgress,
     EpochState,
     Tally,
     write_state,
@@ -439,7 +439,7 @@ def lying_state(count: int, version: int, how: str, listener: int) -> tuple[int,
         return write_state(EpochState(99, version, first, {99: Tally(10**9, 10**9)}, {}), layout, 0, MAX_STATE_INTS)
     epochs = {}
     for epoch in range(2):
-        part = epochs[epoch] = EpochPart.empty(layout)
+        part = epochs[epoch] = EpochProgress.empty(layout)
         for number in range(count):
             if how == "everything" or number % 4 == listener % 4:  # "to each something else"
                 part.done.add(number)
@@ -477,7 +477,7 @@ def test_what_most_origins_say_is_believed_at_once_and_what_is_doubted_is_taken_
         origins["a"].merge(name, write_state(told, BlockLayout(40), 0, MAX_STATE_INTS))
     assert origins["a"].counts().seen == 3 * 40, "two of two"
     layout = BlockLayout(40)
-    part = EpochPart.empty(layout)
+    part = EpochProgress.empty(layout)
     part.done.add_range((0, 30))
     one = origins["e"]
     assert one.take_next("abcde") is None, "it has heard of nobody yet"

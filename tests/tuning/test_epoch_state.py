@@ -12,7 +12,7 @@ from agora.tuning.epochs.state import (
     MAX_TALLIES,
     BlockLayout,
     DifferentRowsError,
-    EpochPart,
+    EpochProgress,
     EpochState,
     MicrobatchSet,
     Tally,
@@ -37,7 +37,7 @@ def states(draw: st.DrawFn) -> tuple[BlockLayout, EpochState]:
 
     first = draw(st.integers(0, 1000))
     offsets = draw(st.sets(st.integers(0, open_epochs(layout) - 1), max_size=2))
-    parts = {first + offset: EpochPart(numbers(), numbers(), numbers()) for offset in offsets}
+    parts = {first + offset: EpochProgress(numbers(), numbers(), numbers()) for offset in offsets}
     tallies = draw(st.dictionaries(st.integers(0, MAX_INT), st.builds(Tally, st.integers(0, 99), st.integers(0, 999))))
     return layout, EpochState(draw(st.integers(0, MAX_INT)), draw(st.integers(0, 99)), first, tallies, parts)
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agora.tuning.hf_stage import attended_pairs
-from agora.tuning.packed_attention import MIN_MEAN_LENGTH, PackedRows, pack, varlen_kernel, within
+from agora.tuning.packed_attention import MIN_MEAN_LENGTH, PackedSequences, pack, varlen_kernel, within
 from tests.model.tiny_models import make_model, manifest_of, save, stages_of
 
 ROW = 60
@@ -85,9 +85,9 @@ def test_outputs_and_gradients_are_those_of_the_mask(kernel: Any, window: int | 
 def test_sequences_never_cross_rows_and_what_is_added_to_their_number_is_empty() -> None:
     packed = pack(segments_of(LENGTHS), varlen_reference)
     assert packed is not None and packed.row == ROW and not packed.lengths
-    assert packed.begins.tolist() == [0, 36, 37, 60, 120, 136, 180, 180, 180]
+    assert packed.cu_seqlens.tolist() == [0, 36, 37, 60, 120, 136, 180, 180, 180]
     exact = pack(segments_of(((30, 30), (16, 44))), varlen_reference)
-    assert exact is not None and exact.begins.tolist() == [0, 30, 60, 76, 120]
+    assert exact is not None and exact.cu_seqlens.tolist() == [0, 30, 60, 76, 120]
 
 
 def test_a_cpu_takes_a_mask_for_many_short_sequences_and_for_sequences_longer_than_a_window() -> None:
@@ -146,7 +146,7 @@ def test_where_sequences_lie_is_found_once_for_all_layers(tmp_path: Path) -> Non
     segments = segments_of(LENGTHS)
     with torch.no_grad():
         stage.run_layers(torch.randint(6, 200, segments.shape), segments=segments, run_layer=run_layer)
-    whole = [mask for mask in given if isinstance(mask, PackedRows)]
+    whole = [mask for mask in given if isinstance(mask, PackedSequences)]
     windowed = [mask for mask in given if isinstance(mask, Tensor)]
     assert len(whole) + len(windowed) == len(given) == 3
     assert len({id(mask) for mask in given}) == len({type(mask) for mask in given})

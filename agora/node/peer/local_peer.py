@@ -22,7 +22,7 @@ from agora.core.calls import Announcement, ConnectionBroken
 from agora.core.clock import loop_time
 from agora.core.live_manifest import LiveManifest
 from agora.core.tasks import BackgroundTasks
-from agora.cost.manifest_cost import usual_in_flight
+from agora.cost.manifest_cost import default_in_flight
 from agora.net.dht.bounded_dht import DhtRules
 from agora.net.dht.directory import Directory
 from agora.net.nat.reachability_keeper import ReachabilityKeeper
@@ -419,11 +419,11 @@ def first_addresses(host: Host, allow_private: bool) -> tuple[str, ...]:
 def compute_slots(manifest: Manifest, free_bytes: int) -> int:
     """Returns how many microbatches may be in progress at a peer at the same time, as its memory allows.
 
-    That is at least U = usual_in_flight(manifest) and at most MAX_TIMES_IN_FLIGHT * U. The slots above U exist only if
-    all slots together take at most an eighth of `free_bytes`, the machine's free memory, and at most 4 GiB. A slot
+    That is at least U = default_in_flight(manifest) and at most MAX_TIMES_IN_FLIGHT * U. The slots above U exist only
+    if all slots together take at most an eighth of `free_bytes`, the machine's free memory, and at most 4 GiB. A slot
     holds the boundary received, its values as float32, the boundary sent, and the gradient.
     """
-    usual = usual_in_flight(manifest)
+    usual = default_in_flight(manifest)
     slot_bytes = 3 * manifest.max_payload_bytes + 4 * math.prod(manifest.boundary_shape())
     affordable = min(int(SLOTS_FRACTION * free_bytes), MAX_SLOTS_BYTES) // slot_bytes
     return max(usual, min(MAX_TIMES_IN_FLIGHT * usual, affordable))

@@ -18,7 +18,7 @@ from agora_protocol.records import Progress
 from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
 from agora.core.tasks import run_in_thread
-from agora.cost.manifest_cost import usual_in_flight
+from agora.cost.manifest_cost import default_in_flight
 from agora.model import family_of
 from agora.net.rpc.connection import IncomingCall
 from agora.node.limits.disk import DiskGuard
@@ -151,7 +151,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
                 settings.compile,
                 startup.home.root / "compiled",
             ),
-            in_flight=usual_in_flight(manifest),
+            in_flight=default_in_flight(manifest),
             base_model=base_model,
             live=local_peer.live,
             draws=False,  # most starts fetch a state, or have a checkpoint; otherwise `fill_stages` asks for them

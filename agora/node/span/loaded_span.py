@@ -16,7 +16,7 @@ from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.core.step_schedule import ShareClosed
 from agora.core.tasks import BackgroundTasks
-from agora.cost.manifest_cost import run_cost, usual_in_flight
+from agora.cost.manifest_cost import default_in_flight, run_cost
 from agora.data.sampling import CorpusMicrobatches
 from agora.net.rpc.connection import IncomingCall
 from agora.node.control.node_report import SpanReport, WindowedRate, use_of_device
@@ -162,7 +162,7 @@ class LoadedSpan:
         config = OriginConfig(
             me=startup.me,
             stage_count=manifest.stage_count,
-            ceiling=self._local_peer.slots if not self._is_synchronous else usual_in_flight(manifest),
+            ceiling=self._local_peer.slots if not self._is_synchronous else default_in_flight(manifest),
             max_in_flight=manifest.schedule.max_in_flight,
             objective=manifest.objective.kind,
         )

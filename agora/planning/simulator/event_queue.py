@@ -38,7 +38,7 @@ class EventQueue:
         self.now = until
 
 
-class DeadlineWheel(Generic[K]):
+class TimingWheel(Generic[K]):
     """Deadlines by key: calls `on_expired(key)` at a key's deadline or up to `grain_s` later, unless it is removed.
 
     Each key is removed before its call. Most deadlines of a swarm are removed in time: a removed key takes no memory

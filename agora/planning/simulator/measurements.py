@@ -9,7 +9,7 @@ from agora.planning.simulator.simulated_peer import Visit
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """rates: means since the sample before."""
+    """rate, messages, stored, read, keys: means since the previous sample."""
 
     time: float
     peers: int  # machines that are up

@@ -22,7 +22,7 @@ from agora.pipeline.load_balancer import MAX_FAILURES, deadline_for_others
 from agora.pipeline.origin import MAX_RETRY_S, MAX_TIMEOUT_S, MIN_TIMEOUT_S, RETRY_S, TIMEOUT_FACTOR
 from agora.pipeline.router import MIN_ATTEMPT_S, UNAVAILABLE_FAILURES
 from agora.pipeline.work_ledger import CLOSED_RETRY_MS, MAX_RETRY_MS, MIN_RETRY_MS
-from agora.planning.simulator.event_queue import DeadlineWheel, EventQueue
+from agora.planning.simulator.event_queue import EventQueue, TimingWheel
 from agora.planning.simulator.measurements import Measurements
 from agora.planning.simulator.simulated_machine import JobOrder, Workload
 from agora.planning.simulator.simulated_peer import (
@@ -58,8 +58,8 @@ class HopSimulation:
         self._measurements = measurements
         self._find = find
         self._rng = rng
-        self._deadlines: DeadlineWheel[Call] = DeadlineWheel(events, self._on_deadline)
-        self._root = root
+        self._deadlines: TimingWheel[Call] = TimingWheel(events, self._on_deadline)
+        self._origin_simulation = root
 
     # --- a visit begins
 
@@ -68,13 +68,13 @@ class HopSimulation:
         peer = microbatch.origin
         kept = peer.answers.get((microbatch.id, 0))
         if kept is not None:
-            kept.is_root = True
+            kept.is_at_origin = True
             self._report_completed(kept)
             return
         visit = Visit(microbatch, peer, 0, deadline)
-        visit.is_root = True
+        visit.is_at_origin = True
         if (retry_s := self._refusal_s(peer)) is not None:
-            self._root.on_unfinished(visit, retry_s, False)
+            self._origin_simulation.on_unfinished(visit, retry_s, False)
         else:
             self._begin(visit)
 
@@ -279,7 +279,7 @@ class HopSimulation:
         callers, visit.callers, visit.call = visit.callers, [], None  # no cycles, so that memory is freed now
         for call in callers:
             self._send_answer(visit, call)
-        if visit.is_root:
+        if visit.is_at_origin:
             self._report_completed(visit)
 
     def _keep_answer(self, visit: Visit) -> None:
@@ -304,8 +304,8 @@ class HopSimulation:
         self._cancel(visit)
         for call in callers:
             self._reply(call, self._on_failed, call, True)
-        if visit.is_root:
-            self._root.on_unfinished(visit, 0.0, True)
+        if visit.is_at_origin:
+            self._origin_simulation.on_unfinished(visit, 0.0, True)
 
     def _cancel(self, visit: Visit) -> None:
         visit.peer.visits.pop(visit.key, None)
@@ -325,7 +325,7 @@ class HopSimulation:
         if visit is None or call not in visit.callers:
             return
         visit.callers.remove(call)
-        if not visit.callers and not visit.committed and not visit.is_root and visit.state != "answered":
+        if not visit.callers and not visit.committed and not visit.is_at_origin and visit.state != "answered":
             self._cancel(visit)
 
     def hand_back(self, peer: SimulatedPeer) -> None:
@@ -348,7 +348,7 @@ class HopSimulation:
         kept, visit.microbatch.kept = visit.microbatch.kept, []
         for answered in kept:
             answered.peer.answers.pop(answered.key, None)
-        self._root.on_completed(visit)
+        self._origin_simulation.on_completed(visit)
 
 
 # The time for an attempt, and the time before it, double at most this often, so that no number overflows.

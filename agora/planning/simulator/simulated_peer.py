@@ -123,7 +123,7 @@ class Visit:
         "deadline",
         "downstream_path_s",
         "entry_stage",
-        "is_root",
+        "is_at_origin",
         "last",
         "microbatch",
         "path_s",
@@ -142,7 +142,7 @@ class Visit:
         self.deadline = deadline
         self.callers: list[Call] = []  # the open calls that wait for its answer; none at the origin
         self.call: Call | None = None  # its own open call to the next stage
-        self.is_root = False  # whether it is at the origin's own hop
+        self.is_at_origin = False  # whether it is at the origin's own hop
         self.committed = False  # whether it goes on even if all its callers go away
         self.state: VisitState = "forward"
         self.started = 0.0  # when it took its slot
@@ -168,7 +168,7 @@ class Call:
         self.ended = False  # whether the caller no longer waits for the answer
 
 
-DONORS = 4  # maximum number of replicas from which a newcomer fetches at the same time
+MAX_SOURCES = 4  # maximum number of replicas from which a newcomer fetches at the same time
 # Seconds that one piece takes on the donor's link, so that boundaries need not wait for the whole state.
 PIECE_DURATION_S = 0.25
 
@@ -197,8 +197,8 @@ class SimulatedFetch:
         self._open = 0
 
     def start(self, donors: Sequence[SimulatedPeer]) -> None:
-        """From at most DONORS of `donors`, at random; without any, calls `done` now."""
-        chosen = donors if len(donors) <= DONORS else self._rng.sample(list(donors), DONORS)
+        """From at most MAX_SOURCES of `donors`, at random; without any, calls `done` now."""
+        chosen = donors if len(donors) <= MAX_SOURCES else self._rng.sample(list(donors), MAX_SOURCES)
         for donor in chosen:
             self._open += 1
             self._next_piece(donor)

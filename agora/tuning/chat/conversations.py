@@ -303,7 +303,7 @@ def read_yes_or_no(value: object) -> bool | None:
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
-def read_verdict(value: object) -> bool | None:
+def read_label(value: object) -> bool | None:
     """Returns whether a label calls an answer good: as read_yes_or_no, by words of GOOD and BAD, and -1 for bad."""
     word = value.strip().lower() if isinstance(value, str) else ""
     if word in GOOD or word in BAD:

@@ -44,9 +44,9 @@ from agora.tuning.chat.conversations import (
     has_empty_answer,
     parse_json_text,
     parse_message_text,
+    read_label,
     read_messages,
     read_tools,
-    read_verdict,
     read_yes_or_no,
 )
 
@@ -55,7 +55,7 @@ OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 SHOWN_COLUMNS: Final = 20  # maximum number of columns that an error names
 MESSAGE_FIELDS: Final = ("role", "content")  # of a message, not of a record; --columns may name them too
 # Columns that say whether the one answer of a record is good or bad: of TRL, of LLaMA-Factory, and other spellings.
-VERDICTS: Final = ("label", "kto_tag", "desirable", "is_desirable")
+KTO_LABELS: Final = ("label", "kto_tag", "desirable", "is_desirable")
 # Columns that say whether a record is learnt.
 TRAIN_COLUMNS: Final = ("weight", "sample_weight", "loss_weight", "train", "trainable")
 
@@ -116,7 +116,7 @@ class ReadingCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class FormatRow:
+class FormatRecord:
     """One record of a data file."""
 
     values: Mapping[str, Any]  # by the format's names of the columns
@@ -147,7 +147,7 @@ class RecordFormat:
 
     name: str  # what errors and `swarm data` call the format
     required: tuple[str, ...]  # names of columns
-    read: Callable[[FormatRow], Sample]  # turns the columns of a record into a sample
+    read: Callable[[FormatRecord], Sample]  # turns the columns of a record into a sample
     objectives: tuple[Objective, ...] = ("sft", "lm")  # that can use such samples; the first one is the default
     optional: tuple[str, ...] = ()  # names of columns
 
@@ -162,7 +162,7 @@ class RecordReader:
 
     columns: the format's name of a column -> the file's name of it. Other columns of the file are ignored.
     verdict: the file's column that says whether an answer is good; None if the first record has none.
-    no_verdicts: those of VERDICTS that say something else in this file, by the first record.
+    no_verdicts: those of KTO_LABELS that say something else in this file, by the first record.
     """
 
     format: RecordFormat
@@ -173,7 +173,7 @@ class RecordReader:
 
     @property
     def read_columns(self) -> frozenset[str]:
-        return frozenset(self.columns.values()) | frozenset(VERDICTS) | frozenset(self.train_columns)
+        return frozenset(self.columns.values()) | frozenset(KTO_LABELS) | frozenset(self.train_columns)
 
     @property
     def train_columns(self) -> tuple[str, ...]:
@@ -202,16 +202,16 @@ class RecordReader:
         Raises DataError also for a bad answer in a file whose first record has no label: nobody chose what to do then.
         """
         if self.verdict is not None:
-            said = read_verdict(record.fields.get(self.verdict))
+            said = read_label(record.fields.get(self.verdict))
             if said is None:
                 raise DataError(
                     f"{record.where}: {self.verdict} is {record.fields.get(self.verdict)!r:.40}, which is neither true "
                     "nor false; correct or remove the record."
                 )
             return not said
-        for name in VERDICTS:
+        for name in KTO_LABELS:
             value = record.fields.get(name)
-            if name not in (*self.no_verdicts, *self.columns.values()) and read_verdict(value) is False:
+            if name not in (*self.no_verdicts, *self.columns.values()) and read_label(value) is False:
                 raise DataError(
                     f"{record.where} has {name} {str(value).lower():.40}, so its answer is bad, but the first record "
                     f"has no {name}; give each record one, or remove this one."
@@ -229,7 +229,7 @@ class RecordReader:
                     f"{_quote_names(record.fields)}); add it, or remove the record."
                 )
         try:
-            return self.format.read(FormatRow(values, record.where, self.rules))
+            return self.format.read(FormatRecord(values, record.where, self.rules))
         except RecursionError as error:
             raise DataError(f"{record.where} has values that are nested too deeply; remove the record.") from error
 
@@ -299,8 +299,8 @@ def recognise_format(first: RawRecord, rules: ReadingRules, objective: Objective
     # a file's column that --columns maps is not read under its own name as well
     read = [name for name in chosen.columns if name in mapped or name not in mapped.values()]
     columns = {name: mapped.get(name, name) for name in read}
-    own = [name for name in VERDICTS if name not in columns.values()]
-    said = {name: read_verdict(first.fields.get(name)) for name in own}
+    own = [name for name in KTO_LABELS if name not in columns.values()]
+    said = {name: read_label(first.fields.get(name)) for name in own}
     has_verdicts = "dpo" not in chosen.objectives and chosen.required != ("text",)
     verdict = next((name for name in own if said[name] is not None), None) if has_verdicts else None
     others = (name for name in own if said[name] is None and first.fields.get(name) not in (None, ""))
@@ -310,7 +310,7 @@ def recognise_format(first: RawRecord, rules: ReadingRules, objective: Objective
             "learnt yet. With --objective sft those labelled true are learnt and the others left out; or give pairs "
             f"(columns prompt, chosen, rejected), or rename {verdict!r} if it says something else."
         )
-    return RecordReader(chosen, columns, rules.messages, verdict, tuple(others) if has_verdicts else VERDICTS)
+    return RecordReader(chosen, columns, rules.messages, verdict, tuple(others) if has_verdicts else KTO_LABELS)
 
 
 def _present_columns(first: RawRecord, mapped: Mapping[str, str]) -> set[str]:
@@ -372,39 +372,39 @@ def _quote_names(names: Mapping[str, Any]) -> str:
     return ", ".join(shown + (["..."] if len(names) > SHOWN_COLUMNS else [])) or "none"
 
 
-def _make_conversation(messages: Sequence[ChatMessage], row: FormatRow, prompt_messages: int = 0) -> Conversation:
+def _make_conversation(messages: Sequence[ChatMessage], row: FormatRecord, prompt_messages: int = 0) -> Conversation:
     check_order(messages, row.where, row.rules)
     return Conversation(tuple(messages), prompt_messages, row.tools())
 
 
-def _with_system(messages: Sequence[ChatMessage], row: FormatRow) -> list[ChatMessage]:
+def _with_system(messages: Sequence[ChatMessage], row: FormatRecord) -> list[ChatMessage]:
     system = row.text("system")
     nothing_to_add = not system or (len(messages) > 0 and messages[0].role == "system")
     return list(messages) if nothing_to_add else [ChatMessage("system", system), *messages]
 
 
-def _read_chat(row: FormatRow) -> Sample:
+def _read_chat(row: FormatRecord) -> Sample:
     return _make_conversation(_with_system(row.messages("messages"), row), row)
 
 
-def _read_sharegpt(row: FormatRow) -> Sample:
+def _read_sharegpt(row: FormatRecord) -> Sample:
     return _make_conversation(_with_system(row.messages("conversations"), row), row)
 
 
-def _read_alpaca(row: FormatRow) -> Sample:
+def _read_alpaca(row: FormatRecord) -> Sample:
     turns = [*_alpaca_prompt(row), ChatMessage("assistant", row.text("output"))]
     return _make_conversation(turns, row)
 
 
-def _read_alpaca_preference(row: FormatRow) -> Sample:
+def _read_alpaca_preference(row: FormatRecord) -> Sample:
     return _make_chat_preference(_alpaca_prompt(row), row)
 
 
-def _read_sharegpt_preference(row: FormatRow) -> Sample:
+def _read_sharegpt_preference(row: FormatRecord) -> Sample:
     return _make_chat_preference(_with_system(row.messages("conversations"), row), row)
 
 
-def _make_chat_preference(prompt: Sequence[ChatMessage], row: FormatRow) -> Sample:
+def _make_chat_preference(prompt: Sequence[ChatMessage], row: FormatRecord) -> Sample:
     sides = []
     for name in ("chosen", "rejected"):
         value = parse_message_text(row.values[name], row.place(name), row.rules)
@@ -413,7 +413,7 @@ def _make_chat_preference(prompt: Sequence[ChatMessage], row: FormatRow) -> Samp
     return _make_preference(row, *sides)
 
 
-def _alpaca_prompt(row: FormatRow) -> list[ChatMessage]:
+def _alpaca_prompt(row: FormatRecord) -> list[ChatMessage]:
     history = parse_json_text(row.values.get("history") or [], row.place("history"))
     turns: list[ChatMessage] = []
     for number, pair in enumerate(history if isinstance(history, list) else [history], 1):
@@ -426,19 +426,19 @@ def _alpaca_prompt(row: FormatRow) -> list[ChatMessage]:
     return _with_system(turns, row)
 
 
-def _with_input(question: str, row: FormatRow) -> str:
+def _with_input(question: str, row: FormatRecord) -> str:
     return "\n".join(text for text in (question, row.text("input")) if text)
 
 
-def _read_completion(row: FormatRow) -> Sample:
+def _read_completion(row: FormatRecord) -> Sample:
     return _read_answer(row, "completion")
 
 
-def _read_preference(row: FormatRow) -> Sample:
+def _read_preference(row: FormatRecord) -> Sample:
     return _make_preference(row, _read_answer(row, "chosen"), _read_answer(row, "rejected"))
 
 
-def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
+def _read_answer(row: FormatRecord, column: str) -> Completion | Conversation:
     # In a conversation the prompt is not supervised. Many files repeat the prompt at an answer's beginning.
     prompt, answer = (
         value if isinstance(value, list | Mapping) else row.text(name)
@@ -461,7 +461,7 @@ def _read_answer(row: FormatRow, column: str) -> Completion | Conversation:
     return _make_conversation([*asked, *reply], row, len(asked))
 
 
-def _read_implicit_preference(row: FormatRow) -> Sample:
+def _read_implicit_preference(row: FormatRecord) -> Sample:
     chosen, rejected = (
         parse_message_text(row.values[name], row.place(name), row.rules) for name in ("chosen", "rejected")
     )
@@ -491,7 +491,7 @@ def _common_prefix_length(first: Sequence[object], second: Sequence[object]) -> 
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-def _no_shared_prompt_error(row: FormatRow) -> DataError:
+def _no_shared_prompt_error(row: FormatRecord) -> DataError:
     return DataError(
         f"{row.where}: chosen and rejected do not begin with the same prompt; add a column 'prompt', or name it with "
         "--columns prompt=NAME."
@@ -499,7 +499,7 @@ def _no_shared_prompt_error(row: FormatRow) -> DataError:
 
 
 def _make_preference(
-    row: FormatRow, chosen: Completion | Conversation, rejected: Completion | Conversation
+    row: FormatRecord, chosen: Completion | Conversation, rejected: Completion | Conversation
 ) -> Preference:
     if chosen == rejected:
         raise DataError(f"{row.where}: chosen and rejected are equal, which says nothing; remove the record.")

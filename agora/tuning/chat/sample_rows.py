@@ -33,7 +33,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from numpy.typing import ArrayLike, NDArray
 
-from agora.data.draws import cut_batches, epoch_order, mix, seed_key, split_limit
+from agora.data.draws import cut_batches, epoch_order, heldout_threshold, seed_key, splitmix64
 from agora.data.record_files import data_files, unreadable_data
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, token_dtype
@@ -52,7 +52,7 @@ from agora.tuning.chat.supervision import TokenSample, TokenSequence, tokenise
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class RowArrays:
     """Rows of packed sequences; each array is [rows, context].
 
     tokens: int32 ids, 0 where a row is unused.
@@ -99,10 +99,10 @@ def assign_rows(lengths: ArrayLike, context: int) -> list[list[int]]:
     return rows
 
 
-def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]], context: int) -> PackedRows:
+def fill_rows(sequences: Sequence[TokenSequence], rows: Sequence[Sequence[int]], context: int) -> RowArrays:
     """Copies sequences into rows of `context` tokens, one after another, then zeros. rows: as assign_rows returns."""
     shape = len(rows), context
-    packed = PackedRows(
+    packed = RowArrays(
         np.zeros(shape, np.int32), np.zeros(shape, np.bool_), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     )
     for row, members in enumerate(rows):
@@ -293,9 +293,9 @@ class RowBuilder:
     def _split(self, chunk: _SampleChunk) -> tuple[list[TokenSample], list[TokenSample]]:
         if not self._heldout:
             return chunk.samples, []
-        hashes = mix(np.array(chunk.numbers, np.uint64), self._split_key)
-        is_first = not self._chunks  # split_limit finds samples of both kinds: a short file has only this chunk
-        limit = split_limit(hashes, self._heldout) if is_first else np.uint64(int(self._heldout * 2**64))
+        hashes = splitmix64(np.array(chunk.numbers, np.uint64), self._split_key)
+        is_first = not self._chunks  # heldout_threshold finds samples of both kinds: a short file has only this chunk
+        limit = heldout_threshold(hashes, self._heldout) if is_first else np.uint64(int(self._heldout * 2**64))
         is_held = hashes < limit
         return list(itertools.compress(chunk.samples, ~is_held)), list(itertools.compress(chunk.samples, is_held))
 
@@ -367,14 +367,14 @@ class SampleRows:
 
     values: all arrays that RowBuilder.iter_arrays has yielded, concatenated; usually memory-mapped.
     context: s, the inputs of a row.
-    rows_together: how many consecutive rows are one item: 2 (a pair) for dpo, 1 otherwise.
+    rows_per_item: how many consecutive rows are one item: 2 (a pair) for dpo, 1 otherwise.
     seed: the run's seed, which orders the held-out rows.
     """
 
-    def __init__(self, values: Ids, summary: RowSummary, context: int, rows_together: int, seed: int) -> None:
+    def __init__(self, values: Ids, summary: RowSummary, context: int, rows_per_item: int, seed: int) -> None:
         self.summary = summary
         self.context = context
-        self.rows_together = rows_together
+        self.rows_per_item = rows_per_item
         self._seed = seed
         counts = np.array(summary.chunks, np.int64).reshape(-1, 2)
         stored = int(counts.sum())
@@ -387,7 +387,7 @@ class SampleRows:
 
     @property
     def items(self) -> int:
-        return self.summary.rows // self.rows_together
+        return self.summary.rows // self.rows_per_item
 
     @property
     def fingerprint(self) -> str:
@@ -411,8 +411,8 @@ class SampleRows:
         The rows are shuffled by the seed, so that long and short samples are mixed; pairs stay together. For rows that
         do not fill a batch see cut_batches. Without held-out rows, yields nothing. limit: None for all batches.
         """
-        items = epoch_order(seed_key(self._seed, HELDOUT_KEY), 0, self.summary.heldout_rows // self.rows_together)
-        rows = (items[:, None] * self.rows_together + np.arange(self.rows_together)).reshape(-1)
+        items = epoch_order(seed_key(self._seed, HELDOUT_KEY), 0, self.summary.heldout_rows // self.rows_per_item)
+        rows = (items[:, None] * self.rows_per_item + np.arange(self.rows_per_item)).reshape(-1)
         for batch in cut_batches(rows, batch_size, limit):
             yield self._gather(batch, 1)
 

@@ -1,1 +1,1 @@
-"""Which origin trains on which row: each row once an epoch across the swarm, without a coordinator."""
+"""Which origin takes which microbatch of an epoch: each once an epoch across the swarm, without a coordinator."""

@@ -47,7 +47,7 @@ from typing import Final
 import numpy as np
 from agora_protocol.errors import DataError, ProtocolError
 
-from agora.data.draws import Hashes, mix
+from agora.data.draws import Hashes, splitmix64
 from agora.tuning.epochs.state import (
     KEPT_TALLIES,
     MAX_STATE_INTS,
@@ -55,7 +55,7 @@ from agora.tuning.epochs.state import (
     BlockLayout,
     DifferentRowsError,
     EpochCounts,
-    EpochPart,
+    EpochProgress,
     EpochState,
     EpochTotals,
     MicrobatchSet,
@@ -116,7 +116,7 @@ class BlockOrder:
     def hashes(self, epoch: int, name: str) -> Hashes:
         """Returns origin `name`'s hash of each block of an epoch, uint64 [blocks]: uniform, equal on every machine."""
         digest = hashlib.sha256(f"agora epoch share 1\0{self._seed}\0{epoch}\0{name}".encode()).digest()
-        return mix(np.arange(self._blocks, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
+        return splitmix64(np.arange(self._blocks, dtype=np.uint64), int.from_bytes(digest[:8], "little"))
 
     def is_preceded_by(self, name: str, epoch: int, block: int) -> bool:
         """Whether origin `name` has the lower hash of the block; the lower name, if hashes are equal."""
@@ -248,7 +248,7 @@ class EpochAssigner:
         self._rows_id = rows_id
         self._layout = BlockLayout(count)
         self._first = 0  # the first epoch that is not complete
-        self._parts: dict[int, EpochPart] = {}
+        self._parts: dict[int, EpochProgress] = {}
         self._in_flight: set[int] = set()  # numbers of opened microbatches, of complete epochs too
         self._claims: list[_Claim] = []
         self._last_claimed: dict[int, int] = {}
@@ -410,7 +410,7 @@ class EpochAssigner:
         )
 
     def _count_epoch(self, epoch: int) -> EpochCounts:
-        own = self._parts.get(epoch, EpochPart.empty(self._layout))
+        own = self._parts.get(epoch, EpochProgress.empty(self._layout))
         done = own.done
         in_flight = MicrobatchSet(self._layout)
         in_flight.update(own.opened)
@@ -436,7 +436,9 @@ class EpochAssigner:
         tallies = dict(reversed(list(self._tallies.items())))  # the newest first: a limit leaves out the oldest
         if limit is None:
             nothing = MicrobatchSet(self._layout)
-            done = {epoch: EpochPart(part.done, nothing, nothing) for epoch, part in parts.items() if part.done.masks}
+            done = {
+                epoch: EpochProgress(part.done, nothing, nothing) for epoch, part in parts.items() if part.done.masks
+            }
             state = EpochState(0, 0, self._first, tallies, done)
         else:
             state = EpochState(self._session, self._version, self._first, tallies, parts)
@@ -490,8 +492,8 @@ class EpochAssigner:
             self._last_claimed.pop(past, None)
             self._doubted.pop(past, None)
 
-    def _part(self, epoch: int) -> EpochPart:
-        return self._parts.setdefault(epoch, EpochPart.empty(self._layout))
+    def _part(self, epoch: int) -> EpochProgress:
+        return self._parts.setdefault(epoch, EpochProgress.empty(self._layout))
 
     def _end_flight(self, number: int) -> None:
         if number not in self._in_flight:

@@ -63,7 +63,7 @@ class EpochMicrobatches:
         self._rows = rows
         self._seed = seed
         self._microbatch_size = microbatch_size
-        self._items = microbatch_size // rows.rows_together
+        self._items = microbatch_size // rows.rows_per_item
         self._live = live
         self._orders: dict[int, NDArray[np.int64]] = {}
         count = -(-rows.items // self._items)
@@ -101,7 +101,7 @@ class EpochMicrobatches:
         """
         epoch, position = divmod(number, self.assigner.count)
         items = self._items_of(epoch, np.arange(position * self._items, (position + 1) * self._items))
-        return _rows_of_items(items, self._rows.rows_together)
+        return _rows_of_items(items, self._rows.rows_per_item)
 
     def counts(self) -> SampleCounts:
         """Returns how many samples the swarm has trained on, as far as this origin knows; pairs, for dpo."""
@@ -128,11 +128,11 @@ class EpochMicrobatches:
         is_done = np.zeros(self._rows.items, np.bool_)
         for first, length in self.assigner.done_ranges(epoch):
             is_done[self._items_of(epoch, np.arange(first * self._items, (first + length) * self._items))] = True
-        return int(self._rows.samples_in(_rows_of_items(np.flatnonzero(is_done), self._rows.rows_together)).sum())
+        return int(self._rows.samples_in(_rows_of_items(np.flatnonzero(is_done), self._rows.rows_per_item)).sum())
 
 
-def _rows_of_items(items: NDArray[np.int64], rows_together: int) -> NDArray[np.int64]:
-    return (items[:, None] * rows_together + np.arange(rows_together)).reshape(-1)
+def _rows_of_items(items: NDArray[np.int64], rows_per_item: int) -> NDArray[np.int64]:
+    return (items[:, None] * rows_per_item + np.arange(rows_per_item)).reshape(-1)
 
 
 # --- which samples were trained on at each checkpoint, so that a resumed run continues from there

@@ -182,7 +182,7 @@ class Tally(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class EpochPart:
+class EpochProgress:
     """What one origin knows of an epoch: the microbatches done by any origin, and those that it has opened or claimed.
 
     The sets themselves are changed in place.
@@ -193,7 +193,7 @@ class EpochPart:
     claimed: MicrobatchSet  # to be opened next
 
     @classmethod
-    def empty(cls, layout: BlockLayout) -> EpochPart:
+    def empty(cls, layout: BlockLayout) -> EpochProgress:
         return cls(MicrobatchSet(layout), MicrobatchSet(layout), MicrobatchSet(layout))
 
     def is_empty(self) -> bool:
@@ -210,7 +210,7 @@ class EpochState:
     # What each session has completed, by the session's number.
     tallies: Mapping[int, Tally] = field(default_factory=dict)
     # What the origin knows of the epochs that are not complete, by the epoch's number.
-    epochs: Mapping[int, EpochPart] = field(default_factory=dict)
+    epochs: Mapping[int, EpochProgress] = field(default_factory=dict)
 
     def done_mask(self, epoch: int, block: int, layout: BlockLayout) -> int:
         """Returns the mask of what is done in a block."""
@@ -300,7 +300,7 @@ def read_state(
     if any(number > MAX_TALLY for tally in tallies.values() for number in tally):
         raise ValueError(f"a tally is more than {MAX_TALLY}")
     max_open = open_epochs(layout)
-    epochs: dict[int, EpochPart] = {}
+    epochs: dict[int, EpochProgress] = {}
     for _ in range(reader.take()):
         offset = reader.take()
         if offset >= max_open:
@@ -314,7 +314,7 @@ class DifferentRowsError(ValueError):
     """Raised when a state is about other rows than this origin's."""
 
 
-def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
+def _write_epoch(offset: int, part: EpochProgress, room: int) -> list[int] | None:
     layout = part.done.layout
     values = [offset, *_full_words(part.done, layout)]
     lists = [part.opened, part.claimed, part.done]
@@ -329,8 +329,8 @@ def _write_epoch(offset: int, part: EpochPart, room: int) -> list[int] | None:
     return values
 
 
-def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochPart:
-    part = EpochPart.empty(layout)
+def _read_epoch(reader: _Reader, layout: BlockLayout) -> EpochProgress:
+    part = EpochProgress.empty(layout)
     for first in range(0, layout.blocks, WORD_BITS):
         word = reader.take()
         if word >> min(WORD_BITS, layout.blocks - first):

@@ -10,7 +10,7 @@ import numpy as np
 from agora_protocol.ids import Span
 from numpy.typing import NDArray
 
-from agora.planning.local_search import ALONE, IDLE_GROUP, Cuts, Groups, rates_in_groups
+from agora.planning.local_search import IDLE_GROUP, WHOLE_MODEL, Cuts, Groups, rates_in_groups
 from agora.planning.plan import Plan
 from agora.planning.span_rates import Rates
 
@@ -80,21 +80,21 @@ def _unused_kinds(coverage: Coverage, reaches: Sequence[Reach]) -> dict[Reach, i
     return unused
 
 
-Machines: TypeAlias = NDArray[np.bool_]  # A mask: for each machine, whether it is selected
+MachineMask: TypeAlias = NDArray[np.bool_]  # A mask: for each machine, whether it is selected
 
 
-def first_groups(rates: Rates, group_count: int, holders: Coverage, alone: Machines) -> Iterator[Groups]:
+def initial_groups(rates: Rates, group_count: int, holders: Coverage, alone: MachineMask) -> Iterator[Groups]:
     """Yields three divisions of the machines into `group_count` groups, each as the group number of every machine.
 
     The machines are divided by rate, by memory, and by rate around `holders`: a small set of machines that can hold all
-    stages together. Each of the first `group_count` of these begins a group of its own. alone: machines that are ALONE
-    in all three.
+    stages together. Each of the first `group_count` of these begins a group of its own. alone: machines that are
+    WHOLE_MODEL in all three.
     """
     weights = _weights(rates, group_count)
     order = np.argsort(-weights, kind="stable")
-    unplaced = np.where(alone, ALONE, IDLE_GROUP)
+    unplaced = np.where(alone, WHOLE_MODEL, IDLE_GROUP)
     yield _deal_out(weights, order, unplaced, group_count)
-    yield np.where(alone, ALONE, _by_memory(rates, np.where(alone, 0.0, weights), group_count))
+    yield np.where(alone, WHOLE_MODEL, _by_memory(rates, np.where(alone, 0.0, weights), group_count))
     seeds = unplaced.copy()
     for group, machine in enumerate(holders.machines[:group_count]):
         seeds[machine] = group
@@ -110,7 +110,7 @@ def split_groups(rates: Rates, group_of: Groups, cuts: Cuts) -> Iterator[Groups]
     of two or more used machines into two of about equal rate.
     """
     at_span = rates_in_groups(rates, cuts)[np.arange(len(group_of)), np.maximum(group_of, 0)]
-    idle = (at_span <= 0) & (group_of != ALONE)
+    idle = (at_span <= 0) & (group_of != WHOLE_MODEL)
     group_count = len(cuts.spans)
     for group in range(group_count + 1):
         later = group_of + (group_of >= group)
@@ -128,8 +128,8 @@ def split_groups(rates: Rates, group_of: Groups, cuts: Cuts) -> Iterator[Groups]
 def groups_of_plan(plan: Plan, machines: int) -> tuple[Groups, int] | None:
     """Returns the group number of each of `machines` machines in a plan, and the number of groups.
 
-    Machines with the same span are one group. Those with the whole model are ALONE, or group 0 if no other span is
-    held. A machine that is idle, or comes after those of the plan, has IDLE_GROUP. Returns None if the groups' spans
+    Machines with the same span are one group. Those with the whole model are WHOLE_MODEL, or group 0 if no other span
+    is held. A machine that is idle, or comes after those of the plan, has IDLE_GROUP. Returns None if the groups' spans
     overlap or leave out a stage.
     """
     every_stage = Span(0, len(plan.stage_rates) - 1)
@@ -137,7 +137,7 @@ def groups_of_plan(plan: Plan, machines: int) -> tuple[Groups, int] | None:
     spans = sorted(held - {every_stage} or held, key=lambda span: span.first)
     if [stage for span in spans for stage in span.stages] != list(every_stage.stages):
         return None
-    numbers: dict[Span | None, int] = {every_stage: ALONE}
+    numbers: dict[Span | None, int] = {every_stage: WHOLE_MODEL}
     numbers.update((span, number) for number, span in enumerate(spans))
     groups = np.full(machines, IDLE_GROUP)
     for index, assignment in enumerate(plan.assignments[:machines]):
