@@ -1,4 +1,4 @@
-"""Epoch gossip: exchanges with the other origins which microbatches of the epochs in progress are claimed, opened and done."""
+"""Epoch gossip: tells other origins which microbatches of the epochs in progress are claimed, opened and done."""
 
 from __future__ import annotations
 
