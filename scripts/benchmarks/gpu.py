@@ -41,7 +41,7 @@ from agora.train.device import DeviceOptions, choose_device, has_native_bf16
 from agora.train.device_worker import DeviceWorker
 from benchmarks.averaging import whole_round
 from benchmarks.averaging_groups import OurGroup
-from benchmarks.children import SCRIPTS, Nursery, start_node
+from benchmarks.children import SCRIPTS, ChildProcesses, start_node
 from benchmarks.gpu_counts import figures
 from benchmarks.machine import describe
 from benchmarks.optimizer import train_microbatch
@@ -251,7 +251,7 @@ def measure_averaging(device: torch.device, repeats: int) -> Found:
     numel = AVERAGED if repeats > QUICK_REPEATS else AVERAGED // 50
     found = {}
     for times_callbacks in (True, False):
-        with tempfile.TemporaryDirectory() as folder, Nursery(Path(folder)) as nursery:
+        with tempfile.TemporaryDirectory() as folder, ChildProcesses(Path(folder)) as nursery:
             group = OurGroup(2, nursery, numel=numel)
             group.times_callbacks = times_callbacks
             group.start()
