@@ -141,10 +141,15 @@ def decide(view: StageView, now: float, settings: StepSettings) -> Decision:
 
 def _look_at(view: StageView, now: float, settings: StepSettings) -> _Situation:
     members, live = counting_replicas(view, now)
-    reachable = len(members - unreachable_replicas(view.known, members, now))
+    unreachable = unreachable_replicas(view.known, members, now)
     listed_live = cap_reported_tokens(live_replicas(view.known, view.listed, now), view.counts, view.shares)
-    step, tokens = view.counts.step, view.counts.tokens
-    reached = reached_step(listed_live, reachable, step, tokens, settings.target_tokens)
+    # Nobody catches up with ids that never shared its history, however many; what they say to have counted is bounded.
+    voters = {peer: it for peer, it in listed_live.items() if view.voters is None or peer in view.voters}
+    rest = {peer: it for peer, it in listed_live.items() if peer not in voters}
+    voting = members if view.voters is None else members.intersection(view.voters)
+    step, tokens = view.counts.step, view.counts.tokens + count_tokens(rest, view.counts.step)
+    reached = reached_step(voters, len(voting - unreachable), step, tokens, settings.target_tokens)
+    reachable = len(members - unreachable)
     return _Situation(view, now, settings, members, live, reachable, reached)
 
 

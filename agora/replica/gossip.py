@@ -47,12 +47,14 @@ class SwarmQueries:
     not show that others are down.
     uplink_bytes_per_s: of this peer, measured while data waits for it; None otherwise.
     steps_of_run: for each stage of the run, the steps that each of its replicas has taken.
+    networks: of a stage's serving replicas, the public networks that they are seen in, this peer's own included.
     """
 
     replicas_in_view: Callable[[int], Mapping[PeerId, float]]
     has_connections: Callable[[], bool]
     uplink_bytes_per_s: Callable[[], float | None]
     steps_of_run: Callable[[], Collection[Collection[int]]]
+    networks: Callable[[int], Mapping[PeerId, str]] = lambda stage: {}
 
 
 class StepGossip:
@@ -71,14 +73,14 @@ class StepGossip:
         *,
         counts: Callable[[], ReplicaCounts],
         on_change: Callable[[], None],
-        highest_plausible: Callable[[], float],
+        highest_plausible: Callable[[PeerId], float],
         report_implausible: Callable[[PeerId, int], None],
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
         """counts: returns how far this peer is; never blocks.
         on_change: called on the loop every `interval_s` and after every merge.
-        highest_plausible: returns the highest step that another replica can have taken by now.
+        highest_plausible: returns the highest step that a replica can have taken by now.
         report_implausible: called with peer and step of each report that a peer makes of itself beyond that.
         """
         self._me = me
@@ -195,11 +197,11 @@ class StepGossip:
         self._on_change()
 
     def _select_plausible(self, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
-        highest = self._highest_plausible()
+        highest = self._highest_plausible(sender)
         step = max((max(step, open_step) for peer, step, open_step, *_ in entries if peer == sender), default=0)
         if step <= highest:
             self._implausible.pop(sender, None)
-            return [entry for entry in entries if max(entry[1:3]) <= highest]
+            return [entry for entry in entries if max(entry[1:3]) <= self._highest_plausible(entry[0])]
         self._implausible[sender] = loop_time()
         self._known = {peer: progress for peer, progress in self._known.items() if peer != sender}
         self._report_implausible(sender, step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from agora_protocol.errors import NotMyStage
@@ -44,13 +45,26 @@ from agora.replica.stage_worker import StageWorker
 from agora.replica.step_runner import FetchState, StepRunner
 from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
-from agora.replica.trust import INNER_STEPS_LEAD, JOIN_S, LEAD, OwnPace, replicas_to_fetch_from
+from agora.replica.trust import (
+    INNER_STEPS_LEAD,
+    JOIN_S,
+    LEAD,
+    Electorate,
+    OwnPace,
+    Standing,
+    replicas_to_fetch_from,
+    with_reports,
+)
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.gradients import GradientShare
 from agora.train.stage import StageProgress
 
 # Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
 MAX_CARRIED: Final = 1_000_000
+# Seconds, and times the duration of a step, without a step of its own after which a replica catches up with any others
+# if none of those that have a vote is left: it has slept, or they have.
+AWAY_S: Final = 60.0
+AWAY_STEPS: Final = 10
 # Seconds between two measurements, in a synchronous run, of how far the other stages are.
 LEADING_STEP_INTERVAL_S: Final = 5.0
 
@@ -93,6 +107,10 @@ class StageReplicas:
         self._leading_step = 0
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
+        self._networks = swarm.networks
+        self._fetch = fetch_state
+        self._standings: Mapping[PeerId, Standing] = {}
+        self._began = step  # see Electorate
         # By replica, the step from which its means are compared with own ones again, and the steps to the time after.
         self._next_comparison: dict[PeerId, tuple[int, int]] = {}
         self._comparison: asyncio.Task[None] | None = None
@@ -159,7 +177,7 @@ class StageReplicas:
             live=self.gossip.live_progress,
             record_step=self._record_step,
             stop_syncs=self._fragment_syncs.stop,
-            fetch_state=fetch_state,
+            fetch_state=self._fetch_state,
             report=report,
         )
         worker.set_step_instructions(stage, StepInstructions(self._settings.target_tokens, averages=True))
@@ -285,6 +303,12 @@ class StageReplicas:
         quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
         takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
         behind_at, behind_since = self._behind_at or (-1, None)
+        reports = {peer: last.direct.history for peer, last in live.items()}
+        self._standings = with_reports(
+            self._standings, progress.history, reports, _time_with_suspend(), self.pacing.step_s.value
+        )
+        networks = partial(self._networks, self._stage)
+        electorate = Electorate(self._me, self._began, reports, self._standings, networks)
         return StageView(
             own,
             known,
@@ -300,14 +324,24 @@ class StageReplicas:
             is_busy=self._task is not None and not self._task.done(),
             sync_due=self._fragment_syncs.next_due(own.step, own.agreed_step) if takes_inner_steps else None,
             behind_since=behind_since if behind_at == own.step < self._leading_step else None,
-            diverged_from=replicas_to_fetch_from(
-                progress.history,
-                self._me,
-                {peer: last.direct.history for peer, last in live.items()},
-                is_torn=progress.is_torn,
-            ),
+            diverged_from=replicas_to_fetch_from(progress.history, electorate, is_torn=progress.is_torn),
+            voters=self._find_voters(electorate, own.agreed_step),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
+
+    def _find_voters(self, electorate: Electorate, step: int) -> set[PeerId] | None:
+        if electorate.knows_nobody(step):
+            return None
+        voters = electorate.voters(step) - {self._me}
+        away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
+        is_away = _time_with_suspend() - self._pace.own_step_at > away_s
+        return None if is_away and not voters else voters
+
+    async def _fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
+        was_alone = not self._standings.keys() & self.gossip.live_progress().keys()
+        await self._fetch(stage, sources, at_least)
+        if was_alone:
+            self._began = self._worker.step_of(stage)
 
     def _compare_means(self) -> None:
         # Replicas whose histories differ have applied other means: perhaps one reducer has told them different ones.
@@ -364,16 +398,20 @@ class StageReplicas:
 
     # --- what gossip asks
 
-    def highest_plausible_step(self) -> int:
-        """Returns the highest step that another replica can have taken by now, see OwnPace."""
+    def highest_plausible_step(self, peer: PeerId | None = None) -> int:
+        """Returns the highest step that another replica, or `peer`, can have taken by now, see OwnPace."""
         now, step = _time_with_suspend(), self._worker.step_of(self._stage)
         furthest = self.gossip.furthest_step()
         self._pace = self._pace.with_step(step, now, self.pacing.step_s.value, furthest)
         lead = INNER_STEPS_LEAD if self._progress().sync_schedule.is_inner(step) else LEAD
-        return self._pace.highest_plausible_step(now, self._settings.target_tokens, lead)
+        target_tokens = self._settings.target_tokens
+        highest = self._pace.highest_plausible_step(now, target_tokens, lead)
+        if peer is None or (standing := self._standings.get(peer)) is None:
+            return highest
+        return max(highest, self._pace.highest_since(standing, now, target_tokens, lead))
 
     def _report_implausible(self, peer: PeerId, step: int) -> None:
-        highest = self.highest_plausible_step()
+        highest = self.highest_plausible_step(peer)
         text = f"says that it is at step {step} of stage {self._stage}; {highest} is the most that time allows"
         # It counts once a minute.
         dedup_key = f"stage {self._stage}, minute {loop_time() // 60:.0f}"

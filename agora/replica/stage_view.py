@@ -97,7 +97,7 @@ class DirectReport:
 
     @property
     def history(self) -> HistoryReport:
-        return HistoryReport(self.agreed_step, self.history_hash)
+        return HistoryReport(self.agreed_step, self.history_hash, self.start_step)
 
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
         """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
@@ -213,6 +213,8 @@ class StageView:
     behind_since: float | None = None
     # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
     diverged_from: tuple[PeerId, ...] = ()
+    # Other replicas with which this one catches up, see Electorate; None: all.
+    voters: Collection[PeerId] | None = None
     in_progress: int = 0  # number of microbatches in progress here that belong to the open share
 
 

@@ -1,20 +1,32 @@
-"""Replicas that have taken different steps find out, and all but the largest group fetch the state of that."""
+"""Replicas that have taken different steps find out, and all fetch the state of those whose history is right.
+
+That is decided by what a replica has seen of the others, not by how many ids there are.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 from agora_protocol.ids import PeerId
 
 from agora.observe.events import StageDiverged
-from agora.replica.trust import HistoryReport, replicas_to_fetch_from
+from agora.replica.trust import (
+    MAX_STANDINGS,
+    VOTE_STEPS,
+    Electorate,
+    HistoryReport,
+    Standing,
+    replicas_to_fetch_from,
+    with_reports,
+)
 from agora.train.stage import INITIAL_HASH, KEPT_STEPS, extend_history
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.replica.test_stage_replicas import ALL_REDUCES, assert_equal_bits, at_one_step
 from tests.virtual_time import run
 
-ME, A, B, C = (PeerId(name) for name in ("me", "a", "b", "z"))
+ME, A, B, C, D = (PeerId(name) for name in ("me", "a", "b", "z", "zz"))
 
 
 def history_hashes(checksums: dict[int, int], first: dict[int, int]) -> dict[int, int]:
@@ -67,10 +79,10 @@ def test_a_history_hash_is_unknown_after_one_that_is() -> None:
         "one not comparable yet",
     ],
 )
-def test_the_largest_group_is_right_and_of_equal_ones_that_with_the_least_id(
+def test_where_all_are_new_the_largest_group_is_right_and_of_equal_ones_that_with_the_least_id(
     others: dict[PeerId, HistoryReport], fetch_from: tuple[PeerId, ...]
 ) -> None:
-    assert replicas_to_fetch_from(EQUAL, ME, others) == fetch_from
+    assert replicas_to_fetch_from(EQUAL, Electorate(ME, 0, others, {})) == fetch_from
 
 
 def split(world: GroupWorld, one: list[GroupPeer], other: list[GroupPeer]) -> None:
@@ -109,8 +121,147 @@ def test_halves_of_a_split_stage_are_one_again_after_it(sizes: tuple[int, int]) 
 def test_a_replica_that_has_taken_half_a_step_follows_any_other_group_and_is_followed_by_none(
     id_of_the_other: PeerId,
 ) -> None:
-    others = {id_of_the_other: HistoryReport(10, OTHER[10])}
-    assert replicas_to_fetch_from(EQUAL, ME, others, is_torn=True) == (id_of_the_other,)
-    assert replicas_to_fetch_from(EQUAL, ME, {A: HistoryReport(11, 7), C: HistoryReport(11, 7)}, is_torn=True) == (A, C)
-    assert replicas_to_fetch_from(EQUAL, ME, {}, is_torn=True) == ()
-    assert replicas_to_fetch_from(EQUAL, ME, {A: HistoryReport(10, 0)}, is_torn=True) == ()
+
+    def fetched_from(reports: dict[PeerId, HistoryReport]) -> tuple[PeerId, ...]:
+        return replicas_to_fetch_from(EQUAL, Electorate(ME, 0, reports, {}), is_torn=True)
+
+    assert fetched_from({id_of_the_other: HistoryReport(10, OTHER[10])}) == (id_of_the_other,)
+    assert fetched_from({A: HistoryReport(11, 7), C: HistoryReport(11, 7)}) == (A, C)
+    assert fetched_from({}) == ()
+    assert fetched_from({A: HistoryReport(10, 0)}) == ()
+
+
+STEP = 200
+HISTORY = {step: 1000 + step for step in range(STEP - 31, STEP + 1)}
+SAME, OTHERS = HistoryReport(STEP, HISTORY[STEP]), HistoryReport(STEP, 7)
+LONG = Standing(first=0, last=STEP)
+APART = Standing(first=0, last=STEP - 50)  # a stage that was split since then
+NEW = Standing(first=STEP - VOTE_STEPS + 1, last=STEP)
+
+
+def fetched_from(
+    reports: dict[PeerId, HistoryReport],
+    standings: dict[PeerId, Standing],
+    networks: dict[PeerId, str] | None = None,
+    *,
+    me: PeerId = ME,
+    began: int = 0,
+) -> tuple[PeerId, ...]:
+    found = networks if networks is not None else {peer: peer for peer in (*reports, me)}
+    return replicas_to_fetch_from(HISTORY, Electorate(me, began, reports, standings, lambda: found))
+
+
+def test_any_number_of_ids_that_never_shared_the_history_decides_nothing() -> None:
+    honest, strangers = [PeerId(f"h{n}") for n in range(3)], [PeerId(f"a{n}") for n in range(50)]
+    reports = dict.fromkeys(honest, SAME) | dict.fromkeys(strangers, OTHERS)
+    standings = dict.fromkeys(honest, LONG)
+    assert fetched_from(reports, standings) == ()
+    assert fetched_from(reports, standings | dict.fromkeys(strangers, NEW)) == (), "a few steps are not enough"
+    assert fetched_from(dict.fromkeys(strangers, OTHERS), {}) == (), "a lone replica follows no strangers either"
+    assert fetched_from(dict.fromkeys(strangers, OTHERS), dict.fromkeys(strangers, NEW)) == (), "nor when all are new"
+
+
+def test_the_larger_group_of_those_that_have_shared_the_history_is_right() -> None:
+    standings = dict.fromkeys((A, B, C), LONG)
+    assert fetched_from({A: SAME, B: OTHERS, C: OTHERS}, standings) == ()
+    assert fetched_from({A: OTHERS, B: OTHERS, C: SAME}, {**standings, C: NEW}) == (A, B)
+    assert fetched_from({A: OTHERS, B: OTHERS, C: OTHERS, D: OTHERS}, standings) == (A, B, C), "voters are asked, not D"
+
+
+def test_those_of_one_network_have_one_vote() -> None:
+    standings = dict.fromkeys((A, B, C, D), LONG)
+    reports = {A: OTHERS, B: OTHERS, C: OTHERS, D: SAME}
+    assert fetched_from(reports, standings) == (A, B, C)
+    assert fetched_from(reports, standings, {A: "n", B: "n", C: "n", D: "d", ME: "me"}) == ()
+    # In a LAN nobody's network is known: there ids of long standing decide.
+    assert fetched_from(reports, standings, {}) == (A, B, C)
+
+
+def test_both_sides_of_a_split_stage_choose_the_same_one_whoever_joined_meanwhile() -> None:
+    """Two are on this side with one that joined it; three are on the other."""
+    standings = {A: LONG, B: NEW, C: APART, D: APART}
+    three = {C: OTHERS, D: OTHERS, PeerId("zzz"): OTHERS}
+    assert fetched_from({A: SAME, B: SAME, **three}, {**standings, PeerId("zzz"): APART}) == (C, D, "zzz")
+    # As the three see it, of whom one is `C`.
+    seen = {D: LONG, PeerId("zzz"): LONG, ME: APART, A: APART}
+    reports = {D: SAME, PeerId("zzz"): SAME, ME: OTHERS, A: OTHERS, B: OTHERS}
+    assert fetched_from(reports, seen, me=C) == ()
+
+
+@pytest.mark.parametrize("started", [0, STEP - 60])
+def test_equal_halves_choose_the_one_that_began_first_and_then_the_least_id(started: int) -> None:
+    apart = Standing(first=started, last=STEP)
+    assert fetched_from({A: OTHERS._replace(start_step=started)}, {A: apart}) == (() if started else (A,))
+    assert fetched_from({ME: OTHERS}, {ME: apart}, me=A, began=started) == ((ME,) if started else ())
+
+
+@pytest.mark.parametrize("age", [STEP, 45], ids=["an old stage", "a young stage"])
+def test_more_newcomers_than_there_are_replicas_of_long_standing_choose_as_those_do(age: int) -> None:
+    """Two were there from the beginning; three came twenty steps ago and have another history."""
+    before, start, began = STEP - age, STEP - 20, Standing(STEP - 18, STEP)
+    young, old = HistoryReport(STEP, SAME.digest, start), OTHERS._replace(start_step=before)
+    third = PeerId("n")
+    assert fetched_from(
+        {A: old, B: old, C: young, third: young}, dict.fromkeys((A, B, C, third), began), began=start
+    ) == (A, B)
+    theirs = dict.fromkeys((C, D, third), young._replace(digest=7))
+    long = Standing(before, STEP)
+    seen = {B: long, **dict.fromkeys(theirs, began)}
+    assert fetched_from({B: SAME._replace(start_step=before), **theirs}, seen, me=A, began=before) == ()
+
+
+def test_who_has_just_begun_and_shares_nobodys_history_follows_the_others() -> None:
+    reports = {A: OTHERS, B: OTHERS}
+    assert fetched_from(reports, {}, began=STEP - VOTE_STEPS + 1) == (A, B)
+    assert fetched_from(reports, {C: LONG}, began=STEP - 1) == (A, B), "whom it knew is gone"
+    assert fetched_from(reports, {}, began=STEP - VOTE_STEPS) == ()
+
+
+def test_a_standing_grows_with_steps_and_not_with_reports() -> None:
+    standings: Mapping[PeerId, Standing] = {}
+    for step in (STEP - 3, STEP - 3, STEP - 2, STEP - 3, STEP):
+        reports = {A: HistoryReport(step, HISTORY[step]), B: HistoryReport(step, 1), C: HistoryReport(step, 0)}
+        standings = with_reports(standings, HISTORY, reports)
+    assert standings == {A: Standing(STEP - 3, STEP)}
+    many = {PeerId(f"p{n}"): Standing(0, n) for n in range(MAX_STANDINGS)}
+    kept = with_reports(many, HISTORY, {A: SAME})
+    assert len(kept) == MAX_STANDINGS and A in kept and PeerId("p0") not in kept
+
+
+def lies_of_history(peer: GroupPeer, ahead: int) -> None:
+    gossip = peer.group.stages[0].gossip
+    true = gossip._counts
+    gossip._counts = lambda: (told := true())._replace(
+        step=told.step + ahead,
+        open_step=told.open_step + ahead,
+        history_hash=1 + told.agreed_step,
+        start_step=0,
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3], ids=["another history", "a step ahead too", "three steps ahead too"])
+def test_replicas_follow_no_number_of_new_ids_that_say_another_history_or_a_later_step(ahead: int) -> None:
+    """Five ids, the least ones, come to four replicas; all that they do but their reports is honest."""
+
+    async def main() -> None:
+        world = GroupWorld([1024.0] * 9, target=512, **ALL_REDUCES)
+        by_id = sorted(world.all, key=lambda peer: peer.peer)
+        strangers, honest = by_id[:5], by_id[5:]
+        for peer in strangers:
+            peer.stage.rate = 0.0
+        async with world:
+            for peer in strangers:
+                await world.kill(peer)
+            await asyncio.sleep(12.0)
+            assert min(peer.stage.step for peer in honest) >= VOTE_STEPS
+            world.network.dead.clear()
+            for peer in strangers:
+                lies_of_history(peer, ahead)
+                peer.start()
+            before = [peer.stage.step for peer in honest]
+            await asyncio.sleep(7.0)
+            assert not any(peer.of(StageDiverged) or peer.fetches for peer in honest)
+            assert min(peer.stage.step - step for peer, step in zip(honest, before, strict=True)) >= 40
+            await at_one_step(*honest)
+
+    run(main())

@@ -70,6 +70,7 @@ class LoadedSpan:
                 local_peer.has_connections,
                 local_peer.uplink_bytes_per_s,
                 local_peer.steps_of_run,
+                local_peer.networks,
             ),
             fetch_state=keeper.fetch,
             report=startup.report_event,
