@@ -409,7 +409,7 @@ class StageDiverged(
     level="warning",
     template="stage {stage} differs from its replicas at step {step}: it fetches the state of {sources}",
 ):
-    """Event: this peer's stage differs from the largest group of its replicas, `sources`, and fetches their state.
+    """Event: this peer's stage differs from the replicas whose history is right, `sources`: it fetches their state.
 
     Replicas differ when they applied different means in averaging rounds.
     """
