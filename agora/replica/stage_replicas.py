@@ -330,9 +330,7 @@ class StageReplicas:
         )
 
     def _find_voters(self, electorate: Electorate, step: int) -> set[PeerId] | None:
-        if electorate.knows_nobody(step):
-            return None
-        voters = electorate.voters(step) - {self._me}
+        voters = electorate.others_to_follow(step)
         away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
         is_away = _time_with_suspend() - self._pace.own_step_at > away_s
         return None if is_away and not voters else voters

@@ -213,7 +213,7 @@ class StageView:
     behind_since: float | None = None
     # Replicas to fetch the state from, because this one has applied other means, see replicas_to_fetch_from; or ().
     diverged_from: tuple[PeerId, ...] = ()
-    # Other replicas with which this one catches up, see Electorate; None: all.
+    # Other replicas with which this one catches up, see Electorate.others_to_follow; None: all.
     voters: Collection[PeerId] | None = None
     in_progress: int = 0  # number of microbatches in progress here that belong to the open share
 

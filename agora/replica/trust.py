@@ -424,6 +424,18 @@ class Electorate:
         needed = min(VOTE_STEPS, (step - min(map(self.start_of, entitled))) // 2)
         return {peer for peer in entitled if self.start_of(peer) <= step - needed}
 
+    def others_to_follow(self, step: int) -> set[PeerId] | None:
+        """Returns the other replicas whose steps this one, at `step`, catches up with; None: all.
+
+        These are the ones that had a vote when they last shared this one's history: after a split the other side may
+        be ahead of all that this one can compare.
+        """
+        if self.knows_nobody(step):
+            return None
+        last = {peer: it.last for peer, it in self.standings.items() if peer in self.reports}
+        voters = {at: self.voters(at) for at in set(last.values())}
+        return {peer for peer, at in last.items() if peer in voters[at]}
+
     def start_of(self, peer: PeerId) -> int:
         """Returns the steps of the state that a live replica began with, by its own word."""
         return self.began if peer == self.me else self.reports[peer].start_step

@@ -150,7 +150,7 @@ class Receiver:
             SwarmQueries(lambda stage: dict.fromkeys(MEMBERS, 0.0), lambda: True, lambda: None, lambda: [[10]]),
             counts=lambda: ReplicaCounts(10, 10, 100, 1000),
             on_change=nothing,
-            highest_plausible=lambda: 1e6,
+            highest_plausible=lambda peer: 1e6,
             report_implausible=nothing,
             rng=rng,
         )
