@@ -117,6 +117,31 @@ def test_halves_of_a_split_stage_are_one_again_after_it(sizes: tuple[int, int]) 
     run(main())
 
 
+@pytest.mark.parametrize("slow", [0, 1], ids=["the side of the least id is slow", "the other side is slow"])
+def test_halves_of_a_split_stage_that_stepped_at_unlike_paces_are_one_again(slow: int) -> None:
+    """The fast half is further ahead than the slow one can compare histories, and than its own pace would allow."""
+
+    async def main() -> None:
+        async with GroupWorld([4000.0] * 4, target=4096, **ALL_REDUCES) as world:
+            world.suspends = True
+            await asyncio.sleep(10.0)
+            by_id = sorted(world.all, key=lambda peer: peer.peer)
+            halves = by_id[:2], by_id[2:]
+            split(world, *halves)
+            for peer in halves[slow]:
+                peer.stage.rate /= 8
+            await asyncio.sleep(60.0)
+            ahead = min(peer.stage.step for peer in halves[1 - slow]) - max(peer.stage.step for peer in halves[slow])
+            assert ahead > 2 * KEPT_STEPS
+            world.network.broken.clear()
+            await asyncio.sleep(30.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not any(peer.violations for peer in world.all)
+
+    run(main())
+
+
 @pytest.mark.parametrize("id_of_the_other", [A, C])
 def test_a_replica_that_has_taken_half_a_step_follows_any_other_group_and_is_followed_by_none(
     id_of_the_other: PeerId,

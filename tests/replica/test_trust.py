@@ -22,6 +22,7 @@ from agora.replica.trust import (
     MAX_SPEED_UP,
     SLACK_S,
     OwnPace,
+    Standing,
     believed_bandwidths,
     believed_claim,
     believed_rates,
@@ -42,6 +43,17 @@ def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
     assert pace.highest_plausible_step(40.0, 1000, LEAD) == at_once, "a clock that went back allows nothing"
     hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, INNER_STEPS_LEAD)
     assert hour == at_once - LEAD + INNER_STEPS_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
+
+
+def test_a_replica_that_was_level_with_this_one_may_have_gone_on_at_the_pace_of_then() -> None:
+    pace = OwnPace(own_step=400, own_step_at=1000.0, present_step=400, step_s=8.0)
+    parted = Standing(first=0, last=100, at=500.0, step_s=1.0)
+    at_once = 100 + LEAD + int(SLACK_S * MAX_SPEED_UP)
+    assert pace.highest_since(parted, 500.0, 1000, LEAD) == at_once
+    assert pace.highest_since(parted, 1000.0, 1000, LEAD) == at_once + 500 * MAX_SPEED_UP
+    assert (
+        pace.highest_since(parted._replace(step_s=None), 500.0, 1000, LEAD) == 100 + LEAD + SLACK_S / 8 * MAX_SPEED_UP
+    )
 
 
 def test_a_machine_that_stood_still_for_seconds_accepts_those_who_went_on() -> None:
