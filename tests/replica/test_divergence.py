@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 from agora_protocol.ids import PeerId
+from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.observe.events import StageDiverged
 from agora.replica.trust import (
@@ -253,15 +254,19 @@ def test_a_standing_grows_with_steps_and_not_with_reports() -> None:
     assert len(kept) == MAX_STANDINGS and A in kept and PeerId("p0") not in kept
 
 
-def lies_of_history(peer: GroupPeer, ahead: int) -> None:
-    gossip = peer.group.stages[0].gossip
-    true = gossip._counts
-    gossip._counts = lambda: (told := true())._replace(
-        step=told.step + ahead,
-        open_step=told.open_step + ahead,
-        history_hash=1 + told.agreed_step,
-        start_step=0,
-    )
+def lies_of_history(liar: GroupPeer, ahead: int) -> None:
+    """Whoever gossips with it hears that it is further, has applied other means, and was there from the beginning."""
+    gossip = liar.group.stages[0].gossip
+    honest = gossip.answer
+
+    def answer(peer: PeerId, message: GossipSteps) -> GossipedSteps:
+        (own, *others) = honest(peer, message).replicas
+        name, step, open_step, tokens, counted, agreed, _, _, *rest = own
+        return GossipedSteps(
+            ((name, step + ahead, open_step + ahead, tokens, counted, agreed, 1 + agreed, 0, *rest), *others)
+        )
+
+    gossip.answer = answer  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3], ids=["another history", "a step ahead too", "three steps ahead too"])
