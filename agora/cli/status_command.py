@@ -93,9 +93,11 @@ def fetch(run: str, home: paths.Home) -> Status:
             check_status(status)
             return {name: value for name, value in status.items() if name != "result"}  # of the asker's machine only
         except AgoraError as error:
-            why, do = str(error), "ask for a newer invite, or check this machine's network"
+            why, do = str(error).rstrip("."), "ask for a newer invite, or check this machine's network"
             if isinstance(error, NotAdmitted):
-                do = "ask the founder for `swarm invite RUN --role reader`"
+                do = "ask the founder for a reader's invite (`swarm invite RUN --role reader`)"
+            elif error.code == "wrong-version":
+                do = "install the newer version where the older one is, and try again"
     return {
         "schema": 1,
         "run_id": reference.run,

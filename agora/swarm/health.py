@@ -114,7 +114,7 @@ def _judge_stage(view: View, stage: int, now_unix: float, since_unix: float) -> 
         return _NEW, Health(DEGRADED, why, "wait; the swarm has just started")
     count, ago = view.replica_count(stage), _last_step(view, [stage], now_unix)
     if count == 1:
-        advice = f"the run stalls when it leaves: add one with `agora-node join RUN --stages {stage}`"
+        advice = f"start another with `agora-node join RUN --stages {stage}`: the run stalls when this one leaves"
         return _SINGLE, Health(DEGRADED, f"stage {stage} has a single peer; {ago}", advice)
     return _FINE, Health(OK, f"stage {stage} has {count} replicas; {ago}")
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agora_protocol.errors import AgoraError, LocalError, NotAdmitted, ProtocolError
+from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError
 from agora_protocol.refusals import error_of_refusal, refusal_of_error
 
 import agora.net.dht
@@ -220,8 +220,7 @@ def as_answered(error: AgoraError) -> dict[str, Any]:
 
 def old_version() -> dict[str, Any]:
     text = "Protocol version 7 meets version 6; update the older one."
-    refused = error_of_refusal(refusal_of_error(ProtocolError("wrong-version", text)))
-    return as_answered(LocalError(f"No peer of the run answered ({peer_id('a')}: {refused}). Check the invite."))
+    return as_answered(error_of_refusal(refusal_of_error(ProtocolError("wrong-version", text))))
 
 
 def this_machine_banned() -> dict[str, Any]:
@@ -261,6 +260,8 @@ def test_the_first_line_names_what_holds_the_run_back(
         assert f"Do: {status['health']['do']}." in line, "and what to do"
         if stages:
             assert [title.split(": ")[1] for title, *_ in stages_of(browser)] == stages
+        if state == "UNREACHABLE":
+            assert {tiles_of(browser)[name] for name in ("Step", "Tokens/s", "Peers")} == {"-"}, "unknown is not 0"
         if case is only_replica_banned:
             happened = browser.evaluate("document.querySelector('#happenings').innerText")
             assert "is banned by the founder" in happened

@@ -34,6 +34,8 @@ TIMEOUT_S: Final = 10.0  # maximum duration of one query to the swarm, in second
 # Seconds after which the next peer is tried in parallel to those that have not answered yet.
 STAGGER_INTERVAL_S: Final = 0.4
 SOFTWARE: Final = "agora light client"  # the `software` in its HELLO
+# Codes of refusals: where all peers that answered gave the same one of them, it is the error.
+ONE_CAUSE: Final = frozenset({WrongRun.code, NotAdmitted.code, "wrong-version"})
 LIMITS: Final = FrameLimits(max_payload_bytes=0)  # the answers to this client's requests have no payload
 
 
@@ -162,9 +164,8 @@ async def _ask_all(by_peer: dict[PeerId, list[str]], query: _Query, timeout_s: f
                     await done.wait()
     if answers:
         return answers[0]
-    for kind in (WrongRun, NotAdmitted):
-        if errors and all(isinstance(error, kind) for error in errors):
-            raise errors[0]
+    if errors and {error.code for error in errors} <= {errors[0].code} & ONE_CAUSE:
+        raise errors[0]
     tried = "; ".join(f"{peer}: {why}" for peer, why in reasons.items()) or "no addresses are known"
     raise Unreachable(f"No peer of the run answered ({tried}). Check the invite, or ask for a new one.")
 

@@ -104,12 +104,13 @@ function showTiles(status, work) {
     Object.entries(found ?? {})
       .map(([name, count]) => `${whole(count)} ${name}`)
       .join(", ");
+  const isSeen = status.health.state !== "UNREACHABLE"; // else its figures are unknown, not 0
   const tiles = [
-    ["Step", whole(status.step), ""],
+    ["Step", isSeen || status.step ? whole(status.step) : "-", ""],
     ["Loss", fixed(status.loss, 3), isNumber(low) && low !== high ? `${fixed(low, 3)} to ${fixed(high, 3)}` : ""],
     ["Held-out loss", fixed(work.heldout_loss_nats, 3), "of this machine's last evaluation"],
-    ["Tokens/s", whole(status.tokens_per_second), "of the slowest stage"],
-    ["Peers", whole(status.peer_count), [counts(status.states), counts(status.paths)].filter(Boolean).join("; ")],
+    ["Tokens/s", isSeen ? whole(status.tokens_per_second) : "-", "of the slowest stage"],
+    ["Peers", isSeen ? whole(status.peer_count) : "-", [counts(status.states), counts(status.paths)].filter(Boolean).join("; ")],
   ];
   for (const [name, value] of Object.entries(status.tuning ?? {})) tiles.push([name, fixed(value, 3), ""]);
   const { samples, result } = status;
