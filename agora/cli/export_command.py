@@ -34,6 +34,7 @@ from agora.node.control import control_client
 from agora.node.runs import KnownFiles
 from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
 from agora.state.gguf_file import check_can_write_gguf, write_gguf
+from agora.state.hub_publish import Repository, check_can_publish, open_repository, publish_folder
 from agora.state.merged_model import (
     ITEM_BYTES,
     SOURCE_BYTES,
@@ -49,7 +50,6 @@ from agora.state.merged_model import (
 )
 from agora.state.model_card import ExportDescription, Kind, model_card
 from agora.swarm.amendments import describe_changes
-from agora.tuning.base.hub import Repository, check_can_publish, open_repository, publish_folder
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer, pretrained_tokenizer_files, turn_end_ids
 
 if TYPE_CHECKING:

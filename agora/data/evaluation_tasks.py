@@ -83,7 +83,7 @@ def _parse_lines(path: Path, text: str) -> EvaluationTask:
         try:
             item = json.loads(line)
         except (ValueError, RecursionError):
-            raise DataError(f"{path}, line {number}: not JSON; each line is one object.") from None
+            raise DataError(f"{path}, line {number}, is not JSON; write one JSON object on each line.") from None
         match item:
             case {"text": str(one)} if one:
                 texts.append(one)
@@ -94,13 +94,15 @@ def _parse_lines(path: Path, text: str) -> EvaluationTask:
                     0 <= answer < len(choices) <= MAX_CHOICES
                 ):
                     raise DataError(
-                        f"{path}, line {number}: choices are 1 to {MAX_CHOICES} texts, and answer is the index of one."
+                        f"{path}, line {number}: give 1 to {MAX_CHOICES} choices, and the index of one as answer."
                     )
                 questions.append(Question(context, tuple(choices), answer))
             case _:
-                raise DataError(f'{path}, line {number}: neither "text" nor "context", "choices" and "answer".')
+                raise DataError(f'{path}, line {number}: write either "text", or "context", "choices" and "answer".')
     if bool(texts) == bool(questions):
-        problem = "has texts and questions; put them into two files" if texts else "has no item"
+        problem = (
+            "has texts and questions; put them into two files" if texts else "has no item; write at least one line"
+        )
         raise DataError(f"{path} {problem}.")
     return EvaluationTask(path.stem, tuple(texts), tuple(questions))
 

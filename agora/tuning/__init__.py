@@ -1,1 +1,1 @@
-"""Optional: fine-tuning of Hugging Face models, on samples. Pretraining never imports it."""
+"""Optional: fine-tuning of Hugging Face models, on samples. No package of pretraining imports it."""

@@ -35,12 +35,12 @@ from agora.node import paths, runs
 from agora.node.control.control_socket import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
 from agora.state.files import replace_tensors
+from agora.state.hub_publish import PublishError
 from agora.state.layout import StageState
 from agora.state.merged_model import ExportError
 from agora.train.objectives import stage_loss
 from agora.train.optimizer import with_moments
 from agora.train.weight_versions import StageWeights
-from agora.tuning.base.hub import PublishError
 from tests.tuning.hub_server import WritableHub, serve_writable
 
 MODEL = {"width": 32, "layers": 3, "heads": 4, "key_value_heads": 2, "feed_forward": 48, "context": 64}

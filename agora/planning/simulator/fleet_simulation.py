@@ -65,7 +65,7 @@ class DaemonPlacement:
             self._may_move[span_and_kind] = now, may_move
         return self._move_target(view(), peer, self._rng, now - peer.serving_since) if may_move else None
 
-    def rebalance_interval_s(self) -> float | None:
+    def rebalance_interval_s(self) -> float:
         return rebalance_interval_s(self._rng)
 
     def _move_target(self, view: View, peer: SimulatedPeer, rng: random.Random, served_s: float) -> Span | None:
@@ -160,8 +160,7 @@ class FleetSimulation:
     def _watch(self, peer: SimulatedPeer) -> None:
         read_s = self._readers[peer.id].interval_s()
         self._events.after(read_s, self._read, peer)
-        if (wait_s := self._rules.rebalance_interval_s()) is not None:
-            self._events.after(read_s + wait_s, self._judge_placement, peer)
+        self._events.after(read_s + self._rules.rebalance_interval_s(), self._judge_placement, peer)
 
     def _choose(self, peer: SimulatedPeer) -> None:
         if peer.presence is Presence.STANDBY:
@@ -234,8 +233,7 @@ class FleetSimulation:
             if span is not None and span != peer.span:
                 self._measurements.moves += 1
                 self._drain(peer, lambda: self._claim_and_fetch(peer, span))
-        if (wait_s := self._rules.rebalance_interval_s()) is not None:
-            self._events.after(wait_s, self._judge_placement, peer)
+        self._events.after(self._rules.rebalance_interval_s(), self._judge_placement, peer)
 
     def _reconsider(self, peer: SimulatedPeer) -> Span | None:
         reader = self._readers[peer.id]

@@ -17,7 +17,6 @@ class Sample:
     rate: float  # microbatches completed per second
     bound: float  # the flow bound of the serving machines
     best: float  # best_whole_placement of all machines that are up
-    fluid: float  # the sum of the speeds of all machines that are up, divided by the sum of all work
     messages: float  # sent per peer and second
     stored: float  # directory records published per peer and second
     read: float  # directory records read per peer and second
@@ -33,9 +32,6 @@ class Measurements:
     counted: int = 0  # visits whose gradient was added
     counted_twice: int = 0  # (microbatch, stage) pairs counted again
     rerouted: int = 0  # calls that failed, and attempts that ended without a result
-    timeouts: int = 0  # calls that reached their deadline
-    busy: int = 0  # calls that the callee refused for now
-    repeats: int = 0  # calls for work that the callee had begun or finished
     lost: int = 0  # open microbatches of origins that have gone
     dropped: int = 0  # microbatches that an origin gave up
     messages: int = 0  # frames between peers, of any size

@@ -88,7 +88,6 @@ class HopSimulation:
         key = (microbatch.id, stage)
         if (kept := peer.answers.get(key)) is not None:  # as the work ledger: a repeat is answered, not counted twice
             call.visit = kept
-            self._measurements.repeats += 1
             self._send_answer(kept, call)
             return
         visit = peer.visits.get(key)
@@ -97,7 +96,6 @@ class HopSimulation:
                 self._reply(call, self._on_failed, call)
                 return
             if (retry_s := self._refusal_s(peer)) is not None:
-                self._measurements.busy += 1
                 self._reply(call, self._on_busy, call, retry_s)
                 return
             visit = Visit(microbatch, peer, stage, self._events.now + call.attempt.deadline_ms / 1000.0)
@@ -105,8 +103,6 @@ class HopSimulation:
                 self._reply(call, self._on_failed, call, True)
                 return
             self._begin(visit)
-        else:
-            self._measurements.repeats += 1
         visit.callers.append(call)
         call.visit = visit
         self._reply(call, self._on_accepted, call, peer.device.queue_length)
@@ -221,7 +217,6 @@ class HopSimulation:
 
     def _on_deadline(self, call: Call) -> None:
         if not call.ended and call.caller.peer.is_up:
-            self._measurements.timeouts += 1
             callee_visit = call.visit
             self._on_failed(call)
             self._forget_caller(callee_visit, call)

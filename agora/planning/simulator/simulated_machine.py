@@ -52,11 +52,9 @@ Job = tuple[float, Callable[[Any], None], Any]
 
 
 class SimulatedDevice:
-    """Runs jobs one after the other. slowdown: a factor on jobs that start later. busy_s: of all started, slowdown
-    included.
-    """
+    """Runs jobs one after the other. slowdown: a factor on jobs that start later."""
 
-    __slots__ = ("_events", "_queues", "_running", "_stopped", "busy_s", "slowdown")
+    __slots__ = ("_events", "_queues", "_running", "_stopped", "slowdown")
 
     def __init__(self, events: EventQueue) -> None:
         self._events = events
@@ -64,7 +62,6 @@ class SimulatedDevice:
         self._running = False
         self._stopped = False
         self.slowdown = 1.0
-        self.busy_s = 0.0
 
     @property
     def queue_length(self) -> int:
@@ -90,7 +87,6 @@ class SimulatedDevice:
             return
         seconds, done, subject = queue.popleft()
         self._running = True
-        self.busy_s += seconds * self.slowdown
         self._events.after(seconds * self.slowdown, self._end, done, subject)
 
     def _end(self, done: Callable[[Any], None], subject: Any) -> None:
@@ -105,19 +101,15 @@ class SimulatedDevice:
 class SimulatedLink:
     """A queue in each direction at the link's rate, then latency, jitter and retransmissions."""
 
-    __slots__ = ("_down", "_up", "received_bytes", "sent_bytes", "spec")
+    __slots__ = ("_down", "_up", "spec")
 
     def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec
         self._up, self._down = TokenBucket(spec.rate), TokenBucket(spec.rate)
-        self.sent_bytes = 0.0
-        self.received_bytes = 0.0
 
     def send(self, to: SimulatedLink, size: float, now: float, rng: random.Random) -> float:
         """When the last byte arrives. Reserves this upload and that download, of which the slower decides."""
         whole_bytes = int(size)
-        self.sent_bytes += size
-        to.received_bytes += size
         sent_at = self._up.take(whole_bytes, now)
         taken_at = to._down.take(whole_bytes, max(now, sent_at - size / self.spec.rate))
         return DelayLine(self.spec, rng).arrival(whole_bytes, max(sent_at, taken_at))

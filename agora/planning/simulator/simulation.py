@@ -136,7 +136,6 @@ class Simulation:
                 rate=(measured.completed - completed) / seconds,
                 bound=flow_bound([(p.span, p.equipment.speed) for p in serving if p.span is not None], model.work),
                 best=best_whole_placement(speeds, model.work),
-                fluid=sum(speeds) / sum(model.work),
                 messages=(measured.messages - messages) * per_peer,
                 stored=(measured.directory_stored - stored) * per_peer,
                 read=(measured.directory_read - read) * per_peer,
