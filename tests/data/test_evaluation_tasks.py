@@ -70,7 +70,7 @@ def test_a_microbatch_counts_only_what_belongs_to_its_rows() -> None:
         (["[1]"], "line 1: write either"),
         (['{"text": 3}'], "line 1: write either"),
         (['{"text": ""}'], "line 1: write either"),
-        (['{"text": "a"}', "", '{"context": "a", "choices": [], "answer": 0}'], "line 3: choices are"),
+        (['{"text": "a"}', "", '{"context": "a", "choices": [], "answer": 0}'], "line 3: give 1 to"),
         (['{"context": "a", "choices": ["b", ""], "answer": 0}'], "line 1: give 1 to"),
         (['{"context": "a", "choices": ["b"], "answer": 1}'], "line 1: give 1 to"),
         (['{"context": "a", "choices": ["b"], "answer": -1}'], "line 1: give 1 to"),
