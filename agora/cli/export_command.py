@@ -32,10 +32,7 @@ from agora.data.tokenizer import tokenizer_files
 from agora.node import paths
 from agora.node.control import control_client
 from agora.node.runs import KnownFiles
-from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
-from agora.state.gguf_file import check_can_write_gguf, write_gguf
-from agora.state.hub_publish import Repository, check_can_publish, open_repository, publish_folder
-from agora.state.merged_model import (
+from agora.state.export_tensors import (
     ITEM_BYTES,
     SOURCE_BYTES,
     Dtype,
@@ -48,6 +45,9 @@ from agora.state.merged_model import (
     write_shards,
     write_weights_file,
 )
+from agora.state.files import PUBLIC, FileDigest, fresh_folder, resolve_export_folder, write_file, write_file_list
+from agora.state.gguf_file import check_can_write_gguf, write_gguf
+from agora.state.hub_publish import Repository, check_can_publish, open_repository, publish_folder
 from agora.state.model_card import ExportDescription, Kind, model_card
 from agora.swarm.amendments import describe_changes
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer, pretrained_tokenizer_files, turn_end_ids

@@ -28,8 +28,8 @@ from agora.replica.sync_rules import (
     GradientCompression,
     MeasuredUplink,
     ReplicaUplink,
+    choose_fragment_count,
     choose_gradient_compression,
-    wanted_fragments,
 )
 
 GRADIENTS: Final = f"averaging.exact_steps = {ALL_STEPS}"
@@ -111,7 +111,7 @@ def _consequence(manifest: Manifest, plan: Plan, wires: dict[int, GradientCompre
             for place, assignment in enumerate(plan.assignments)
             if assignment.span is not None and stage in assignment.span and place in wires
         ]
-        slices, _ = wanted_fragments(ALL_REDUCE, uplinks, rule.most_fragments)
+        slices, _ = choose_fragment_count(ALL_REDUCE, uplinks, rule.most_fragments)
         if slices != ALL_REDUCE:
             local.append(f"stage {stage} in {slices} slices")
     if not local:

@@ -24,7 +24,7 @@ from agora.cli.console import Failure, print_to_stderr
 from agora.cli.export_command import exported_tensors
 from agora.cli.stage_sources import StageSources, base_model_folder, find_stages, steps_by_stage
 from agora.data.tokenizer import Tokenizer, open_tokenizer
-from agora.state.merged_model import open_stages
+from agora.state.export_tensors import open_stages
 
 if TYPE_CHECKING:
     from agora.model import StageModule

@@ -20,8 +20,8 @@ from agora.node import paths, runs, settings
 from agora.node.control import control_client
 from agora.node.runs import KnownFiles, RunReference
 from agora.state.checkpoint import MOMENTS, WEIGHTS, end_checkpoint, newest_checkpoint
+from agora.state.export_tensors import StageFile
 from agora.state.layout import AVERAGE
-from agora.state.merged_model import StageFile
 from agora.tuning.base.hub import absolute_name
 
 NOTHING_KNOWN = KnownFiles()

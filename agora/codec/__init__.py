@@ -1,4 +1,4 @@
-"""Converts boundary tensors to wire tensors and back."""
+"""Converts boundaries and token ids to wire tensors and back."""
 
 from agora.codec.boundary_codec import BoundaryCodec, gradient_dither_key
 from agora.codec.uncompressed import (

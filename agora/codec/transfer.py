@@ -21,7 +21,7 @@ class Upload:
         self._device = device
         self._staged: Tensor | None = None
         if is_apart(device):
-            size = sum(map(_aligned_bytes, tensors))
+            size = sum(map(aligned_bytes, tensors))
             # torch keeps pinned memory, and does not use it again before the copy has ended.
             self._staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
             staged = self._staged.numpy()
@@ -32,7 +32,7 @@ class Upload:
         places, start = [], 0
         for tensor in self._tensors:
             places.append(slice(start, start + tensor.nbytes))
-            start += _aligned_bytes(tensor)
+            start += aligned_bytes(tensor)
         return places
 
     def to_device(self) -> list[Tensor]:
@@ -59,5 +59,5 @@ def download(tensor: Tensor) -> Tensor:
     return staged.copy_(tensor)
 
 
-def _aligned_bytes(tensor: Tensor) -> int:
+def aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -13,7 +13,8 @@ from agora_protocol.tensors import WireTensor
 class DrawnMicrobatch:
     """A microbatch to train on, as an origin draws it."""
 
-    tokens: WireTensor  # ids of b rows, [b, s + 1]; with marks (supervised or not) [2, b, s + 1]: ids, then marks
+    # Ids of b rows, [b, s + 1]; with marks (is supervised, begins a sequence) [2, b, s + 1]: ids, then marks.
+    tokens: WireTensor
     number: int  # identifies it among those of its source
 
 

@@ -1,13 +1,13 @@
 """How the replicas of a stage stay in step: by all-reduces of gradients, or by inner steps and fragment syncs. Pure.
 
 In an all-reduce step all replicas step along the mean of their gradients. In an inner step (DiLoCo) each steps along
-its own, and one of n fragments of the weights is averaged afterwards: all weights in n steps. Fewer fragments learn
-more, and send more.
+its own, and after every `averaging.every` of them one of n fragments of the weights is averaged: all weights in n times
+as many. Fewer fragments learn more, and send more.
 
 Every reducer of a shard answers how many fragments it wants; if all reducers of a round want something else than now,
-all replicas that apply its means change at the same later step. So no replica has to ask, and no single reducer of
-several can force a change. A reducer asks only once it has wanted a change of that kind for a while: rates that are
-measured over some seconds are wrong for as long after a stall or a join.
+all replicas that apply its means change at the same later step. So no vote is needed, and no single reducer of several
+can force a change. A reducer asks only once it has wanted a change of that kind for a while: rates that are measured
+over some seconds are wrong for as long after a stall or a join.
 
 | the stage takes | and is told to take | from which step on |
 |---|---|---|

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from agora.cost.manifest_cost import min_memory
 from agora.cost.run_cost import MemoryNeed
-from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks
+from agora.state.export_tensors import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
 
 # Called with a layer, the function that computes the layer, and the layer's input; returns the output. It decides what

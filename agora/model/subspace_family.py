@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agora.model import fixed_tensors
 from agora.model.family import Family, StageModule
 from agora.model.subspace_stage import FIXED_SCALE, STREAM_PROJECTIONS, SubspaceStage, stream_width
-from agora.state.merged_model import ExportedTensor
+from agora.state.export_tensors import ExportedTensor
 from agora.state.model_card import ModelDescription
 
 EMBEDDING: Final = "embedding.weight"

@@ -16,7 +16,7 @@ from agora.cost.manifest_cost import PREDICTED_FACTOR
 SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight
 PER_STAGE = 2  # at least this many are in flight for each stage: one is computed while one travels
 MAX_GAP_PERIODS = 10.0  # a longer gap between two completions is a stall, not a pace
-# An origin of a synchronous run that has had nothing open for this many seconds opens what the step still lacks.
+# An origin of a synchronous run that has had nothing open for this many seconds opens its part of what the step lacks.
 GRACE_S = 3.0
 
 
@@ -95,20 +95,20 @@ def staleness_ceiling(
     schedule.staleness. predicts: whether weights are predicted.
     """
     usual, at_most = (
-        max(1, equal_quota(max(1, round(fraction * microbatches)), position, origins))
+        max(1, equal_part(max(1, round(fraction * microbatches)), position, origins))
         for fraction in (staleness, (PREDICTED_FACTOR if predicts else 1) * staleness)
     )
     return StalenessCeiling(usual, at_most)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class CompletionPace:
     """The mean time between two completed microbatches, without stalls and pauses."""
 
     period_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.03))
     last_at: float | None = None  # when the last completion was; None at the start and after an interruption
 
-    def after_completion(self, now: float) -> Pace:
+    def after_completion(self, now: float) -> CompletionPace:
         """Returns the pace after a completion at `now`."""
         if self.last_at is None:
             return replace(self, last_at=now)
@@ -116,14 +116,14 @@ class Pace:
         known = self.period_s.value
         if known is not None:
             gap = min(gap, MAX_GAP_PERIODS * known + 1e-6)
-        return Pace(self.period_s.with_sample(gap), now)
+        return CompletionPace(self.period_s.with_sample(gap), now)
 
-    def after_interruption(self) -> Pace:
+    def after_interruption(self) -> CompletionPace:
         """Returns the pace after a pause or a stall: the gap to the next completion will not count."""
         return replace(self, last_at=None)
 
 
-def equal_quota(microbatches: int, position: int, origins: int) -> int:
+def equal_part(microbatches: int, position: int, origins: int) -> int:
     """Returns the equal part of `microbatches` that origin `position`, from 0, opens; the first ones open the rest."""
     base, rest = divmod(microbatches, max(1, origins))
     return base + (1 if position < rest else 0)
@@ -156,23 +156,23 @@ class SendInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class StepQuota:
+class StepAllotment:
     """How many microbatches of a synchronous run's `step` this origin still has to open (`left`)."""
 
     step: int = -1
     left: int = 0
     idle_since: float | None = None  # when this origin was first seen with none left and none open
 
-    def next_quota(self, now: float, state: StepState) -> StepQuota:
+    def next_quota(self, now: float, state: StepState) -> StepAllotment:
         """Returns the next quota; to be called when nothing is left of this one and no microbatch is open."""
         if state.step != self.step:
-            return StepQuota(state.step, equal_quota(state.microbatches, state.position, state.origins))
+            return StepAllotment(state.step, equal_part(state.microbatches, state.position, state.origins))
         if self.idle_since is None:
             return replace(self, idle_since=now)
         if now - self.idle_since < GRACE_S:
             return self
         # When origins come and go, their quotas do not add up to a step. Then each opens an equal part of what lacks.
-        return StepQuota(self.step, math.ceil(state.lacking / state.origins))
+        return StepAllotment(self.step, math.ceil(state.lacking / state.origins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +181,13 @@ class SendDecision:
 
     action: Literal["open", "wait", "stop"]
     reason: str
-    quota: StepQuota
+    quota: StepAllotment
     awaits_mean: bool = False  # whether it waits until the replicas' mean, or a synchronous run's step, is applied
 
 
 def next_send(
     now: float,
-    quota: StepQuota,
+    quota: StepAllotment,
     window: SendWindow,
     inputs: SendInputs,
     open_count: int,

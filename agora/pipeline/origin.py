@@ -28,7 +28,7 @@ from agora.core.span_work import DrawnMicrobatch
 from agora.core.tasks import ChangeNotifier
 from agora.observe import events
 from agora.pipeline import flow_control
-from agora.pipeline.flow_control import Pace, SendDecision, SendInputs, SendWindow, StepQuota
+from agora.pipeline.flow_control import CompletionPace, SendDecision, SendInputs, SendWindow, StepAllotment
 from agora.pipeline.hop import Hop
 from agora.pipeline.process_call import HopAnswer, ProcessCall
 
@@ -128,8 +128,8 @@ class Origin:
         self._changed = ChangeNotifier()
         self._paused = False
         self._leaving = False
-        self._quota = StepQuota()
-        self._pace = Pace()
+        self._quota = StepAllotment()
+        self._pace = CompletionPace()
         # Grows by one with each completion, so it doubles at most once a round trip, as in TCP's slow start.
         self._window_ceiling = flow_control.PER_STAGE * config.stage_count
         self._attempt_s = MovingAverage(0.1)
@@ -320,7 +320,7 @@ class Origin:
                 attempt += 1
         finally:
             if answer is None:
-                why = "this origin was told to end" if microbatch.purpose == "train" else "its time was over"
+                why = "its time was over" if microbatch.purpose == "evaluate" else "this origin was told to end"
                 self._report(events.MicrobatchDropped(name, why, microbatch.purpose))
         message = answer.message
         seconds = loop_time() - microbatch.started

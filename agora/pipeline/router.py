@@ -16,7 +16,7 @@ from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time
 from agora.core.tasks import ChangeNotifier
 from agora.observe import events
-from agora.pipeline.flow_control import Pace
+from agora.pipeline.flow_control import CompletionPace
 from agora.pipeline.load_balancer import Attempt, Choice, LoadBalancer, RouteHint
 from agora.pipeline.process_call import HopAnswer, ProcessCall, WireRules
 from agora.swarm.peer_score import PeerScore, Violation
@@ -106,7 +106,7 @@ class Router:
         self._round_trip_s = round_trip_s
         self._changed = ChangeNotifier()
         self._empty_stages: set[int] = set()
-        self._pace = Pace()
+        self._pace = CompletionPace()
 
     def on_view_changed(self) -> None:
         """Makes every microbatch that waits for a peer choose again; call it whenever the view has changed."""

@@ -26,7 +26,7 @@ from agora.replica.stage_view import (
     record_view,
     suspected_replicas,
 )
-from agora.replica.trust import FORGIVE_S
+from agora.replica.trust import ABSENCE_S
 
 # Most seconds between two ticks of StepGossip in asynchronous runs; a closed share and a step tick at once.
 INTERVAL_S: Final = 0.25
@@ -114,9 +114,9 @@ class StepGossip:
     def others_in_view(self) -> set[PeerId]:
         """Returns the ids of the stage's other replicas in this peer's view of the run.
 
-        Leaves a replica out for FORGIVE_S after an implausible report, or until its next plausible one.
+        Leaves a replica out for ABSENCE_S after an implausible report, or until its next plausible one.
         """
-        since = loop_time() - FORGIVE_S
+        since = loop_time() - ABSENCE_S
         implausible_peers = {peer for peer, at in self._implausible.items() if at > since}
         return set(self._swarm.replicas_in_view(self._stage)) - {self._me} - implausible_peers
 
@@ -144,10 +144,10 @@ class StepGossip:
         Sends to all the stage's replicas in the view, or to GOSSIP_FANOUT random ones of many, and to suspected
         replicas at every tick, until they answer or count as silent. Starts one task for each call, and does not wait.
         Leaves a replica out while a call to it is open; the progress then counts as not sent, and is sent again at the
-        next tick. Forgets replicas that are neither live nor in the view, and implausible reports older than FORGIVE_S.
+        next tick. Forgets replicas that are neither live nor in the view, and implausible reports older than ABSENCE_S.
         """
         now, own = loop_time(), self._counts()
-        self._implausible = {peer: at for peer, at in self._implausible.items() if at > now - FORGIVE_S}
+        self._implausible = {peer: at for peer, at in self._implausible.items() if at > now - ABSENCE_S}
         listed = self.others_in_view()
         self._known = record_view(self._known, listed, now)
         targets = suspected_replicas(self._known, listed, now)

@@ -91,7 +91,7 @@ class BatchSizeCorrection:
 
 
 class Shares(NamedTuple):
-    """How many tokens of a step of target size this replica (`own`) and the `others` count, by their believed rates."""
+    """How many tokens of a step of target size each replica counts: this one by its rate, others by believed ones."""
 
     own: float
     others: Mapping[PeerId, float]

@@ -30,7 +30,7 @@ from agora.replica.decide import Action, StepSettings, counting_replicas, decide
 from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
-from agora.replica.round_rules import RoundRules
+from agora.replica.round_contexts import RoundContexts
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
 from agora.replica.stage_view import (
     ReplicaCounts,
@@ -47,10 +47,10 @@ from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
 from agora.replica.trust import (
     INNER_STEPS_LEAD,
-    JOIN_S,
     LEAD,
+    MAX_STATE_AGE_S,
     Electorate,
-    OwnPace,
+    PlausibleStepBound,
     Standing,
     replicas_to_fetch_from,
     with_reports,
@@ -103,7 +103,7 @@ class StageReplicas:
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
         self._present_fragments = self._sync_schedule.fragments_at(step)
-        self._pace = OwnPace(step, _time_with_suspend() - JOIN_S, step)
+        self._pace = PlausibleStepBound(step, _time_with_suspend() - MAX_STATE_AGE_S, step)
         self._leading_step = 0
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
@@ -129,7 +129,7 @@ class StageReplicas:
             report_implausible=self._report_implausible,
             interval_s=SYNCHRONOUS_INTERVAL_S if self._settings.synchronous else INTERVAL_S,
         )
-        self.round_rules = RoundRules(
+        self.round_contexts = RoundContexts(
             stage,
             manifest,
             me,
@@ -152,7 +152,7 @@ class StageReplicas:
         self.all_reduce = AllReduce(
             codec,
             peer_caller,
-            self.round_rules.context_of,
+            self.round_contexts.context_of,
             self.sync_choice.fragments_to_ask_for,
             identity.sign,
             report,
@@ -164,7 +164,7 @@ class StageReplicas:
             fragment_count(self._averaging.fraction),
             worker,
             self.all_reduce,
-            self.round_rules.division_of,
+            self.round_contexts.division_of,
             report,
         )
         self.step_runner = StepRunner(
@@ -173,7 +173,7 @@ class StageReplicas:
             worker,
             self.all_reduce,
             synchronous=self._settings.synchronous,
-            members=self.round_rules.members,
+            members=self.round_contexts.members,
             live=self.gossip.live_progress,
             record_step=self._record_step,
             stop_syncs=self._fragment_syncs.stop,
@@ -203,7 +203,7 @@ class StageReplicas:
         if self.counts().open_step > step:
             self.pacing.on_share_closed(now)
         self.sync_choice.choose_compression(
-            len(self.round_rules.members()), self.pacing.expected_s or None, is_inner=self._takes_inner_step_now()
+            len(self.round_contexts.members()), self.pacing.expected_s or None, is_inner=self._takes_inner_step_now()
         )
         self._notice_change(step)
         self.sync_choice.update_wish(self._sync_schedule.fragments_at(step))
@@ -381,7 +381,7 @@ class StageReplicas:
             case "catch up":
                 work = self._worker.catch_up(stage, action.number)
             case "step":
-                work = self._worker.step_alone(stage, step)
+                work = self._worker.catch_up(stage, step + 1)
             case "replay":
                 work = self.step_runner.replay(action.number)
             case "step together":
@@ -397,7 +397,7 @@ class StageReplicas:
     # --- what gossip asks
 
     def highest_plausible_step(self, peer: PeerId | None = None) -> int:
-        """Returns the highest step that another replica, or `peer`, can have taken by now, see OwnPace."""
+        """Returns the highest step that another replica, or `peer`, can have taken by now, see PlausibleStepBound."""
         now, step = _time_with_suspend(), self._worker.step_of(self._stage)
         furthest = self.gossip.furthest_step()
         self._pace = self._pace.with_step(step, now, self.pacing.step_s.value, furthest)
@@ -548,7 +548,7 @@ class SpanReplicas:
                 return stage.all_reduce.answer_recall(message)
 
     def _replicated_numel(self) -> int:
-        replicated = [number for number, stage in self.stages.items() if len(stage.round_rules.members()) > 1]
+        replicated = [number for number, stage in self.stages.items() if len(stage.round_contexts.members()) > 1]
         return sum(self._worker.layout(number).numel for number in replicated)
 
     async def _watch_other_stages(self) -> None:

@@ -135,10 +135,9 @@ class ReplicaProgress:
     listed: bool = False  # whether the view has named it since the first report of it
 
     def is_silent(self, now: float) -> bool:
-        """Returns whether the last report is older than SILENCE_TIMEOUT_S, or connections broke since then for
-        GONE_AFTER_S.
+        """Returns whether it has not reported for SILENCE_TIMEOUT_S, or is gone.
 
-        That is the time from the first break to the last.
+        Gone: GONE_AFTER_S lie between the first and the last broken connection since its last report.
         """
         return now - self.reported_at > SILENCE_TIMEOUT_S or self.broken_at - self.broken_since >= GONE_AFTER_S
 

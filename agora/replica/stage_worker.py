@@ -63,9 +63,6 @@ class StageWorker(Protocol):
         the stage is not behind or has a closed share.
         """
 
-    async def step_alone(self, stage: int, step: int) -> None:
-        """Takes step `step` along the stage's own gradient sum, unless it was taken or a share is closed."""
-
     async def close_share(self, stage: int) -> GradientShare:
         """Returns this replica's gradient and tokens of the next step, to be averaged; closes the share."""
 

@@ -15,8 +15,8 @@ from agora.replica.sync_rules import (
     MeasuredUplink,
     ReplicaUplink,
     Wish,
+    choose_fragment_count,
     choose_gradient_compression,
-    wanted_fragments,
 )
 
 
@@ -90,7 +90,7 @@ class SyncChoice:
 
     def explain_fragments(self, present: int) -> tuple[int, str]:
         """Returns the number of fragments that is wanted now, and the reason in words."""
-        return wanted_fragments(present, self._uplinks(), self._change_rule.most_fragments)
+        return choose_fragment_count(present, self._uplinks(), self._change_rule.most_fragments)
 
     def describe(self, fragments: int) -> str:
         """Returns in words how the stage agrees while it has `fragments`, or ALL_REDUCE, and why."""

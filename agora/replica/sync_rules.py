@@ -12,15 +12,14 @@ from agora_protocol.limits import QUANTISER_BLOCK
 
 from agora.core.step_schedule import ALL_REDUCE, MIN_FRAGMENTS
 
-NEEDED_BYTES: Final = 2 / 8 + 1 / 64  # bytes of a value in the fewest bits: normal2
-# Replicas with less than this share of all tokens per second may have slower uplinks than that kind of step needs.
+# Replicas that count less than this fraction of all tokens per second may have slower uplinks than all-reduces need.
 MAX_SLOW_FRACTION: Final = 0.25
 # Uplinks are fast enough to return to all-reduces if they carry this many times the bytes of gradients.
 RETURN_FACTOR: Final = 1.5
 CHANGE_FACTOR: Final = 1.5  # the number of fragments changes if it should be this many times as large, or as small
 # Seconds for which a reducer must have wanted a change before it asks for it: 2 * RATE_DECAY_S. RATE_DECAY_S * ln 3
 # seconds after a stall, however long, measured rates are within RETURN_FACTOR of what they were.
-WISH_LIFETIME_S: Final = 20.0
+MIN_WISH_AGE_S: Final = 20.0
 SCALE_BYTES: Final = 1 / QUANTISER_BLOCK
 # Bytes of one value in each format; the smallest format first.
 BYTES: Final[dict[WireName, float]] = {
@@ -31,6 +30,7 @@ BYTES: Final[dict[WireName, float]] = {
     "bf16": 2.0,
     "float32": 4.0,
 }
+NEEDED_BYTES: Final = BYTES["normal2"]  # of a value, so that all-reduces are possible at all
 DOUBLING_STEPS: Final = 200  # an uplink counts as twice as fast after this many steps in which it was never full
 MAX_DOUBLINGS: Final = 20.0
 MENTIONED_GROWTH: Final = 1.05  # the least factor that the reason mentions
@@ -75,7 +75,7 @@ def carried_by_most(uplinks: Sequence[ReplicaUplink]) -> float:
     return math.inf
 
 
-def wanted_fragments(present: int, uplinks: Sequence[ReplicaUplink], most_fragments: int) -> tuple[int, str]:
+def choose_fragment_count(present: int, uplinks: Sequence[ReplicaUplink], most_fragments: int) -> tuple[int, str]:
     """Returns the number of fragments that a stage should have, or ALL_REDUCE, and the reason in words; see the table.
 
     present: the number that it has now, or ALL_REDUCE. uplinks: of all live replicas. most_fragments: the manifest's.
@@ -111,8 +111,8 @@ class Wish(NamedTuple):
         return self if kind == self.kind else Wish(kind, now)
 
     def is_held(self, now: float) -> bool:
-        """Returns whether it has been wanted for WISH_LIFETIME_S seconds, so that the reducer may ask for it."""
-        return now - self.since >= WISH_LIFETIME_S
+        """Returns whether it has been wanted for MIN_WISH_AGE_S seconds, so that the reducer may ask for it."""
+        return now - self.since >= MIN_WISH_AGE_S
 
 
 # --- gradient compression

@@ -28,7 +28,7 @@ LEAD: Final = 3
 INNER_STEPS_LEAD: Final = 20
 MAX_SPEED_UP: Final = 4.0  # how many times as fast as before others may go on stepping without this replica
 # Seconds for which a busy machine may stand still without noticing it, while honest replicas go on.
-SLACK_S: Final = 10.0
+STALL_ALLOWANCE_S: Final = 10.0
 # Maximum tokens per second that a stage's replicas can plausibly count together, until a step was measured here.
 FASTEST_TOKENS_PER_S: Final = 1e6
 MIN_RATES: Final = 3  # minimum number of known rates for one to be called too high: of two, either could be right
@@ -36,9 +36,11 @@ MIN_RATES: Final = 3  # minimum number of known rates for one to be called too h
 MAX_QUOTAS: Final = 3.0
 # The weights of one shard are right if they are together at most this many times the tokens that should be behind them.
 MAX_SURPLUS: Final = 1.25
-JOIN_S: Final = 1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
+MAX_STATE_AGE_S: Final = (
+    1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
+)
 # Seconds for which a replica counts as absent after an implausible report, unless a plausible one comes before.
-FORGIVE_S: Final = 10.0
+ABSENCE_S: Final = 10.0
 
 
 # --- what peers say of themselves
@@ -282,7 +284,7 @@ def _moved(average: float | None, value: float) -> float:
 # All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. A report of
 # more steps than MAX_SPEED_UP times as many as that pace allows is implausible, however many tokens it claims:
 #
-#     highest plausible step = own step + lead + MAX_SPEED_UP * (SLACK_S + seconds since that step) / step_s
+#     highest plausible step = own step + lead + MAX_SPEED_UP * (STALL_ALLOWANCE_S + seconds since that step) / step_s
 #
 # step_s is how long this replica's own steps last, `own step` the last one that it took itself, level with the others.
 # Step numbers that it took over from them since then, by catching up or fetching a state, do not raise the bound. A
@@ -292,7 +294,7 @@ def _moved(average: float | None, value: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPace:
+class PlausibleStepBound:
     """How far this replica is with a stage, and how fast it steps; bounds what other replicas can have reached.
 
     own_step: the last step that this replica took itself while it was level with the others (at most LEAD behind).
@@ -306,7 +308,7 @@ class OwnPace:
     present_step: int
     step_s: float | None = None
 
-    def with_step(self, step: int, now: float, step_s: float | None, furthest_step: int) -> OwnPace:
+    def with_step(self, step: int, now: float, step_s: float | None, furthest_step: int) -> PlausibleStepBound:
         """Returns the pace after this replica was seen at `step` at time `now`: with present_step and step_s replaced.
 
         own_step and own_step_at become `step` and `now` only if this replica took exactly one step and is level with
@@ -314,15 +316,15 @@ class OwnPace:
         furthest_step: the highest plausible step that another replica has reported.
         """
         if step == self.present_step + 1 and furthest_step <= step + LEAD:
-            return OwnPace(step, now, step, step_s)
-        return OwnPace(self.own_step, self.own_step_at, step, step_s)
+            return PlausibleStepBound(step, now, step, step_s)
+        return PlausibleStepBound(self.own_step, self.own_step_at, step, step_s)
 
     def highest_plausible_step(self, now: float, target_tokens: int, lead: int) -> int:
         """Returns the highest step that another replica can have taken by now.
 
-        That is max(present_step + 1, own_step + lead + n), with n = MAX_SPEED_UP * (SLACK_S + now - own_step_at) /
-        step_s, rounded down. lead: LEAD or INNER_STEPS_LEAD. target_tokens: tokens of a step; while step_s is unknown,
-        target_tokens / FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
+        That is max(present_step + 1, own_step + lead + n), with n = MAX_SPEED_UP * (STALL_ALLOWANCE_S + now -
+        own_step_at) / step_s, rounded down. lead: LEAD or INNER_STEPS_LEAD. target_tokens: tokens of a step; while
+        step_s is unknown, target_tokens / FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
         """
         most_steps = _most_steps(now - self.own_step_at, self.step_s, target_tokens)
         return max(self.present_step + 1, self.own_step + lead + most_steps)
@@ -338,7 +340,7 @@ class OwnPace:
 
 def _most_steps(seconds: float, step_s: float | None, target_tokens: int) -> int:
     least_s = step_s / MAX_SPEED_UP if step_s else target_tokens / FASTEST_TOKENS_PER_S
-    return int((SLACK_S + max(0.0, seconds)) / least_s)
+    return int((STALL_ALLOWANCE_S + max(0.0, seconds)) / least_s)
 
 
 # --- histories

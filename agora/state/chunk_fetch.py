@@ -24,12 +24,12 @@ from agora.state.chunk_schedule import ChunkSchedule
 
 # With these numbers one source fills a link of 200 Mbit/s and 50 ms, and all chunks being fetched take 48 MiB of
 # memory.
-SOURCES: Final = 4  # how many sources are asked for chunks at the same time; the others wait to replace them
+MAX_ACTIVE_SOURCES: Final = 4  # how many sources are asked for chunks at the same time; the others wait to replace them
 WINDOW: Final = 3  # open calls to a source whose last chunk took less than QUICK_S; other sources get one at a time
 QUICK_S: Final = 4.0
 CHUNK_TIMEOUT_S: Final = 120.0  # seconds a call for one chunk may last; then it has failed
 INDEX_TIMEOUT_S: Final = 30.0  # seconds a source may take to say what it can give: it may have to copy a stage first
-FAILURES: Final = 4  # after this many failures in a row a source is given up, or left alone for long
+MAX_SOURCE_FAILURES: Final = 4  # after this many failures in a row a source is given up, or left alone for long
 FIRST_PAUSE_S: Final = 0.5  # seconds without a call after a source's first failure; doubles with each further one
 MAX_PAUSE_S: Final = 10.0  # the longest pause that a Busy source can ask for
 SLOW_AFTER_S: Final = 5.0  # a source without an answer for this long, and for four median chunk times, counts as slow
@@ -142,13 +142,13 @@ class ChunkFetch(Generic[Offered]):
     # --- starting calls
 
     def ask_for_indexes(self, now: float) -> None:
-        """Asks sources for their indexes, until SOURCES of them give chunks or answer, slow ones not counted."""
+        """Asks sources for their indexes until MAX_ACTIVE_SOURCES of them, without slow ones, give chunks or answer."""
         usable = self.usable_sources
-        # A source that hangs or failed does not hold one of the SOURCES places: another is asked beside it.
+        # A source that hangs or failed does not hold one of the MAX_ACTIVE_SOURCES places: another is asked beside it.
         engaged = [s for s in usable if None in s.calls or (s.offer is not None and not s.failures)]
         not_slow = sum(1 for source in engaged if not self._is_slow(source, now))
         idle = [s for s in usable if s.offer is None and None not in s.calls and now >= s.not_before]
-        for source in idle[: max(SOURCES - not_slow, 0)]:
+        for source in idle[: max(MAX_ACTIVE_SOURCES - not_slow, 0)]:
             source.calls[None] = (asyncio.create_task(self._ask_index(source)), now)
 
     def _is_slow(self, source: Source[Offered], now: float) -> bool:

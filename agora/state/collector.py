@@ -21,10 +21,10 @@ from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time
 from agora.core.step_schedule import SyncChangeRule
 from agora.core.tasks import run_in_thread
+from agora.state.export_tensors import SOURCE_BYTES, StageFile
 from agora.state.files import fresh_path, make_folder, put_in_place, replace_tensors
-from agora.state.keeper import ClaimedSteps, KeptStages
+from agora.state.keeper import ClaimedSteps, StageStates
 from agora.state.layout import Layout, StageState
-from agora.state.merged_model import SOURCE_BYTES, StageFile
 from agora.state.rules import LAG_LIMIT, most_advanced_first, plausibility_bound
 from agora.state.state_fetch import StateFetch
 from agora.swarm.peer_score import ReportViolation
@@ -46,7 +46,7 @@ class StageCollector:
         manifest: Manifest,
         folder: Path,
         layouts: Callable[[], Sequence[Layout]],
-        stages: KeptStages,
+        stages: StageStates,
         serving: ClaimedSteps,
         peer_caller: PeerCaller,
         report_violation: ReportViolation,

@@ -1,8 +1,8 @@
 """Compares what several sources say of one state, so that no single source is believed. Pure.
 
 **By hash.** An offer names the SHA-256 of each chunk. Replicas that took the same steps have the same bytes, so a hash
-that at least VOTES sources offer, and more than offer any other, is believed, and only these bytes are fetched. This
-costs no byte.
+that at least MIN_VOTES sources offer, and more than offer any other, is believed, and only these bytes are fetched.
+This costs no byte.
 
 **By sketch.** Replicas on other kinds of devices differ by their rounding. Replicas that take inner steps, or are at
 other steps, differ truly. Then no hash is believed, and sources send sketches: SKETCH_SUMS sums for each array of a
@@ -47,8 +47,8 @@ from numpy.typing import NDArray
 
 from agora.state.layout import AVERAGE, HASH_BYTES, OUTER_PARAMETERS, VELOCITY, Flat, Layout, MomentSpec
 
-VOTES: Final = 2
-WITNESSES: Final = 3  # a state is compared with those of at most this many sources
+MIN_VOTES: Final = 2
+MAX_WITNESSES: Final = 3  # a state is compared with those of at most this many sources
 NEAR: Final = 0.05
 CLOSEST_RATIO: Final = 4.0
 DRIFT: Final = 0.05  # the largest change in one step, relative to the weights' own size, that this check allows
@@ -77,7 +77,7 @@ def _split_hashes(offer: bytes) -> list[bytes]:
 
 def _most_offered(hashes: Iterable[bytes]) -> bytes | None:
     (first, votes), *others = Counter(hashes).most_common(2)
-    return first if votes >= VOTES and all(votes > fewer for _, fewer in others) else None
+    return first if votes >= MIN_VOTES and all(votes > fewer for _, fewer in others) else None
 
 
 # --- sketches
@@ -200,7 +200,7 @@ def judge_source(own: SketchedState, others: Sequence[SketchedState], layout: La
         counts = np.array([[place[array].stop - place[array].start] for place in places])
         scale = 0.5 / np.sqrt(np.maximum(counts, 1)) if is_square else np.ones((len(chunks), 1))
         equal = [other for other in others if _is_same_moment(moment, own, other)]
-        if len(equal) >= VOTES or len(equal) == len(others):
+        if len(equal) >= MIN_VOTES or len(equal) == len(others):
             for row, factor in enumerate(scale):
                 mine, *samples = [state.sample(moment, state.sums[row, array] * factor) for state in (own, *equal)]
                 verdicts.add(judge_sample(mine, samples, _apart if is_square else distance))

@@ -21,8 +21,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from agora.state.export_tensors import SOURCE_BYTES, Dtype, ExportError, ReportBytes, TensorBlocks, to_bf16
 from agora.state.files import PUBLIC, FileDigest
-from agora.state.merged_model import SOURCE_BYTES, Dtype, ExportError, ReportBytes, TensorBlocks, to_bf16
 
 ARCHITECTURES: Final[Mapping[str, str]] = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # The regular expressions by which byte-level tokenizers split text before BPE -> llama.cpp's names for them.

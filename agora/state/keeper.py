@@ -26,14 +26,16 @@ from agora.state.state_fetch import StateFetch
 from agora.swarm.peer_score import ReportViolation
 
 FETCH_TIMEOUT_S: Final = 1800.0  # seconds that fetching one state may take
-TIMEOUT_S: Final = 300.0  # seconds that a joiner without a checkpoint looks for new sources when all have failed
+SOURCES_TIMEOUT_S: Final = (
+    300.0  # seconds that a joiner without a checkpoint looks for new sources when all have failed
+)
 ANSWERS_TIMEOUT_S: Final = 10.0  # seconds that a joiner waits for all replicas to answer whether they have taken a step
 # Seconds in which the last peer that offered a stage may come back, before it counts as lost.
-RETURN_TIMEOUT_S: Final = 120.0
+LAST_HOLDER_TIMEOUT_S: Final = 120.0
 RETRY_INTERVAL_S: Final = 2.0  # seconds between two attempts to find a source
 
 
-class KeptStages(Protocol):
+class StageStates(Protocol):
     """Protocol: the stages of this peer's span; their states can be read and replaced while they train."""
 
     @property
@@ -93,7 +95,7 @@ class StateKeeper:
         self,
         manifest: Manifest,
         folder: Path,
-        stages: KeptStages,
+        stages: StageStates,
         holders: StageHolders,
         peer_caller: PeerCaller,
         report: Report,
@@ -149,9 +151,9 @@ class StateKeeper:
     async def fill_stages(self) -> str:
         """Loads or fetches each stage's state, or keeps its initial weights, as rules.choose_start decides.
 
-        Returns in words where each state is from. Raises Unavailable when no peer gives a stage of which this disk has
-        no checkpoint, or when such a stage's replicas do not answer whether they have taken a step; CheckpointError
-        when a checkpoint does not fit.
+        Returns in words where each state is from. Raises Unavailable when a stage without a checkpoint on this disk is
+        still offered, but no peer gives it, or when such a stage's replicas do not answer whether they have taken a
+        step; CheckpointError when a checkpoint does not fit.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found_checkpoints.clear()
@@ -163,7 +165,7 @@ class StateKeeper:
         if decision.action == "keep initial weights":
             decision = await self._ask_whether_a_step_was_taken(stage, decision)
         if decision.action == "fetch":
-            timeout_s = TIMEOUT_S if checkpoint is None else 0.0
+            timeout_s = SOURCES_TIMEOUT_S if checkpoint is None else 0.0
             try:
                 return await self.fetch(stage, decision.sources, decision.at_least, timeout_s)
             except Unavailable as error:
@@ -194,7 +196,7 @@ class StateKeeper:
             waited_s = loop_time() - started_at
             if answers and waited_s > ANSWERS_TIMEOUT_S:
                 break
-            if waited_s > TIMEOUT_S:
+            if waited_s > SOURCES_TIMEOUT_S:
                 raise Unavailable(stage, [f"{', '.join(silent)} serve it and do not say whether a step was taken"])
             if not answers.keys() >= set(silent):
                 await asyncio.sleep(RETRY_INTERVAL_S)
@@ -217,8 +219,9 @@ class StateKeeper:
         The stage then counts as filled, and its next checkpoint is due from the fetched step on. sources: the best
         first. at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
         lowest_step_to_fetch. timeout_s: seconds for which a failed fetch is tried again, from the peers that offer the
-        stage by then. If it is not 0 and no peer offers the stage any more, the fetch goes on for RETURN_TIMEOUT_S.
-        Raises Unavailable after that, and ProtocolError for a fetched state that cannot be loaded.
+        stage by then. If it is not 0 and no peer offers the stage any more, the fetch goes on for
+        LAST_HOLDER_TIMEOUT_S. Raises Unavailable after that, and ProtocolError for a fetched state that cannot be
+        loaded.
         """
         started_at = loop_time()
         fetch = StateFetch(
@@ -253,7 +256,7 @@ class StateKeeper:
                 if sources or is_offered:
                     last_offered_at = now
                 if now >= (
-                    started_at + timeout_s if is_offered or not timeout_s else last_offered_at + RETURN_TIMEOUT_S
+                    started_at + timeout_s if is_offered or not timeout_s else last_offered_at + LAST_HOLDER_TIMEOUT_S
                 ):
                     raise
                 self._report(events.TaskFailed("fetch state", f"{error}; it is tried again"))

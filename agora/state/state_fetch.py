@@ -39,9 +39,9 @@ from agora.core.clock import loop_time
 from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule, SyncSchedule
 from agora.state.chunk_fetch import (
     CHUNK_TIMEOUT_S,
-    FAILURES,
     FIRST_PAUSE_S,
     INDEX_TIMEOUT_S,
+    MAX_SOURCE_FAILURES,
     TICK_INTERVAL_S,
     ChunkFetch,
     Source,
@@ -49,8 +49,8 @@ from agora.state.chunk_fetch import (
 )
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.comparison import (
-    VOTES,
-    WITNESSES,
+    MAX_WITNESSES,
+    MIN_VOTES,
     SketchedState,
     Verdict,
     believed_hashes,
@@ -211,7 +211,7 @@ class StateFetch:
         def rank(offer: Offer) -> tuple[bool, bool, int, int]:
             # A key of which chunks are here goes before a newer one, since those need not be sent again. A key that
             # several sources have goes before that of a single one, which may have lied about its step.
-            is_backed = offered[offer.mixing_key] >= VOTES and offer.index.step >= newest - CLAIM_LAG
+            is_backed = offered[offer.mixing_key] >= MIN_VOTES and offer.index.step >= newest - CLAIM_LAG
             return offer.mixing_key in arrived, is_backed, offer.index.agreed, offer.index.step
 
         chosen = max(offers, key=rank)
@@ -321,7 +321,7 @@ class StateFetch:
         until = min(self._deadline, loop_time() + INDEX_TIMEOUT_S)
         while (now := loop_time()) < until:
             usable = self._chunks.usable_sources
-            if sum(1 for source in usable if source.offer) > VOTES or all(source.offer for source in usable):
+            if sum(1 for source in usable if source.offer) > MIN_VOTES or all(source.offer for source in usable):
                 return
             self._chunks.ask_for_indexes(now)
             await self._chunks.wait(TICK_INTERVAL_S)
@@ -351,7 +351,7 @@ class StateFetch:
             sources = [source for source in self._chunks.usable_sources if givers != {source.peer}]
             offers = [(source, source.offer) for source in sources if source.offer]
             offers = [(source, offer) for source, offer in offers if offer.layout.nbytes == self._partial.layout.nbytes]
-            offers = sorted(offers, key=lambda pair: not self._has_chosen_key(pair[1]))[:WITNESSES]
+            offers = sorted(offers, key=lambda pair: not self._has_chosen_key(pair[1]))[:MAX_WITNESSES]
             seed = secrets.token_bytes(SALT_BYTES)  # only now: offers that were made with it in mind could not be told
             answers = await asyncio.gather(*(self._get_sketches(*pair, chunks, seed) for pair in offers))
             witnesses = {source.peer: state for (source, _), state in zip(offers, answers, strict=True) if state}
@@ -401,7 +401,7 @@ class StateFetch:
             else:
                 theirs = await self._get_sketches(source, offer, [chunk], seed)
             right = sketch_chunk(self._partial.values_of(chunk), offer.layout, chunk, seed)[np.newaxis]
-            others = [sketched(arrived[chunk].index, right)] * VOTES
+            others = [sketched(arrived[chunk].index, right)] * MIN_VOTES
             if theirs is not None and judge_source(theirs, others, offer.layout, [chunk]) == "corrupt":
                 reason = "it offers a chunk that is not near what most sources have"
                 self._report_violation(source.peer, Violation.FALSE_STATE, reason)
@@ -425,7 +425,7 @@ class StateFetch:
     # | another ProtocolError; Refused when asked for an offer | the source is given up |
     # | Refused a chunk of its present offer | as any other; the offer is dropped, and a new one asked for |
     # | Busy | a pause as long as the source asks for, within bounds |
-    # | any other | a pause, longer each time; given up after FAILURES in a row |
+    # | any other | a pause, longer each time; given up after MAX_SOURCE_FAILURES in a row |
     def _handle_failure(self, source: Source[Offer], error: AgoraError, offer: Offer | None) -> None:
         if source.given_up:
             return
@@ -438,7 +438,7 @@ class StateFetch:
         source.record_failure(error, loop_time())
         if is_refusal and offer is source.offer:
             source.offer = None  # after any other failure the source may still keep the snapshot
-        if source.failures >= FAILURES:
+        if source.failures >= MAX_SOURCE_FAILURES:
             source.give_up(source.last_error)
 
 

@@ -28,7 +28,8 @@ from agora.observe.events import CompileFailed, LayersCompiled, Report
 from agora.train.device import drop_frames, is_out_of_memory
 
 INDUCTOR: Final = "inductor"  # torch's own compiler: Triton kernels on GPUs
-# How often a layer runs as it is before it is compiled: by then training has begun, and a single evaluation costs none.
+# How often a layer runs as it is before it is compiled: by then training has begun; a single evaluation compiles
+# nothing.
 RUNS_BEFORE: Final = 8
 MAX_ATTEMPTS: Final = 3  # of compiling one kind of layer: memory may have been short
 MAX_FRAMES: Final = 64  # of the process; torch's own limit of 8 is meant for frames that differ by accident

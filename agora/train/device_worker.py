@@ -32,7 +32,7 @@ from agora.state.layout import Layout, StageState
 from agora.train.compiled_layers import LayerCompiler, compiles_on
 from agora.train.device import DeviceLoad, DeviceOptions, DeviceQueue, JobTimes, Priority, choose_device, work_clock_of
 from agora.train.device_use import DeviceGauge, DeviceReading, gauge_of
-from agora.train.gradients import GradientNormBound
+from agora.train.gradients import GradientMagnitudeBound
 from agora.train.memory import keep_freed_memory
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
@@ -117,13 +117,13 @@ class DeviceWorker:
         self._events = events
         self._times = times
         self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
-        self._gradient_norms = GradientNormBound()
+        self._gradient_norms = GradientMagnitudeBound()
         self._boundary_shape = manifest.boundary_shape()
         self._tokens_shape = manifest.tokens_shape()
         self._has_marks = manifest.has_marks
         self._vocabulary = manifest.model.vocabulary
         self._has_last_stage = self.span.last == manifest.stage_count - 1
-        self._ahead = HostWork(is_apart(self.device))
+        self._ahead = HostPrefetch(is_apart(self.device))
 
     @classmethod
     async def create(
@@ -360,7 +360,6 @@ class DeviceWorker:
 
     outer_gradient = _job_on_stage(Stage.outer_gradient)
     outer_step = _job_on_stage(Stage.outer_step)
-    step_alone = _job_on_stage(Stage.step_alone)
     catch_up = _job_on_stage(Stage.catch_up)
     close_share = _job_on_stage(Stage.close_share)
     step_with_gradient = _job_on_stage(Stage.step_with_gradient)
@@ -487,7 +486,7 @@ class _Received:
         return _OnDevice(ids, parts.pop(0) if self._has_dither else None, parts)
 
 
-class HostWork:
+class HostPrefetch:
     """Work on the host that jobs need: on a thread of its own, beside the jobs before, or in the job itself."""
 
     def __init__(self, is_ahead: bool) -> None:

@@ -66,13 +66,13 @@ class OuterOptimizer:
     ) -> OuterStep:
         """Returns the step of outer parameters and velocity in `blocks` along `mean`; changes nothing.
 
-        snapshot, mean: float32 [n]. has_mean: for each part of shard_elements(n) elements, whether the round gave a
+        snapshot, mean: float32 [n]. has_mean: for each shard of shard_elements(n) elements, whether the round gave a
         mean; where it did not, nothing changes. pass_steps: in which every fragment is synced once. Raises
         ProtocolError for a mean of another shape or dtype, and when the change of the weights is not finite.
         """
         if mean.shape != (len(blocks) * SLICE_BLOCK,) or mean.dtype != torch.float32:
             raise ProtocolError(
-                "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a slice of {len(blocks)} blocks."
+                "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a fragment of {len(blocks)} blocks."
             )
         momentum = min(self._momentum_of_step * pass_steps, MAX_MOMENTUM)
         blocks_of_part = shard_elements(len(mean)) // SLICE_BLOCK

@@ -25,7 +25,7 @@ MAX_RATIO: Final = 100.0
 FIRST_LIMIT: Final = 1e4
 
 
-class GradientNormBound:
+class GradientMagnitudeBound:
     """The upper bound for the root mean square of the next gradient that comes from downstream."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ GROWS_AFTER: Final = 2000
 MAX_HALVINGS: Final = 8  # of one microbatch; a gradient that is not finite then has another cause
 
 
-class GradientScale:
+class LossScale:
     """The factor of the gradients inside this peer's backward passes, so that fp16 holds them: a loss scale of one hop.
 
     A gradient that arrives is multiplied by it, and what leaves, or is added to a sum, divided: other peers do not know

@@ -40,7 +40,7 @@ MAX_FLOPS: Final = 1e17  # no accelerator reaches more; a profile file with more
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class MachineProfile:
     """How fast a machine computes a run's layers; immutable.
 
     flops: operations per second at the size of the run's microbatch. fixed_s, row_s: forward and backward of one layer
@@ -52,7 +52,9 @@ class Profile:
     row_s: float
 
 
-def find_profile(folder: Path, manifest: Manifest, device: torch.device, budget_s: float = BUDGET_S) -> Profile | None:
+def find_profile(
+    folder: Path, manifest: Manifest, device: torch.device, budget_s: float = BUDGET_S
+) -> MachineProfile | None:
     """Returns the profile that an earlier start has written to `folder`; without one, measures it and writes it there.
 
     Only a profile of the same run and hardware counts, see profile_key. Without one, returns None, and measures
@@ -92,7 +94,7 @@ def profile_key(manifest: Manifest, device: torch.device) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def read_profile(path: Path, key: str) -> Profile | None:
+def read_profile(path: Path, key: str) -> MachineProfile | None:
     """Returns the profile in a file; None if the file is missing, malformed, implausible or of another key."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -100,8 +102,8 @@ def read_profile(path: Path, key: str) -> Profile | None:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or values.pop("key", None) != key:
             return None
-        profile = Profile(**values)
-        checked = Profile(float(profile.flops), float(profile.fixed_s), float(profile.row_s))
+        profile = MachineProfile(**values)
+        checked = MachineProfile(float(profile.flops), float(profile.fixed_s), float(profile.row_s))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
     times = checked.fixed_s, checked.row_s
@@ -109,7 +111,7 @@ def read_profile(path: Path, key: str) -> Profile | None:
     return checked if is_sound else None
 
 
-def write_profile(path: Path, key: str, profile: Profile) -> None:
+def write_profile(path: Path, key: str, profile: MachineProfile) -> None:
     """Replaces the file atomically. Raises OSError."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"key": key, **asdict(profile)}), encoding="utf-8")
@@ -118,7 +120,7 @@ def write_profile(path: Path, key: str, profile: Profile) -> None:
 
 def measure_profile(
     manifest: Manifest, device: torch.device, budget_s: float, clock: Callable[[], float] = time.perf_counter
-) -> Profile:
+) -> MachineProfile:
     """Measures and returns the profile of `device`, by the model's middle layer with random weights.
 
     Times forward and backward of 1, 2 and 4 rows, but of no more than a microbatch has, and fits a line through the
@@ -139,7 +141,7 @@ def measure_profile(
     fixed_s, row_s = fit_line(times)
     batch = MicrobatchSize(max_rows, manifest.model.context, manifest.has_marks)
     work = sum(microbatch_flops(decoder_sizes(manifest.model), stage.layer_range, batch))
-    return Profile(work / (fixed_s + max_rows * row_s), fixed_s, row_s)
+    return MachineProfile(work / (fixed_s + max_rows * row_s), fixed_s, row_s)
 
 
 def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -16,9 +16,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from agora.codec.transfer import aligned_bytes
+
 # Maximum number of elements of a moment that are copied to the device at a time: 16 MiB in float32.
 PIECE: Final = 1 << 22
-ALIGNMENT_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class StateAccess:
         copies, start = [], 0
         for tensor in state:
             copies.append(self.buffer[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor))
-            start += _aligned_bytes(tensor)
+            start += aligned_bytes(tensor)
         yield tuple(copies)
         # Not if the block raised: the state stays as it was.
         if self.writes_back:
@@ -78,8 +79,4 @@ class OptimizerOffload:
 
 def bytes_on_device(*state: Tensor) -> int:
     """Returns how many bytes of a buffer copies of the tensors take."""
-    return sum(map(_aligned_bytes, state))
-
-
-def _aligned_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return sum(map(aligned_bytes, state))

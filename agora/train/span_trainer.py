@@ -27,7 +27,7 @@ from agora.train import memory
 from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
 from agora.train.compiled_layers import LayerCompiler
 from agora.train.device import has_native_bf16, is_out_of_memory, product_dtype
-from agora.train.gradients import GradientScale, add_gradients
+from agora.train.gradients import LossScale, add_gradients
 from agora.train.objectives import Head, objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.stage import Stage
@@ -63,7 +63,7 @@ class _Gradients(NamedTuple):
     scale: float = 1.0  # those by parameters are multiplied by it
 
 
-class HeldStages(dict[int, Stage]):
+class StagesByNumber(dict[int, Stage]):
     """The stages of a span by number. Looking up another one raises NotMyStage."""
 
     def __missing__(self, number: int) -> NoReturn:
@@ -128,10 +128,10 @@ class SpanTrainer:
         self.compiler = None if manifest.model.dropout else compiler
         self._report = report
         self._dtype = torch.bfloat16 if has_native_bf16(device) else product_dtype(device)  # of products
-        self.scale = GradientScale(self._dtype)
+        self.scale = LossScale(self._dtype)
         self.graphs = GraphBudget(manifest.schedule.activations, device)
         self.stashed = StashedForwards(MAX_TIMES_IN_FLIGHT * in_flight)
-        self.stages = HeldStages()
+        self.stages = StagesByNumber()
         self._layer_counts = {number: len(manifest.layers_of(number)) for number in span.stages}
         family = family_of(manifest.model)
         self._fill_trained = partial(family.fill_trained, seed=manifest.seed, base_model=base_model)

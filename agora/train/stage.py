@@ -294,10 +294,6 @@ class Stage:
             return self._live.target_tokens(step)
         return self._instructions.tokens_needed(step)
 
-    def step_alone(self, step: int) -> None:
-        """Takes step `step` along the own gradient sum, unless it was taken or a share is closed."""
-        self.catch_up(step + 1)
-
     def catch_up(self, step: int) -> None:
         """Raises the step count to `step`, that of the other replicas; not while a share is closed.
 
@@ -512,9 +508,9 @@ class Stage:
         """Applies the mean of step `step`'s round over `blocks` to outer parameters and weights, and to the history.
 
         Does nothing if a mean of this or a later step was applied before, and during all-reduces. snapshot: the weights
-        that the round began with. averaged: the round's result; parts without a mean stay as they are. None if there is
-        no other replica: then the snapshot becomes the outer parameters, and the weights stay. wanted_fragments: as in
-        `step_with_gradient`. Raises ProtocolError for a mean that does not fit or gives weights that are not finite.
+        that the round began with. averaged: the round's result; shards without a mean stay as they are. None if there
+        is no other replica: then the snapshot becomes the outer parameters, and the weights stay. wanted_fragments: as
+        in `step_with_gradient`. Raises ProtocolError for a mean that does not fit or gives weights that are not finite.
         """
         if step <= self.progress.agreed_step or self.outer is None:
             return

@@ -20,7 +20,7 @@ class _RecentStep(NamedTuple):
 class TokenAccounts:
     """Counts what became of a stage's tokens here since the stage was loaded: totals, and sums over the last steps.
 
-    computed: tokens whose gradient was computed; the owner of this object adds to it. Of steps, only the last
+    computed: tokens whose gradient was computed; `Stage` adds to it. Of steps, only the last
     RECENT_STEPS are kept.
     """
 

@@ -31,7 +31,7 @@ from agora.train.objectives import TokenBatch
 
 # Stashed forwards and queued jobs are refused beyond this many times the usual number of microbatches in flight.
 MAX_TIMES_IN_FLIGHT = 4
-NOTHING: Final[Mapping[str, torch.dtype]] = MappingProxyType({})
+NO_COPIES: Final[Mapping[str, torch.dtype]] = MappingProxyType({})
 
 
 def tensor_in(flat: Tensor, slot: TensorSlot) -> Tensor:
@@ -46,7 +46,11 @@ class WeightVersion:
     """
 
     def __init__(
-        self, weights: Tensor | None, layout: Layout, template: StageModule, copied: Mapping[str, torch.dtype] = NOTHING
+        self,
+        weights: Tensor | None,
+        layout: Layout,
+        template: StageModule,
+        copied: Mapping[str, torch.dtype] = NO_COPIES,
     ) -> None:
         """weights: None if all parameters are copies. copied: by name, the dtype of the parameters that are copies.
 
@@ -119,7 +123,7 @@ def copied_parameters(module: nn.Module, dtype: torch.dtype) -> Mapping[str, tor
     float32 the gradients of a token that comes often add up.
     """
     if dtype == torch.float32:
-        return NOTHING
+        return NO_COPIES
     embeddings = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
     return {
         name: dtype if parameter.dim() > 1 else torch.float32
@@ -139,7 +143,7 @@ class VersionedWeights:
         layout: Layout,
         current: WeightVersion,
         stashed: StashedForwards,
-        copied: Mapping[str, torch.dtype] = NOTHING,
+        copied: Mapping[str, torch.dtype] = NO_COPIES,
     ) -> None:
         """stashed: the forwards whose graphs may need these weights. copied: of each version, see WeightVersion."""
         self.layout = layout

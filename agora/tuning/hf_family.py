@@ -18,7 +18,7 @@ from agora_protocol.base_config import parse_config
 from agora_protocol.manifest_model import HfSection
 
 from agora.model.family import Family, StageModule
-from agora.state.merged_model import ExportedTensor, ReadTrained, TensorBlocks
+from agora.state.export_tensors import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
 from agora.tuning.adapters.lora import (
     ADAPTER_CONFIG,

@@ -125,7 +125,7 @@ class Unsupported(Refused):
 
 
 class Unavailable(AgoraError):
-    """No peer could serve `stage` before the deadline; `reasons` has one short text for each peer tried."""
+    """No peer could serve `stage` before the deadline; the text says why those that were tried last could not."""
 
     code: ClassVar[str] = "unavailable"
 

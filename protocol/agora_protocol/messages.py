@@ -290,8 +290,9 @@ def _dump_entries(value: tuple[GossipEntry, ...]) -> tuple[tuple[Any, ...], ...]
 class GossipSteps(Message, kind=12, frames=(FrameType.REQUEST,)):
     """Sends a replica what the sender knows of the progress of a stage's replicas. Answered by GossipedSteps.
 
-    Both sides believe a sender about itself, also when its numbers are lower than before: it may have restarted. About
-    another replica they keep the report with more progress, or any report when they know nothing live of it.
+    Both sides believe a sender about itself as far as the time since allows (section 16), also when its numbers are
+    lower than before: it may have restarted. About another replica they keep the report with more progress, or any
+    report when they know nothing live of it.
     """
 
     stage: int = int_field(0, MAX_STAGES - 1, doc="the stage whose replicas are listed")
@@ -352,7 +353,10 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
         doc="in how many slices the reducer wants the stage to agree later, 0: by all-reduce steps",
     )
     reducer: str = text_field(
-        PEER_ID_CHARACTERS, default="", doc="peer id of the replica that has averaged the shard; empty for a mean of 0"
+        PEER_ID_CHARACTERS,
+        default="",
+        doc="peer id of the replica that has averaged and signed the shard; empty where nobody signed: a mean of 0 or "
+        "of one contribution, or a reducer that may not sign",
     )
     signature: bytes = bytes_field(0, 64, default=b"", doc="the reducer's, of the mean (section 12); empty likewise")
 
@@ -404,7 +408,7 @@ class StateIndex(Message, kind=19, frames=(FrameType.ANSWER,), tensors=(0, 1)):
     agreed: int = int_field(0, MAX_UINT, doc="the last step whose mean over all replicas is in the snapshot")
     lineage: int = hash_field(doc="the history hash of step `agreed` (section 13), zeros when it is unknown")
     slices: int = int_field(
-        0, MAX_SLICES, doc="number of slices in which the stage agrees before step `change_at`; 0: exact"
+        0, MAX_SLICES, doc="number of slices in which the stage agrees before step `change_at`; 0: all-reduce steps"
     )
     change_at: int = int_field(
         0, MAX_UINT, doc="number of the step from which `later_slices` hold; 10^9 when none does"

@@ -203,7 +203,7 @@ NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}
 def record_key(run: RunId, kind: str | type[Record], stage: int, bits: str = "") -> str:
     """Returns the DHT key of a stage's records: RUN/claim/STAGE or RUN/progress/STAGE, plus /BITS for a shard.
 
-    Its subkeys are peer ids. kind: "claim", "progress" or a Record class; raises ValueError for any other.
+    Its subkeys are peer ids. kind: "claim", "progress", "bans", or a Record class; raises ValueError for any other.
     """
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:

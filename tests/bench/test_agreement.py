@@ -33,8 +33,8 @@ from agora.core.step_schedule import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids
+from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import FragmentDivision
-from agora.replica.shard_codec import NumberFormat
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import DecodedWork
 

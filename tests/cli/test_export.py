@@ -34,10 +34,10 @@ from agora.model import StageModule, family_of
 from agora.node import paths, runs
 from agora.node.control.control_socket import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
+from agora.state.export_tensors import ExportError
 from agora.state.files import replace_tensors
 from agora.state.hub_publish import PublishError
 from agora.state.layout import StageState
-from agora.state.merged_model import ExportError
 from agora.train.objectives import stage_loss
 from agora.train.optimizer import with_moments
 from agora.train.weight_versions import StageWeights

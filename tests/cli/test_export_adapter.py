@@ -31,9 +31,9 @@ from agora.model import StageModule
 from agora.node import paths, runs
 from agora.node.settings import SettingsError
 from agora.state.checkpoint import write_checkpoint
+from agora.state.export_tensors import ExportError
 from agora.state.files import replace_tensors
 from agora.state.layout import StageState
-from agora.state.merged_model import ExportError
 from agora.train.stage import stage_layout
 from agora.tuning.base.store import BaseModelError
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer

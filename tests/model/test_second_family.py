@@ -27,8 +27,8 @@ from agora.model import FAMILIES, Family, RunLayer, StageModule, family_of, keep
 from agora.node import paths, runs
 from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import write_checkpoint
+from agora.state.export_tensors import ExportedTensor
 from agora.state.layout import StageState
-from agora.state.merged_model import ExportedTensor
 from agora.state.model_card import ModelDescription
 from agora.train.optimizer import with_moments
 from agora.train.weight_versions import StageWeights

@@ -15,7 +15,7 @@ from agora.cost.run_cost import Machine, RunCost, StageCost
 from agora.node.limits.memory import BASE_BYTES
 from agora.node.peer.capacity_probe import CapacityProbe, longest_spans, needs_of
 from agora.node.settings import Settings
-from agora.train.machine_profile import Profile, profile_key, write_profile
+from agora.train.machine_profile import MachineProfile, profile_key, write_profile
 
 FLOPS = 1e10
 
@@ -27,7 +27,7 @@ def tiny(stages: int = 4) -> Manifest:
 def probe(folder: Path, **settings: object) -> CapacityProbe:
     """What a machine has found out that was profiled before."""
     key = profile_key(tiny(), torch.device("cpu"))
-    write_profile(folder / f"profile-{key[:16]}.json", key, Profile(FLOPS, 0.0, 1.0))
+    write_profile(folder / f"profile-{key[:16]}.json", key, MachineProfile(FLOPS, 0.0, 1.0))
     own = CapacityProbe(tiny(), Settings(device="cpu", **settings), folder)
     asyncio.run(own.assess_machine())
     return own

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from agora.pipeline.flow_control import (
     GRACE_S,
-    Pace,
+    CompletionPace,
     SendDecision,
     SendInputs,
     SendWindow,
     StalenessCeiling,
-    StepQuota,
+    StepAllotment,
     StepState,
-    equal_quota,
+    equal_part,
     measured_window,
     next_send,
     staleness_ceiling,
@@ -26,11 +26,11 @@ from agora.pipeline.flow_control import (
 
 ASYNCHRONOUS = SendInputs()
 SYNCHRONOUS = SendInputs(step=StepState(step=7, microbatches=9, lacking=9, position=0, origins=2))
-NONE = StepQuota()
+NONE = StepAllotment()
 
 
 def decide(
-    now: float = 100.0, quota: StepQuota = NONE, seen: SendInputs = ASYNCHRONOUS, open_count: int = 0, **flags: bool
+    now: float = 100.0, quota: StepAllotment = NONE, seen: SendInputs = ASYNCHRONOUS, open_count: int = 0, **flags: bool
 ) -> SendDecision:
     return next_send(now, quota, SendWindow(4, "4: measured"), seen, open_count, **flags)
 
@@ -79,10 +79,10 @@ def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:
 
 
 def test_a_quota_is_not_renewed_before_everything_opened_is_back() -> None:
-    used_up = StepQuota(6, 0)
+    used_up = StepAllotment(6, 0)
     waiting = decide(quota=used_up, seen=SYNCHRONOUS, open_count=1)
     assert (waiting.action, waiting.quota) == ("wait", used_up)
-    assert decide(quota=used_up, seen=SYNCHRONOUS).quota == StepQuota(7, 4)
+    assert decide(quota=used_up, seen=SYNCHRONOUS).quota == StepAllotment(7, 4)
 
 
 def test_an_origin_with_a_quota_of_nothing_waits() -> None:
@@ -91,23 +91,23 @@ def test_an_origin_with_a_quota_of_nothing_waits() -> None:
 
 def test_what_a_step_lacks_is_opened_in_parts_after_a_grace_period() -> None:
     seen = SendInputs(step=StepState(7, 9, 3, 0, 2))
-    first = decide(quota=StepQuota(7, 0), seen=seen)
+    first = decide(quota=StepAllotment(7, 0), seen=seen)
     assert (first.action, first.quota.idle_since) == ("wait", 100.0)
     before = decide(100.0 + GRACE_S - 0.01, first.quota, seen)
     assert before.action == "wait" and before.quota == first.quota
     after = decide(100.0 + GRACE_S, first.quota, seen)
-    assert (after.action, after.quota) == ("open", StepQuota(7, 1)), "half of three, rounded up"
+    assert (after.action, after.quota) == ("open", StepAllotment(7, 1)), "half of three, rounded up"
 
 
 def test_a_step_that_lacks_nothing_is_not_topped_up_and_the_grace_period_begins_again() -> None:
     seen = SendInputs(step=StepState(7, 9, 0, 0, 2))
-    after = decide(100.0 + GRACE_S, StepQuota(7, 0, idle_since=100.0), seen)
-    assert (after.action, after.quota) == ("wait", StepQuota(7))
+    after = decide(100.0 + GRACE_S, StepAllotment(7, 0, idle_since=100.0), seen)
+    assert (after.action, after.quota) == ("wait", StepAllotment(7))
 
 
 def test_a_new_step_ends_the_grace_period() -> None:
-    opening = decide(101.0, StepQuota(6, 0, idle_since=100.0), SYNCHRONOUS)
-    assert (opening.action, opening.quota) == ("open", StepQuota(7, 4))
+    opening = decide(101.0, StepAllotment(6, 0, idle_since=100.0), SYNCHRONOUS)
+    assert (opening.action, opening.quota) == ("open", StepAllotment(7, 4))
 
 
 def test_send_window_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:
@@ -190,7 +190,7 @@ def test_all_origins_together_keep_at_most_the_allowed_share_of_a_step_in_flight
 
 
 def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
-    pace = Pace()
+    pace = CompletionPace()
     for i in range(200):
         pace = pace.after_completion(100.0 + 0.5 * i)
     assert math.isclose(pace.period_s.value, 0.5)
@@ -201,6 +201,6 @@ def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
 
 @given(st.integers(1, 10_000), st.integers(1, 20))
 def test_origins_share_a_step_without_gaps(microbatches: int, origins: int) -> None:
-    quotas = [equal_quota(microbatches, position, origins) for position in range(origins)]
+    quotas = [equal_part(microbatches, position, origins) for position in range(origins)]
     assert max(quotas) - min(quotas) <= 1
     assert sum(quotas) == microbatches

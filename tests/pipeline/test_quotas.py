@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from agora_protocol.messages import Processed
 
-from agora.pipeline.flow_control import GRACE_S, SendInputs, StepState, equal_quota
+from agora.pipeline.flow_control import GRACE_S, SendInputs, StepState, equal_part
 from agora.pipeline.origin import LOOK_INTERVAL_S, Origin, OriginConfig
 from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import TOKENS, Source, peer_id
@@ -80,7 +80,7 @@ class _Entrance:
 def test_quotas_are_whole_numbers_that_sum_to_the_step() -> None:
     for origins in range(1, 12):
         for microbatches in (1, 8, 9):
-            quotas = [equal_quota(microbatches, rank, origins) for rank in range(origins)]
+            quotas = [equal_part(microbatches, rank, origins) for rank in range(origins)]
             assert sum(quotas) == microbatches and max(quotas) - min(quotas) <= 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agora.state.chunk_fetch import FAILURES, WINDOW
+from agora.state.chunk_fetch import MAX_SOURCE_FAILURES, WINDOW
 from tests.process.harness import WAIT_S, Daemon, drained, fired, last_step, nothing_lost, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -137,7 +137,9 @@ def test_a_newcomer_whose_only_source_dies_goes_on_with_the_next(tmp_path: Path)
         made.until(lambda: late.events("TaskFailed", task="fetch state"), "the newcomer to notice")
         again = made.start("only", "1")
         fetched = made.until(lambda: late.events("StateFetched"), "the newcomer to have its state")[0]
-        asked_of_the_dead = WINDOW + FAILURES - 1  # open calls at its death, then one by one until it is given up
+        asked_of_the_dead = (
+            WINDOW + MAX_SOURCE_FAILURES - 1
+        )  # open calls at its death, then one by one until it is given up
         assert fetched["step"] >= 2 and fetched["fetched_again"] <= asked_of_the_dead
         made.until(lambda: late.events("MicrobatchCounted") and again.is_serving, "one to train, and both to serve")
         made.stop()

@@ -49,8 +49,8 @@ from agora.net.nat.circuit_wire import (
 )
 from agora.net.p2pd.hivemind_shim import DHTID
 from agora.net.p2pd.multiaddr import decode_multiaddr, encode_multiaddr
+from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import reducing_bandwidths
-from agora.replica.shard_codec import NumberFormat
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity, build_status
 from agora.swarm.view import View, merge

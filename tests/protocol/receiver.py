@@ -42,7 +42,8 @@ from agora.pipeline.router import Router
 from agora.pipeline.work_ledger import WorkLedger
 from agora.replica.all_reduce import AllReduce, RoundContext
 from agora.replica.gossip import StepGossip, SwarmQueries
-from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, ShardCodec, WeightedValues
+from agora.replica.number_formats import NumberFormat
+from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, WeightedValues
 from agora.replica.stage_view import ReplicaCounts
 from agora.state.comparison import SketchedState, judge_source
 from agora.state.layout import StageState, chunk_hashes, pack_chunk
@@ -52,7 +53,7 @@ from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.amendments import AmendmentBook
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
-from agora.train.gradients import GradientNormBound
+from agora.train.gradients import GradientMagnitudeBound
 from agora.tuning.epochs.assigner import EpochAssigner
 from agora.tuning.epochs.gossip import EpochGossip
 from tests.pipeline.world import WIRE_RULES, boundary_of, gradient_of, peer_id, tokens_of
@@ -88,7 +89,7 @@ class PlainDevice:
 
     def __init__(self) -> None:
         self.span = Span(STAGE, STAGE)
-        self._bound = GradientNormBound()
+        self._bound = GradientMagnitudeBound()
 
     async def forward(self, work: SpanWork) -> WireTensor:
         return boundary_of(work.microbatch, STAGE + 1)

@@ -166,10 +166,6 @@ class FakeStage:
         self.history = extend_history(self.history, step, checksum, last=self.agreed_step)
         self.sync_schedule = self.change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
 
-    async def step_alone(self, stage: int, step: int) -> None:
-        """As train.Stage."""
-        await self.catch_up(stage, step + 1)
-
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.Stage."""
         if step > self.step and self.share is None:

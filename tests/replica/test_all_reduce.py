@@ -22,12 +22,12 @@ from agora.core.calls import Reply
 from agora.observe.events import PartFailed, RoundDone
 from agora.replica import all_reduce
 from agora.replica.all_reduce import MAX_RUNNING_SYNCS, MIN_KEPT_ROUNDS, RECALL_FRACTION, RoundResult
+from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import ROUNDS_PER_REDUCER, reducers_of
 from agora.replica.shard_codec import (
     INT8_ROUNDS,
     WIRE_KINDS,
     EncodedShard,
-    NumberFormat,
     RoundKind,
     Shard,
     ShardCodec,

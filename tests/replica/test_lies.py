@@ -20,8 +20,9 @@ from agora_protocol.tensors import WireTensor
 from agora.core.calls import Reply
 from agora.observe.events import RoundDone, StageDiverged
 from agora.replica.all_reduce import RoundResult
+from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import reducers_of
-from agora.replica.shard_codec import EncodedShard, NumberFormat, Shard, ShardMean
+from agora.replica.shard_codec import EncodedShard, Shard, ShardMean
 from agora.replica.stage_view import may_sign
 from agora.swarm.peer_score import Violation
 from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of
@@ -325,7 +326,7 @@ def test_who_began_with_a_later_state_is_not_asked_for_a_mean_and_says_nothing_a
                 late.peer: replace(known[late.peer], direct=report),
             }
             keepers = [
-                first.group.stages[0].round_rules.context_of(Shard(0, "gradient", n, 0)).live_others for n in (9, 10)
+                first.group.stages[0].round_contexts.context_of(Shard(0, "gradient", n, 0)).live_others for n in (9, 10)
             ]
             assert keepers == [{second.peer}, {second.peer, late.peer}]
 

@@ -14,16 +14,8 @@ from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK
 from agora_protocol.messages import KINDS, Averaged, Contribute, Message, Recalled, message_from_fields
 from agora_protocol.tensors import WireTensor
 
-from agora.replica.shard_codec import (
-    MAX_EXPONENT,
-    MIN_EXPONENT,
-    NumberFormat,
-    RoundConfig,
-    RoundKind,
-    Shard,
-    ShardCodec,
-    dither_fractions,
-)
+from agora.replica.number_formats import MAX_EXPONENT, MIN_EXPONENT, NumberFormat, dither_fractions
+from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, ShardCodec
 
 NAMES = ("int8", "bf16", "float32")
 EDGES = [*range(1, 71), 127, 128, 129, 1023, 1024, 1025, PART_ELEMENTS - 1, PART_ELEMENTS]

@@ -10,7 +10,7 @@ from agora_protocol.parts import fragment_count
 from agora_protocol.presets import PRESETS
 
 from agora.core.moving_average import MovingAverage
-from agora.replica.round_rules import MIN_ROUND_TIMEOUT_S, ROUND_STEPS
+from agora.replica.round_contexts import MIN_ROUND_TIMEOUT_S, ROUND_STEPS
 from agora.replica.shard_codec import Shard
 from agora.replica.stage_view import NEWCOMER_STEPS
 from tests.replica.group_world import GroupWorld
@@ -29,7 +29,7 @@ def test_nobody_waits_for_a_replica_that_is_listed_and_has_never_reported() -> N
         await asyncio.sleep(2.0)
         step = first.stage.step
         assert step > NEWCOMER_STEPS
-        view = first.group.stages[0].round_rules.context_of(Shard(0, "gradient", step, 0))
+        view = first.group.stages[0].round_contexts.context_of(Shard(0, "gradient", step, 0))
         assert view.members == {first.peer: 0.0, second.peer: 0.0, silent.peer: None}
         assert view.not_awaited == {silent.peer}
         await first.stop()
@@ -44,11 +44,11 @@ def test_a_replica_that_fetches_a_state_is_no_member_of_the_steps_meanwhile_and_
             first, behind = world.all
             await asyncio.sleep(10.0)
             loop, shard = first.group.stages[0], Shard(0, "gradient", first.stage.step, 0)
-            view = loop.round_rules.context_of(shard)
+            view = loop.round_contexts.context_of(shard)
             assert {*view.members} == {first.peer, behind.peer} and not view.not_awaited
             first.stage.step += 3
-            later = loop.round_rules.context_of(shard._replace(round=first.stage.step))
-            assert {*later.members} - later.not_awaited == {first.peer} == {*loop.round_rules.members()}
+            later = loop.round_contexts.context_of(shard._replace(round=first.stage.step))
+            assert {*later.members} - later.not_awaited == {first.peer} == {*loop.round_contexts.members()}
 
     run(main())
 
@@ -59,7 +59,7 @@ def test_a_round_may_take_as_long_as_some_steps_last(kind: str, expected: float)
 
     async def main() -> None:
         (peer,) = GroupWorld([0.0], schedule={"kind": kind}).all
-        rounds, meter = peer.group.stages[0].round_rules, peer.group.stages[0].pacing
+        rounds, meter = peer.group.stages[0].round_contexts, peer.group.stages[0].pacing
         assert rounds.allowed_s() == 20.0, "nothing is measured yet"
         for step_s, round_s in ((7.0, expected), (0.1, min(expected, MIN_ROUND_TIMEOUT_S)), (1000.0, 20.0)):
             meter.step_s = MovingAverage(0.2).with_sample(step_s)

@@ -167,9 +167,9 @@ def test_fragments_are_averaged_of_inner_steps_only_and_gradients_of_all_reduce_
     async def whole() -> None:
         async with beside(averaging={"exact_steps": exact_steps, "every": 2}) as (_, group, *_):
             for kind, number, slices in (("fragment", first - 1, 20), ("gradient", exact_steps, 0)):
-                refused = group.stages[0].round_rules.context_of(Shard(0, kind, number, 0, slices)).refusal
+                refused = group.stages[0].round_contexts.context_of(Shard(0, kind, number, 0, slices)).refusal
                 assert isinstance(refused, ProtocolError) and f"averages no {kind} {number} here" in str(refused)
-            assert group.stages[0].round_rules.context_of(Shard(0, "fragment", first, 0, 20)).numel > 0
+            assert group.stages[0].round_contexts.context_of(Shard(0, "fragment", first, 0, 20)).numel > 0
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 
@@ -182,7 +182,7 @@ def test_the_same_shard_twice_is_refused_and_no_violation() -> None:
         averaging = {"exact_steps": 0, "every": 2, "fraction": 0.5, "slice_wire": "float32"}
         violations = PeerScore(recorded.append, loop_time)
         async with beside(violations.report_violation, averaging=averaging) as (_, group, *_):
-            size = group.stages[0].round_rules.context_of(Shard(0, "fragment", 1, 0, 2)).numel
+            size = group.stages[0].round_contexts.context_of(Shard(0, "fragment", 1, 0, 2)).numel
             refused = 0
             for round_ in (1, 3, 5, 7):
                 message = Contribute(0, "slice", round_, 0, 2, 1.0, False, "float32", 1000)
@@ -206,7 +206,7 @@ def test_what_no_member_may_bring_is_one_violation_for_a_round() -> None:
 
         violations = PeerScore(recorded.append, loop_time)
         async with beside(violations.report_violation, averaging=averaging) as (_, group, *_):
-            size = group.stages[0].round_rules.context_of(Shard(0, "fragment", 1, 0, 2)).numel
+            size = group.stages[0].round_contexts.context_of(Shard(0, "fragment", 1, 0, 2)).numel
 
             async def bring(round_: int, values: np.ndarray, weight: float = 1.0) -> None:
                 message = Contribute(0, "slice", round_, 0, 2, weight, False, "float32", 1000)

@@ -13,13 +13,12 @@ from agora_protocol.messages import Recall, Recalled
 from agora_protocol.tensors import WireTensor
 
 from agora.observe.events import RoundDone
+from agora.replica.number_formats import NORMAL_BITS, NumberFormat
 from agora.replica.reducers import reducers_of
 from agora.replica.shard_codec import (
     INT8_ROUNDS,
-    NORMAL_BITS,
     WIRE_KINDS,
     EncodedShard,
-    NumberFormat,
     RoundConfig,
     RoundKind,
     Shard,

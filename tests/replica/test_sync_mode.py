@@ -26,12 +26,12 @@ from agora.observe.events import PartFailed, RoundDone, StageDiverged, StepPlanC
 from agora.replica.pacing import TokenRate
 from agora.replica.shard_codec import Shard
 from agora.replica.sync_rules import (
+    MIN_WISH_AGE_S,
     RETURN_FACTOR,
-    WISH_LIFETIME_S,
     ReplicaUplink,
     Wish,
     carried_by_most,
-    wanted_fragments,
+    choose_fragment_count,
 )
 from agora.train.stage import StageProgress
 from tests.replica.group_world import FakeStage, GroupPeer, GroupWorld
@@ -114,13 +114,13 @@ def test_slower_uplinks_count_once_their_replicas_do_a_quarter_of_the_work() -> 
     ],
 )
 def test_the_number_of_fragments_is_what_the_uplinks_carry(present: int, carried: float, wanted: int) -> None:
-    found, reason = wanted_fragments(present, uplinks_of(4, carried), 20)
+    found, reason = choose_fragment_count(present, uplinks_of(4, carried), 20)
     assert found == wanted
     assert ("never full" in reason) == math.isinf(carried) and (math.isinf(carried) or f"{carried:.2g}" in reason)
 
 
 def test_a_replica_without_others_keeps_its_inner_steps() -> None:
-    assert wanted_fragments(20, uplinks_of(1), 20)[0] == 20
+    assert choose_fragment_count(20, uplinks_of(1), 20)[0] == 20
 
 
 def test_the_first_inner_step_comes_after_the_shares_that_may_be_closed_already() -> None:
@@ -168,8 +168,8 @@ def test_no_reducer_can_ask_for_more_fragments_than_the_manifest_has(wanted: int
 
 def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
     wish = Wish().after(6, 12, 100.0)
-    assert wish.kind == "more fragments" and not wish.is_held(100.0 + WISH_LIFETIME_S - 0.1)
-    assert wish.after(6, 9, 110.0) == wish and wish.is_held(100.0 + WISH_LIFETIME_S), "how many more does not matter"
+    assert wish.kind == "more fragments" and not wish.is_held(100.0 + MIN_WISH_AGE_S - 0.1)
+    assert wish.after(6, 9, 110.0) == wish and wish.is_held(100.0 + MIN_WISH_AGE_S), "how many more does not matter"
     for other, kind in ((6, "none"), (ALL_REDUCE, "all-reduces"), (3, "fewer fragments")):
         assert wish.after(6, other, 110.0) == Wish(kind, 110.0)
     assert (
@@ -179,13 +179,13 @@ def test_a_change_is_asked_for_once_it_was_wanted_without_a_break() -> None:
 
 
 def test_no_stall_keeps_rates_wrong_for_as_long_as_a_wish_must_be_held() -> None:
-    """After a stall of any length a rate is within RETURN_FACTOR of what it was long before WISH_LIFETIME_S."""
+    """After a stall of any length a rate is within RETURN_FACTOR of what it was long before MIN_WISH_AGE_S."""
     for stalled_s in (5.0, 60.0, 3600.0):
         rate = TokenRate().after(100_000, 100.0).after(0, stalled_s)
         for _ in range(12):
             rate = rate.after(1000, 1.0)
         assert rate.per_second is not None and 1000.0 / RETURN_FACTOR < rate.per_second <= 1000.0
-    assert WISH_LIFETIME_S >= 12.0
+    assert MIN_WISH_AGE_S >= 12.0
 
 
 def test_changes_lie_apart() -> None:
@@ -375,9 +375,9 @@ def test_a_part_of_the_other_kind_is_refused_without_a_violation_where_stages_ma
         async with world_of(4000.0, 4000.0) as world:
             await asyncio.sleep(5.0)
             loop, step = world.all[0].group.stages[0], world.all[0].stage.step
-            refused = loop.round_rules.context_of(Shard(0, "fragment", step, 0, FRAGMENTS)).refusal
+            refused = loop.round_contexts.context_of(Shard(0, "fragment", step, 0, FRAGMENTS)).refusal
             assert isinstance(refused, Refused) and "averages no fragment" in str(refused)
-            accepted = loop.round_rules.context_of(Shard(0, "gradient", step, 0))
+            accepted = loop.round_contexts.context_of(Shard(0, "gradient", step, 0))
             assert accepted.refusal is None and accepted.numel > 0
 
     run(main())

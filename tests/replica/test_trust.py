@@ -20,8 +20,8 @@ from agora.replica.trust import (
     LEAD,
     MAX_PROGRESS_RATIO,
     MAX_SPEED_UP,
-    SLACK_S,
-    OwnPace,
+    STALL_ALLOWANCE_S,
+    PlausibleStepBound,
     Standing,
     believed_bandwidths,
     believed_claim,
@@ -36,8 +36,8 @@ from tests.virtual_time import run
 
 
 def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
-    pace = OwnPace(own_step=100, own_step_at=50.0, present_step=100, step_s=10.0)
-    at_once = 100 + LEAD + int(SLACK_S / 10.0 * MAX_SPEED_UP)
+    pace = PlausibleStepBound(own_step=100, own_step_at=50.0, present_step=100, step_s=10.0)
+    at_once = 100 + LEAD + int(STALL_ALLOWANCE_S / 10.0 * MAX_SPEED_UP)
     assert pace.highest_plausible_step(50.0, 1000, LEAD) == at_once
     assert pace.highest_plausible_step(50.0 + 25.0, 1000, LEAD) == at_once + int(2.5 * MAX_SPEED_UP)
     assert pace.highest_plausible_step(40.0, 1000, LEAD) == at_once, "a clock that went back allows nothing"
@@ -46,36 +46,41 @@ def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
 
 
 def test_a_replica_that_was_level_with_this_one_may_have_gone_on_at_the_pace_of_then() -> None:
-    pace = OwnPace(own_step=400, own_step_at=1000.0, present_step=400, step_s=8.0)
+    pace = PlausibleStepBound(own_step=400, own_step_at=1000.0, present_step=400, step_s=8.0)
     parted = Standing(first=0, last=100, at=500.0, step_s=1.0)
-    at_once = 100 + LEAD + int(SLACK_S * MAX_SPEED_UP)
+    at_once = 100 + LEAD + int(STALL_ALLOWANCE_S * MAX_SPEED_UP)
     assert pace.highest_since(parted, 500.0, 1000, LEAD) == at_once
     assert pace.highest_since(parted, 1000.0, 1000, LEAD) == at_once + 500 * MAX_SPEED_UP
     assert (
-        pace.highest_since(parted._replace(step_s=None), 500.0, 1000, LEAD) == 100 + LEAD + SLACK_S / 8 * MAX_SPEED_UP
+        pace.highest_since(parted._replace(step_s=None), 500.0, 1000, LEAD)
+        == 100 + LEAD + STALL_ALLOWANCE_S / 8 * MAX_SPEED_UP
     )
 
 
 def test_a_machine_that_stood_still_for_seconds_accepts_those_who_went_on() -> None:
-    pace = OwnPace(own_step=30, own_step_at=0.0, present_step=30, step_s=0.16)
-    assert pace.highest_plausible_step(0.0, 1000, LEAD) >= 30 + SLACK_S / 0.16
+    pace = PlausibleStepBound(own_step=30, own_step_at=0.0, present_step=30, step_s=0.16)
+    assert pace.highest_plausible_step(0.0, 1000, LEAD) >= 30 + STALL_ALLOWANCE_S / 0.16
 
 
 def test_before_a_step_was_measured_the_fastest_machines_are_the_bound() -> None:
-    pace = OwnPace(own_step=0, own_step_at=0.0, present_step=0)
-    assert pace.highest_plausible_step(1.0, 65_536, LEAD) == LEAD + int((1.0 + SLACK_S) * FASTEST_TOKENS_PER_S / 65_536)
+    pace = PlausibleStepBound(own_step=0, own_step_at=0.0, present_step=0)
+    assert pace.highest_plausible_step(1.0, 65_536, LEAD) == LEAD + int(
+        (1.0 + STALL_ALLOWANCE_S) * FASTEST_TOKENS_PER_S / 65_536
+    )
     assert pace.highest_plausible_step(60.0, 65_536, LEAD) < 10**4
 
 
 def test_the_time_counts_from_the_last_step_that_was_taken_level_with_the_others() -> None:
-    pace = OwnPace(7, 10.0, 7, 1.0)
-    assert pace.with_step(7, 99.0, 2.0, furthest_step=7) == OwnPace(7, 10.0, 7, 2.0)
-    assert pace.with_step(8, 99.0, 2.0, furthest_step=9) == OwnPace(8, 99.0, 8, 2.0)
-    assert pace.with_step(8, 99.0, 2.0, furthest_step=40) == OwnPace(7, 10.0, 8, 2.0), "it still replays their steps"
+    pace = PlausibleStepBound(7, 10.0, 7, 1.0)
+    assert pace.with_step(7, 99.0, 2.0, furthest_step=7) == PlausibleStepBound(7, 10.0, 7, 2.0)
+    assert pace.with_step(8, 99.0, 2.0, furthest_step=9) == PlausibleStepBound(8, 99.0, 8, 2.0)
+    assert pace.with_step(8, 99.0, 2.0, furthest_step=40) == PlausibleStepBound(7, 10.0, 8, 2.0), (
+        "it still replays their steps"
+    )
 
 
 def test_whoever_is_followed_cannot_lead_on_at_once() -> None:
-    pace, now = OwnPace(100, 0.0, 100, 10.0), 1.0
+    pace, now = PlausibleStepBound(100, 0.0, 100, 10.0), 1.0
     first = pace.highest_plausible_step(now, 1000, LEAD)
     followed = pace.with_step(first, now, 10.0, furthest_step=first)
     assert followed.highest_plausible_step(now, 1000, LEAD) == first + 1

@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from agora.data.tokenizer import byte_tokenizer_json
+from agora.state.export_tensors import ExportError, TensorBlocks
 from agora.state.gguf_file import SPLITS, write_gguf
-from agora.state.merged_model import ExportError, TensorBlocks
 
 SIZES = {
     "vocab_size": 300,

@@ -15,7 +15,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 
 from agora.state.checkpoint import newest_checkpoint
-from agora.state.keeper import RETURN_TIMEOUT_S, TIMEOUT_S, AskSteps, StageHolders, StateKeeper
+from agora.state.keeper import LAST_HOLDER_TIMEOUT_S, SOURCES_TIMEOUT_S, AskSteps, StageHolders, StateKeeper
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
 
@@ -125,7 +125,7 @@ def test_beside_replicas_that_do_not_answer_nobody_begins_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agora.state.keeper.RETRY_INTERVAL_S", 0.01)
-    monkeypatch.setattr("agora.state.keeper.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("agora.state.keeper.SOURCES_TIMEOUT_S", 0.2)
 
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0"]) as (worker,):
@@ -148,7 +148,7 @@ def test_a_joiner_whose_only_source_has_left_waits_for_its_return_and_then_keeps
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_back: bool
 ) -> None:
     monkeypatch.setattr("agora.state.keeper.RETRY_INTERVAL_S", 0.01)
-    monkeypatch.setattr("agora.state.keeper.RETURN_TIMEOUT_S", 20.0 if comes_back else 0.3)
+    monkeypatch.setattr("agora.state.keeper.LAST_HOLDER_TIMEOUT_S", 20.0 if comes_back else 0.3)
 
     async def whole() -> None:
         async with pipeline_of(small_manifest(), ["0"]) as (worker,):
@@ -188,7 +188,7 @@ def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it
             filling = asyncio.create_task(keeper_of(worker, tmp_path, claims, world).fill_stages())
             while not leaving.open_chunks:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            passed_s = RETURN_TIMEOUT_S + TIMEOUT_S
+            passed_s = LAST_HOLDER_TIMEOUT_S + SOURCES_TIMEOUT_S
             claims.clear()
             leaving.die()
             ended, _ = await asyncio.wait([filling], timeout=0.5)

@@ -11,7 +11,7 @@ from agora_protocol.messages import GetState
 
 from agora.core.calls import Reply
 from agora.net.rpc.connection import IncomingCall
-from agora.state.chunk_fetch import FAILURES
+from agora.state.chunk_fetch import MAX_SOURCE_FAILURES
 from agora.state.snapshot import SnapshotServer
 from agora.state.state_fetch import StateFetch
 from tests.net.helpers import after, echo, peers, run
@@ -49,7 +49,7 @@ def test_a_peer_that_closes_in_the_middle_costs_its_open_chunks() -> None:
                 np.testing.assert_array_equal(got.arrays[name], given.arrays[name])
             assert len(closing) == 1
             # Its open chunks, and one for each later try to reach it again: on a slow machine it has time for these.
-            assert 0 <= fetch.schedule.refetched <= WINDOW + FAILURES - 1
+            assert 0 <= fetch.schedule.refetched <= WINDOW + MAX_SOURCE_FAILURES - 1
             assert chunks_given <= fetch.schedule.count + WINDOW, "a try that reaches nobody costs no bytes"
             await closing[0]
             assert not joiner.violations

@@ -258,7 +258,7 @@ def test_a_hung_source_is_worked_around() -> None:
 
 def test_a_waiting_source_replaces_one_that_hangs_and_one_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        monkeypatch.setattr(chunk_fetch, "SOURCES", 1)
+        monkeypatch.setattr(chunk_fetch, "MAX_ACTIVE_SOURCES", 1)
         world = World()
         world.add("hung", state(NUMEL), hang_after=0)
         world.add("dead", state(NUMEL)).die()

@@ -19,7 +19,7 @@ from agora.train.gradients import (
     LEAST_SCALE,
     MAX_HALVINGS,
     MOST_SCALE,
-    GradientScale,
+    LossScale,
     add_gradients,
 )
 from agora.train.objectives import TokenBatch
@@ -104,14 +104,14 @@ def test_a_backward_pass_that_overflows_is_repeated_with_half_the_scale_and_noth
     too_high, events = trainer_in(torch.float16, monkeypatch, stage, activations)
     too_high.scale.value = 2.0**20
     passes = []
-    real = GradientScale.accepts
+    real = LossScale.accepts
 
-    def count(self: GradientScale, norm: Tensor) -> bool:
+    def count(self: LossScale, norm: Tensor) -> bool:
         passes.append(self.value)
         assert not sum_of(too_high).any(), "nothing was added so far"
         return real(self, norm)
 
-    monkeypatch.setattr(GradientScale, "accepts", count)
+    monkeypatch.setattr(LossScale, "accepts", count)
     run(too_high)
     assert passes == [2.0 ** (20 - number) for number in range(len(passes))] and 1 < len(passes) <= MAX_HALVINGS
     assert too_high.scale.value == passes[-1] and not events.of(GradientRefused)
@@ -134,7 +134,7 @@ def test_gradients_that_no_scale_makes_finite_are_refused_and_leave_scale_and_su
 
 
 def test_the_scale_doubles_after_many_passes_and_has_bounds() -> None:
-    scale, finite, overflow = GradientScale(torch.float16), torch.tensor(3.0), torch.tensor(float("inf"))
+    scale, finite, overflow = LossScale(torch.float16), torch.tensor(3.0), torch.tensor(float("inf"))
     assert all(scale.accepts(finite) for _ in range(GROWS_AFTER))
     assert scale.value == 2 * FIRST_SCALE
     assert not scale.accepts(overflow) and scale.value == FIRST_SCALE
@@ -146,7 +146,7 @@ def test_the_scale_doubles_after_many_passes_and_has_bounds() -> None:
     assert scale.value == MOST_SCALE, "they overflow at every scale"
     scale.value = LEAST_SCALE
     assert scale.accepts(overflow)
-    assert GradientScale(torch.bfloat16).accepts(overflow), "nothing is read where there is no scale"
+    assert LossScale(torch.bfloat16).accepts(overflow), "nothing is read where there is no scale"
 
 
 def test_gradients_are_divided_by_the_scale_when_they_are_added() -> None:

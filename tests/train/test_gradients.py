@@ -10,12 +10,12 @@ import pytest
 from agora_protocol.errors import ProtocolError
 
 from agora.core.span_work import ForwardKey, SpanWork
-from agora.train.gradients import FIRST_LIMIT, MAX_RATIO, MIN_SAMPLES, GradientNormBound
+from agora.train.gradients import FIRST_LIMIT, MAX_RATIO, MIN_SAMPLES, GradientMagnitudeBound
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
 
 def test_a_gradient_may_be_a_hundred_times_the_median_and_no_larger() -> None:
-    bound = GradientNormBound()
+    bound = GradientMagnitudeBound()
     assert all(bound.record_and_check(size) for size in (1.0, 2.0, 3.0, 2.0, 2.0))
     assert bound.limit == 2.0 * MAX_RATIO
     assert not bound.record_and_check(1e30) and not bound.record_and_check(math.inf)
@@ -23,13 +23,13 @@ def test_a_gradient_may_be_a_hundred_times_the_median_and_no_larger() -> None:
 
 
 def test_the_first_gradients_have_a_limit_too() -> None:
-    bound = GradientNormBound()
+    bound = GradientMagnitudeBound()
     for _ in range(MIN_SAMPLES - 1):
         assert not bound.record_and_check(1e30) and bound.limit == FIRST_LIMIT
 
 
 def test_a_minority_of_huge_gradients_does_not_move_the_limit_for_long_and_a_majority_does() -> None:
-    bound = GradientNormBound()
+    bound = GradientMagnitudeBound()
     for number in range(1000):
         if number % 3 == 2:
             assert number < 3 or not bound.record_and_check(1e30)

@@ -11,7 +11,7 @@ import torch
 from agora_protocol.manifest import Manifest, preset
 
 from agora.train.machine_profile import (
-    Profile,
+    MachineProfile,
     find_profile,
     fit_line,
     measure_profile,
@@ -22,7 +22,7 @@ from agora.train.machine_profile import (
 from tests.cost.test_manifest_cost import KINDS, hf_manifest
 
 CPU = torch.device("cpu")
-PROFILE = Profile(2e9, 0.001, 0.01)
+PROFILE = MachineProfile(2e9, 0.001, 0.01)
 
 
 def test_a_line_through_the_times_gives_what_a_microbatch_costs_at_any_size() -> None:

@@ -16,7 +16,7 @@ from agora.train import gradients, span_trainer, weight_versions
 from agora.train.gradients import add_gradients
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
-from agora.train.weight_versions import NOTHING, DecodedWork
+from agora.train.weight_versions import NO_COPIES, DecodedWork
 from tests.train.support import Events, batches_for, microbatch_id
 from tests.train.test_weight_versions import Bench
 
@@ -129,7 +129,7 @@ def test_training_is_to_the_last_bit_that_of_autocast_over_float32_weights(
 ) -> None:
     manifest = preset("tiny", optimizer={"name": optimizer, "warmup_steps": 1}, schedule={"microbatch": 2})
     copies = list(Training(manifest, 6, 2).losses())
-    monkeypatch.setattr(weight_versions, "copied_parameters", lambda module, dtype: NOTHING)
+    monkeypatch.setattr(weight_versions, "copied_parameters", lambda module, dtype: NO_COPIES)
     assert copies == list(Training(manifest, 6, 2).losses())
     assert copies[-1] < copies[0]
 

@@ -16,7 +16,7 @@ from agora_protocol.messages import BaseIndex, GetPiece, Pong
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
-from agora.state.chunk_fetch import CHUNK_TIMEOUT_S, FAILURES, WINDOW
+from agora.state.chunk_fetch import CHUNK_TIMEOUT_S, MAX_SOURCE_FAILURES, WINDOW
 from agora.swarm.peer_score import Violation
 from agora.tuning.base import fetch
 from agora.tuning.base.fetch import NO_PEER_TIMEOUT_S, TIMEOUT_S
@@ -96,7 +96,7 @@ def test_a_source_killed_in_the_middle_costs_its_open_pieces(tmp_path: Path, who
         fetch, _ = await world.run()
         world.assert_fetched()
         assert world.network.faults.fired["kill"] == 1 and fetch.bytes_from.keys() == {"killed", "other"}
-        assert 1 <= fetch.schedule.refetched <= WINDOW + FAILURES and not world.violations
+        assert 1 <= fetch.schedule.refetched <= WINDOW + MAX_SOURCE_FAILURES and not world.violations
         assert sum(fetch.bytes_from.values()) == sum(tensor.nbytes for tensor in world.list.tensors)
 
     in_world(tmp_path, whole, work)

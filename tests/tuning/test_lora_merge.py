@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agora.model import StageModule, family_of
-from agora.state.merged_model import write_shards
+from agora.state.export_tensors import write_shards
 from agora.tuning.adapters.lora import BLOCK_VALUES, LoraProduct, merged_tensor
 from agora.tuning.base.model_files import read_header
 from agora.tuning.base.store import BaseModelError

@@ -13,7 +13,7 @@ from typing import Literal
 from agora_protocol.ids import MicrobatchId, PeerId, Span
 
 from agora.core.moving_average import MovingAverage
-from agora.pipeline.flow_control import Pace, SendWindow, StepQuota
+from agora.pipeline.flow_control import CompletionPace, SendWindow, StepAllotment
 from agora.pipeline.hop import PATH_SAMPLES
 from agora.pipeline.load_balancer import Attempt, LoadBalancer, RouteHint
 from agora.planning.simulator.event_queue import EventQueue
@@ -44,9 +44,9 @@ class OriginState:
 
     window_ceiling: int  # the most that a measured window can be
     open_count: int = 0  # how many microbatches are in flight
-    pace: Pace = field(default_factory=Pace)  # how often a microbatch is completed
+    pace: CompletionPace = field(default_factory=CompletionPace)  # how often a microbatch is completed
     # How many microbatches the origin may open for the present step.
-    quota: StepQuota = field(default_factory=StepQuota)
+    quota: StepAllotment = field(default_factory=StepAllotment)
     # How many microbatches the origin may have in flight.
     window: SendWindow = field(default_factory=lambda: SendWindow(1, "not measured yet"))
     # Mean seconds of the attempts that were completed.
@@ -67,7 +67,7 @@ class SimulatedPeer:
         self.serving_since = 0.0  # simulated second since which it has served its span
         self.incarnation = 0
         self.balancer = LoadBalancer(peer, stages)  # what it knows of the peers that it calls
-        self.pace = Pace()  # how often its calls are answered
+        self.pace = CompletionPace()  # how often its calls are answered
         self.busy_s = MovingAverage(0.1)  # mean seconds of a visit's own work
         self.backward_s = MovingAverage(0.1)  # mean seconds of a backward pass, its wait at the device included
         self.slot_s = MovingAverage(0.1)  # mean seconds of a whole visit

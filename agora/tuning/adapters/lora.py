@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from agora.core.tuning_packages import import_tuning
 from agora.model.family import initial_values
-from agora.state.merged_model import TensorBlocks
+from agora.state.export_tensors import TensorBlocks
 from agora.tuning.base.hf_architecture import architecture_of
 from agora.tuning.base.model_files import StoredTensor
 

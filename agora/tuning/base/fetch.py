@@ -20,8 +20,8 @@ from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
 from agora.state.chunk_fetch import (
     CHUNK_TIMEOUT_S,
-    FAILURES,
     INDEX_TIMEOUT_S,
+    MAX_SOURCE_FAILURES,
     TICK_INTERVAL_S,
     ChunkFetch,
     Source,
@@ -35,7 +35,7 @@ from agora.tuning.base.tensors import malformed_list_error
 
 # Seconds until a source that had nothing of what is missing is asked again which tensors it has.
 EMPTY_SOURCE_RETRY_INTERVAL_S: Final = 5.0
-# Seconds until a source that has failed FAILURES times in a row is tried again.
+# Seconds until a source that has failed MAX_SOURCE_FAILURES times in a row is tried again.
 FAILED_SOURCE_RETRY_INTERVAL_S: Final = 30.0
 SOURCES_INTERVAL_S: Final = 2.0  # seconds between two readings of the list of sources
 TIMEOUT_S: Final = 60.0  # the fetch fails after so many seconds with neither an open piece call nor a Busy answer
@@ -253,7 +253,7 @@ class BaseFetch:
     # | Busy | a pause as long as the source asks for, within bounds |
     # | refused to list what it has | the source is asked again after EMPTY_SOURCE_RETRY_INTERVAL_S |
     # | refused a tensor | the source counts as not having this tensor |
-    # | any other | a pause, longer each time; after FAILURES in a row, FAILED_SOURCE_RETRY_INTERVAL_S |
+    # | any other | a pause, longer each time; after MAX_SOURCE_FAILURES in a row, FAILED_SOURCE_RETRY_INTERVAL_S |
     def _handle_failure(self, source: Source[HeldTensors], error: AgoraError, key: PieceKey | None = None) -> None:
         if isinstance(error, BaseModelError):
             raise error  # the manifest itself is wrong: no other source can help
@@ -271,7 +271,7 @@ class BaseFetch:
             source.record_failure(error, now)
             if isinstance(error, Busy) and now < self._last_arrival + BUSY_TIMEOUT_S:
                 self._last_progress_at = now
-            if source.failures >= FAILURES:
+            if source.failures >= MAX_SOURCE_FAILURES:
                 source.offer, source.failures, source.not_before = None, 0, now + FAILED_SOURCE_RETRY_INTERVAL_S
 
 

@@ -19,8 +19,9 @@ from agora_protocol.ids import RunId
 from agora_protocol.limits import MAX_SMALL_PARTS, PART_ELEMENTS, SLICE_BLOCK
 from agora_protocol.parts import fragment_count
 
+from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import FragmentDivision, reducers_of
-from agora.replica.shard_codec import NumberFormat, RoundConfig, Shard, cut_into_shards
+from agora.replica.shard_codec import RoundConfig, Shard, cut_into_shards
 
 HERE: Final = Path(__file__).parent
 RUN: Final = RunId(hashlib.sha256(b"agora vector").hexdigest())

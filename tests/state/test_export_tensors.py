@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from agora.state.files import replace_tensors
-from agora.state.merged_model import (
+from agora.state.export_tensors import (
     INDEX,
     PIECE_VALUES,
     ExportedTensor,
@@ -29,6 +28,7 @@ from agora.state.merged_model import (
     write_shards,
     write_weights_file,
 )
+from agora.state.files import replace_tensors
 
 RUN = "ab" * 32
 EXPORTED = {

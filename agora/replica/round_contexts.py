@@ -40,7 +40,7 @@ ROUND_STEPS: Final = 2.0
 MIN_ROUND_TIMEOUT_S: Final = 4.0
 
 
-class RoundRules:
+class RoundContexts:
     """The rules of one stage's rounds, by what gossip, the view of the run and the stage itself say at the moment."""
 
     def __init__(
