@@ -58,6 +58,8 @@ class Amendment(Structure):
             return f"has changes that cannot be read: {error}"
         if not isinstance(values, dict) or not values:
             return "changes nothing"
+        if not all(isinstance(key, str) for key in values):
+            return "has a key that is no text"
         if core := sorted(key for key in values if key not in AMENDABLE and _is_key(key)):
             return f"changes {core[0][:60]!r}, which no amendment may"
         return None if pack_canonical(values) == self.changes else "has changes that are not in canonical form"

@@ -290,7 +290,7 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
                 assert not a.violations
                 assert not stranger.violations
                 assert not future.violations
-                assert not a.network.paths
+                await until(lambda: not a.network.paths)
             finally:
                 await stranger.close()
                 await future.close()

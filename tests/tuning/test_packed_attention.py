@@ -159,5 +159,5 @@ def test_torchs_kernel_takes_what_it_is_given(window: int | None) -> None:
     assert packed is not None
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         query, key = torch.empty(3, 4, ROW, 8, device="cuda"), torch.empty(3, 2, ROW, 8, device="cuda")
-        moved = replace(packed, begins=torch.empty(9, dtype=torch.int32, device="cuda"))
+        moved = replace(packed, cu_seqlens=torch.empty(9, dtype=torch.int32, device="cuda"))
         assert moved.attend(query, key, key, 0.3).shape == (3, ROW, 4, 8)
