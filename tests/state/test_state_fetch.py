@@ -41,7 +41,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for once more to compare unlike states: tests/state/test_comparison.py."""
-    monkeypatch.setattr(state_fetch, "WITNESSES", 0)
+    monkeypatch.setattr(state_fetch, "MAX_WITNESSES", 0)
 
 
 def fetcher(world: World) -> StateFetch:

@@ -166,8 +166,8 @@ def test_a_fragment_that_would_not_be_finite_changes_nothing(value: float) -> No
     mean[17] = value
     for bad, why in (
         (mean, "not be finite"),
-        (bench.noise()[:-1], "not a slice"),
-        (bench.noise().double(), "not a slice"),
+        (bench.noise()[:-1], "not a fragment"),
+        (bench.noise().double(), "not a fragment"),
     ):
         with pytest.raises(ProtocolError, match=why):
             bench.take_in(1, bad, bench.slice())
