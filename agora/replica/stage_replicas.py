@@ -23,6 +23,7 @@ from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time, slept_s
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE, StepInstructions
+from agora.cost.manifest_cost import PREDICTED_FACTOR
 from agora.observe import events
 from agora.replica.all_reduce import AllReduce
 from agora.replica.decide import Action, StepSettings, counting_replicas, decide, step_instructions
@@ -85,6 +86,7 @@ class StageReplicas:
         self._report = report
         self._report_violation = report_violation
         self._averaging = manifest.averaging
+        self._staleness = PREDICTED_FACTOR * manifest.schedule.staleness  # of predicted weights
         self._settings = StepSettings.from_manifest(live.at(worker.progress_of(stage).open_step))
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
@@ -214,7 +216,8 @@ class StageReplicas:
         self._compare_means()
         members, live = counting_replicas(view, now)
         step = view.counts.open_step
-        is_inner, by_device = view.sync_schedule.is_inner(step), not self._origins_wait()
+        # Without work ahead of the mean, what is in progress here still belongs to the share.
+        is_inner, by_device = view.sync_schedule.is_inner(step), not self._origins_wait() or self._tokens_ahead() > 0
         instructions = step_instructions(
             step, members, live, view.quota, self._settings, is_inner=is_inner, by_device=by_device
         )
@@ -306,7 +309,7 @@ class StageReplicas:
                 {peer: last.direct.history for peer, last in live.items()},
                 is_torn=progress.is_torn,
             ),
-            in_progress=self._in_progress if self._origins_wait() else 0,
+            in_progress=self._in_progress if self._origins_wait() and not self._tokens_ahead() else 0,
         )
 
     def _compare_means(self) -> None:
@@ -393,17 +396,23 @@ class StageReplicas:
             live = dict(cap_reported_tokens(live, own, self.pacing.shares))
         return max(0, self._settings.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
-    def is_awaiting_mean(self) -> bool:
-        """Returns whether origins wait now because a share closed here lacks its mean."""
+    def holds_microbatches(self, in_progress: int) -> bool:
+        """Returns whether microbatches wait here for the mean of a closed share; `in_progress` of them do not."""
         own = self.counts()
-        return own.open_step > own.step and self._origins_wait()
+        if own.open_step == own.step or not self._origins_wait():
+            return False
+        return own.tokens + in_progress * self.pacing.microbatch_tokens >= self._tokens_ahead()
 
     def tokens_until_origins_wait(self) -> int | None:
         """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit."""
         own = self.counts()
         if not self._origins_wait():
             return None
-        return -own.tokens if own.open_step > own.step else self.pacing.quota_now - own.tokens
+        lacking = -own.tokens if own.open_step > own.step else self.pacing.quota_now - own.tokens
+        return lacking + self._tokens_ahead()
+
+    def _tokens_ahead(self) -> int:
+        return self.pacing.tokens_ahead(self._staleness) if self._worker.predicts_weights else 0
 
     def _origins_wait(self) -> bool:
         if self._settings.synchronous or self._takes_inner_step_now():
