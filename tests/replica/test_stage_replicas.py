@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -75,6 +76,35 @@ def test_asynchronous_all_reduce_steps_hold_their_target_and_no_token_is_lost(ra
             assert all(
                 done.contributors >= 1 and not done.failed_parts for p in world.all for done in gradient_rounds(p)
             )
+
+    run(main())
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_where_weights_are_predicted_a_quarter_of_a_share_begins_before_the_mean_is_applied(predicts: bool) -> None:
+    """It keeps the device busy while the mean is formed. Without prediction nothing does, since it would be stale."""
+
+    async def main() -> None:
+        async with GroupWorld([4000.0] * 4, target=8192, **ALL_REDUCES) as world:
+            for peer in world.all:
+                peer.stage.predicts_weights = predicts
+            first = world.all[0]
+            replicas = first.group.stages[0]
+            pacing = replicas.pacing
+            await asyncio.sleep(10.0)
+            while first.stage.share is None:
+                await asyncio.sleep(0.01)
+            allowed = pacing.tokens_ahead(0.25) if predicts else 0
+            assert replicas.tokens_until_origins_wait() == allowed - first.stage.tokens
+            in_progress = max(0, math.ceil((allowed - first.stage.tokens) / pacing.microbatch_tokens))
+            assert replicas.holds_microbatches(in_progress)
+            assert not in_progress or not replicas.holds_microbatches(in_progress - 1)
+            while first.stage.share is not None:
+                await asyncio.sleep(0.01)
+            assert not replicas.holds_microbatches(100), "no mean is awaited"
+            await asyncio.sleep(20.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
 
     run(main())
 
