@@ -284,8 +284,8 @@ def step_instructions(
     | an all-reduce | quota | if by_device, and the quota is known |
 
     replicas, live: as counting_replicas returns them. quota: tokens at which this replica's share is closed, 0 when
-    unknown. by_device: False where origins wait for means: there the microbatches in progress still belong to the
-    share, so that `decide` closes it, and not the device thread.
+    unknown. by_device: False where origins wait for means and open nothing before: there the microbatches in progress
+    still belong to the share, so that `decide` closes it, and not the device thread.
     """
     target = settings.target_tokens
     alone = not replicas
