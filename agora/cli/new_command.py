@@ -101,7 +101,7 @@ def run(
 ) -> None:
     """Writes a manifest to the new file `path`, and prints a summary and what to do next. Raises Failure when the file
     exists, for flags that do not fit together and an invalid manifest; for a base model also BaseModelError,
-    TuningMissing and, for the data file, DataError or DiskError.
+    PackageMissing and, for the data file, DataError or DiskError.
     """
     if base_model is not None and preset is not None:
         raise Failure("--preset and --base-model exclude each other; give one of them", EXIT_USAGE)
@@ -232,7 +232,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     What was not chosen has default values, which depend on the model and the data, see the table above. Reads the
     weights files once, for their hashes, and the data file, and shows the progress of both. Raises Failure without a
     tokenizer in the folder and for choices that do not fit together, BaseModelError for missing or unreadable files,
-    ManifestError for a config that cannot be trained, TuningMissing without transformers; for the data file InputError
+    ManifestError for a config that cannot be trained, PackageMissing without transformers; for the data file InputError
     for malformed columns, DataError if it is wrong, DiskError if it cannot be read, Failure if nothing in it can be
     learnt.
     """

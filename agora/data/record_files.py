@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
-from agora_protocol.errors import DataError, DiskError, LocalError
+from agora_protocol.errors import DataError, DiskError
 from numpy.typing import NDArray
 
-from agora.data.tokenizer import DATA_EXTRA, LFS_POINTER, LFS_WORDS
+from agora.core.optional_packages import import_optional
+from agora.data.tokenizer import LFS_POINTER, LFS_WORDS
 
 LONGEST_RECORD: Final = 64 << 20  # characters or bytes
 CHUNK: Final = 1 << 20  # characters that are read at a time
@@ -812,13 +813,9 @@ def _arrow_files(folder: Path) -> list[Path]:
 
 
 def import_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise LocalError(f"Reading {path} needs the package pyarrow; {DATA_EXTRA}") from error
-    return pyarrow
+    for module in ("pyarrow.ipc", "pyarrow.parquet"):
+        import_optional(module, f"Reading {path}", "data")
+    return import_optional("pyarrow", f"Reading {path}", "data")
 
 
 def _iter_rows(batches: Iterable[Any], path: Path) -> Iterator[RawRecord]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from agora_protocol.errors import DataError, DiskError, LocalError, ManifestError
+from agora_protocol.errors import DataError, DiskError, ManifestError
 from numpy.typing import NDArray
+
+from agora.core.optional_packages import import_optional
 
 Ids = NDArray[np.unsignedinteger[Any]]  # token ids [n] in the narrowest dtype that holds them, see token_dtype
 
@@ -19,7 +21,6 @@ BYTES = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LFS_WORDS = "a git-lfs pointer, which stands for a file that was not fetched; run `git lfs pull` in its folder"
-DATA_EXTRA = "install it with: pip install 'agora-swarm[data]'"
 # in the order in which a tokenizer's vocabulary is searched for them
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
@@ -194,14 +195,11 @@ def open_tokenizer(source: str, vocabulary: int, *, base: Path | None = None) ->
 
 
 def _parse(content: bytes, path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer as Implementation
-    except ImportError as error:
-        raise LocalError(f"Tokenizer {path} needs the package tokenizers; {DATA_EXTRA}") from error
+    implementation = import_optional("tokenizers", f"Tokenizer {path}", "data").Tokenizer
     try:
         rules = json.loads(content)
         _keep_space_in_offsets(rules.get("post_processor"))
-        tokenizer = Implementation.from_str(json.dumps(rules))
+        tokenizer = implementation.from_str(json.dumps(rules))
     except Exception as error:  # the extension raises plain Exception for every malformed file
         raise ManifestError(
             f"{path} is not a tokenizer file ({str(error)[:200]}); "

@@ -103,7 +103,7 @@ class StageReplicas:
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
         self._present_fragments = self._sync_schedule.fragments_at(step)
-        self._pace = PlausibleStepBound(step, _time_with_suspend() - MAX_STATE_AGE_S, step)
+        self._step_bound = PlausibleStepBound(step, _time_with_suspend() - MAX_STATE_AGE_S, step)
         self._leading_step = 0
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
@@ -332,7 +332,7 @@ class StageReplicas:
     def _find_voters(self, electorate: Electorate, step: int) -> set[PeerId] | None:
         voters = electorate.others_to_follow(step)
         away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
-        is_away = _time_with_suspend() - self._pace.own_step_at > away_s
+        is_away = _time_with_suspend() - self._step_bound.own_step_at > away_s
         return None if is_away and not voters else voters
 
     async def _fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
@@ -400,13 +400,13 @@ class StageReplicas:
         """Returns the highest step that another replica, or `peer`, can have taken by now, see PlausibleStepBound."""
         now, step = _time_with_suspend(), self._worker.step_of(self._stage)
         furthest = self.gossip.furthest_step()
-        self._pace = self._pace.with_step(step, now, self.pacing.step_s.value, furthest)
+        self._step_bound = self._step_bound.with_step(step, now, self.pacing.step_s.value, furthest)
         lead = INNER_STEPS_LEAD if self._progress().sync_schedule.is_inner(step) else LEAD
         target_tokens = self._settings.target_tokens
-        highest = self._pace.highest_plausible_step(now, target_tokens, lead)
+        highest = self._step_bound.highest_plausible_step(now, target_tokens, lead)
         if peer is None or (standing := self._standings.get(peer)) is None:
             return highest
-        return max(highest, self._pace.highest_since(standing, now, target_tokens, lead))
+        return max(highest, self._step_bound.highest_since(standing, now, target_tokens, lead))
 
     def _report_implausible(self, peer: PeerId, step: int) -> None:
         highest = self.highest_plausible_step(peer)

@@ -3,7 +3,7 @@
 | a replica is | when | what follows |
 |---|---|---|
 | listed | the directory's view names it as a replica of the stage | it is gossiped to |
-| silent | no report for SILENCE_TIMEOUT_S, or no connection for GONE_AFTER_S since | it is in no step or round |
+| silent | no report for SILENCE_TIMEOUT_S, or connections broke for GONE_AFTER_S since | it is in no step or round |
 | suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
 | unreachable | it is silent or suspected | no shard of a round waits for it |
 | live | it is not unreachable | its tokens count, and others catch up with it |
@@ -194,9 +194,8 @@ class StageView:
     """What this peer knows of one of its stages at one moment; all that `decide` sees."""
 
     counts: ReplicaCounts  # how far this replica is
-    known: KnownReplicas = field(
-        default_factory=dict
-    )  # what the other replicas reported; zeros of one to which only a call has failed
+    # What the other replicas reported; zeros of one to which only a call has failed.
+    known: KnownReplicas = field(default_factory=dict)
     listed: Collection[PeerId] = ()  # the other replicas that this peer's view of the run names
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
     # Which of the stage's steps are inner steps; all others are all-reduces.
@@ -230,10 +229,11 @@ def merge_gossip(
     | an entry is about | it is used when |
     |---|---|
     | the sender | always: a replica that has restarted reports lower numbers |
-    | another replica | it is younger than SILENCE_TIMEOUT_S, and its counts are not less, or it is silent |
+    | another replica | it is younger than SILENCE_TIMEOUT_S; and its counts are not less, or it is not live |
     | this peer (`me`) | never |
 
-    An entry that is used replaces the replica's counts; one about the sender also becomes its direct report.
+    Counts are compared in order. An entry that is used replaces the replica's counts; one about the sender also becomes
+    its direct report.
     """
     merged = dict(known)
     for entry in entries:

@@ -309,7 +309,7 @@ class PlausibleStepBound:
     step_s: float | None = None
 
     def with_step(self, step: int, now: float, step_s: float | None, furthest_step: int) -> PlausibleStepBound:
-        """Returns the pace after this replica was seen at `step` at time `now`: with present_step and step_s replaced.
+        """Returns the bound after this replica was seen at `step` at time `now`: with present_step and step_s replaced.
 
         own_step and own_step_at become `step` and `now` only if this replica took exactly one step and is level with
         the others (at most LEAD behind): one that replays takes many steps quickly, which must not raise the bound.

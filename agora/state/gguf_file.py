@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from agora.core.optional_packages import import_optional
 from agora.state.export_tensors import SOURCE_BYTES, Dtype, ExportError, ReportBytes, TensorBlocks, to_bf16
 from agora.state.files import PUBLIC, FileDigest
 
@@ -40,8 +40,8 @@ NO_MERGES: Final = ("\u00fe \u00ff",)
 
 
 def check_can_write_gguf() -> None:
-    """Raises ExportError without the package gguf."""
-    _import_gguf()
+    """Raises PackageMissing."""
+    import_optional("gguf", "A file for llama.cpp", "gguf")
 
 
 def write_gguf(
@@ -56,10 +56,10 @@ def write_gguf(
 
     tensors: a whole model, as Hugging Face names them. files: what such a folder has beside the weights, by name.
     dtype: of matrices. report: called after each tensor with the bytes that it takes as float32. One tensor is in
-    memory at a time. Raises OSError, and ExportError for a kind
-    of model or tokenizer that this cannot write, without the package gguf, and if the file reads otherwise.
+    memory at a time. Raises OSError, PackageMissing, and ExportError for a kind of model or tokenizer that this cannot
+    write, and if the file reads otherwise.
     """
-    gguf = _import_gguf()
+    gguf = import_optional("gguf", "A file for llama.cpp", "gguf")
     config = json.loads(files["config.json"])
     architecture = _architecture(config)
     writer = gguf.GGUFWriter(path, architecture)
@@ -90,15 +90,6 @@ def write_gguf(
     os.chmod(path, PUBLIC)
     _check_as_written(gguf, path, written)
     return _flushed_digest(path)
-
-
-def _import_gguf() -> Any:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise ExportError(
-            "A file for llama.cpp needs the package gguf; install it with: pip install 'agora-swarm[gguf]'"
-        ) from error
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

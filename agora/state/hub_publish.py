@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from agora_protocol.errors import LocalError
 
+from agora.core.optional_packages import import_optional
 from agora.state.files import EXPORT_INDEX, MAX_LIST_BYTES
 
+_import_hub: Final = partial(import_optional, purpose="Publishing", extra="hub")
 MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -40,7 +42,7 @@ class Repository:
 
 
 def check_can_publish(repo: str) -> None:
-    """Raises PublishError for a name that is not ORG/NAME, without a token, and without the package huggingface_hub.
+    """Raises PublishError for a name that is not ORG/NAME and without a token, PackageMissing.
 
     The Hub is not asked.
     """
@@ -124,10 +126,3 @@ def _as_publish_errors(repo: str) -> Iterator[None]:
         said = str(error).replace(_import_hub("huggingface_hub").get_token() or "\0", "...")
         reason = (said.splitlines() or [type(error).__name__])[0][:MAX_REASON]
         raise PublishError(f"Cannot publish to {repo} ({reason}); nothing is published, try again.") from None
-
-
-def _import_hub(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise PublishError("Publishing needs huggingface_hub; run `pip install 'agora-swarm[hub]'`.") from error

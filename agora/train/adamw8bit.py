@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from agora_protocol.manifest_sections import OptimizerSection
 from torch import Tensor
 
-from agora.core.tuning_packages import import_tuning
+from agora.core.optional_packages import import_tuning
 from agora.train.optimizer_offload import OptimizerOffload, StateAccess, bytes_on_device
 
 BLOCK: Final = 256  # how many values share a scale; bitsandbytes' update supports no other block size
@@ -34,7 +34,7 @@ class QuantisedMoment:
     def __init__(self, count: int, offload: OptimizerOffload, *, is_signed: bool) -> None:
         """Starts with `count` zeros at `offload`. is_signed: values may be negative.
 
-        Raises TuningMissing without bitsandbytes.
+        Raises PackageMissing without bitsandbytes.
         """
         levels: Tensor = import_tuning("bitsandbytes.functional").create_dynamic_map(signed=is_signed)
         if is_signed:
@@ -82,7 +82,7 @@ class EightBitPart:
     def __init__(self, section: OptimizerSection, elements: slice, decay: float, offload: OptimizerOffload) -> None:
         """Starts with zero moments, which are kept at `offload`. decay: weight decay of this range.
 
-        Raises TuningMissing without bitsandbytes.
+        Raises PackageMissing without bitsandbytes.
         """
         self._functional: Any = import_tuning("bitsandbytes.functional")
         self._section = section

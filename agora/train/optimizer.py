@@ -89,7 +89,7 @@ class StageOptimizer:
 
         section_at: returns the section with the learning rates of a step; None: they are those of `section`.
 
-        offload: None: moments are on the weights' device. Raises TuningMissing for adamw8bit without bitsandbytes.
+        offload: None: moments are on the weights' device. Raises PackageMissing for adamw8bit without bitsandbytes.
         """
         self.layout = with_moments(section, layout)
         self._offload = offload = offload or OptimizerOffload(weights.device)

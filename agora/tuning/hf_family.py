@@ -87,7 +87,7 @@ class HfFamily(Family):
     def check_folder(self, base_model: Path) -> None:
         """Raises BaseModelError unless the folder's files have every tensor of the whole model, in shape and dtype.
 
-        Reads only the headers of the files: hashes are not checked. Used to write a manifest. Raises TuningMissing
+        Reads only the headers of the files: hashes are not checked. Used to write a manifest. Raises PackageMissing
         without a package, ManifestError for a wrong config.
         """
         with torch.device("meta"):
@@ -169,7 +169,7 @@ def adapter_tensors(stage: StageModule) -> dict[str, WantedTensor]:
 
 
 def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
-    """Each once. Reads nothing; importing transformers may take seconds. Raises TuningMissing, ManifestError."""
+    """Each once. Reads nothing; importing transformers may take seconds. Raises PackageMissing, ManifestError."""
     with torch.device("meta"):
         stage = HfStage(model, layers)
     wanted = [*wanted_tensors(stage).values(), *(adapter_tensors(stage).values() if model.adapter_hash else ())]

@@ -18,8 +18,8 @@ from agora_protocol.errors import ManifestError
 from agora_protocol.manifest_model import HfSection
 from torch import Tensor, nn
 
+from agora.core.optional_packages import PackageMissing
 from agora.core.terminal_text import one_line
-from agora.core.tuning_packages import TuningMissing
 from agora.model.family import RunLayer, StageModule, keep_graph
 from agora.tuning.adapters.frozen_layers import FrozenAs, allocate, freeze, load_parameter
 from agora.tuning.adapters.frozen_linear import FrozenLinear
@@ -40,7 +40,8 @@ class HfStage(StageModule):
     def __init__(self, model: HfSection, layer_range: range) -> None:
         """Makes the modules of `layer_range`, and with LoRA freezes them and adds its matrices.
 
-        Raises TuningMissing without a package that it needs, ManifestError for a config or LoRA target that it refuses.
+        Raises PackageMissing without a package that it needs, ManifestError for a config or LoRA target that it
+        refuses.
         """
         super().__init__(layer_range, is_first=layer_range.start == 0, is_last=layer_range.stop == model.layers)
         self._architecture = architecture_of(model)
@@ -51,7 +52,7 @@ class HfStage(StageModule):
             self.add_module(self._architecture.root, self._make_body())
             self._rotary = self._make_rotary()
             self._windows = {index: self._architecture.window_of(self._config, index) for index in layer_range}
-        except (TuningMissing, MemoryError):
+        except (PackageMissing, MemoryError):
             raise
         except ConfigRefused as error:
             raise ManifestError(

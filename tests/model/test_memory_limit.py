@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from agora_protocol.manifest import Manifest
 from agora.model import family_of
-from agora.core.tuning_packages import import_tuning
+from agora.core.optional_packages import import_tuning
 folder, manifest, first, stop, spare = sys.argv[1:]
 manifest = Manifest.from_toml(Path(manifest).read_text())
 torch.set_num_threads(1)

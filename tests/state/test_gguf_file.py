@@ -14,6 +14,7 @@ from gguf import GGUFReader, GGUFWriter
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from agora.core.optional_packages import PackageMissing
 from agora.data.tokenizer import byte_tokenizer_json
 from agora.state.export_tensors import ExportError, TensorBlocks
 from agora.state.gguf_file import SPLITS, write_gguf
@@ -186,5 +187,5 @@ def test_a_file_that_reads_otherwise_than_it_was_written_is_named(
 
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ExportError, match=r"pip install 'agora-swarm\[gguf\]'"):
+    with pytest.raises(PackageMissing, match=r"pip install 'agora-swarm\[gguf\]'"):
         write(tmp_path / "out", make_model("llama"), byte_tokenizer_json())

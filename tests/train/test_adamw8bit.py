@@ -12,7 +12,7 @@ from agora_protocol.manifest import Manifest
 from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
 
-from agora.core.tuning_packages import TuningMissing
+from agora.core.optional_packages import PackageMissing
 from agora.state.layout import lay_out
 from agora.train.adamw8bit import BLOCK, CHUNK, QuantisedMoment, chunks
 from agora.train.optimizer import StageOptimizer
@@ -119,5 +119,5 @@ def test_a_stage_that_loads_a_state_goes_on_as_the_one_that_gave_it() -> None:
 def test_without_bitsandbytes_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     layout = lay_out([("matrix", (32, 40))])
-    with pytest.raises(TuningMissing, match=r"bitsandbytes, .* install it with: pip install"):
+    with pytest.raises(PackageMissing, match=r"bitsandbytes, .* install it with: pip install"):
         StageOptimizer(section(name="adamw8bit"), 1, layout, torch.zeros(layout.numel))

@@ -15,8 +15,8 @@ import torch
 from agora_protocol.manifest import Manifest
 from safetensors.torch import load_file, save_file
 
-from agora.core import tuning_packages
-from agora.core.tuning_packages import TuningMissing
+from agora.core import optional_packages
+from agora.core.optional_packages import PackageMissing
 from agora.model import family_of
 from agora.tuning.base import model_files
 from agora.tuning.base.model_files import WantedTensor, read_config, tensor_list_hash, weight_files
@@ -391,18 +391,18 @@ def test_a_header_of_many_values_takes_no_memory_beyond_its_bytes(json_text: byt
 
 
 def test_who_lacks_transformers_is_told_the_command(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, real = manifest_of(single), tuning_packages.importlib.import_module
+    manifest, real = manifest_of(single), optional_packages.importlib.import_module
 
     def refuse(name: str) -> Any:
         if name.startswith("transformers"):
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         return real(name)
 
-    monkeypatch.setattr(tuning_packages.importlib, "import_module", refuse)
+    monkeypatch.setattr(optional_packages.importlib, "import_module", refuse)
     family = family_of(manifest.model)
     for call in (lambda: build(manifest, 0, single), lambda: family.check_machine(single)):
         with pytest.raises(
-            TuningMissing, match=r"needs the package transformers.* pip install 'agora-swarm\[tuning\]'"
+            PackageMissing, match=r"needs the package transformers.* pip install 'agora-swarm\[tuning\]'"
         ):
             call()
     assert family.describe().kind == "A Llama decoder"
@@ -413,7 +413,7 @@ def test_an_old_transformers_is_refused(single: Path, monkeypatch: pytest.Monkey
 
     manifest = manifest_of(single)
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
-    with pytest.raises(TuningMissing, match=r"5 or newer \(version 4.57.6 is installed\)"):
+    with pytest.raises(PackageMissing, match=r"5 or newer \(version 4.57.6 is installed\)"):
         build(manifest, 0, single)
 
 

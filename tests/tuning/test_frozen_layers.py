@@ -15,8 +15,8 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from agora.core import tuning_packages
-from agora.core.tuning_packages import TuningMissing
+from agora.core import optional_packages
+from agora.core.optional_packages import PackageMissing
 from agora.cost.manifest_cost import run_cost
 from agora.model import StageModule, family_of
 from agora.train.objectives import stage_loss
@@ -309,17 +309,17 @@ def test_the_estimate_of_memory_is_what_the_tensors_of_a_stage_take(frozen_as: s
 def test_who_lacks_a_package_is_told_the_command(
     package: str, purpose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, real = save(make_model("llama"), tmp_path / "base"), tuning_packages.importlib.import_module
+    folder, real = save(make_model("llama"), tmp_path / "base"), optional_packages.importlib.import_module
 
     def refuse(name: str) -> Any:
         if name.split(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         return real(name)
 
-    monkeypatch.setattr(tuning_packages.importlib, "import_module", refuse)
+    monkeypatch.setattr(optional_packages.importlib, "import_module", refuse)
     family = family_of(manifest_of(folder, model=NF4).model)
     with pytest.raises(
-        TuningMissing,
+        PackageMissing,
         match=rf"This run {purpose}.* needs the package {package}, .* pip install 'agora-swarm\[tuning\]'",
     ):
         family.check_machine(folder)
@@ -331,5 +331,5 @@ def test_who_lacks_a_package_is_told_the_command(
 def test_an_old_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft, "__version__", "0.9.0")
     family = family_of(manifest_of(save(make_model("llama"), tmp_path / "base"), model=LORA).model)
-    with pytest.raises(TuningMissing, match=r"peft, 0\.18 or newer \(version 0\.9\.0 is installed\)"):
+    with pytest.raises(PackageMissing, match=r"peft, 0\.18 or newer \(version 0\.9\.0 is installed\)"):
         family.parameter_shapes(range(1))

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from agora.cli import new_command
 from agora.cli.console import Failure
+from agora.core.optional_packages import PackageMissing
 from agora.data.tokenizer import byte_tokenizer_json
 from agora.node import settings
 from agora.tuning.base.hub import (
@@ -140,7 +141,7 @@ def test_no_such_model_revision_or_permission_is_one_sentence_each(
 
 def test_without_the_package_of_the_hub_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(BaseModelError, match=r"huggingface_hub; install it with: pip install 'agora-swarm\[tuning\]'"):
+    with pytest.raises(PackageMissing, match=r"huggingface_hub; install it with: pip install 'agora-swarm\[tuning\]'"):
         find_or_fetch(HubId(REPO))
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agora.core.tuning_packages import import_tuning
+from agora.core.optional_packages import import_tuning
 from agora.tuning.adapters.frozen_linear import Bf16Linear, FrozenLinear
 
 FrozenAs = Literal["float32", "bf16", "nf4"]
@@ -29,7 +29,7 @@ def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
     """Freezes every parameter of a stage on the meta device; replaces modules by ones that keep it as `frozen_as`.
 
     In place: the linear layers in `layers`, the stage's decoder layers, become layers of that format, the head becomes
-    a Bf16Linear, embeddings become bf16; "float32" replaces nothing. Raises TuningMissing without a package.
+    a Bf16Linear, embeddings become bf16; "float32" replaces nothing. Raises PackageMissing without a package.
     """
     if frozen_as != "float32":
         _replace_linears(layers, frozen_as)
@@ -41,7 +41,7 @@ def freeze(stage: nn.Module, layers: nn.Module, frozen_as: FrozenAs) -> None:
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Raises TuningMissing without transformers."""
+    """Raises PackageMissing without transformers."""
     transposed = import_tuning("transformers.pytorch_utils").Conv1D
     return {name: part for name, part in module.named_modules() if isinstance(part, (nn.Linear, transposed))}
 

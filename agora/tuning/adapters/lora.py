@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from agora.core.tuning_packages import import_tuning
+from agora.core.optional_packages import import_tuning
 from agora.model.family import initial_values
 from agora.state.export_tensors import TensorBlocks
 from agora.tuning.base.hf_architecture import architecture_of
@@ -49,7 +49,7 @@ def inject_lora(layers: nn.Module, model: HfSection, targets: Sequence[str], *, 
     """Wraps the linear layers in `layers` whose names end in one of `targets` with peft's LoRA layers, in place.
 
     Freezes all other parameters in `layers`. The LoRA matrices have no useful values until they are set. is_transposed:
-    whether the layers' matrices are [inputs, outputs]. Raises TuningMissing without peft.
+    whether the layers' matrices are [inputs, outputs]. Raises PackageMissing without peft.
     """
     peft = import_tuning("peft")
     config = peft.LoraConfig(

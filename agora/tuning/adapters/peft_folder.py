@@ -19,8 +19,8 @@ from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from safetensors import safe_open
 from torch import nn
 
+from agora.core.optional_packages import import_tuning
 from agora.core.terminal_text import one_line
-from agora.core.tuning_packages import import_tuning
 from agora.tuning.adapters.frozen_layers import linear_layers
 from agora.tuning.adapters.lora import ADAPTER_CONFIG, ADAPTER_ROOT, lora_targets
 from agora.tuning.base.hf_architecture import architecture_of
@@ -83,7 +83,7 @@ def read_adapter(folder: Path, model: HfSection) -> PeftAdapter:
 
     Reads the whole file, for its hash and to find values that are not finite. Raises BaseModelError for an adapter that
     is unreadable, that does not fit the model's layers, or of another base model, and for what LoRA of a run does not
-    have; TuningMissing without a package, ManifestError for a wrong model config.
+    have; PackageMissing without a package, ManifestError for a wrong model config.
     """
     config = _read_config(folder)
     rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout", 0.0)

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal
 from agora_protocol.base_config import parse_config, sizes_in
 from agora_protocol.manifest_model import HfSection
 
+from agora.core.optional_packages import import_tuning
 from agora.core.terminal_text import one_line
-from agora.core.tuning_packages import import_tuning
 from agora.tuning.packed_attention import PACKED, register
 
 SHARED_KEYS: Final = frozenset({"vocab_size", "pad_token_id", "tie_word_embeddings"})
@@ -150,16 +150,16 @@ class HfArchitecture:
     dropout: dict[str, float] = field(default_factory=lambda: NO_DROPOUT)
 
     def load_class(self, name: str) -> Any:
-        """Returns transformers' class `prefix` + `name`, such as LlamaDecoderLayer. Raises TuningMissing without it."""
+        """Returns transformers' class `prefix` + `name`, such as LlamaDecoderLayer. Raises PackageMissing."""
         return getattr(self._import("modeling"), f"{self.prefix}{name}")
 
     def make_config(self, model: HfSection) -> Any:
         """Makes transformers' own config object from those keys of the model's config.json that are in `keys`.
 
         Dropout is off. Attention is torch's fused one (PACKED), or "eager" for models that cap the attention's logits,
-        which fused attention cannot. Raises TuningMissing without transformers, errors of many types from transformers'
-        own checks of the config, and ConfigRefused if transformers makes another model of the whole file, or none that
-        computes.
+        which fused attention cannot. Raises PackageMissing without transformers, errors of many types from
+        transformers' own checks of the config, and ConfigRefused if transformers makes another model of the whole file,
+        or none that computes.
         """
         values = {key: value for key, value in parse_config(model.config).items() if key in self.keys}
         config_class = getattr(self._import("configuration"), self.config_class or f"{self.prefix}Config")

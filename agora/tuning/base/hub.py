@@ -6,17 +6,18 @@ program that uses the package huggingface_hub, which is imported when an id is l
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from agora_protocol.manifest_model import ADAPTER_FILE
 
+from agora.core.optional_packages import import_optional
 from agora.tuning.base.store import BaseModelError, names_in_index
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,6 +33,7 @@ DESCRIPTIONS: Final = (
 )
 ADAPTER_FILES: Final = ("adapter_config.json", ADAPTER_FILE)
 Kind = Literal["model", "adapter"]
+_import_hub: Final = partial(import_optional, purpose="What lies on the Hub", extra="tuning")
 MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./-]{0,127}))?")
 # The folder of one revision in the Hub's cache; a name has no "--" in it.
@@ -68,9 +70,8 @@ def hub_id_of(named: Path) -> HubId | None:
 def find_or_fetch(wanted: HubId, kind: Kind = "model") -> HubFolder:
     """Returns the folder of a model or adapter in the cache; if a file is missing there, fetches it from the Hub first.
 
-    A complete copy in the cache is used without asking the Hub. Blocks. Raises BaseModelError without the package
-    huggingface_hub, for what the Hub lacks, refuses or has without safetensors files, and when the network or disk
-    fails.
+    A complete copy in the cache is used without asking the Hub. Blocks. Raises PackageMissing, and BaseModelError
+    for what the Hub lacks, refuses or has without safetensors files, and when the network or disk fails.
     """
     return find_cached(wanted, kind) or (fetch_adapter(wanted) if kind == "adapter" else fetch_model(wanted))
 
@@ -79,7 +80,7 @@ def find_cached(wanted: HubId, kind: Kind = "model") -> HubFolder | None:
     """Returns the folder in the cache, without asking the Hub; the result's hub_id has the cached commit.
 
     Returns None if the config or a weights file is missing, or if the id is not valid on the Hub; tokenizer files may
-    be missing. Raises BaseModelError if the package huggingface_hub is missing or an index is malformed.
+    be missing. Raises PackageMissing, and BaseModelError if an index is malformed.
     """
     hub = _import_hub("huggingface_hub")
     description = ADAPTER_FILES[0] if kind == "adapter" else DESCRIPTIONS[0]
@@ -171,15 +172,6 @@ def _download(wanted: HubId, names: list[str], kind: Kind) -> Path:
     except (errors.HTTPError, OSError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:MAX_REASON]
         raise BaseModelError(f"Cannot fetch {wanted} from the Hub ({reason}); try again: what came is kept.") from error
-
-
-def _import_hub(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise BaseModelError(
-            "What lies on the Hub needs the package huggingface_hub; install it with: pip install 'agora-swarm[tuning]'"
-        ) from error
 
 
 def public_name(folder: Path) -> str:

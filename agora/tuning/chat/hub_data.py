@@ -6,15 +6,15 @@ run: its files are read as any other, and loading scripts are not fetched.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from agora_protocol.errors import DataError, LocalError
+from agora_protocol.errors import DataError
 
+from agora.core.optional_packages import import_optional
 from agora.data.record_files import READERS, format_suffix
 from agora.tuning.chat.sample_file import SPLIT
 
@@ -32,20 +32,14 @@ def fetch_data_set(named: Path) -> tuple[Path, ...]:
     """Returns the files, in the Hub's cache, of the data set `named` ORG/NAME[@REVISION][:FOLDER], fetched if need be.
 
     () if `named` exists on this machine or does not look like that. FOLDER: which of several parts of the data set;
-    of several splits only train is taken. Blocks. Raises LocalError without the package huggingface_hub, DataError if
+    of several splits only train is taken. Blocks. Raises PackageMissing; DataError if
     the Hub has no such data set, cannot be reached, or if no or several parts are meant.
     """
     match = DATA_SET.fullmatch(str(named))
     if match is None or named.exists() or format_suffix(named) in READERS:
         return ()
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        errors: Any = importlib.import_module("huggingface_hub.errors")
-    except ImportError as error:
-        raise LocalError(
-            "A data set of the Hub needs the package huggingface_hub; install it with: pip install "
-            "'agora-swarm[tuning]'"
-        ) from error
+    hub = import_optional("huggingface_hub", "A data set of the Hub", "tuning")
+    errors = import_optional("huggingface_hub.errors", "A data set of the Hub", "tuning")
     endpoint = os.environ.get("HF_ENDPOINT") or None
     where = {"repo_id": match["repo"], "repo_type": "dataset", "revision": match["revision"]}
     try:

@@ -1,6 +1,6 @@
-"""The packages of the extra `tuning`: each is imported when it is needed, never before, and a missing one is an error.
+"""The packages of the extras: each is imported when it is needed, never before, and a missing one is an error.
 
-All of them are slow to import, and pretraining needs none.
+Most of them are slow to import, and pretraining needs none.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any, ClassVar, Final
 from agora_protocol.errors import LocalError
 from packaging.version import Version
 
-TUNING_EXTRA: Final = "pip install 'agora-swarm[tuning]'"
 
+class PackageMissing(LocalError):
+    """Raised when a package of an extra is not installed, broken, or too old."""
 
-class TuningMissing(LocalError):
-    """Raised when a package of the extra `tuning` is not installed, broken, or too old."""
-
-    code: ClassVar[str] = "tuning-missing"
+    code: ClassVar[str] = "package-missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ PACKAGES: Final = {
 def import_tuning(module: str) -> Any:
     """Imports and returns `module`, which is one of PACKAGES or a submodule, after checking the package's version.
 
-    Raises TuningMissing if the package is missing, broken or too old, KeyError if it is none of PACKAGES. Sets the log
+    Raises PackageMissing if the package is missing, broken or too old, KeyError if it is none of PACKAGES. Sets the log
     level of bitsandbytes to ERROR: at its import, also by peft, it warns of a missing kernel for inference that is not
     used here.
     """
@@ -54,10 +52,26 @@ def import_tuning(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         reason = (str(error).splitlines() or [""])[0][:160]
-        raise TuningMissing(
+        raise PackageMissing(
             f"This run {package.purpose}, which needs the package {name}, {package.oldest} or newer ({reason}); "
-            f"install it with: {TUNING_EXTRA}"
+            f"install it with: {_installation('tuning')}"
         ) from error
+
+
+def import_optional(module: str, purpose: str, extra: str) -> Any:
+    """Imports and returns `module` of a package of `extra`. Raises PackageMissing: `purpose`, such as "Publishing",
+    needs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.split(".")[0]
+        text = f"{purpose} needs the package {name}; install it with: {_installation(extra)}"
+        raise PackageMissing(text) from error
+
+
+def _installation(extra: str) -> str:
+    return f"pip install 'agora-swarm[{extra}]'"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
