@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import ADAPTER_FILE
 
 from agora.cli import console
 from agora.cli.console import EXIT_USAGE, Failure, ProgressDisplay, print_to_stderr
@@ -60,7 +61,6 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 DTYPES: dict[Dtype, str] = {"float32": "float32", "bf16": "bfloat16"}
 SPARE_BYTES = 64 * 2**20  # of free disk, for the files other than weights
 SHARD_SIZE = "5GB"
-ADAPTER_FILE = "adapter_model.safetensors"
 GGUF_FILE = "model.gguf"
 ABOUT = frozenset({"README.md", "run.toml", "amendments"})  # a GGUF file has the configs and the tokenizer in it
 MODELFILE, FROM_GGUF = "Modelfile", f"FROM ./{GGUF_FILE}\n".encode()  # for `ollama create`

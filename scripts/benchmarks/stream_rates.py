@@ -32,10 +32,9 @@ class Streams:
     notes: list[str] = field(default_factory=list)
 
 
+# Per carrier: milliseconds of round trips by name, megabytes per second of flows, one entry per repeat.
 @dataclass(slots=True)
 class _Readings:
-    """Per carrier: milliseconds of round trips by name, megabytes per second of flows, one entry per repeat."""
-
     trips_ms: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in TRIPS})
     flows: list[float] = field(default_factory=list)
 
