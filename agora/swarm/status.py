@@ -151,7 +151,7 @@ def _stage_status(view: View, stage: int, target_tokens: int, usual: float) -> d
     replicas = view.replicas(stage)
     count = view.replica_count(stage)
     last = min((p for p in replicas if p.waits_for), key=lambda peer: peer.step_of(stage), default=None)
-    waits_for = last.waits_for if last else "" if replicas else "it waits for a peer that serves it"
+    waits_for = last.waits_for if last else "" if replicas else "a peer that serves it"
     return {
         "stage": stage,
         "replicas": count,

@@ -13,9 +13,8 @@ PROTOCOL_NAME: Final = "/agora/1"
 FRAME_MAGIC: Final = 0xA6
 PREFIX_BYTES: Final = 16
 MAX_HEADER_BYTES: Final = 65_536  # of every frame but an answer
-MAX_ANSWER_HEADER_BYTES: Final = (
-    1_052_672  # an answer may carry a manifest, amendments or a status: MAX_STATUS_BYTES + 4096
-)
+# An answer may carry a manifest, amendments or a status: MAX_STATUS_BYTES + 4096.
+MAX_ANSWER_HEADER_BYTES: Final = 1_052_672
 MAX_PAYLOAD_BYTES: Final = 268_435_456
 MAX_TENSORS: Final = 8
 MAX_DIMENSIONS: Final = 6

@@ -197,7 +197,7 @@ def test_a_stage_tells_what_became_of_the_tokens_of_its_replicas_and_what_the_la
     assert (first["tokens_per_step"], first["target_tokens"], first["staleness"]) == (250.0, 256, 0.4)
     assert first["waits_for"] == f"{peer_name(peer_id('b'))}: peers"
     assert (second["tokens_per_step"], second["share_counted"], second["staleness"]) == (None, None, None)
-    assert second["waits_for"] == "it waits for a peer that serves it"
+    assert second["waits_for"] == "a peer that serves it"
     assert [peer["note"] for peer in build_status(peers, RUN_IDENTITY, OK, NOW)["peers"]].count("x") == 1
 
 

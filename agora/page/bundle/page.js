@@ -175,7 +175,7 @@ function showStages(stages) {
 function whyOf(row, health) {
   const told = [];
   if (health.state && health.state !== "OK") told.push(health.why);
-  if (row.waits_for) told.push(row.waits_for);
+  if (row.waits_for && row.replicas) told.push(row.waits_for); // of an empty stage, its health says the same
   if (isNumber(row.share_counted)) told.push(`${(100 * row.share_counted).toFixed(1)} % of its tokens counted`);
   if (isNumber(row.staleness)) told.push(`gradients ${row.staleness.toFixed(2)} steps old`);
   return told.join("; ");
