@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from agora.core.tuning_packages import import_tuning
 from torch import Tensor
 from torch.nn import functional
 
+from agora.core.optional_packages import import_tuning
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.text_sources import STDLIB, find_files

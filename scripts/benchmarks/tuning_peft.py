@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agora.core.tuning_packages import import_tuning
 from agora_protocol.manifest_model import HfSection
 from torch import nn
 
+from agora.core.optional_packages import import_tuning
 from agora.train.device import choose_device, has_native_bf16
 from agora.train.memory import keep_freed_memory
 from benchmarks.worker import Channel

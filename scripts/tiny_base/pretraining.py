@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from agora.core.tuning_packages import import_tuning
 from torch import Tensor, nn
 
+from agora.core.optional_packages import import_tuning
 from agora.train.muon import UPDATE_RMS, orthogonalise
 
 CONTEXT: Final = 256
