@@ -87,6 +87,14 @@ HOURS = Annotated[
 ]
 
 
+WHEN_IDLE = Annotated[
+    bool,
+    typer.Option(
+        "--when-idle", help="Pause while a person or another program uses this machine, and for 10 minutes after it."
+    ),
+]
+
+
 COMPILE = Annotated[
     str | None,
     typer.Option(
@@ -147,6 +155,7 @@ def join(
     memory_gib: MEMORY = None,
     disk_gib: DISK = None,
     hours: HOURS = None,
+    when_idle: WHEN_IDLE = False,
     compile_layers: COMPILE = None,
     at_end: AT_END = None,
     export_at_end: EXPORT_AT_END = None,
@@ -182,6 +191,7 @@ def join(
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
+    flags |= {"when_idle": when_idle or None}
     flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
     flags |= {"compile": compile_layers}
     flags |= {"at_end": at_end, "export_at_end": export_at_end}

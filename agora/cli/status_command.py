@@ -26,6 +26,7 @@ REFRESH_INTERVAL_S = 2.0
 # A peer wrote the status: one wide cell would widen every row, and a megabyte of it has tens of thousands of rows.
 MAX_CELL, MAX_ROWS, MAX_LINE = 64, 1000, 1024
 MAX_AMENDED = 3  # how many of the latest amendments are shown
+OF_THIS_MACHINE = ("result", "machine")  # fields that only a daemon here may fill
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
 PEER_COLUMNS = ["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN"]
 EXIT_CODES = {
@@ -91,7 +92,7 @@ def fetch(run: str, home: paths.Home) -> Status:
             credentials = status_client.Credentials(identity, proof) if identity is not None else None
             status = status_client.fetch_status(reference.addresses, RunId(reference.run), credentials=credentials)
             check_status(status)
-            return {name: value for name, value in status.items() if name != "result"}  # of the asker's machine only
+            return {name: value for name, value in status.items() if name not in OF_THIS_MACHINE}
         except AgoraError as error:
             why, do = str(error).rstrip("."), "ask for a newer invite, or check this machine's network"
             if isinstance(error, NotAdmitted):
@@ -171,6 +172,8 @@ def lines_of(status: Status) -> list[str]:
     lines += [*notes[:MAX_ROWS], *_left_out("notes", len(notes))]
     if result := status.get("result"):
         lines += _result_lines(result)
+    if machine := status.get("machine"):
+        lines += _machine_lines(machine)
     health = status["health"]
     do = f"  do: {health['do']}" if health["do"] else ""
     lines.append(f"health  {health['state']}  why: {health['why']}{do}")
@@ -191,6 +194,25 @@ def _result_lines(result: Mapping[str, Any]) -> list[str]:
         case "failed":
             return [f"result  could not be exported: {result['why']}"]
     return []
+
+
+def _machine_lines(machine: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if day := machine["day"]:
+        costs = [f"{day['sent_bytes'] / 1e9:.2f} GB sent, {day['received_bytes'] / 1e9:.2f} GB received"]
+        if day["kwh"] is not None:
+            costs.append(f"{day['kwh']:.2f} kWh at {day['watts']:.0f} W by {day['watts_from']}")
+        if day["cost"] is not None:
+            costs.append(f"{day['cost']:.2f} at {day['price_per_kwh']:g} per kWh")
+        lines.append(f"machine a day costs an estimated {', '.join(costs)}")
+    if idle := machine["when_idle"]:
+        watched = [name for name, state in idle["observers"].items() if state == "watched"]
+        others = [f"{name} ({state})" for name, state in idle["observers"].items() if state != "watched"]
+        lines.append(
+            f"machine works when idle for {idle['idle_minutes']:g} min; watched: {', '.join(watched) or 'nothing'}"
+            + (f"; not watched: {', '.join(others)}" if others else "")
+        )
+    return lines
 
 
 def _upgrade_line(upgrade: Mapping[str, Any]) -> str:

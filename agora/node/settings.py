@@ -32,6 +32,9 @@ OTHER_VARIABLES = frozenset({HOME_VARIABLE, RUNTIME_VARIABLE, SUPERVISOR_VARIABL
 _HOST_PORT = re.compile(r"(?:\[(?P<ip6>[^]]*)\]|(?P<ip4>[^:]*)):(?P<port>\d{1,5})", re.ASCII)
 
 
+IdleObserver = Literal["gpu", "person", "processors", "command"]
+
+
 class SettingsError(LocalError):
     """Raised for an unknown or impossible setting; the text names its source and what would be right.
 
@@ -104,6 +107,14 @@ class Settings(pydantic.BaseModel):
     download_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # likewise
     # FROM-TO[,FROM-TO] in local time, such as 22-07: outside it is paused; "" is all day.
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
+    when_idle: bool = False  # whether it is paused while a person or another program uses the machine
+    # For how long nobody must have used the machine before the daemon goes on, and which kinds of use count.
+    idle_minutes: float = pydantic.Field(10.0, ge=0.0, le=1440.0)
+    idle_observers: tuple[IdleObserver, ...] = ("gpu", "person", "processors", "command")
+    # A shell command that says whether the machine is in use, by exit code 0; "" is none. Asked with when_idle.
+    in_use_command: str = ""
+    watts: float = pydantic.Field(0.0, ge=0.0, le=1e6)  # that working takes, for estimates; 0: what the GPU reports
+    price_per_kwh: float = pydantic.Field(0.0, ge=0.0, le=1e6)  # of electricity, in any currency, for estimates
     # What follows when the run has taken its total_steps: it serves the state and trains no more, leaves, or trains on.
     at_end: Literal["serve", "leave", "go-on"] = "serve"
     # Whether it writes the result into the data directory then. auto: only if this peer is the chosen exporter.
@@ -119,6 +130,11 @@ class Settings(pydantic.BaseModel):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(_as_multiaddr(str(part)) for part in value) if isinstance(value, list | tuple) else value
+
+    @pydantic.field_validator("idle_observers", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
     @pydantic.field_validator("data", mode="before")
     @classmethod

@@ -16,7 +16,6 @@ from agora_protocol.manifest import preset
 
 from agora.core.tasks import BackgroundTasks
 from agora.node import runs
-from agora.node.limits.pausing import Hours
 from agora.node.paths import RUNTIME_VARIABLE, Home, make_private
 from agora.node.process import daemon as daemon_module
 from agora.node.process import main as main_module
@@ -41,7 +40,7 @@ class LoadsNothing(Daemon):
             me=PeerId("12D3KooW"),
             reference=SimpleNamespace(run="", name="poems"),
             home=Home(home),
-            settings=SimpleNamespace(work_hours=Hours.parse(""), link="", metrics_address=None, page_endpoint=None),
+            settings=Settings(),
             incarnation=1,
             clock=SwarmClock(0.0, lambda: 0.0),
             reporter=Reporter(),

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,13 +62,14 @@ class Swarm(LocalSwarm):
         slowdown: float = 1.0,
         run: str = "",
         flags: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
     ) -> Daemon:
         """Starts a daemon for these stages, whose device is so many times slower.
 
-        faults: as AGORA_FAULTS has them; `fired` tells which have acted.
+        faults: as AGORA_FAULTS has them; `fired` tells which have acted. settings: AGORA_* variables.
         """
         injected = {"AGORA_FAULTS": faults, "AGORA_FAULTS_LOG": str(self.directory / name / "faults.log")}
-        environment = {"AGORA_SLOWDOWN": str(slowdown), **(injected if faults else {})}
+        environment = {"AGORA_SLOWDOWN": str(slowdown), **(injected if faults else {}), **(settings or {})}
         return super().start(name, run=run, flags=["--stages", stages, *flags], environment=environment)
 
     def until(self, condition: Callable[[], T | None], description: str, within_s: float = WAIT_S) -> T:

@@ -59,6 +59,34 @@ def test_a_pause_leaves_no_traffic_survives_a_restart_and_ends_with_resume(tmp_p
         nothing_lost(made, origin)
 
 
+def test_a_daemon_that_works_when_idle_makes_way_for_the_machines_user_and_comes_back(tmp_path: Path) -> None:
+    """Two uses: each pauses it once, with the reason for its owner and no name for the others, and it resumes twice."""
+    in_use = tmp_path / "in-use"
+    idle = {"AGORA_IDLE_OBSERVERS": "command", "AGORA_IDLE_MINUTES": "0.05"}
+    idle["AGORA_IN_USE_COMMAND"] = f"cat {in_use} 2>&-"
+    with swarm(tmp_path, tiny(2)) as made:
+        origin, _ = made.start("origin", "0"), made.start("stays", "1")
+        guest = made.start("guest", "1", flags=["--when-idle"], settings=idle)
+        made.serving()
+        for times in (1, 2):
+            counted = len(guest.events("MicrobatchCounted"))
+            made.until(lambda n=counted: len(guest.events("MicrobatchCounted")) > n, "the guest to work")
+            in_use.write_text("alice plays chess\n")
+            made.until(lambda: is_silent(guest), "everything but the control socket to be closed")
+            status = guest.ask("status")
+            assert status["health"]["state"] == "PAUSED" and "(alice plays chess)" in status["health"]["why"]
+            assert status["machine"]["when_idle"]["in_use"] == "alice plays chess"
+            assert status["machine"]["when_idle"]["observers"] == {"command": "watched"}
+            made.until(lambda: sees(origin, guest) != "training", "its claim to be withdrawn")
+            assert "alice" not in str(origin.ask("status"))
+            in_use.unlink()
+            made.until(lambda n=times: len(guest.events("PeerStarted")) > n, "it to serve again")
+            paused = guest.events("StateChanged", state="paused")
+            assert len(paused) == times and all("alice plays chess" in event["reason"] for event in paused)
+        made.until(lambda: sees(origin, guest) == "training", "the others to see it again")
+        nothing_lost(made, origin)
+
+
 @pytest.mark.slow
 def test_an_upload_limit_holds_within_a_tenth_while_state_is_served(tmp_path: Path) -> None:
     """All that the kernel saw of the source's p2pd: state, gossip, averaging and the directory together."""

@@ -1,4 +1,7 @@
-"""Whether the owner of this machine wants the daemon to pause: by a pause, kept in a file, or outside its hours."""
+"""Whether the owner of this machine wants the daemon to pause.
+
+It does by the owner's pause, kept in a file; outside its hours; and, with `when_idle`, while somebody uses the machine.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from agora_protocol.errors import DiskError
+
+from agora.core.clock import boot_time
+from agora.node.limits.machine_use import MachineUse
 
 DAY_MINUTES: Final = 24 * 60
 MAX_RANGES: Final = 24
@@ -68,33 +74,60 @@ def _format_minute(minute: int) -> str:
 
 
 class OwnersPause:
-    """Whether the daemon is to be paused, and why: by its owner's command, or by the time of day.
+    """Whether the daemon is to be paused, and why: by its owner's command, the time of day, or the machine's use.
 
     The owner's pause lasts until `resume`, even after a restart. changed: set at each pause and resume.
     """
 
-    def __init__(self, file: Path, hours: Hours, unix: Callable[[], float]) -> None:
-        """file: exists while the daemon is paused. unix: returns the present time in unix seconds."""
+    def __init__(
+        self,
+        file: Path,
+        hours: Hours,
+        unix: Callable[[], float],
+        idle_s: float = 0.0,
+        clock: Callable[[], float] = boot_time,
+    ) -> None:
+        """file: exists while the daemon is paused. unix: returns the present time in unix seconds. idle_s: seconds for
+        which nobody must have used the machine after a use. clock: returns the time in which `MachineUse` is noted.
+        """
         self._file = file
         self._hours = hours
         self._unix = unix
+        self._idle_s = idle_s
+        self._clock = clock
+        self._use = MachineUse()
         self._is_paused = file.exists()
         self.changed = asyncio.Event()
 
     @property
     def reason(self) -> str:
+        return self._reason(in_full=False)
+
+    @property
+    def full_reason(self) -> str:
+        """The reason with what uses the machine: for its owner, never for other peers."""
+        return self._reason(in_full=True)
+
+    def _reason(self, *, in_full: bool) -> str:
         if self._is_paused:
             return BY_OWNER
         minute = self._minute()
-        if self._hours.contains(minute):
-            return ""
-        return f"outside its hours {self._hours} until {self._hours.next_begin(minute)}"
+        if not self._hours.contains(minute):
+            return f"outside its hours {self._hours} until {self._hours.next_begin(minute)}"
+        return self._use.pause_reason(self._clock(), self._idle_s, in_full=in_full)
 
     @property
     def remedy(self) -> str:
         if self._is_paused:
             return "run `agora-node resume` to go on"
+        if self._hours.contains(self._minute()):
+            return "it goes on by itself; `idle_minutes` in agora.toml says when"
         return "it goes on by itself; `hours` in agora.toml says when"
+
+    def note_use(self, use: MachineUse) -> None:
+        """Pauses the daemon while it stands back for whoever uses the machine, and ends that pause."""
+        self._use = use
+        self.changed.set()
 
     def pause(self) -> None:
         """Pauses the daemon until `resume`, also after a restart, by creating a file.
@@ -110,7 +143,7 @@ class OwnersPause:
             raise DiskError(f"{text}; free some space and pause it again.") from error
 
     def resume(self) -> str:
-        """Ends the owner's pause, if there is one; returns why the daemon stays paused (outside its hours), or "".
+        """Ends the owner's pause, if there is one; returns why the daemon stays paused all the same, or "".
 
         Raises DiskError if the file cannot be removed; the pause goes on then.
         """

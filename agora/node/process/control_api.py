@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from agora_protocol.errors import AmendmentError, InputError, LocalError
@@ -75,10 +75,15 @@ class ControlApi:
     async def status(self) -> Answer:
         """Returns the swarm as this daemon sees it: what `swarm status --json` prints.
 
-        Its field `result`, which other machines are not told, has the folder of the result once the run has ended.
+        Other machines are not told its field `result`, which has the folder of the result once the run has ended, nor
+        `machine`, nor what uses the machine in the reason of a pause.
         """
-        end = self._daemon.end_of_run
-        return status_json(self._daemon.sample_node_report()) | {"result": asdict(end.result) if end else None}
+        daemon, end = self._daemon, self._daemon.end_of_run
+        report = daemon.sample_node_report()
+        if reason := daemon.pause.full_reason:
+            report = replace(report, health=replace(report.health, why=f"this peer is {reason}"))
+        result = asdict(end.result) if end else None
+        return status_json(report) | {"result": result, "machine": daemon.machine.describe(report.traffic)}
 
     async def report(self) -> Answer:
         """Returns what this daemon has counted, and the state of its span; see report_json."""

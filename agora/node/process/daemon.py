@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from agora_protocol.errors import AgoraError, InputError, LocalError
 from agora_protocol.ids import Span
@@ -25,6 +28,7 @@ from agora.node.limits.pausing import OwnersPause
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
 from agora.node.process.end_of_run import EndOfRun
+from agora.node.process.machine_watch import MachineWatch, gpu_id_of, observers_of
 from agora.node.process.watchdog import Watchdog
 from agora.node.span.load_span import load_span
 from agora.node.span.loaded_span import LoadedSpan
@@ -82,7 +86,11 @@ class Daemon:
         self.signed: SignedManifest | None = None
         self.local_peer: LocalPeer | None = None
         self.loaded: LoadedSpan | None = None
-        self.pause = OwnersPause(startup.home.paused, startup.settings.work_hours, startup.clock.unix)
+        chosen = startup.settings
+        self.pause = OwnersPause(startup.home.paused, chosen.work_hours, startup.clock.unix, 60.0 * chosen.idle_minutes)
+        gpu = functools.cache(partial(gpu_id_of, chosen.device))
+        observers = observers_of(chosen, gpu, time.time)
+        self.machine = MachineWatch(chosen, self.pause, startup.report_event, observers, gpu)
         self._stop = asyncio.Event()
         self.leave_reason = ""
         self._failure: LocalError | None = None
@@ -106,6 +114,8 @@ class Daemon:
         """Joins, serves or pauses until `leave` is called; then leaves in order. Raises the error that ended it."""
         self._tasks.start("watchdog", self._watchdog.run())
         try:
+            await wait_for_any(self._stop.wait(), self.machine.look())  # before anything is claimed
+            self._tasks.start("machine", self.machine.run())
             while not self.is_leaving:
                 if not self.pause.reason:
                     await self._serve_until_stopped()
@@ -253,7 +263,7 @@ class Daemon:
             serving.exception()  # retrieved: leaving was first
 
     async def _stay_paused(self) -> None:
-        self._report_event(events.StateChanged("paused", self.pause.reason or "resumed meanwhile"))
+        self._report_event(events.StateChanged("paused", self.pause.full_reason or "resumed meanwhile"))
         until = loop_time() + LEAVE_TIMEOUT_S
         await self._wind_down("paused", until)
         await self._close(until)  # all that talks to other peers; control socket, metrics and page stay

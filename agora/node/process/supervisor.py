@@ -101,6 +101,7 @@ def settings_per_device(
             | {"disk_gib": chosen.disk_gib / count if at else chosen.disk_gib}
             | {"device": name, "listen": tuple(_port_plus(address, at) for address in chosen.listen)}
             | {"metrics": _metrics_plus(chosen.metrics, at)}
+            | {"watts": chosen.watts / count}
             | ({"announce": (), "page": False} if at else {})
             | ({"memory_gib": host_gib} if name == "cpu" else {"host_memory_gib": host_gib})
         )
