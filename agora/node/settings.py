@@ -83,17 +83,18 @@ class Settings(pydantic.BaseModel):
     announce: tuple[str, ...] = ()  # further multiaddrs under which others can reach this peer
     allow_private: bool = False  # whether addresses of a LAN, a VPN or loopback are announced to peers and dialled
     upnp: bool = False  # whether the router is asked to forward the ports
-    relay_peers: int = pydantic.Field(16, ge=0, le=MAX_RELAYED_PEERS)  # how many it relays for, if it can be dialled
-    relay_mbit: float = pydantic.Field(0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
+    relay_peers: int = pydantic.Field(default=16, ge=0, le=MAX_RELAYED_PEERS)  # relayed for, if it can be dialled
+    relay_mbit: float = pydantic.Field(default=0.0, ge=0.0)  # Mbit/s of all that it relays; 0: no limit
     # RATE,RTT[,JITTER[,LOSS]] that this peer's streams emulate; "" is the network as it is.
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
-    threads: int = pydantic.Field(0, ge=0, le=1024)  # compute threads; 0: as many as this process's limits allow
-    slowdown: float = pydantic.Field(1.0, ge=1.0, le=1e6)  # computes this many times slower, by sleeping
+    threads: int = pydantic.Field(default=0, ge=0, le=1024)  # compute threads; 0: as many as this process may use
+    slowdown: float = pydantic.Field(default=1.0, ge=1.0, le=1e6)  # computes this many times slower, by sleeping
     # For experiments: a stage's forward pass takes at least so long, by sleeping, and other jobs in proportion; 0: off.
-    emulated_ms: float = pydantic.Field(0.0, ge=0.0, le=60_000.0)
-    memory_gib: float = pydantic.Field(0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
-    host_memory_gib: float = pydantic.Field(0.0, ge=0.0)  # of the machine's memory beside a GPU; 0: memory_gib
-    most_stages: int = pydantic.Field(0, ge=0)  # the longest span that placement may choose; 0: what fits into memory
+    emulated_ms: float = pydantic.Field(default=0.0, ge=0.0, le=60_000.0)
+    memory_gib: float = pydantic.Field(default=0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
+    host_memory_gib: float = pydantic.Field(default=0.0, ge=0.0)  # of the machine's memory beside a GPU; 0: memory_gib
+    # The longest span that placement may choose; 0: what fits into memory.
+    most_stages: int = pydantic.Field(default=0, ge=0)
     rebalance: bool = True  # whether it moves by itself where the swarm is slowest; never with chosen `stages`
     allow_files: bool = False  # whether a manifest that this owner did not write may name files of this machine
     # Files, and folders of files, that a manifest names and that lie elsewhere here; in one text, ":" is between them.
@@ -102,7 +103,7 @@ class Settings(pydantic.BaseModel):
     base_model: str = ""  # the model that the run begins with: its folder, or its Hugging Face Hub id; "" is none
     # The adapter that the run begins with: its folder or its Hub id; "" if there is none, or if peers supply it.
     adapter: str = ""
-    disk_gib: float = pydantic.Field(0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
+    disk_gib: float = pydantic.Field(default=0.0, ge=0.0)  # what the data directory may hold; 0: what the disk has free
     upload_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # over all traffic, such as 1MB/s; "" is none
     download_limit: Annotated[str, AfterValidator(_check_rate)] = ""  # likewise
     # FROM-TO[,FROM-TO] in local time, such as 22-07: outside it is paused; "" is all day.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +140,7 @@ class Feed:
         held = [peer for peer in (await self.status())["peers"] if stage is None or _holds(peer, stage)]
         return {"total": len(held), "start": start, "peers": shown(held[start : start + MAX_PEERS])}
 
-    async def follow(self) -> AsyncIterator[str]:
+    async def follow(self) -> AsyncGenerator[str, None]:
         """Yields JSON after each look: the status in short and what is new; the first one has all that is kept."""
         self._subscribers += 1
         self._is_wanted.set()

@@ -36,7 +36,7 @@ from agora.data.tokenizer import ByteTokenizer, Ids
 from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import FragmentDivision
 from agora.train.objectives import TokenBatch
-from agora.train.span_trainer import DecodedWork
+from agora.train.weight_versions import DecodedWork
 
 TINY = Effort((0,), 6, 32, 1, 16, 8, heldout_batches=2)
 REPLICAS = 4
@@ -104,7 +104,7 @@ def test_gradients_in_int8_are_the_same_for_all_and_near_those_in_float32(manife
 
 @pytest.mark.parametrize("wire", ["normal2", "int8", "float32"])
 def test_a_round_puts_in_the_bytes_of_its_slice(manifest: Manifest, sampler: Sampler, wire: str) -> None:
-    setting = Setting("slices", wire, 4, every=2)  # type: ignore[arg-type]
+    setting = Setting("slices", wire, 4, every=2)
     found = trained(manifest, sampler, setting, 6)
     flat = replicas_of(manifest, sampler)[0].flat
     slices = FragmentDivision(len(flat), 4, manifest.seed)

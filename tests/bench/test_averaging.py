@@ -52,8 +52,8 @@ def test_turns_alternate() -> None:
         role = "none"
 
         def __init__(self, side: str) -> None:
-            super().__init__(2, None)  # type: ignore[arg-type]
-            self.side = side  # type: ignore[misc]
+            super().__init__(2, None)
+            self.side = side
 
         def start(self) -> None:
             log.append(f"start {self.side}")
@@ -92,7 +92,7 @@ def test_training_that_never_averaged_has_no_slowdown_to_show(done: list[float],
     rates = {averaging_slowdown.DEFAULT: 90.0, averaging_slowdown.LOCAL: 80.0, averaging_slowdown.OFF: 100.0}
     found = {name: Readings([rate] * 2, [1.0], [0.0]) for name, rate in rates.items()}
     swarms = [Swarm(averaging_slowdown.DEFAULT, done), Swarm(averaging_slowdown.OFF, [])]
-    slowdown = averaging_slowdown.summary(swarms, found, averaging_slowdown.training_manifest())  # type: ignore[arg-type]
+    slowdown = averaging_slowdown.summary(swarms, found, averaging_slowdown.training_manifest())
     if lost is None:
         assert slowdown.ratio.value != slowdown.ratio.value
         assert slowdown.notes[0].startswith("NO ROUND TOOK PLACE")
@@ -188,7 +188,7 @@ class OneMember(Group):
 def test_a_round_that_leaves_a_member_without_the_mean_is_no_figure(
     returned: bool, averaged: float, whole: bool
 ) -> None:
-    group = OneMember(1, Answering(returned, averaged))  # type: ignore[arg-type]
+    group = OneMember(1, Answering(returned, averaged))
     group.start()
     with contextlib.nullcontext() if whole else pytest.raises(BenchFailed, match="does not hold the mean"):
         assert group.round().seconds == 1.0

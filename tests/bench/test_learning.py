@@ -270,7 +270,7 @@ def test_a_swarm_of_daemons_is_compared_with_the_plain_loop(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "CALIBRATE_S", 0.1)
-    values = {**SMALL, "data": {"corpus": [text], "heldout": 0.1}}
+    values: dict[str, dict[str, object]] = {**SMALL, "data": {"corpus": [text], "heldout": 0.1}}
     options = ["--peers", "2", "--steps", "6"]
     for section, fields in values.items():
         for name, value in fields.items():

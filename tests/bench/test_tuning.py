@@ -105,7 +105,7 @@ def test_peft_and_the_stages_of_the_swarm_are_the_same_model_with_the_same_adapt
     logits = whole(input_ids=tokens[:, :-1]).logits
     torch.testing.assert_close(hidden, logits, rtol=1e-4, atol=1e-4)
     for leaving in (hidden, logits):
-        loss_sum(leaving, tokens[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        loss_sum(leaving, tokens[:, 1:]).backward()
     for name, parameter in ours.items():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-3)
 
@@ -136,7 +136,7 @@ def test_a_step_of_the_peft_loop_has_the_tokens_of_a_step_of_the_swarm(base: Pat
 def losses_of(values: dict[tuple[str, str], float]) -> dict[LossJob, TunedLoss]:
     """The losses of two seeds, by base model and codec; the second seed's are twice the first one's."""
     return {
-        LossJob(base, codec, seed): TunedLoss(loss * (1 + seed), loss * (1 + seed))  # type: ignore[arg-type]
+        LossJob(base, codec, seed): TunedLoss(loss * (1 + seed), loss * (1 + seed))
         for seed in (0, 1)
         for (base, codec), loss in values.items()
     }

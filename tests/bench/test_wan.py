@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agora_protocol.manifest import Manifest, preset
-from agora_protocol.manifest_model import link_subspace
+from agora_protocol.manifest_model import SubspaceSection, link_subspace
 from agora_protocol.presets import LINK_CODEC, PRESETS
 from benchmarks.report import Report, columns
 from benchmarks.task import prepare_corpus
@@ -81,7 +81,7 @@ def measured(**fields: object) -> Speeds:
     over = {(setting, "today"): Speed(share, 0.5, 0.95, 0.02, 2e6) for setting, share in today.items()}
     over |= {(setting, "bound"): Speed(share, 0.97, 0.3, 0.02, 3e5) for setting, share in bound.items()}
     free = {DENSE: Speed(1.0, 0.0, 1.0, 0.0, math.inf), PUBLISHED: Speed(1.1, 0.0, 1.0, 0.0, math.inf)}
-    return replace(Speeds([900.0, 1000.0, 1100.0], free, over, 0.1), **fields)  # type: ignore[arg-type]
+    return replace(Speeds([900.0, 1000.0, 1100.0], free, over, 0.1), **fields)
 
 
 def results(width: int = 64, **slopes: float) -> Results:
@@ -143,6 +143,7 @@ def test_what_is_trained_has_names_of_its_own_and_the_published_recipe_with_each
 def test_the_presets_boundary_is_that_of_every_preset(width: int) -> None:
     assert (PRESET.codec, PRESET.subspace(width)) == (LINK_CODEC, link_subspace(width))
     for made in map(preset, PRESETS):
+        assert isinstance(made.model, SubspaceSection)
         assert (made.boundary.codec, made.model.subspace) == (PRESET.codec, PRESET.subspace(made.model.width))
 
 
@@ -153,6 +154,7 @@ def test_a_manifest_is_what_its_job_says(setting: Setting, optimizer: str, width
     recipe = Recipe(setting, "muon" if optimizer == "muon" else "adamw")
     manifest = FULL.manifest(Job(recipe, width, 3))
     assert manifest.boundary.codec == setting.codec and manifest.seed == 3
+    assert isinstance(manifest.model, SubspaceSection)
     assert manifest.model.subspace == round(width / setting.parts)
     assert manifest.model.is_embedding_fixed == (setting.embedding == "fixed")
     assert manifest.stage_count == manifest.model.layers == 8

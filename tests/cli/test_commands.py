@@ -112,9 +112,11 @@ def test_new_writes_a_manifest_that_is_read_and_never_over_another(
     tmp_path: Path, run: Callable[..., Completed]
 ) -> None:
     from agora_protocol.manifest import Manifest
+    from agora_protocol.manifest_model import SubspaceSection
 
     assert run("swarm", "new", "poems.toml", "--preset", "small").returncode == 0
     manifest = Manifest.from_toml((tmp_path / "poems.toml").read_text())
+    assert isinstance(manifest.model, SubspaceSection)
     assert (manifest.name, manifest.model.width) == ("poems", 512)
     one_sentence(run("swarm", "new", "poems.toml"), 1, "poems.toml exists")
     one_sentence(run("swarm", "new", "nowhere/poems.toml"), 1, "cannot write nowhere/poems.toml")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agora_protocol.manifest_model import SubspaceSection
 
 from agora.cli.console import Failure
 from agora.cli.demo_command import DemoOptions
@@ -186,6 +187,7 @@ def test_texts_of_a_demo_are_found_before_it_starts_and_have_names_of_their_own(
 @pytest.mark.parametrize("link", [None, "20Mbit,50ms"])
 def test_boundaries_are_the_presets_unless_a_codec_is_asked_for(link: str | None) -> None:
     plain, told = (DemoOptions(link=link, codec=codec).manifest() for codec in (None, "int8"))
+    assert isinstance(plain.model, SubspaceSection) and isinstance(told.model, SubspaceSection)
     assert (plain.model.subspace, plain.boundary.codec) == (56, "int6/int3")
     assert (told.model.subspace, told.boundary.codec) == (128, "int8")
 

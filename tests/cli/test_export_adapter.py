@@ -196,7 +196,7 @@ def test_without_the_average_it_is_the_matrices_of_the_last_step(tuned: Tuned) -
 
 def code_of(card: str) -> str:
     """The Python code in a model card."""
-    return re.search(r"```python\n(.*?)```", card, re.S)[1]  # type: ignore[index]
+    return re.search(r"```python\n(.*?)```", card, re.S)[1]
 
 
 @pytest.mark.parametrize("merge", [False, True])

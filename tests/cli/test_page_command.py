@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from agora_protocol.errors import InputError, LocalError
 from agora_protocol.identity import Identity
+from agora_protocol.ids import RunId
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 
@@ -38,7 +39,7 @@ def test_an_invite_is_shown_without_its_ticket(tmp_path: Path) -> None:
     secret = f"agora://{RUN}/poems/{TICKET}@{ADDRESS}"
     found = asyncio.run(source_of(secret, tmp_path).invitation())
     assert found is not None and TICKET not in found.invite and found.mode == ""
-    assert Invite.parse(found.invite) == Invite(runs.RunId(RUN), (ADDRESS,), "poems")
+    assert Invite.parse(found.invite) == Invite(RunId(RUN), (ADDRESS,), "poems")
 
 
 def test_the_mode_is_that_of_the_manifest(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def test_the_same_file_gives_the_same_plan(run: str, tmp_path: Path, capsys: pyt
 
 def test_a_faster_uplink_or_machine_never_makes_the_plan_slower(run: str, tmp_path: Path) -> None:
     manifest = plan_command.find_manifest(run)
-    slow = plan_command.plan_run(manifest, plan_command.read_peers(PEERS, "slow")).plan.rate
-    fast = plan_command.plan_run(manifest, plan_command.read_peers(PEERS.replace("= 20", "= 200"), "fast")).plan.rate
+    slow = plan_command.plan_run(manifest, read_peers(PEERS, "slow")).plan.rate
+    fast = plan_command.plan_run(manifest, read_peers(PEERS.replace("= 20", "= 200"), "fast")).plan.rate
     assert fast >= slow > 0
 
 
@@ -157,8 +157,8 @@ def test_a_missing_file_is_named(run: str, tmp_path: Path) -> None:
 
 
 def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_path: Path) -> None:
-    cost = plan_command.run_cost(plan_command.find_manifest(run), in_bf16=True)
-    largest = max(cost.memory(plan_command.Span(stage, stage)).device for stage in range(4))
+    cost = run_cost(plan_command.find_manifest(run), in_bf16=True)
+    largest = max(cost.memory(Span(stage, stage)).device for stage in range(4))
     text = f'[[machine]]\nname = "one"\nflops_tflops = 1\nmemory_gb = {1.2 * largest / 1e9}\nupload_mbps = 100\n'
     with pytest.raises(OutOfMemory):
         plan_command.run(question(run, tmp_path, text), as_json=False)

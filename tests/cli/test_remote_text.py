@@ -157,7 +157,7 @@ def test_text_in_any_language_stays_as_it_is() -> None:
 
 def test_a_progress_bar_shows_markup_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     with console.ProgressDisplay("[link=https://example.org]run[/link]", total=1.0) as display:
         display.show(1.0, "[blink]step[/blink]")

@@ -12,7 +12,8 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.cli import console, sample_command
 from agora.cli.console import Failure
-from agora.cli.sample_command import SamplingOptions, base_model_folder, decode_pieces
+from agora.cli.sample_command import SamplingOptions, decode_pieces
+from agora.cli.stage_sources import base_model_folder
 from agora.data.tokenizer import ByteTokenizer
 from agora.node import paths, runs
 from agora.node.settings import SettingsError
@@ -100,7 +101,7 @@ def sampled(tuned: Path, capsys: pytest.CaptureFixture[str], **options: object) 
     """The text of a sample with seed 1."""
     run = str(tuned / "run.toml")
     given = {"sampling": SamplingOptions(20, seed=1), "as_json": True, **options}
-    assert sample_command.run(run, "a", [tuned / "peer"], **given) == console.EXIT_DONE  # type: ignore[arg-type]
+    assert sample_command.run(run, "a", [tuned / "peer"], **given) == console.EXIT_DONE
     return str(json.loads(capsys.readouterr().out)["text"])
 
 

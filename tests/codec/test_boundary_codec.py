@@ -34,7 +34,7 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 def there_and_back(codec: BoundaryCodec, tensor: Tensor, key: str | None = None) -> Tensor:
     wire = codec.encode(tensor, "backward" if key else "forward", key)
     received = WireTensor(wire.dtype, wire.shape, memoryview(bytes(wire.data)))
-    return codec.decode(received, tuple(tensor.shape), "backward" if key else "forward", key)  # type: ignore[arg-type]
+    return codec.decode(received, tuple(tensor.shape), "backward" if key else "forward", key)
 
 
 def peaks(tensor: Tensor) -> Tensor:

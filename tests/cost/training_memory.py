@@ -24,7 +24,7 @@ def allocated_bytes(work: Callable[[], Any]) -> tuple[Any, int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         result = work()
     held = peak = 0
-    for event in measured.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in measured.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

@@ -213,7 +213,7 @@ def test_an_origin_draws_by_the_weights_of_the_moment(tmp_path: Path) -> None:
     batches = CorpusMicrobatches(mixture(ends), PeerId("QmOrigin"), 4, tmp_path / "drawn", lambda event: None)
     drawn = []
     for weights in ((1.0, 0.0), (0.0, 1.0)):
-        batches.weights = lambda weights=weights: weights  # type: ignore[misc]
+        batches.weights = lambda weights=weights: weights
         tokens = decode_tokens(batches.draw().tokens, len(counting(1000)))
         drawn.append({bisect_right(ends, int(row[0])) for row in tokens})
     assert drawn == [{0}, {1}]

@@ -36,7 +36,7 @@ def normal(name: str) -> str:
 
 
 def names_of(requirements: list[str]) -> set[str]:
-    return {normal(re.match(r"[\w.-]+", text).group()) for text in requirements}  # type: ignore[union-attr]
+    return {normal(re.match(r"[\w.-]+", text).group()) for text in requirements}
 
 
 def test_every_package_that_is_imported_is_declared() -> None:

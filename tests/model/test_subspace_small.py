@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agora.core.span_work import SpanWork
 from agora.model import StageModule, family_of, fixed_tensors
-from agora.model.subspace_stage import FIXED_SCALE
+from agora.model.subspace_stage import FIXED_SCALE, SubspaceStage
 from agora.train.objectives import stage_loss
 from tests.oracle import PlainRun, relative_difference, run_plain_loop
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, train_step
@@ -192,6 +192,7 @@ def test_a_rows_signs_are_its_own_and_cost_a_bit_each() -> None:
 def test_stages_hold_what_is_fixed_in_no_parameter_and_no_state() -> None:
     stage = cut(MODEL, 2)[1]
     assert not [name for name in stage.state_dict() if "space" in name]
+    assert isinstance(stage, SubspaceStage)
     rows = stage.space.expand_for(torch.tensor([[3, 7, -1]]))(torch.zeros(1, 3, RANK))[0]
     assert torch.equal(rows, torch.from_numpy(FIXED_SCALE * plain_embedding()[[3, 7, 0]]).float())
 

@@ -202,11 +202,11 @@ async def measure(entries: int) -> Traffic:
 
 def measured(entries: int) -> Traffic:
     """Measures on a loop of its own, as in a swarm of so many nodes: too many to ask all of them, if more than 20."""
-    all_asked, directory.SMALL_SWARM = directory.SMALL_SWARM, directory.SMALL_SWARM if entries <= 20 else 0  # type: ignore[misc]
+    all_asked, directory.SMALL_SWARM = directory.SMALL_SWARM, directory.SMALL_SWARM if entries <= 20 else 0
     try:
         return run(lambda: measure(entries), timeout_s=120.0)
     finally:
-        directory.SMALL_SWARM = all_asked  # type: ignore[misc]
+        directory.SMALL_SWARM = all_asked
 
 
 if __name__ == "__main__":

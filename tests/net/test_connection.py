@@ -272,7 +272,7 @@ def test_a_handler_whose_work_is_given_up_still_answers_and_one_that_the_caller_
             await asyncio.shield(given_up)
             raise AssertionError("the future has no result")
 
-        owner.handle = handle  # type: ignore[method-assign]
+        owner.handle = handle
         line = await Line(owner).greeted()
         line.say(request(1, 100), request(3, 100))
         await asyncio.sleep(0.5)

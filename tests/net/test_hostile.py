@@ -194,7 +194,7 @@ def test_each_thing_the_protocol_forbids_is_answered_with_its_own_word() -> None
         raise AssertionError
 
     async def main() -> None:
-        async with peers(slow, echo, limits=LENIENT) as (victim, a):  # type: ignore[arg-type]
+        async with peers(slow, echo, limits=LENIENT) as (victim, a):
             await a.host.connect(victim.addresses)
             for greet, said, code, violates in cases:
                 victim.violations.clear()
@@ -222,7 +222,7 @@ def test_a_request_of_a_newer_version_is_refused_and_costs_its_sender_nothing() 
         return Prefix(FrameType.REQUEST, call, len(header), payload).to_bytes() + header + bytes(payload)
 
     async def main() -> None:
-        async with peers(echo, echo, limits=LENIENT) as (victim, a):  # type: ignore[arg-type]
+        async with peers(echo, echo, limits=LENIENT) as (victim, a):
             await a.host.connect(victim.addresses)
             async with raw_stream(a, victim, hello_frame(a, victim)) as raw, asyncio.timeout(5):
                 for number in range(20):

@@ -399,7 +399,7 @@ def test_a_transport_that_is_full_gets_no_more_of_what_has_arrived() -> None:
             take(data)
             pipe.protocol.pause_writing()
 
-        pipe.writelines = take_and_be_full  # type: ignore[method-assign]
+        pipe.writelines = take_and_be_full
         transport.writelines([bytes(1_000_000)])
         loop.late = 0.05  # several chunks are due at once
         await asyncio.sleep(1.0)

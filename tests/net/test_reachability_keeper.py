@@ -148,7 +148,7 @@ def test_a_neighbours_word_counts_only_for_ports_that_were_asked_for_and_public_
     for seen, reached in ((f"{OUTSIDE}/tcp/50000", (22,)), (f"{INSIDE}/tcp/50000", (4001,))):
         answers: dict[type[Message], Message] = {DialBack: DialedBack(seen, reached)}
         made, _, claims = keeper(answers, {CALLER: "direct"})
-        look(made, lambda made=made: made.findings.answered_at is not None)  # type: ignore[misc]
+        look(made, lambda made=made: made.findings.answered_at is not None)
         assert made.announcement() == Announcement("unreachable", (), 0)
     made, _, claims = keeper(answers, {CALLER: "direct"}, allow_private=True)
     look(made, lambda: claims.announced.reachability == "public")
@@ -162,7 +162,7 @@ def test_a_neighbour_that_names_a_false_address_does_not_make_this_peer_public()
     async def tell(peer: PeerId, _request: Message, *, deadline: float) -> Reply:
         return Reply(said[peer])
 
-    network.call = tell  # type: ignore[method-assign]
+    network.call = tell
     look(made, lambda: claims.announced.reachability != "unknown")
     assert claims.announced == Announcement("unreachable", (), 0)
 
@@ -171,7 +171,7 @@ def test_a_single_neighbours_word_is_soon_asked_for_again() -> None:
     answers: dict[type[Message], Message] = {DialBack: DialedBack(f"{OUTSIDE}/tcp/50000", (4001,))}
     for own, is_confirmed in ((f"{INSIDE}/tcp/4001", False), (f"{OUTSIDE}/tcp/4001", True)):
         made, _, claims = keeper(answers, {CALLER: "direct"}, own=(own,))
-        look(made, lambda claims=claims: claims.announced.reachability == "public")  # type: ignore[misc]
+        look(made, lambda claims=claims: claims.announced.reachability == "public")
         assert made.findings.is_confirmed == is_confirmed
 
 
@@ -280,7 +280,7 @@ def test_only_so_many_are_helped_at_once() -> None:
             await release.wait()
             return Reply(Pong())
 
-        network.call = hang  # type: ignore[method-assign]
+        network.call = hang
         call = IncomingCall(CALLER, Introduce(OTHER), [], 1e9)
         helped = [asyncio.create_task(made.answer(call)) for _ in range(MAX_HELPED)]
         await asyncio.sleep(0)

@@ -71,7 +71,7 @@ class Host:
 
 async def relay_of(host: Host) -> None:
     """Starts a relay on the host, with a reservation of SERVED."""
-    await RelayService(host, 4, lambda _: True).start()  # type: ignore[arg-type]
+    await RelayService(host, 4, lambda _: True).start()
     await host.serve(Stream(SERVED, circuit_wire.encode_hop(CircuitMessage(HopType.RESERVE))))
 
 

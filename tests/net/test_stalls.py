@@ -71,7 +71,7 @@ def test_of_256_answers_that_nobody_reads_only_a_few_are_made_and_they_are_dropp
             made += 1
             return await give_chunk(call)
 
-        owner.handle = count_and_give  # type: ignore[assignment]
+        owner.handle = count_and_give
         line = await Line(owner).greeted()
         line.transport.full = True
         for number in range(256):
@@ -92,7 +92,7 @@ def test_of_256_answers_that_nobody_reads_only_a_few_are_made_and_they_are_dropp
 def test_answers_that_are_read_or_withdrawn_make_room_for_the_next() -> None:
     async def work() -> None:
         owner = Owner()
-        owner.handle = give_chunk  # type: ignore[method-assign]
+        owner.handle = give_chunk
         line = await Line(owner).greeted()
         for number in range(12):
             line.say(frame(FrameType.REQUEST, 4 * number + 1, GetChunk(bytes(32), number)))
@@ -113,7 +113,7 @@ def test_the_status_is_given_a_few_times_a_second_and_no_more_often() -> None:
         async def tell(call: IncomingCall) -> Reply:
             return Reply(StatusAnswer(b"{}"))
 
-        owner.handle = tell  # type: ignore[method-assign]
+        owner.handle = tell
         line = await Line(owner).greeted()
         for number in range(100):
             line.say(frame(FrameType.REQUEST, 2 * number + 1, GetStatus()))
@@ -174,7 +174,7 @@ class _Taker(Owner):
 def test_512_silent_connections_leave_room_for_those_who_speak() -> None:
     async def work() -> None:
         host = FakeHost()
-        network = Network(host, Gate(host.peer, RunId(RUN), "test"), give_chunk, NetLimits())  # type: ignore[arg-type]
+        network = Network(host, Gate(host.peer, RunId(RUN), "test"), give_chunk, NetLimits())
         await network.start()
         network.spawn(network.check_connections())
         first = await Caller(host, network, Identity.generate().peer, "198.51.100.0/24").greeted()

@@ -94,7 +94,7 @@ def balanced_for(
     """Lets the task run for so long."""
 
     async def work() -> None:
-        task = asyncio.create_task(rebalance_repeatedly(local_peer, serving, mover.move))  # type: ignore[arg-type]
+        task = asyncio.create_task(rebalance_repeatedly(local_peer, serving, mover.move))
         await asyncio.sleep(seconds)
         assert not task.done()
         task.cancel()
@@ -144,7 +144,7 @@ def test_what_was_measured_is_put_into_the_claim_while_a_span_is_held() -> None:
     held: list[Any] = [None]
 
     async def work() -> None:
-        task = asyncio.create_task(keep_claimed_capacity_current(local_peer, lambda: held[0]))  # type: ignore[arg-type]
+        task = asyncio.create_task(keep_claimed_capacity_current(local_peer, lambda: held[0]))
         await asyncio.sleep(2.5 * MEASURE_INTERVAL_S)
         held[0] = SimpleNamespace(span=Span(0, 0), hop=hop)
         await asyncio.sleep(2 * MEASURE_INTERVAL_S)

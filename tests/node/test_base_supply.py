@@ -76,7 +76,7 @@ class Swarm:
             phases=StartPhases(self.events.append, SystemdNotifier({})),
         )
         joined = self.network.join(peer, self.handle)
-        supply = BaseSupply(startup, self.manifest, joined, lambda: View(self.views), self.report_violation)  # type: ignore[arg-type]
+        supply = BaseSupply(startup, self.manifest, joined, lambda: View(self.views), self.report_violation)
         self.views[peer] = PeerView(peer, Span(stage, stage), 1, state=state)
         self.supplies[peer] = supply
         joined.handler = lambda call: self.handle(call, peer)

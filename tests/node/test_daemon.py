@@ -18,6 +18,7 @@ from agora.core.tasks import BackgroundTasks
 from agora.node import runs
 from agora.node.paths import RUNTIME_VARIABLE, Home, make_private
 from agora.node.process import daemon as daemon_module
+from agora.node.process import joining
 from agora.node.process import main as main_module
 from agora.node.process.daemon import Daemon
 from agora.node.process.main import END_TIMEOUT_S
@@ -249,7 +250,7 @@ def test_a_daemon_of_which_everything_hangs_has_left_within_ten_seconds_and_has_
 
 def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(daemon_module.joining, "register_paused", lambda *_: None)
+        monkeypatch.setattr(joining, "register_paused", lambda *_: None)
         daemon = StandsBy(tmp_path)
         daemon.pause.pause()
         running = asyncio.create_task(daemon.run())

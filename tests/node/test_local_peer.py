@@ -20,8 +20,8 @@ def test_a_peer_that_is_leaving_is_no_relay() -> None:
     public = {"addresses": ("/ip4/44.77.0.1/tcp/1",), "reachability": "public", "relays_for": 16}
     view = View(
         {
-            stays: PeerView(stays, Span(0, 0), 1, state="serving", **public),  # type: ignore[arg-type]
-            leaves: PeerView(leaves, Span(0, 0), 1, state="leaving", **public),  # type: ignore[arg-type]
+            stays: PeerView(stays, Span(0, 0), 1, state="serving", **public),
+            leaves: PeerView(leaves, Span(0, 0), 1, state="leaving", **public),
         }
     )
     known = announcements(view)

@@ -88,7 +88,7 @@ def report(**fields: object) -> NodeReport:
         traffic=events.Traffic(1, 20, 30, 4, 5),
         span=SPAN,
     )
-    return dataclasses.replace(node, **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(node, **fields)
 
 
 def test_a_serving_daemon_answers_everything_that_is_counted_as_json() -> None:

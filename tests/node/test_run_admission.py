@@ -19,7 +19,16 @@ from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.manifest import SignedManifest, preset
-from agora_protocol.messages import KINDS, GetAddresses, GetStatus, Message, PeerAddresses, Refusal, ShareRevocations
+from agora_protocol.messages import (
+    KINDS,
+    GetAddresses,
+    GetStatus,
+    Message,
+    PeerAddresses,
+    Refusal,
+    ShareRevocations,
+    TookRevocations,
+)
 from agora_protocol.packing import pack
 from agora_protocol.records import Claim, record_key, seal_record
 from agora_protocol.tickets import READER, Revocation, Ticket, make_proof, seal_revocation, seal_ticket
@@ -336,7 +345,7 @@ def test_a_member_that_connects_later_is_told_of_every_ban_and_ends_with_its_tic
                 Revocation(second.id, first.id, int(time.time()), b""), manifest.run_id, second.identity
             )
             answer = await second.network.call(first.id, ShareRevocations((forged, bans[0])), deadline=after(5))
-            assert (answer.message.new, answer.message.refused) == (0, 1)  # type: ignore[attr-defined]
+            assert answer.message == TookRevocations(new=0, refused=1)
             now[0] += 3600
             first.network.end_refused()
             assert not first.network.members(), "their tickets have ended"

@@ -198,6 +198,6 @@ def test_a_damaged_file_costs_the_damaged_lines(tmp_path: Path) -> None:
     runs.write_amendments(home, RUN, [one.sealed, b"nothing", made(MEMBER, proof=b"").sealed])
     home.amendments(RUN).write_text(home.amendments(RUN).read_text() + "not hex\n")
     member = Member(home)
-    member.peer = SimpleNamespace(network=None)  # type: ignore[assignment]
+    member.peer = SimpleNamespace(network=None)
     member.open()
     assert member.chain == (one,)

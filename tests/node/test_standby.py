@@ -43,7 +43,7 @@ class Joiner:
 
 
 def claimed(joiner: Joiner, wanted: Span | None = None) -> tuple[Span, str]:
-    return run(_claim_or_stand_by(joiner, wanted))  # type: ignore[arg-type]
+    return run(_claim_or_stand_by(joiner, wanted))
 
 
 def test_a_machine_that_adds_nothing_looks_again_and_again_and_says_why() -> None:

@@ -86,7 +86,7 @@ def test_failures_and_retries_never_feed_the_watchdog(event: events.Event, is_si
 
 def test_the_unit_parses_and_keeps_its_promises() -> None:
     parser = configparser.RawConfigParser(dict_type=dict, strict=False, interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.optionxform = str
     parser.read(UNIT)
     service = parser["Service"]
     expected = {

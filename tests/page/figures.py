@@ -87,7 +87,7 @@ async def look_ms(source: Fixed) -> float:
     spent = time.process_time() - began
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
-    await updates.aclose()  # type: ignore[attr-defined]
+    await updates.aclose()
     return 1000.0 * spent / LOOKS
 
 

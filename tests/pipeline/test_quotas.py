@@ -147,7 +147,7 @@ def test_an_origin_that_dies_costs_grace_periods_until_the_others_see_it_and_not
 def test_a_step_that_lacks_nothing_is_not_topped_up_however_long_it_takes() -> None:
     async def work() -> None:
         stage = Stage([(0, 2), (1, 2)])
-        stage.count = lambda: setattr(stage, "tokens", stage.tokens + TOKENS)  # type: ignore[method-assign]
+        stage.count = lambda: setattr(stage, "tokens", stage.tokens + TOKENS)
         await asyncio.sleep(100 * GRACE_S)
         assert stage.step == 0 and stage.opened == {0: STEP}, "all is counted: the step is only being taken"
         await stage.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from agora_protocol.errors import AgoraError, ProtocolError
 from agora_protocol.ids import MicrobatchId, PeerId, Span, peer_id_of
+from agora_protocol.messages import Process
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
@@ -314,7 +315,7 @@ class World:
     @property
     def unhappy(self) -> Counter[bytes]:
         """Calls that ended without an answer or a refusal, by microbatch."""
-        return Counter(request.microbatch for request in self.network.unanswered)
+        return Counter(request.microbatch for request in self.network.unanswered if isinstance(request, Process))
 
     # --- what a test asks
 

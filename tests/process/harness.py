@@ -113,7 +113,7 @@ def tiny(stages: int, **sections: object) -> Manifest:
     base["schedule"] |= {"microbatch": 2, "max_in_flight": 6}
     base["optimizer"] |= {"target_tokens": 512, "warmup_steps": 4}
     for section, values in sections.items():
-        base[section] |= values  # type: ignore[operator]
+        base[section] |= values
     return Manifest.model_validate(base)
 
 

@@ -59,7 +59,7 @@ def inject(daemon: Daemon, run: str) -> int:
     """Hands amendments to a daemon that must not count, and returns how many it has refused."""
     founder = Identity.load(Home(daemon.root.parent / "founder").identity)
     member = Identity.load(Home(daemon.root).identity)
-    known = [open_amendment(bytes.fromhex(data), run) for data in daemon.ask("amendments")["known"]]  # type: ignore[arg-type]
+    known = [open_amendment(bytes.fromhex(data), run) for data in daemon.ask("amendments")["known"]]
     step = int(daemon.ask("amendments")["step"])
     last = known[-1] if known else None
     ahead = step + 10 * NOTICE
@@ -74,7 +74,7 @@ def inject(daemon: Daemon, run: str) -> int:
             "changes": pack_canonical({"optimizer.learning_rate": 99.0}),
             "proof": b"",
         }
-        return seal_amendment(Amendment(by.peer, **(values | fields)), of, by)  # type: ignore[arg-type]
+        return seal_amendment(Amendment(by.peer, **(values | fields)), of, by)
 
     false = bytearray(signed(founder))
     false[-1] ^= 1

@@ -70,8 +70,8 @@ def test_a_small_demo_trains_and_prints_the_contracts_object(tmp_path: Path) -> 
     assert 1 <= len(value["sample"]) <= 3 and all(line.isprintable() for line in value["sample"])
     printed = done.stderr.splitlines()
     assert [line.removeprefix("              | ") for line in printed if line.startswith("     ")] == value["sample"]
-    (command,) = [line.removeprefix("export ") for line in printed if line.startswith("export ")]
-    exported = subprocess.run(shlex.split(command), cwd=tmp_path, capture_output=True, timeout=300, check=False)
+    (export,) = [line.removeprefix("export ") for line in printed if line.startswith("export ")]
+    exported = subprocess.run(shlex.split(export), cwd=tmp_path, capture_output=True, timeout=300, check=False)
     assert exported.returncode == 0 and (tmp_path / "model" / "config.json").exists(), exported.stderr
 
 

@@ -88,10 +88,10 @@ def test_a_run_of_four_is_restarted_one_after_another_and_drops_no_microbatch(be
         drained(made, *running)
         made.stop()
         nothing_lost(made, *made.daemons.values())
-        for origin in running:
+        for daemon in running:
             # Of both lives: the journal is one.
-            started = {event["microbatch"] for event in origin.events("MicrobatchStarted")}
-            completed = {event["microbatch"] for event in origin.events("MicrobatchCompleted")}
+            started = {event["microbatch"] for event in daemon.events("MicrobatchStarted")}
+            completed = {event["microbatch"] for event in daemon.events("MicrobatchCompleted")}
             assert len(started) > 4 * ENOUGH and started == completed
         offences = [event for daemon in made.daemons.values() for event in daemon.events("OffenceRecorded")]
         assert not offences, "no version blames another for what it does not know"

@@ -197,18 +197,23 @@ def test_the_largest_payload_fits_exactly_or_is_refused() -> None:
         manifest.with_values(boundary={"codec": "float32"})
 
 
+def model_of(manifest: Manifest) -> SubspaceSection:
+    assert isinstance(manifest.model, SubspaceSection)
+    return manifest.model
+
+
 def test_replaced_follows_width_with_a_subspace_that_was_all_of_it_or_the_share_for_links() -> None:
-    assert Manifest().with_values(model={"width": 256}).model.subspace == 256
-    assert preset("tiny").with_values(model={"width": 256}).model.subspace == 112
-    assert preset("tiny", model={"subspace": 32}).with_values(model={"width": 256}).model.subspace == 32
-    assert preset("tiny").with_values(model={"heads": 2}).model.width == 128
+    assert model_of(Manifest().with_values(model={"width": 256})).subspace == 256
+    assert model_of(preset("tiny").with_values(model={"width": 256})).subspace == 112
+    assert model_of(preset("tiny", model={"subspace": 32}).with_values(model={"width": 256})).subspace == 32
+    assert model_of(preset("tiny").with_values(model={"heads": 2})).width == 128
 
 
 def test_a_boundary_has_the_subspaces_numbers_and_its_embedding_is_fixed() -> None:
     narrow = preset("tiny", model={"subspace": 20})
-    assert narrow.boundary_shape() == (8, 128, 20) and narrow.model.is_embedding_fixed
-    assert preset("tiny").model.is_embedding_fixed and not Manifest().model.is_embedding_fixed
-    assert Manifest(model=SubspaceSection(embedding="fixed")).model.is_embedding_fixed
+    assert narrow.boundary_shape() == (8, 128, 20) and model_of(narrow).is_embedding_fixed
+    assert model_of(preset("tiny")).is_embedding_fixed and not model_of(Manifest()).is_embedding_fixed
+    assert SubspaceSection(embedding="fixed").is_embedding_fixed
     assert preset("small", model={"subspace": 20}).max_payload_bytes >= 8 * 256 * 20 * 2
 
 
@@ -217,7 +222,8 @@ def test_a_manifest_that_exists_is_valid_however_it_was_made() -> None:
         Manifest(model=SubspaceSection(width=129, subspace=129))
     with pytest.raises(ManifestError, match="more than width"):
         Manifest.model_validate({"model": {"width": 64, "subspace": 96}})
-    assert Manifest.model_validate({"model": {"width": 64}, "data": {"corpus": ["a.txt"]}}).model.subspace == 64
+    narrow = Manifest.model_validate({"model": {"width": 64}, "data": {"corpus": ["a.txt"]}})
+    assert model_of(narrow).subspace == 64
 
 
 def test_sections_are_immutable_and_closed() -> None:

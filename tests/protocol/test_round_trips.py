@@ -192,7 +192,7 @@ def test_records(signed: tuple[Identity, Record], run: RunId, now: float, lifeti
     data = seal_record(record, run, identity, now + lifetime)
     for stage in (record.span.first, record.span.last):
         how = {"run": run, "key": record_key(run, type(record), stage), "subkey_peer": identity.peer, "now_unix": now}
-        assert open_record(data, **how) == record  # type: ignore[arg-type]
+        assert open_record(data, **how) == record
 
 
 @thirty_examples

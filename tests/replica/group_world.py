@@ -158,11 +158,12 @@ class FakeStage:
             checksum = hash_of(snapshot.numpy().data)
         else:
             pass_steps = self.manifest.averaging.every * self.sync_schedule.fragments_at(step - 1)
-            outer_step = self.outer.prepare(rows, snapshot, *averaged, pass_steps)
+            mean, has_mean = averaged
+            outer_step = self.outer.prepare(rows, snapshot, mean, has_mean, pass_steps)
             self.outer.take(outer_step)
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += outer_step.change.view(-1, SLICE_BLOCK)
-            checksum = hash_of(averaged[0].numpy().data, bytes([*averaged[1], wanted_fragments]))
+            checksum = hash_of(mean.numpy().data, bytes([*has_mean, wanted_fragments]))
         self.history = extend_history(self.history, step, checksum, last=self.agreed_step)
         self.sync_schedule = self.change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
 

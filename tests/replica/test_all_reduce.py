@@ -138,7 +138,7 @@ def test_a_member_that_fills_a_reducer_with_contributions_has_a_part_of_its_memo
             decoded += arguments[1].tensors is tensors
             return true_decode(*arguments)
 
-        own.codec.decode = decode  # type: ignore[method-assign]
+        own.codec.decode = decode
         tensors = NumberFormat("float32").encode(torch.zeros(PART_ELEMENTS))
 
         async def send(member: Member, number: int, position: int) -> str:
@@ -640,7 +640,7 @@ def test_a_liar_that_reduces_every_shard_never_raises_what_is_accepted() -> None
             lie = signed_by(liar.peer, codec, shard, codec.decode_mean(shard, tensors, PART_ELEMENTS, answer.message))
             return Reply(lie.message, tensors)
 
-        liar.all_reduce.answer_contribution = lying  # type: ignore[method-assign]
+        liar.all_reduce.answer_contribution = lying
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(3)]
         for number in range(6):
             results = await one_round(world, members, [1.0] * 3, number, values=chosen)
@@ -763,11 +763,11 @@ def test_a_reducer_waits_no_more_for_a_member_whose_rounds_are_further(
     run(main())
 
 
-class _ArrayWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ArrayWork(TorchDispatchMode):
     """Records the operations on many values that the thread which enters it does itself."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -88,7 +88,7 @@ def others(*progress: tuple[str, int, int], reported_at: float = NOW, listed: tu
         )
         for peer, step, tokens in progress
     }
-    return Others(known, tuple(known) if listed is None else listed)  # type: ignore[arg-type]
+    return Others(known, tuple(known) if listed is None else listed)
 
 
 @RUNS

@@ -37,7 +37,7 @@ def test_more_replicas_answer_more_and_larger_steps_leave_more_time() -> None:
 @pytest.mark.parametrize("most", ["normal2", "int8", "float32"])
 def test_nothing_is_chosen_before_something_is_known_nor_beyond_what_the_manifest_says(most: str) -> None:
     for uplink, step_s, replicas in ((None, 5.0, 4), (1.0, None, 4), (1.0, 5.0, 1), (1e12, 5.0, 4)):
-        found = choose_gradient_compression(most, NUMEL, replicas, MeasuredUplink(uplink), step_s, 0.5)  # type: ignore[arg-type]
+        found = choose_gradient_compression(most, NUMEL, replicas, MeasuredUplink(uplink), step_s, 0.5)
         assert found.name == most and not found.is_limited
     assert [*BYTES.values()] == sorted(BYTES.values())
 

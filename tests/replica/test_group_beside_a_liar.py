@@ -102,7 +102,7 @@ def test_a_reducer_that_makes_up_the_tokens_of_a_round_changes_no_step(times: fl
                 lies += 1
                 return replace(made, message=replace(made.message, weight=times * made.message.weight))
 
-            codec.average = mean  # type: ignore[method-assign]
+            codec.average = mean
             assert isinstance(liar.stage, LyingStage)
             liar.stage.lie = LIES[lie] if lie else None
             shares = len(honest.stage.closed)

@@ -80,7 +80,7 @@ def changes_means(change: Callable[[torch.Tensor, int, int], torch.Tensor]) -> C
             assert false.encoded is not None
             return Reply(false.message, list(false.encoded.tensors))
 
-        liar.group.stages[0].all_reduce.answer_contribution = answer  # type: ignore[method-assign]
+        liar.group.stages[0].all_reduce.answer_contribution = answer
 
     return lie
 
@@ -90,11 +90,11 @@ def claims_tokens(liar: GroupPeer) -> None:
     codec = liar.group.stages[0].all_reduce.codec
     honest = codec.make_contribution
 
-    def contribution(shard: Shard, values: torch.Tensor, weight: float, wire: object = None):  # type: ignore[no-untyped-def]
+    def contribution(shard: Shard, values: torch.Tensor, weight: float, wire: object = None):
         made = honest(shard, values, weight)
         return replace(made, weight=0.9 * liar.group.stages[0].all_reduce.config.max_weight)
 
-    codec.make_contribution = contribution  # type: ignore[method-assign, assignment]
+    codec.make_contribution = contribution
 
 
 def tells_tokens_of_means(liar: GroupPeer) -> None:
@@ -106,7 +106,7 @@ def tells_tokens_of_means(liar: GroupPeer) -> None:
         made = honest(*arguments)
         return made and replace(made, message=replace(made.message, weight=0.1 * made.message.weight))
 
-    codec.average = mean  # type: ignore[method-assign]
+    codec.average = mean
 
 
 def tells_false_progress(liar: GroupPeer) -> None:
@@ -128,7 +128,7 @@ def answers_recalls(liar: GroupPeer) -> None:
         recalled = Recalled(4, 4, 1024.0, "float32", reducer=liar.peer, signature=false.message.signature)
         return Reply(recalled, list(false.encoded.tensors))
 
-    liar.group.stages[0].all_reduce.answer_recall = answer  # type: ignore[method-assign]
+    liar.group.stages[0].all_reduce.answer_recall = answer
 
 
 def tells_another_history(liar: GroupPeer) -> None:
@@ -140,7 +140,7 @@ def tells_another_history(liar: GroupPeer) -> None:
         (own, *others) = honest(peer, message).replicas
         return GossipedSteps(((*own[:6], 1 + own[5], *own[7:]), *others))
 
-    gossip.answer = answer  # type: ignore[method-assign]
+    gossip.answer = answer
 
 
 def huge(mean: torch.Tensor, number: int, asker: int) -> torch.Tensor:
@@ -321,7 +321,7 @@ def test_who_began_with_a_later_state_is_not_asked_for_a_mean_and_says_nothing_a
             known = first.group.stages[0].gossip.known_progress()
             began = 10
             report = replace(known[late.peer].direct, start_step=began)
-            first.group.stages[0].gossip.known_progress = lambda: {  # type: ignore[method-assign]
+            first.group.stages[0].gossip.known_progress = lambda: {
                 **known,
                 late.peer: replace(known[late.peer], direct=report),
             }

@@ -34,7 +34,7 @@ FIRST = INT8_ROUNDS
 
 def config(wire: str = "normal2") -> RoundConfig:
     me = identities(1)[0]
-    return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, fragment_wire=wire)  # type: ignore[arg-type]
+    return RoundConfig(me, RUN, "mean", 20.0, 1e9, gradient_wire=wire, fragment_wire=wire)
 
 
 def part(number: int, stage: int = 0) -> Shard:
@@ -56,14 +56,14 @@ def gradient(number: int, scale: float = 1e-4) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "lost"), [("normal2", 0.1175), ("normal3", 0.0345), ("normal4", 0.0095)])
 def test_a_normal_distribution_loses_what_lloyd_and_max_computed(name: str, lost: float) -> None:
     values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1)) * 3e-7
-    back = NumberFormat(name).decode(NumberFormat(name).encode(values), len(values))  # type: ignore[arg-type]
+    back = NumberFormat(name).decode(NumberFormat(name).encode(values), len(values))
     share = float((back - values).square().mean() / values.square().mean())
     assert share == pytest.approx(lost, rel=0.06), "and the scales' rounding adds little"
 
 
 @pytest.mark.parametrize("name", list(NORMAL_BITS))
 def test_every_length_and_size_travels_in_its_bits(name: str) -> None:
-    codec = NumberFormat(name)  # type: ignore[arg-type]
+    codec = NumberFormat(name)
     for numel in (1, 7, 63, 64, 65, 1000, 4096):
         for scale in (0.0, 1e-44, 1e-15, 1.0, 1e30, 3e38):
             values = torch.full((numel,), scale)
@@ -102,7 +102,7 @@ def test_blocks_of_very_different_sizes_keep_theirs() -> None:
 def test_another_form_is_refused(change: object) -> None:
     codec = NumberFormat("normal2")
     with pytest.raises(ProtocolError, match=r"shard|exponent"):
-        codec.decode(change(*codec.encode(gradient(1))), SIZE)  # type: ignore[operator]
+        codec.decode(change(*codec.encode(gradient(1))), SIZE)
 
 
 # --- a member
@@ -115,7 +115,7 @@ def test_what_quantisation_loses_is_added_to_the_next_gradient(name: str) -> Non
     contributions = ShardCodec(terms)
     sent, wanted = torch.zeros(SIZE), torch.zeros(SIZE)
     for number in range(FIRST, FIRST + rounds):
-        made = contributions.make_contribution(part(number), gradient(number), 100.0, name)  # type: ignore[arg-type]
+        made = contributions.make_contribution(part(number), gradient(number), 100.0, name)
         sent += contributions.decode(part(number), made.encoded, SIZE)
         wanted += gradient(number)
         assert contributions.record_outcome(part(number), made, counted=True) == 0.0

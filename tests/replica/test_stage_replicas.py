@@ -346,7 +346,7 @@ def test_a_synchronous_stage_that_stays_behind_the_other_stages_takes_their_step
 def test_an_error_in_the_watch_over_other_stages_is_told() -> None:
     async def main() -> None:
         world = GroupWorld([0.0], **SYNCHRONOUS)
-        world.run_steps = [["no step"]]  # type: ignore[list-item]
+        world.run_steps = [["no step"]]
         async with world:
             await asyncio.sleep(2 * LEADING_STEP_INTERVAL_S)
             (failed,) = world.all[0].of(TaskFailed)

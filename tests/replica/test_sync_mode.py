@@ -213,7 +213,7 @@ def set_uplinks(world: GroupWorld, *uplinks: float) -> None:
         peer.uplink_rate = uplink
 
 
-async def until(condition, limit_s: float = 600.0) -> None:  # type: ignore[no-untyped-def]
+async def until(condition, limit_s: float = 600.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.05)

@@ -78,7 +78,7 @@ def test_replicas_of_different_steps_may_differ_more_but_not_without_bound() -> 
 
 
 async def fetched(world: World, **options: object):
-    fetch = StateFetch(world, 0, layout_of(NUMEL), world.report_violation, CHANGE_RULE, **options)  # type: ignore[arg-type]
+    fetch = StateFetch(world, 0, layout_of(NUMEL), world.report_violation, CHANGE_RULE, **options)
     return await fetch.run(list(world.replicas), deadline=asyncio.get_running_loop().time() + 300.0)
 
 
@@ -90,7 +90,7 @@ def test_whoever_offers_a_later_step_with_other_weights_pays_and_the_state_is_th
             world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed_step=100, history_hash=5))
         world.add("liar", state(NUMEL, value=-40.0, step=105, agreed_step=105, history_hash=6))
         got = await fetched(world)
-        assert got.step == 100 and np.array_equal(got.weights, world.replicas["honest 0"].state.weights)  # type: ignore[index]
+        assert got.step == 100 and np.array_equal(got.weights, world.replicas["honest 0"].state.weights)
         assert {peer for peer, _ in world.violations} == {"liar"}
 
     run(work())
@@ -103,7 +103,7 @@ def test_a_liar_that_claims_the_others_history_gets_no_chunk_in() -> None:
             world.add(f"honest {number}", state(NUMEL, value=1.0, step=100, agreed_step=100, history_hash=5))
         world.add("liar", state(NUMEL, value=-40.0, step=100, agreed_step=100, history_hash=5))
         got = await fetched(world)
-        assert np.array_equal(got.weights, world.replicas["honest 0"].state.weights)  # type: ignore[index]
+        assert np.array_equal(got.weights, world.replicas["honest 0"].state.weights)
         assert {peer for peer, _ in world.violations} == {"liar"}
 
     run(work())
@@ -198,7 +198,7 @@ def poisoned(
 
 
 async def fetched_from(world: World, layout: Layout = LAYOUT) -> tuple[StageState, StateFetch]:
-    fetch = StateFetch(world, 0, layout, world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+    fetch = StateFetch(world, 0, layout, world.report_violation, CHANGE_RULE)
     sources = list(world.replicas)
     return await fetch.run(sources, deadline=asyncio.get_running_loop().time() + 300.0), fetch
 

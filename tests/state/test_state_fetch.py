@@ -45,7 +45,7 @@ def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetcher(world: World) -> StateFetch:
-    return StateFetch(world, 0, layout_of(NUMEL), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+    return StateFetch(world, 0, layout_of(NUMEL), world.report_violation, CHANGE_RULE)
 
 
 async def fetched(world: World, fetch: StateFetch, *, within_s: float = 300.0, at_least: int = 0):
@@ -652,7 +652,7 @@ def test_a_state_fetched_from_replicas_that_step_every_second_is_of_one_step(see
                 replica.die()
         sound = world.add("sound", of_step(100), uplink=1e6)
         stepping = asyncio.create_task(step_on())
-        fetch = StateFetch(world, 0, layout_of(small), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, layout_of(small), world.report_violation, CHANGE_RULE)
         got = await fetch.run(list(world.replicas), deadline=began + 600)
         stepping.cancel()
         assert_equal(got, of_step(got.step))

@@ -171,7 +171,7 @@ class World:
 
     def add(self, name: str, state: StageState | None, *, uplink: float = 50e6, **faults: object) -> Replica:
         peer = PeerId(name)
-        replica = self.replicas[peer] = Replica(self, peer, state, Link(uplink), **faults)  # type: ignore[arg-type]
+        replica = self.replicas[peer] = Replica(self, peer, state, Link(uplink), **faults)
         return replica
 
     def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "") -> None:

@@ -153,8 +153,7 @@ def test_a_copy_is_refused_before_it_claims_anything_and_the_first_is_told(seed:
             await copy.join()
         assert asyncio.get_running_loop().time() - began < PROBE_TIMEOUT_S + KEY_WARNING_DURATION_S + 2.0
         assert copy.membership.claim is None
-        claims = [entry[0] for (kind, _), by in store.records.items() if kind is Claim for entry in by.values()]
-        assert {found.incarnation for found in claims} == {5}, "others never saw the copy"
+        assert {found.incarnation for found in store.claims()} == {5}, "others never saw the copy"
         await asyncio.sleep(10.0)
         assert len(first.told()) == 1 and "55.0.0.1" in first.told()[0]
         assert first.membership.key_use.remark and not working.done()
@@ -179,8 +178,8 @@ def test_two_that_meet_while_both_serve_part_the_later_one_without_saying_that_t
                 await tasks[1]
         await copy.membership.set_state("leaving")
         await asyncio.sleep(8.0)
-        states = {entry[0].state for (kind, _), by in whole.records.items() if kind is Claim for entry in by.values()}
-        assert states == {"serving"} and not tasks[0].done() and len(first.told()) == 1
+        assert {found.state for found in whole.claims()} == {"serving"}
+        assert not tasks[0].done() and len(first.told()) == 1
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -38,6 +38,9 @@ class Store:
         self.broken = False
         self.reads: Counter[str] = Counter()
 
+    def claims(self) -> list[Claim]:
+        return [record for by in self.records.values() for record, _ in by.values() if isinstance(record, Claim)]
+
 
 class Directory:
     """One peer's door to the store."""

@@ -31,7 +31,7 @@ class LargestLogits(TorchDispatchMode):
     """Counts for how many tokens any tensor has a value of each id; a transposed matrix of the head is none of them."""
 
     def __init__(self, ids: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ids = ids
         self.tokens = 0
 

@@ -40,9 +40,9 @@ def run(test: Callable[[DeviceQueue], object], **options: object) -> None:
     """Runs the test on uvloop, with a queue that is closed at its end."""
 
     async def whole() -> None:
-        queue = DeviceQueue(**options)  # type: ignore[arg-type]
+        queue = DeviceQueue(**options)
         try:
-            await test(queue)  # type: ignore[misc]
+            await test(queue)
         finally:
             await queue.close()
 

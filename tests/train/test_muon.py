@@ -48,7 +48,7 @@ class Several(nn.Module):
 
 
 def section(**values: object) -> OptimizerSection:
-    return OptimizerSection(**{"name": "muon", "warmup_steps": 0, "clip": 0.0, **values})  # type: ignore[arg-type]
+    return OptimizerSection(**{"name": "muon", "warmup_steps": 0, "clip": 0.0, **values})
 
 
 def stage(**values: object) -> tuple[StageWeights, StageOptimizer]:

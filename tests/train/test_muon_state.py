@@ -106,7 +106,7 @@ def test_a_fetched_state_has_come_in_as_many_bytes_as_the_optimizer_keeps(name: 
 
         world = World()
         world.add("a", state, fault=count)
-        fetch = StateFetch(world, 0, worker.layout(0), world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, worker.layout(0), world.report_violation, CHANGE_RULE)
         fetched = await fetch.run(list(world.replicas), deadline=loop_time() + 30)
         weights = 4 * state.layout.numel
         expected = 4 * weights - (hidden_bytes(manifest) if name == "muon" else 0)
@@ -121,7 +121,7 @@ def test_a_peer_of_a_run_with_adamw_gives_a_state_of_another_size() -> None:
         world = World()
         world.add("liar", state)
         layout = stage_layout(manifest_of("muon"), 0)
-        fetch = StateFetch(world, 0, layout, world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, layout, world.report_violation, CHANGE_RULE)
         with pytest.raises(Exception, match=f"has {16 * layout.numel} bytes, not {layout.nbytes}"):
             await fetch.run(list(world.replicas), deadline=loop_time() + 30)
 

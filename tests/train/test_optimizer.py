@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def section(**values: object) -> OptimizerSection:
-    return OptimizerSection(**{"warmup_steps": 0, "clip": 0.0, **values})  # type: ignore[arg-type]
+    return OptimizerSection(**{"warmup_steps": 0, "clip": 0.0, **values})
 
 
 class Small(nn.Module):

@@ -83,8 +83,8 @@ async def train_together(manifest: Manifest, batches: list[list[np.ndarray]], re
                 assert [c.progress()[0].step for c in stage] == [number] * replicas
                 await exchange(stage, k)
         weights = [[await worker.copy_weights(k) for worker in stage] for k, stage in enumerate(stages)]
-    for first, *others in weights:
-        assert all(np.array_equal(other[name], first[name]) for other in others for name in first)
+    for first_copy, *others in weights:
+        assert all(np.array_equal(copy[name], first_copy[name]) for copy in others for name in first_copy)
     return PlainRun(losses, [stage[0] for stage in weights])
 
 

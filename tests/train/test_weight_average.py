@@ -175,12 +175,12 @@ def test_a_fetched_state_has_it_and_one_that_is_not_finite_is_a_violation() -> N
     async def whole() -> None:
         world = World()
         world.add("honest", state)
-        fetch = StateFetch(world, 0, state.layout, world.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(world, 0, state.layout, world.report_violation, CHANGE_RULE)
         check_that_it_goes_on(await fetch.run(list(world.replicas), deadline=loop_time() + 30), stage)
         assert not world.violations
         liars = World()
         liars.add("liar", StageState(0, 123, 3, 0, state.layout, state.weights, {**state.moments, AVERAGE: spoiled}))
-        fetch = StateFetch(liars, 0, state.layout, liars.report_violation, CHANGE_RULE)  # type: ignore[arg-type]
+        fetch = StateFetch(liars, 0, state.layout, liars.report_violation, CHANGE_RULE)
         with pytest.raises(Exception, match="not finite"):
             await fetch.run(list(liars.replicas), deadline=loop_time() + 30)
         assert len(liars.violations) == 1

@@ -121,7 +121,7 @@ class BaseWorld:
 
     def fetch(self) -> BaseFetch:
         return BaseFetch(
-            self,  # type: ignore[arg-type]
+            self,
             self.list.digest,
             self.store,
             lambda: list(self.holders),

@@ -16,6 +16,7 @@ from agora_protocol.messages import BaseIndex, GetPiece, Pong
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
+from agora.observe.events import Event
 from agora.state.chunk_fetch import CHUNK_TIMEOUT_S, MAX_SOURCE_FAILURES, WINDOW
 from agora.swarm.peer_score import Violation
 from agora.tuning.base import fetch
@@ -118,7 +119,7 @@ def test_a_source_that_answers_nothing_at_all_is_replaced(tmp_path: Path, whole:
     async def work(world: BaseWorld) -> None:
         for name in "abcd":
             world.add(name)
-            world.network.silent.add(name)  # type: ignore[arg-type]
+            world.network.silent.add(name)
         world.add("well")
         _, took = await world.run()
         world.assert_fetched()
@@ -215,7 +216,7 @@ def test_sources_that_lack_tensors_are_asked_only_for_what_they_have(tmp_path: P
         await world.run()
         world.assert_fetched()
         for number in range(5):
-            given = {tensor for tensor, _ in world.holders[f"has {number}"].given}  # type: ignore[index]
+            given = {tensor for tensor, _ in world.holders[f"has {number}"].given}
             assert given - {LIST} == {number}
 
     in_world(tmp_path, whole, work)
@@ -314,7 +315,8 @@ def test_a_damaged_file_costs_its_owner_that_tensor_and_nobody_a_violation(tmp_p
         world.assert_fetched()
         assert not world.violations
         (event,) = world.events
-        assert "model.embed_tokens.weight" in event.describe() and 0 not in damaged.base.held  # type: ignore[attr-defined]
+        assert isinstance(event, Event)
+        assert "model.embed_tokens.weight" in event.describe() and 0 not in damaged.base.held
 
     in_world(tmp_path, whole, work)
 
@@ -377,8 +379,7 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path, whole: Path) -> None
 
     async def work(world: BaseWorld) -> None:
         first = world.add("first", uplink=1e6)
-        fetch = asyncio.create_task(world.fetch().fetch_list(None))
-        await fetch
+        await asyncio.create_task(world.fetch().fetch_list(None))
         first.die_after = 6  # the list, five pieces
         with pytest.raises(BaseModelError):
             await world.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from agora_protocol.manifest import Manifest
+from agora_protocol.manifest_model import HfSection
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from agora.core import optional_packages
 from agora.core.optional_packages import PackageMissing
 from agora.model import family_of
 from agora.tuning.base import model_files
@@ -72,7 +74,7 @@ class RecordingReader:
 
     def __init__(self) -> None:
         self.read: list[str] = []
-        self._open = model_files.safe_open
+        self._open = safe_open
 
     def __call__(self, path: Path, framework: str) -> Any:
         recorder, opened = self, self._open(path, framework=framework)
@@ -115,7 +117,7 @@ def test_a_peer_needs_the_shards_of_its_own_stage_only(sharded: Path) -> None:
         if path.name not in kept:
             path.unlink()
     (sharded / model_files.INDEX).unlink()
-    assert len(kept) < len(manifest.model.weights)
+    assert isinstance(manifest.model, HfSection) and len(kept) < len(manifest.model.weights)
     build(manifest, 1, sharded)
     for stage in (0, 2):
         with pytest.raises(
@@ -391,14 +393,14 @@ def test_a_header_of_many_values_takes_no_memory_beyond_its_bytes(json_text: byt
 
 
 def test_who_lacks_transformers_is_told_the_command(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, real = manifest_of(single), optional_packages.importlib.import_module
+    manifest, real = manifest_of(single), importlib.import_module
 
     def refuse(name: str) -> Any:
         if name.startswith("transformers"):
             raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         return real(name)
 
-    monkeypatch.setattr(optional_packages.importlib, "import_module", refuse)
+    monkeypatch.setattr(importlib, "import_module", refuse)
     family = family_of(manifest.model)
     for call in (lambda: build(manifest, 0, single), lambda: family.check_machine(single)):
         with pytest.raises(

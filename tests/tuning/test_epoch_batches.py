@@ -12,8 +12,9 @@ from agora_protocol.errors import DataError
 from agora_protocol.ids import PeerId
 
 from agora.codec import decode_tokens
+from agora.core.span_work import DrawnMicrobatch
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
-from agora.tuning.epochs.batches import DrawnMicrobatch, EpochMicrobatches, SampleCounts
+from agora.tuning.epochs.batches import EpochMicrobatches, SampleCounts
 from agora.tuning.epochs.state import MAX_INT
 from tests.tuning.sample_runs import completions, sample_run, samples_of, sequence_of, unpacked, write_records
 

@@ -78,7 +78,7 @@ def test_a_changed_state_is_read_or_refused_and_never_an_accident(
     layout, state = case
     values = list(write_state(state, layout, 5, MAX_STATE_INTS))
     place = data.draw(st.integers(0, len(values) - 1))
-    values[place] = data.draw(st.integers(-1, 2**64) | st.booleans() | st.just(1.5))  # type: ignore[arg-type]
+    values[place] = data.draw(st.integers(-1, 2**64) | st.booleans() | st.just(1.5))
     for changed in (values, values[:place], [*values, 0]):
         try:
             read_state(changed, layout, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from agora_protocol.manifest_model import HfSection
 from bitsandbytes.nn import Params4bit
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from agora.core import optional_packages
 from agora.core.optional_packages import PackageMissing
 from agora.cost.manifest_cost import run_cost
 from agora.model import StageModule, family_of
@@ -268,8 +269,10 @@ def test_a_wrong_file_is_refused_before_any_value_is_read(tmp_path: Path, monkey
 def test_a_transposed_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder = save(make_model("gpt2"), tmp_path / "base")
     wanted = {"x": WantedTensor(("transformer.h.0.mlp.c_fc.weight",), (128, 32))}
+    model = manifest_of(folder).model
+    assert isinstance(model, HfSection)
     with pytest.raises(BaseModelError, match=r"has the shape \[32, 128\]"):
-        list(read_tensors(folder, manifest_of(folder).model.weights, wanted))
+        list(read_tensors(folder, model.weights, wanted))
 
 
 # --- how much memory they take
@@ -309,14 +312,14 @@ def test_the_estimate_of_memory_is_what_the_tensors_of_a_stage_take(frozen_as: s
 def test_who_lacks_a_package_is_told_the_command(
     package: str, purpose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, real = save(make_model("llama"), tmp_path / "base"), optional_packages.importlib.import_module
+    folder, real = save(make_model("llama"), tmp_path / "base"), importlib.import_module
 
     def refuse(name: str) -> Any:
         if name.split(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         return real(name)
 
-    monkeypatch.setattr(optional_packages.importlib, "import_module", refuse)
+    monkeypatch.setattr(importlib, "import_module", refuse)
     family = family_of(manifest_of(folder, model=NF4).model)
     with pytest.raises(
         PackageMissing,

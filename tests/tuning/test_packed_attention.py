@@ -74,7 +74,8 @@ def test_outputs_and_gradients_are_those_of_the_mask(kernel: Any, window: int | 
     packed = within(pack(segments_of(LENGTHS), kernel), window)
     assert packed is not None
     given, weights = inputs_of(len(LENGTHS), shared=shared), torch.randn(len(LENGTHS), ROW, 4, 8)
-    ours, theirs = packed.attend(*given, 0.3), masked(*given, window, 0.3)
+    query, key, value = given
+    ours, theirs = packed.attend(query, key, value, 0.3), masked(query, key, value, window, 0.3)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
     for got, expected in zip(
         torch.autograd.grad(ours, given, weights), torch.autograd.grad(theirs, given, weights), strict=True

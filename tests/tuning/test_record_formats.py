@@ -553,7 +553,7 @@ def test_malformed_records_are_left_out_and_each_is_named(tmp_path: Path) -> Non
         open_samples([path], ReadingRules())
     file, counts = open_samples([path], ReadingRules(skip_bad=True)), ReadingCounts()
     assert [placed.where for placed in file.samples(counts)] == [f"{path}:3", f"{path}:8"]
-    assert [re.search(r"x.jsonl:(\d+)", problem)[1] for problem in counts.problems] == list("1245679") + ["10"]  # type: ignore[index]
+    assert [re.search(r"x.jsonl:(\d+)", problem)[1] for problem in counts.problems] == list("1245679") + ["10"]
     path.write_text("no\n{}\n")
     with pytest.raises(DataError, match="x.jsonl:1 is not JSON"):
         open_samples([path], ReadingRules(skip_bad=True))

@@ -417,7 +417,7 @@ def test_after_a_template_was_stopped_others_render(tmp_path: Path) -> None:
 def test_the_process_of_a_template_ends_with_it(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, CHATML)
     tokenizer.template.render(TWO_TURNS, "")
-    process = tokenizer.template._renderer._process  # type: ignore[union-attr]
+    process = tokenizer.template._renderer._process
     del tokenizer
     gc.collect()
     assert process.returncode == 0
@@ -496,7 +496,7 @@ SHOUTS = CHATML.replace("message.content", "message.content | upper")
 
 def counted(sample: Sample, tokenizer: ModelTokenizer) -> ReadingCounts:
     counts = ReadingCounts()
-    list(tokenise(StubFiles([PlacedSample(sample, "x.jsonl:7")]), counts, tokenizer, 64))  # type: ignore[arg-type]
+    list(tokenise(StubFiles([PlacedSample(sample, "x.jsonl:7")]), counts, tokenizer, 64))
     return counts
 
 
