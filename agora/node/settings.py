@@ -110,12 +110,12 @@ class Settings(pydantic.BaseModel):
     hours: Annotated[str, AfterValidator(lambda text: str(Hours.parse(text)))] = ""
     when_idle: bool = False  # whether it is paused while a person or another program uses the machine
     # For how long nobody must have used the machine before the daemon goes on, and which kinds of use count.
-    idle_minutes: float = pydantic.Field(10.0, ge=0.0, le=1440.0)
+    idle_minutes: float = pydantic.Field(default=10.0, ge=0.0, le=1440.0)
     idle_observers: tuple[IdleObserver, ...] = ("gpu", "person", "processors", "command")
     # A shell command that says whether the machine is in use, by exit code 0; "" is none. Asked with when_idle.
     in_use_command: str = ""
-    watts: float = pydantic.Field(0.0, ge=0.0, le=1e6)  # that working takes, for estimates; 0: what the GPU reports
-    price_per_kwh: float = pydantic.Field(0.0, ge=0.0, le=1e6)  # of electricity, in any currency, for estimates
+    watts: float = pydantic.Field(default=0.0, ge=0.0, le=1e6)  # of work, for estimates; 0: what the GPU reports
+    price_per_kwh: float = pydantic.Field(default=0.0, ge=0.0, le=1e6)  # of electricity, in any currency, for estimates
     # What follows when the run has taken its total_steps: it serves the state and trains no more, leaves, or trains on.
     at_end: Literal["serve", "leave", "go-on"] = "serve"
     # Whether it writes the result into the data directory then. auto: only if this peer is the chosen exporter.
