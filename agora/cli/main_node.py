@@ -95,6 +95,17 @@ WHEN_IDLE = Annotated[
 ]
 
 
+NOTIFY = Annotated[bool, typer.Option("--notify", help="Show on this machine's desktop how a run ends.")]
+RUNS = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...",
+        help="A manifest file, an invite, a file with an invite (- for stdin), or a joined run's name. Several are "
+        "joined one after another: the next when one has taken its steps, or does not take this machine.",
+    ),
+]
+
+
 COMPILE = Annotated[
     str | None,
     typer.Option(
@@ -138,7 +149,7 @@ PAGE = Annotated[
 
 @app.command()
 def join(
-    run: console.RUN,
+    run: RUNS,
     device: DEVICE = None,
     stages: STAGES = None,
     directory: console.DIRECTORY = None,
@@ -156,6 +167,7 @@ def join(
     disk_gib: DISK = None,
     hours: HOURS = None,
     when_idle: WHEN_IDLE = False,
+    notify: NOTIFY = False,
     compile_layers: COMPILE = None,
     at_end: AT_END = None,
     export_at_end: EXPORT_AT_END = None,
@@ -175,6 +187,7 @@ def join(
       agora-node join run.toml
       agora-node join agora://... --dir /data/agora --listen 0.0.0.0:31330
       agora-node join agora://... --device all
+      agora-node join poems proofs --when-idle
       agora-node join - < invite.txt      (a ticket stays out of `ps` and of the shell's history)
     """
     from agora.node.process.main import run_daemon
@@ -191,12 +204,12 @@ def join(
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
-    flags |= {"when_idle": when_idle or None}
+    flags |= {"when_idle": when_idle or None, "notify": notify or None, "queue": tuple(run[1:]) or None}
     flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
     flags |= {"compile": compile_layers}
     flags |= {"at_end": at_end, "export_at_end": export_at_end}
     flags |= {"metrics": metrics, "page": page or None}
-    raise typer.Exit(run_daemon(run, paths.home_at(directory), flags))
+    raise typer.Exit(run_daemon(run[0], paths.home_at(directory), flags))
 
 
 @app.command()

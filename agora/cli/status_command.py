@@ -212,6 +212,9 @@ def _machine_lines(machine: Mapping[str, Any]) -> list[str]:
             f"machine works when idle for {idle['idle_minutes']:g} min; watched: {', '.join(watched) or 'nothing'}"
             + (f"; not watched: {', '.join(others)}" if others else "")
         )
+    if queue := machine.get("queue"):
+        done = [f"{one['run']} ({one['why']})" for one in queue["done"]]
+        lines.append(f"queue   next: {', '.join(queue['next']) or 'none'}{'; before: ' * bool(done)}{', '.join(done)}")
     return lines
 
 

@@ -28,7 +28,11 @@ PREFIX = "AGORA_"
 FLAGS = "the command line"
 ENVIRONMENT = "the environment"
 MAX_PORT = 65_535
-OTHER_VARIABLES = frozenset({HOME_VARIABLE, RUNTIME_VARIABLE, SUPERVISOR_VARIABLE, "AGORA_FAULTS", "AGORA_FAULTS_LOG"})
+DONE_VARIABLE = "AGORA_QUEUE_DONE"  # the runs of a queue that are over, for the daemon of the next one
+OTHER_VARIABLES = frozenset(
+    {HOME_VARIABLE, RUNTIME_VARIABLE, SUPERVISOR_VARIABLE, DONE_VARIABLE, "AGORA_FAULTS", "AGORA_FAULTS_LOG"}
+)
+SEPARATORS = {"data": os.pathsep, "queue": "\n"}  # between several values in one variable; "," else
 _HOST_PORT = re.compile(r"(?:\[(?P<ip6>[^]]*)\]|(?P<ip4>[^:]*)):(?P<port>\d{1,5})", re.ASCII)
 
 
@@ -120,6 +124,8 @@ class Settings(pydantic.BaseModel):
     at_end: Literal["serve", "leave", "go-on"] = "serve"
     # Whether it writes the result into the data directory then. auto: only if this peer is the chosen exporter.
     export_at_end: Literal["auto", "always", "never"] = "auto"
+    queue: tuple[str, ...] = ()  # the runs that are joined one after another when this one is over; one a line
+    notify: bool = False  # whether the desktop shows how a run ends
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     metrics: Annotated[str, AfterValidator(_check_endpoint)] = ""  # HOST:PORT where Prometheus gets them; "" is nowhere
     page: bool = False  # whether browsers are shown the run
@@ -141,6 +147,21 @@ class Settings(pydantic.BaseModel):
     @classmethod
     def _split_paths(cls, value: object) -> object:
         return tuple(filter(None, value.split(os.pathsep))) if isinstance(value, str) else value
+
+    @pydantic.field_validator("queue", mode="before")
+    @classmethod
+    def _split_runs(cls, value: object) -> object:
+        return tuple(filter(None, map(str.strip, value.splitlines()))) if isinstance(value, str) else value
+
+    @pydantic.model_validator(mode="after")
+    def _check_queue_goes_on(self) -> Settings:
+        if self.queue and self.at_end == "go-on":
+            raise ValueError("a run that goes on at its end lets no queued one begin; leave out go-on or the others")
+        return self
+
+    @property
+    def what_follows(self) -> Literal["serve", "leave", "go-on"]:
+        return "leave" if self.queue else self.at_end
 
     @property
     def link_spec(self) -> LinkSpec | None:
@@ -215,7 +236,7 @@ class Settings(pydantic.BaseModel):
         """Returns the AGORA_* variables from which `load` makes these settings again, whatever a file says."""
         values = self.model_dump()
         texts = {
-            key: (os.pathsep if key == "data" else ",").join(value) if isinstance(value, tuple) else str(value)
+            key: SEPARATORS.get(key, ",").join(value) if isinstance(value, tuple) else str(value)
             for key, value in values.items()
         }
         return {PREFIX + key.upper(): text for key, text in texts.items()}
@@ -296,6 +317,8 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
         reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+        if not key:
+            raise SettingsError(f"Two settings contradict each other: {reason}.", FLAGS) from None
         source = origin.get(key, FLAGS)
         raise SettingsError(f"{source} sets {key} wrongly: {reason}.", source) from None
 

@@ -43,6 +43,8 @@ class Startup:
     notifier: SystemdNotifier
     phases: StartPhases
     began_s: float = field(default_factory=boot_time)  # by the clock of `boot_time`
+    queued: tuple[str, ...] = ()  # the names of the runs that are joined after this one
+    queue_done: tuple[tuple[str, str], ...] = ()  # those before: the name of each, and why this machine went on
 
     def age_s(self) -> float:
         """Returns for how many seconds this daemon has run, pauses included."""

@@ -12,7 +12,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import preset
 
 from agora.node.settings import Settings
-from agora.node.span.load_span import _claim_or_stand_by
+from agora.node.span.load_span import RunFull, _claim_or_stand_by
 from agora.swarm.placement import Placement
 from agora.swarm.rebalancing import MAX_JUDGE_INTERVAL_S, MIN_JUDGE_INTERVAL_S
 from agora.swarm.stage_capacity import MachineCapacity, equal_needs
@@ -53,6 +53,13 @@ def test_a_machine_that_adds_nothing_looks_again_and_again_and_says_why() -> Non
     times = [time for time, _ in joiner.asked]
     waits = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
     assert len(waits) == 2 and all(MIN_JUDGE_INTERVAL_S <= wait <= MAX_JUDGE_INTERVAL_S for wait in waits)
+
+
+def test_a_machine_that_adds_nothing_does_not_wait_where_other_runs_are_queued() -> None:
+    joiner = Joiner(WAIT)
+    joiner.startup.settings = Settings(queue=("proofs",))
+    with pytest.raises(RunFull, match=r"does not need this machine now: it would do 1\.0%"):
+        claimed(joiner)
 
 
 def test_a_span_that_the_owner_chose_is_claimed_at_once() -> None:

@@ -83,7 +83,15 @@ class ControlApi:
         if reason := daemon.pause.full_reason:
             report = replace(report, health=replace(report.health, why=f"this peer is {reason}"))
         result = asdict(end.result) if end else None
-        return status_json(report) | {"result": result, "machine": daemon.machine.describe(report.traffic)}
+        machine = daemon.machine.describe(report.traffic) | {"queue": self._describe_queue()}
+        return status_json(report) | {"result": result, "machine": machine}
+
+    def _describe_queue(self) -> Answer | None:
+        startup = self._daemon.startup
+        if not startup.queued and not startup.queue_done:
+            return None
+        done = [{"run": run, "why": why} for run, why in startup.queue_done]
+        return {"done": done, "next": list(startup.queued)}
 
     async def report(self) -> Answer:
         """Returns what this daemon has counted, and the state of its span; see report_json."""

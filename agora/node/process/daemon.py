@@ -76,8 +76,8 @@ class Daemon:
     """One running daemon: opens the local peer, serves a span, moves to others when asked, until `leave`.
 
     `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
-    open, and in a pause; `signed`, the manifest, until it is known. leave_reason: that of `leave`. end: what follows
-    when the run has taken its steps; None until the first span is served.
+    open, and in a pause; `signed`, the manifest, until it is known. leave_reason: that of `leave`. run_is_over: whether
+    it leaves because the run has taken its steps. end: what follows then; None until the first span is served.
     """
 
     def __init__(self, startup: Startup, on_leave: Callable[[], None] = lambda: None) -> None:
@@ -93,6 +93,7 @@ class Daemon:
         self.machine = MachineWatch(chosen, self.pause, startup.report_event, observers, gpu)
         self._stop = asyncio.Event()
         self.leave_reason = ""
+        self.run_is_over = False
         self._failure: LocalError | None = None
         self._on_leave = on_leave
         self._leave_by: float | None = None  # loop time
@@ -136,6 +137,10 @@ class Daemon:
         self._leave_by = loop_time() + LEAVE_TIMEOUT_S
         self._stop.set()
         self._on_leave()
+
+    def _leave_at_end(self, reason: str) -> None:
+        self.run_is_over = not self.is_leaving
+        self.leave(reason)
 
     def note_task_end(self, name: str, error: BaseException | None) -> None:
         """Makes `run` leave in order and then raise LocalError, since a task of this daemon has ended before its time.
@@ -288,7 +293,7 @@ class Daemon:
         )
         print(f"invite {self.invite()}", flush=True)
         local_peer.tasks.start("capacity", keep_claimed_capacity_current(local_peer, lambda: self.loaded))
-        self.end_of_run = EndOfRun(local_peer, lambda: self.loaded, self.leave)
+        self.end_of_run = EndOfRun(local_peer, lambda: self.loaded, self._leave_at_end)
         local_peer.tasks.start("end", self.end_of_run.run())
         if self.startup.settings.rebalance and self.startup.settings.span is None:
             local_peer.tasks.start("rebalance", rebalance_repeatedly(local_peer, self._movable_span, self.move))

@@ -120,12 +120,12 @@ class EndOfRun:
             "serve": "it serves the result and trains no more",
             "leave": "it leaves when nobody fetches the result from it any more",
             "go-on": "it goes on at the lowest learning rate, as at_end says",
-        }[settings.at_end]
+        }[settings.what_follows]
         follows += "; it exports the result now" if exports else "; `swarm export` writes the result"
         local_peer.startup.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
         if exports:
             await self._export(total_steps)
-        if settings.at_end == "leave":
+        if settings.what_follows == "leave":
             await self._wait_for_others(ended_at, None if is_chosen else chosen)
             self._leave(reason)
 

@@ -23,12 +23,14 @@ from agora.core.clock import boot_time
 from agora.core.tasks import BackgroundTasks
 from agora.node import paths, runs, settings
 from agora.node.control import control_client
+from agora.node.process import run_queue
 from agora.node.startup import StartPhases, Startup, SystemdNotifier, next_incarnation
 from agora.observe import events, faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
 from agora.observe.metrics import EventMetrics
-from agora.observe.reporter import Reporter
+from agora.observe.notifications import DesktopNotifier, find_notifier
+from agora.observe.reporter import Reporter, Sink
 from agora.swarm.key_use import KeyInUse, key_in_use_text
 from agora.swarm.swarm_clock import SwarmClock
 
@@ -45,7 +47,8 @@ END_TIMEOUT_S: Final = 9.4
 def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
-    Returns 0; with several devices the supervisor's exit code.
+    Returns 0; with several devices the supervisor's exit code. Does not return when the run is over, or does not take
+    this machine, while others are queued: then this process becomes the daemon of the next one, see join_next.
     text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Raises
     an AgoraError that says what to do when the daemon cannot begin, or when an error ends it. Once the
     data directory is locked, log and journal name the cause of whatever ends it, unless the kernel kills it.
@@ -57,7 +60,32 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     began_s = boot_time()
     clock = SwarmClock(time.time(), boot_time)
     chosen = settings.load(home.root / "agora.toml", flags)
+    queued = run_queue.check_queue(chosen.queue, home)
     reference = runs.resolve(text, home)
+    why_next = "over"
+    try:
+        code = _run_one(reference, home, chosen, queued, clock, began_ns, began_s)
+    except AgoraError as error:
+        if not queued or not run_queue.refuses_machine(error):
+            raise
+        code, why_next = run_queue.NEXT_RUN, str(error)
+    if code != run_queue.NEXT_RUN or os.environ.get(paths.SUPERVISOR_VARIABLE):
+        return code
+    return run_queue.join_next(
+        home, chosen, (*run_queue.done_before(), (reference.name or reference.run[:12], why_next))
+    )
+
+
+def _run_one(
+    reference: runs.RunReference,
+    home: paths.Home,
+    chosen: settings.Settings,
+    queued: tuple[str, ...],
+    clock: SwarmClock,
+    began_ns: int,
+    began_s: float,
+) -> int:
+    # Returns NEXT_RUN if the run is over while others are queued.
     if chosen.names_several_devices:
         from agora.node.process import supervisor
 
@@ -70,7 +98,13 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
         # Beside the daemons of other devices, which write to the same terminal.
         prefix = f"{chosen.device} " if os.environ.get(paths.SUPERVISOR_VARIABLE) else ""
         counted = EventMetrics()
-        reporter = Reporter([journal, EventLog(level=chosen.log_level, prefix=prefix), counted], clock.unix)
+        sinks: list[Sink] = [journal, EventLog(level=chosen.log_level, prefix=prefix), counted]
+        compose, why_silent = find_notifier() if chosen.notify else (None, "")
+        if compose is not None:
+            sinks.append(DesktopNotifier(reference.name, compose))
+        reporter = Reporter(sinks, clock.unix)
+        if why_silent:
+            reporter.report(events.OwnerTold(f"no notification can be shown: {why_silent}"))
         closing.enter_context(reporting_the_end(reporter.report))
         notifier = SystemdNotifier()
         incarnation = next_incarnation(home.incarnation, began_ns)
@@ -98,10 +132,12 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
             notifier=notifier,
             phases=phases,
             began_s=began_s,
+            queued=queued,
+            queue_done=run_queue.done_before(),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run_until_left(startup, counted, partial(_end_if_late, startup)))
-    return 0
+            is_over = runner.run(_run_until_left(startup, counted, partial(_end_if_late, startup)))
+    return run_queue.NEXT_RUN if is_over and queued else 0
 
 
 def _end_if_late(startup: Startup) -> None:
@@ -117,7 +153,8 @@ def _end_at_once(startup: Startup, why: str) -> None:
     os._exit(1)
 
 
-async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Callable[[], None]) -> None:
+async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Callable[[], None]) -> bool:
+    # Returns whether it has left because the run is over.
     from agora.node.control.control_socket import ControlSocket
     from agora.node.process.control_api import ControlApi
     from agora.node.process.daemon import Daemon
@@ -149,6 +186,7 @@ async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Cal
         await tasks.close()
         await control.close()
     startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
+    return daemon.run_is_over
 
 
 def refuse_copied_key(home: paths.Home, me: PeerId) -> None:

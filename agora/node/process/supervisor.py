@@ -29,6 +29,7 @@ from agora.core.machine_limits import least_memory, usable_threads
 from agora.net.shaping.bandwidth import MIN_RATE, parse_rate
 from agora.node import paths, runs
 from agora.node.process.main import SIGNALS, handled_signals, lock_file
+from agora.node.process.run_queue import NEXT_RUN
 from agora.node.settings import Settings, without_settings
 from agora.node.startup import SystemdNotifier
 from agora.observe import events
@@ -45,7 +46,8 @@ RESTART_WINDOW_S: Final = 3600.0
 WATCHDOG_TIMEOUT_S: Final = 60.0
 # Seconds after which daemons that were told to leave are killed. They usually end before: see END_TIMEOUT_S in main.py.
 LEAVE_TIMEOUT_S: Final = 9.7
-NEVER_RESTARTED: Final = (0, 2)  # exit codes: it has left in order, or its arguments are wrong
+# Exit codes: it has left in order, its arguments are wrong, or its run is over or refuses it and another one follows.
+NEVER_RESTARTED: Final = (0, 2, NEXT_RUN)
 MAX_NOTICE_BYTES: Final = 4096
 
 
@@ -102,7 +104,7 @@ def settings_per_device(
             | {"device": name, "listen": tuple(_port_plus(address, at) for address in chosen.listen)}
             | {"metrics": _metrics_plus(chosen.metrics, at)}
             | {"watts": chosen.watts / count}
-            | ({"announce": (), "page": False} if at else {})
+            | ({"announce": (), "page": False, "notify": False} if at else {})
             | ({"memory_gib": host_gib} if name == "cpu" else {"host_memory_gib": host_gib})
         )
         for at, name in enumerate(devices)
@@ -163,7 +165,9 @@ class Supervisor:
         self._leave_by: float | None = None  # loop time; None until they are told to leave
 
     async def run(self) -> int:
-        """Returns the exit code: 0, or that of the first daemon that has failed for good."""
+        """Returns the exit code: 0, or that of the first daemon that has failed for good; NEXT_RUN if none has, and one
+        has ended with it.
+        """
         for number in handled_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._leave_or_kill, number)
         first, *others = self._children
@@ -180,7 +184,8 @@ class Supervisor:
                     self._start(child)
             while any(child.is_open for child in self._children):
                 await self._look_after(self._children, restarts=True)
-        return next((child.exit_code for child in self._children if child.exit_code), 0)
+        codes = [child.exit_code for child in self._children if child.exit_code]
+        return next((code for code in codes if code != NEXT_RUN), codes[0] if codes else 0)
 
     def _leave_or_kill(self, number: signal.Signals) -> None:
         if self._leave_by is not None:  # the second signal

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from agora_protocol.errors import InputError, ProtocolError
+from agora_protocol.errors import InputError, LocalError, ProtocolError
 from agora_protocol.ids import PeerId, Span
 from agora_protocol.messages import GossipedSteps, GossipSteps
 from agora_protocol.records import Progress
@@ -38,6 +38,12 @@ from agora.tuning.epochs.batches import EpochFile
 MAX_LOADS = 3
 STEP_ANSWER_TIMEOUT_S = 3.0  # seconds within which a replica must answer how many steps it has taken
 T = TypeVar("T")
+
+
+class RunFull(LocalError):
+    """Raised where a machine would stand by, since the run needs it nowhere, while other runs wait for it."""
+
+    code = "run-full"
 
 
 @asynccontextmanager
@@ -93,6 +99,8 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
         placement = await local_peer.membership.claim_span(own.needs, own.machine, wanted)
         if placement.span is not None:
             return placement.span, placement.reason
+        if local_peer.startup.settings.queue:
+            raise RunFull(f"The run does not need this machine now: {placement.reason}; join it later, or another.")
         local_peer.startup.phases.report_progress(f"standing by: {placement.reason}")
         await asyncio.sleep(rebalance_interval_s(rng))
 
