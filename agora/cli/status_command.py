@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -182,7 +183,8 @@ def lines_of(status: Status) -> list[str]:
 
 def _describe_device(used: Mapping[str, Any]) -> str:
     fields = ("name", "memory_used", "memory_total", "mfu", "idle_in_jobs")
-    return DeviceUsed(*(used[field] for field in fields)).in_words()
+    told = DeviceUsed(*(used[field] for field in fields))
+    return dataclasses.replace(told, precision=used.get("precision", "")).in_words()  # an older peer's has none
 
 
 def _result_lines(result: Mapping[str, Any]) -> list[str]:

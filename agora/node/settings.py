@@ -81,6 +81,7 @@ class Settings(pydantic.BaseModel):
 
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"; "all", or several with commas: a daemon for each
     compile: Literal["auto", "never"] = "auto"  # whether layers are compiled where that pays: on GPUs
+    precision: Literal["auto", "float32"] = "auto"  # of products; auto: 16 bits where the device is faster with them
     stages: Annotated[str, AfterValidator(lambda text: text if text == "auto" else str(Span.parse(text)))] = "auto"
     # Multiaddrs, HOST:PORT or [HOST]:PORT; port 0 lets the system choose.
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")

@@ -557,6 +557,7 @@ class DeviceUsed(Event):
 
     memory_used, memory_total: bytes. mfu: the model's operations per second, recomputed ones left out, by those of the
     device's data sheet. idle_in_jobs: share of its jobs' time in which the device is idle. Both None if unknown.
+    precision: of products: bf16, fp16 or float32; "" if unknown.
     """
 
     name: str
@@ -564,11 +565,15 @@ class DeviceUsed(Event):
     memory_total: int
     mfu: float | None = None
     idle_in_jobs: float | None = None
+    precision: str = ""
 
     def in_words(self) -> str:
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
         idle = f", idle for {self.idle_in_jobs:.0%} of its jobs" if self.idle_in_jobs is not None else ""
-        return f"{self.name}, {self.memory_used / 2**30:.1f} of {self.memory_total / 2**30:.1f} GiB{mfu}{idle}"
+        precision = f", {self.precision}" if self.precision else ""
+        return (
+            f"{self.name}{precision}, {self.memory_used / 2**30:.1f} of {self.memory_total / 2**30:.1f} GiB{mfu}{idle}"
+        )
 
 
 class DeviceWaited(Event):

@@ -144,7 +144,8 @@ def _device_status(used: DeviceUsed | None) -> dict[str, Any] | None:
         return None
     shares = {"mfu": used.mfu, "idle_in_jobs": used.idle_in_jobs}
     rounded = {name: round(value, 4) if value is not None else None for name, value in shares.items()}
-    return {"name": used.name, "memory_used": used.memory_used, "memory_total": used.memory_total, **rounded}
+    memory = {"memory_used": used.memory_used, "memory_total": used.memory_total}
+    return {"name": used.name, "precision": used.precision, **memory, **rounded}
 
 
 def _stage_status(view: View, stage: int, target_tokens: int, usual: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ MAX_EVALUATION_WAIT_S = 2.0
 MAX_FAILURES = 3
 # What the errors say of torch's CPU allocator and CUDA's runtime, cuBLAS, cuDNN and their like, and C++.
 NO_MEMORY: Final = re.compile(r"can't allocate memory|out of memory|_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|bad_alloc")
+PRECISIONS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "float32"}
 WATCH_INTERVAL_S = 0.5  # seconds between two checks of the thread and the device
 SAMPLE_INTERVAL_S: Final = 0.04  # seconds between two looks at whether the device is idle
 MAX_SAMPLES: Final = 1500  # of the last jobs: those of a minute
@@ -65,12 +66,13 @@ class _DeviceJob:
 class DeviceOptions:
     """Which device a span is computed on, and how.
 
-    name: "auto", "cpu", "cuda" or "cuda:N", see choose_device.
+    name: "auto", "cpu", "cuda", "cuda:N" or "mps", see choose_device.
     state_in_host: the optimizer's state is in host memory, see OptimizerOffload.
     slowdown: factor on the time of each job, at least 1.
     emulated_s: what a stage's forward pass takes at least, see JobTimes; 0: as long as it takes.
     fault: test hook, called with "device.job" at the start of each job.
     compile: "auto" or "never", see compiles_on. compiled_code: the folder that keeps what was compiled.
+    dtype: of products; None: that of the device, see product_dtype.
     """
 
     name: str = "auto"
@@ -80,6 +82,7 @@ class DeviceOptions:
     fault: Callable[[str], None] = lambda point: None
     compile: str = "auto"
     compiled_code: Path | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,10 +402,10 @@ def work_clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device for "auto", "cpu", "cuda" (cuda:0) or "cuda:N".
+    """Returns the device for "auto", "cpu", "cuda" (cuda:0), "cuda:N" or "mps" (the GPU of Apple's processors).
 
-    "auto": the first CUDA device that torch sees and has kernels for, otherwise the CPU. Raises DeviceError for another
-    name, and for a device that torch does not see or has no kernels for.
+    "auto": the first CUDA device that torch sees and has kernels for, otherwise the CPU; never mps, on which nothing
+    was tested. Raises DeviceError for another name, and for a device that torch does not see or has no kernels for.
     """
     if name == "auto":
         seen = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
@@ -410,8 +413,12 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu") if usable is None else torch.device("cuda", usable)
     if name == "cpu":
         return torch.device("cpu")
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise DeviceError("Device 'mps' was asked for, but torch sees no GPU of Apple; else say --device cpu.")
+        return torch.device("mps")
     if not re.fullmatch("cuda(:[0-9]+)?", name):
-        raise DeviceError(f"Device {name!r} is not known; say auto, cpu, cuda or cuda:N.")
+        raise DeviceError(f"Device {name!r} is not known; say auto, cpu, cuda, cuda:N or mps.")
     if not torch.cuda.is_available():
         unseen = unused_gpus_remark() or "torch sees no CUDA device"
         raise DeviceError(f"Device {name!r} was asked for, but {unseen}; else say --device cpu.")
@@ -430,7 +437,10 @@ def all_devices() -> list[str]:
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype in which layers multiply on `device`: bf16, fp16 on Volta and Turing, or float32."""
+    """Returns the dtype in which layers multiply on `device`: bf16, fp16 on Volta and Turing, or float32.
+
+    Of a CPU always float32: whether its bf16 is faster depends on the layers, see machine_profile.find_product_dtype.
+    """
     if has_native_bf16(device):
         return torch.bfloat16
     # Their tensor cores take fp16; older cards have none, and those of Pascal are slower in fp16 than in float32.

@@ -30,7 +30,16 @@ from agora.core.step_schedule import StageStepped, StepEvent, StepInstructions
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.train.compiled_layers import LayerCompiler, compiles_on
-from agora.train.device import DeviceLoad, DeviceOptions, DeviceQueue, JobTimes, Priority, choose_device, work_clock_of
+from agora.train.device import (
+    PRECISIONS,
+    DeviceLoad,
+    DeviceOptions,
+    DeviceQueue,
+    JobTimes,
+    Priority,
+    choose_device,
+    work_clock_of,
+)
 from agora.train.device_use import DeviceGauge, DeviceReading, gauge_of
 from agora.train.gradients import GradientMagnitudeBound
 from agora.train.memory import keep_freed_memory
@@ -179,6 +188,7 @@ class DeviceWorker:
             draws=draws,
             state_in_host=device.state_in_host,
             live=live,
+            dtype=device.dtype,
             compiler=(
                 LayerCompiler(report, cache=device.compiled_code) if compiles_on(chosen, device.compile) else None
             ),
@@ -343,6 +353,11 @@ class DeviceWorker:
     def device_load(self) -> DeviceLoad:
         """Returns the seconds of the device thread's jobs, and of their waits in its queue, since `create`."""
         return self._queue.load()
+
+    @property
+    def precision(self) -> str:
+        """Of products: bf16, fp16 or float32."""
+        return PRECISIONS[self.trainer.dtype]
 
     @property
     def compile_problem(self) -> str:

@@ -26,7 +26,7 @@ from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
 from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
 from agora.train.compiled_layers import LayerCompiler
-from agora.train.device import has_native_bf16, is_out_of_memory, product_dtype
+from agora.train.device import is_out_of_memory, product_dtype
 from agora.train.gradients import LossScale, add_gradients
 from agora.train.objectives import Head, objective_of, row_log_probabilities
 from agora.train.optimizer_offload import OptimizerOffload
@@ -107,13 +107,15 @@ class SpanTrainer:
         compiler: LayerCompiler | None = None,
         live: LiveManifest | None = None,
         draws: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Builds the span's stages with their initial weights.
 
         in_flight: microbatches that are usually between forward and backward; a forward beyond MAX_TIMES_IN_FLIGHT
         times as many is refused. on_step: called with each step event, on the device thread. compiler: None: layers are
         not compiled; nor are those with dropout. live: what holds at each step; None: `manifest` at all. draws: False
-        leaves the weights zeros until `draw_initial_weights`, or until a state is loaded.
+        leaves the weights zeros until `draw_initial_weights`, or until a state is loaded. dtype: of products; None: as
+        product_dtype says.
 
         Raises ManifestError for a model config that cannot be built, LocalError when this machine lacks a package or
         cannot read the weights.
@@ -127,8 +129,8 @@ class SpanTrainer:
         self._dropout = manifest.model.dropout
         self.compiler = None if manifest.model.dropout else compiler
         self._report = report
-        self._dtype = torch.bfloat16 if has_native_bf16(device) else product_dtype(device)  # of products
-        self.scale = LossScale(self._dtype)
+        self.dtype = dtype or product_dtype(device)
+        self.scale = LossScale(self.dtype)
         self.graphs = GraphBudget(manifest.schedule.activations, device)
         self.stashed = StashedForwards(MAX_TIMES_IN_FLIGHT * in_flight)
         self.stages = StagesByNumber()
@@ -143,7 +145,7 @@ class SpanTrainer:
                 module.keep_reference()
             offload = OptimizerOffload(device, state_in_host)
             self.stages[number] = Stage(
-                number, module, offload, manifest, self.stashed, report, on_step, self._dtype, live
+                number, module, offload, manifest, self.stashed, report, on_step, self.dtype, live
             )
             if draws:
                 self.draw_initial_weights(number)
@@ -337,8 +339,8 @@ class SpanTrainer:
 
     def _autocast(self) -> torch.autocast:
         # It converts what layers compute; the weights are of that dtype already.
-        is_on = self._dtype != torch.float32
-        return torch.autocast(self.device.type, dtype=self._dtype if is_on else None, enabled=is_on)
+        is_on = self.dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.dtype if is_on else None, enabled=is_on)
 
     @contextmanager
     def _head_for(self, work: DecodedWork, versions: Sequence[WeightVersion]) -> Iterator[Head]:

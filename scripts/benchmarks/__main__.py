@@ -7,6 +7,7 @@ import datetime
 import difflib
 import importlib
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
 from agora_protocol.errors import AgoraError
 
 from benchmarks.children import BenchFailed, terminable
@@ -113,6 +115,9 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help="renew its section of docs/reference/benchmarks.md")
     given, options = parser.parse_known_args()
+    if not torch.cuda.is_available():
+        # Of the daemons: what they are compared with computes in float32 on a CPU.
+        os.environ.setdefault("AGORA_PRECISION", "float32")
     if options and given.name not in WITH_OPTIONS:
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     return run(given.name, given.quick, given.json, given.write, options=options)

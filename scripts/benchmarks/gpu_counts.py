@@ -126,7 +126,7 @@ def cpu_as_gpu() -> Iterator[None]:
         return [slice(0, rows.shape[0])]
 
     with (
-        mock.patch("agora.train.span_trainer.has_native_bf16", return_value=True),
+        mock.patch("agora.train.span_trainer.product_dtype", return_value=torch.bfloat16),
         mock.patch("agora.codec.transfer.is_apart", return_value=True),
         mock.patch("agora.train.gradients.converts_before_adding", return_value=False),
         mock.patch("agora.codec.quantisation._row_chunks", all_rows),

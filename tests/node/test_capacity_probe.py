@@ -15,6 +15,7 @@ from agora.cost.run_cost import Machine, RunCost, StageCost
 from agora.node.limits.memory import BASE_BYTES
 from agora.node.peer.capacity_probe import CapacityProbe, longest_spans, needs_of
 from agora.node.settings import Settings
+from agora.train import machine_profile
 from agora.train.machine_profile import MachineProfile, profile_key, write_profile
 
 FLOPS = 1e10
@@ -28,9 +29,19 @@ def probe(folder: Path, **settings: object) -> CapacityProbe:
     """What a machine has found out that was profiled before."""
     key = profile_key(tiny(), torch.device("cpu"))
     write_profile(folder / f"profile-{key[:16]}.json", key, MachineProfile(FLOPS, 0.0, 1.0))
-    own = CapacityProbe(tiny(), Settings(device="cpu", **settings), folder)
+    own = CapacityProbe(tiny(), Settings(**{"device": "cpu", "precision": "float32", **settings}), folder)
     asyncio.run(own.assess_machine())
     return own
+
+
+def test_a_cpu_computes_in_the_precision_that_is_faster_unless_its_owner_says_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_profile, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(machine_profile, "measure_bf16_gain", lambda manifest: 2.0)
+    assert probe(tmp_path, precision="auto").dtype == torch.bfloat16
+    assert probe(tmp_path).dtype == torch.float32
+    assert probe(tmp_path, device="cuda:99", precision="auto").dtype is None, "building the stages says what is wrong"
 
 
 def test_the_longest_span_from_each_stage_is_what_fits() -> None:

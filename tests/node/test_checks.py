@@ -55,6 +55,7 @@ FAULTS: list[tuple[str, Readings, str, str]] = [
     ("settings", replace(HEALTHY, settings_problem="agora.toml sets the unknown lisen"), "fail", "correct"),
     ("device", replace(HEALTHY, device_problem="torch sees no CUDA device"), "fail", "--device cpu"),
     ("compile", replace(HEALTHY, compile_problem="there is no C compiler"), "warn", "never"),
+    ("device", replace(HEALTHY, device="mps", precision="float32"), "warn", "nothing was tested on it"),
     ("device", replace(HEALTHY, device_remark="1 NVIDIA GPU, and torch sees none"), "warn", "--device cpu"),
     ("memory", replace(HEALTHY, memory_free=1e8), "fail", "end other programs"),
     ("disk", replace(HEALTHY, disk_problem="No space left on device"), "fail", "--dir"),

@@ -47,7 +47,9 @@ def test_a_gpu_is_measured_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) ->
     free = {"cpu": 2**36, "cuda": 2**33}
     monkeypatch.setattr(memory, "choose_device", lambda name: torch.device(name))
     monkeypatch.setattr(memory, "available_bytes", lambda device, within_limit: free[device.type])
-    monkeypatch.setattr(memory, "has_native_bf16", lambda device: device.type == "cuda")
+    monkeypatch.setattr(
+        memory, "product_dtype", lambda device: torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
     assert measure_budget("cuda", OwnersMemory()) == MemoryBudget(2**36, 2**33, in_bf16=True)
     assert measure_budget("cuda", OwnersMemory(2**32, 2**32)) == MemoryBudget(2**32, 2**32, in_bf16=True)
     assert measure_budget("cpu", OwnersMemory()) == MemoryBudget(2**36)
@@ -92,3 +94,12 @@ def test_a_note_says_where_the_state_lies_and_a_refusal_names_both_memories() ->
         check_memory(SMALL, SPAN, gpu_with(least.device - 2**20), BASE)
     with pytest.raises(OutOfMemory, match="of host memory at least"):
         check_memory(SMALL, SPAN, gpu_with(least.device, host=BASE), BASE)
+
+
+def test_a_cpu_that_computes_in_bf16_needs_what_the_formula_for_bf16_says() -> None:
+    budget = measure_budget("cpu", OwnersMemory(), torch.bfloat16)
+    assert budget.in_bf16 and budget.gpu is None and not measure_budget("cpu", OwnersMemory()).in_bf16
+    need = min_memory(SMALL, SPAN, in_bf16=True).device
+    check_memory(SMALL, SPAN, MemoryBudget(int(need) + BASE + 1, in_bf16=True), BASE)
+    with pytest.raises(OutOfMemory):
+        check_memory(SMALL, SPAN, MemoryBudget(int(need) + BASE - 1, in_bf16=True), BASE)

@@ -191,7 +191,7 @@ def test_status_says_of_the_asked_peer_that_it_is_paused_and_its_link() -> None:
     assert status["stages"][0]["tokens_per_step"] == 250.0, "newer than what this peer has published"
 
 
-GPU = events.DeviceUsed("NVIDIA H100", 20 * 2**30, 80 * 2**30, 0.3125, 0.0625)
+GPU = events.DeviceUsed("NVIDIA H100", 20 * 2**30, 80 * 2**30, 0.3125, 0.0625, "bf16")
 
 
 def test_status_says_how_the_asked_peers_device_is_used_and_a_note_tells_it_of_every_gpu() -> None:
@@ -200,12 +200,13 @@ def test_status_says_how_the_asked_peers_device_is_used_and_a_note_tells_it_of_e
     (peer,) = status["peers"]
     assert peer["device"] == {
         "name": "NVIDIA H100",
+        "precision": "bf16",
         "memory_used": 20 * 2**30,
         "memory_total": 80 * 2**30,
         "mfu": 0.3125,
         "idle_in_jobs": 0.0625,
     }
-    words = "NVIDIA H100, 20.0 of 80.0 GiB, MFU 31.2%, idle for 6% of its jobs"
+    words = "NVIDIA H100, bf16, 20.0 of 80.0 GiB, MFU 31.2%, idle for 6% of its jobs"
     assert f"device  {peer_name(ME)}: {words}" in status_command.lines_of(status)
     assert report_json(report(span=span))["device"]["mfu"] == 0.3125
     record = progress_record(report(span=span))
@@ -230,6 +231,7 @@ def test_mfu_is_the_models_operations_per_second_by_those_of_the_data_sheet() ->
     gpu = DeviceReading("gpu", 1, 2, peak_flops=1e12)
     assert use_of_device(gpu, 2.5e11, 0.1) == events.DeviceUsed("gpu", 1, 2, 0.25, 0.1)
     assert use_of_device(gpu, 0.0, None).mfu == 0.0
+    assert use_of_device(gpu, 0.0, None, "fp16").precision == "fp16"
     assert use_of_device(gpu, None, None).mfu is None, "before the first microbatch"
     assert use_of_device(DeviceReading("cpu", 1, 2), 2.5e11, None).mfu is None
 

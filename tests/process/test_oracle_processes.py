@@ -36,8 +36,9 @@ ASYNCHRONOUS_STEPS, ASYNCHRONOUS_MICROBATCHES = 32, 32
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets all daemons compute in float32, as the plain loop does: a GPU's products in bf16 differ by 1e-4."""
+    """Lets all daemons compute in float32, as the plain loop does: products in bf16 differ by 1e-4."""
     monkeypatch.setenv("AGORA_DEVICE", "cpu")
+    monkeypatch.setenv("AGORA_PRECISION", "float32")
 
 
 def batches_of(manifest: Manifest, sampler: Sampler, origin: str, steps: int) -> Batches:

@@ -260,12 +260,21 @@ def test_devices_are_chosen_by_name_and_refused_with_advice() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device("auto").type in ("cpu", "cuda")
     for name in ("gpu", "cuda:", "cuda:x", "cpu:0", ""):
-        with pytest.raises(DeviceError, match="say auto, cpu, cuda or cuda:N"):
+        with pytest.raises(DeviceError, match="say auto, cpu, cuda, cuda:N or mps"):
             choose_device(name)
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="--device cpu"):
             choose_device("cuda:0")
     assert not device.has_native_bf16(torch.device("cpu"))
+
+
+def test_apples_gpu_is_used_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("mps") == torch.device("mps") != choose_device("auto")
+    assert device.product_dtype(choose_device("mps")) == torch.float32
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="no GPU of Apple; else say --device cpu"):
+        choose_device("mps")
 
 
 def test_a_device_counts_as_dead_after_failures_in_a_row_and_not_after_others() -> None:

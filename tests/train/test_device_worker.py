@@ -512,3 +512,14 @@ def test_what_cannot_be_built_leaves_no_thread_behind(monkeypatch: pytest.Monkey
         assert "device" not in {thread.name for thread in threading.enumerate()}
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(None, "float32"), (torch.bfloat16, "bf16")])
+def test_a_worker_computes_in_the_precision_that_it_is_given(dtype: torch.dtype | None, words: str) -> None:
+    async def test() -> None:
+        async with pipeline_of(small_manifest(), ["0"], device=DeviceOptions("cpu", dtype=dtype)) as (worker,):
+            assert worker.precision == words
+            dtypes = {p.dtype for p in worker.trainer.stages[0].weights.current.module.parameters()}
+            assert (torch.bfloat16 in dtypes) == (dtype is not None)
+
+    asyncio.run(test())

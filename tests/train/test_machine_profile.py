@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from agora_protocol.manifest import Manifest, preset
 
+from agora.train import machine_profile
 from agora.train.machine_profile import (
+    MIN_BF16_GAIN,
     MachineProfile,
+    compare_passes,
+    find_product_dtype,
     find_profile,
     fit_line,
+    measure_bf16_gain,
     measure_profile,
     profile_key,
     read_profile,
@@ -95,3 +101,61 @@ def test_a_layer_that_takes_long_is_not_measured_at_the_start(tmp_path: Path) ->
     sizes = {"width": 8192, "heads": 64, "key_value_heads": 8, "feed_forward": 28_672, "context": 4096}
     assert find_profile(tmp_path, preset("tiny", model=sizes, schedule={"microbatch": 1}), CPU) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cpu_computes_in_bf16_where_that_was_measured_to_be_faster_and_measures_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_profile, "cpu_has_bf16", lambda: True)
+    gains: list[float] = []
+
+    def find(gain: float, folder: Path, manifest: Manifest = preset("tiny")) -> torch.dtype:
+        def measure(manifest: Manifest) -> float:
+            gains.append(gain)
+            return gain
+
+        return find_product_dtype(folder, manifest, CPU, measure)
+
+    assert find(MIN_BF16_GAIN, tmp_path) == torch.bfloat16
+    assert find(0.5, tmp_path) == torch.bfloat16 and len(gains) == 1, "a later start reads it"
+    assert find(MIN_BF16_GAIN - 0.01, tmp_path, preset("small")) == torch.float32, "another run has other layers"
+    (tmp_path / "file").touch()
+    assert find(3.0, tmp_path / "file") == torch.bfloat16, "a folder that cannot be written"
+    for path in tmp_path.glob("precision-*.json"):
+        path.write_text(path.read_text().replace("1.", "-1."))
+    assert find(0.5, tmp_path) == torch.float32 and len(gains) == 4, "a file that nobody has measured"
+
+
+def test_without_bf16_in_hardware_nothing_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_profile, "cpu_has_bf16", lambda: False)
+    assert find_product_dtype(tmp_path, preset("tiny"), CPU, measure=lambda manifest: 9.0) == torch.float32
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("manifest", [preset("tiny"), hf_manifest("llama", KINDS[0]), hf_manifest("gpt2", KINDS[2])])
+def test_both_precisions_of_a_real_layer_are_timed(manifest: Manifest) -> None:
+    assert 0.01 < measure_bf16_gain(manifest, budget_s=0.3) < 100
+
+
+def test_of_a_large_layer_only_a_product_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_profile, "StageWeights", None)
+    assert 0.01 < measure_bf16_gain(preset("1b"), budget_s=0.1) < 100
+
+
+def test_both_take_turns_and_the_fastest_call_of_each_counts() -> None:
+    now, order = [0.0], list[float]()
+
+    def compute(seconds: float) -> None:
+        order.append(seconds)
+        now[0] += seconds * (3.0 if len(order) == 3 else 1.0)  # another program takes the machine once
+
+    one, other = partial(compute, 0.02), partial(compute, 0.01)
+    assert compare_passes(one, other, 1.0, clock=lambda: now[0]) == pytest.approx(2.0)
+    assert order == [0.02, 0.01] * 6
+    del order[:]
+    assert compare_passes(one, other, 0.0, clock=lambda: now[0]) == pytest.approx(6.0) and len(order) == 4
+
+
+def test_a_profile_is_of_one_precision() -> None:
+    assert profile_key(preset("tiny"), CPU) == profile_key(preset("tiny"), CPU, torch.float32)
+    assert profile_key(preset("tiny"), CPU) != profile_key(preset("tiny"), CPU, torch.bfloat16)

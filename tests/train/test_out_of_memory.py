@@ -39,7 +39,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, params=["float32", "bf16"])
 def _products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_trainer, "has_native_bf16", lambda device: request.param == "bf16")
+    dtype = torch.bfloat16 if request.param == "bf16" else torch.float32
+    monkeypatch.setattr(span_trainer, "product_dtype", lambda device: dtype)
 
 
 def manifest_with(optimizer: str) -> Manifest:

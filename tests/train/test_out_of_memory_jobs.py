@@ -32,7 +32,8 @@ MODEL = {"width": 16, "layers": 3, "heads": 2, "key_value_heads": 2, "feed_forwa
 
 @pytest.fixture(autouse=True, params=["float32", "bf16"])
 def _products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_trainer, "has_native_bf16", lambda device: request.param == "bf16")
+    dtype = torch.bfloat16 if request.param == "bf16" else torch.float32
+    monkeypatch.setattr(span_trainer, "product_dtype", lambda device: dtype)
 
 
 class Bench:

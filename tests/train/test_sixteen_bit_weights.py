@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _gpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_trainer, "has_native_bf16", lambda device: True)
+    monkeypatch.setattr(span_trainer, "product_dtype", lambda device: torch.bfloat16)
 
 
 def by_autocast(bench: Bench, number: int, weights: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -132,6 +132,15 @@ def test_training_is_to_the_last_bit_that_of_autocast_over_float32_weights(
     monkeypatch.setattr(weight_versions, "copied_parameters", lambda module, dtype: NO_COPIES)
     assert copies == list(Training(manifest, 6, 2).losses())
     assert copies[-1] < copies[0]
+
+
+def test_losses_in_bf16_are_those_in_float32_within_a_hundredth(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = preset("tiny", optimizer={"warmup_steps": 1}, schedule={"microbatch": 2})
+    in_bf16 = list(Training(manifest, 20, 1).losses())
+    monkeypatch.setattr(span_trainer, "product_dtype", lambda device: torch.float32)
+    in_float32 = list(Training(manifest, 20, 1).losses())
+    assert in_bf16 != in_float32 and in_float32[-1] < 0.9 * in_float32[0]
+    assert in_bf16 == pytest.approx(in_float32, rel=1e-2)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -282,11 +282,13 @@ def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
     return Traffic(*map(sum, zip(astuple(former), astuple(latter), strict=True)))
 
 
-def use_of_device(reading: DeviceReading, flops_per_s: float | None, idle_in_jobs: float | None) -> DeviceUsed:
+def use_of_device(
+    reading: DeviceReading, flops_per_s: float | None, idle_in_jobs: float | None, precision: str = ""
+) -> DeviceUsed:
     """flops_per_s: of the model, without those that are computed again; None before the first microbatch."""
     peak = reading.peak_flops
     mfu = flops_per_s / peak if flops_per_s is not None and peak is not None else None
-    return DeviceUsed(reading.name, reading.memory_used, reading.memory_total, mfu, idle_in_jobs)
+    return DeviceUsed(reading.name, reading.memory_used, reading.memory_total, mfu, idle_in_jobs, precision)
 
 
 class WindowedRate:

@@ -62,6 +62,7 @@ class Readings:
     settings_problem: str = ""
     device: str = "cpu"
     device_problem: str = ""
+    precision: str = ""  # in which the device multiplies, in words
     device_remark: str = ""  # why a GPU of the machine stays unused
     compile_problem: str = ""  # what is missing to compile layers for the device
     memory_free: float = 0.0  # bytes
@@ -151,7 +152,11 @@ def _check_device(readings: Readings) -> list[Check]:
     if readings.device_remark:
         remedy = "until then it trains on the CPU; with --device cpu this is no warning"
         return [Check("device", "warn", readings.device_remark, "uses the machine's GPU", remedy)]
-    checks = [Check("device", "pass", readings.device, "multiplies two matrices")]
+    value = f"{readings.device}, {readings.precision}" if readings.precision else readings.device
+    if readings.device == "mps":
+        remedy = "nothing was tested on it: compare the run's loss with that of --device cpu"
+        return [Check("device", "warn", value, "multiplies two matrices; tested", remedy)]
+    checks = [Check("device", "pass", value, "multiplies two matrices")]
     if readings.compile_problem:
         remedy = (
             'until then layers are not compiled, and it trains more slowly; with `compile = "never"` this is no warning'

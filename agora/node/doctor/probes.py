@@ -74,6 +74,7 @@ def take_readings(home: paths.Home, flags: Mapping[str, Any], run: str | None) -
         device=device,
         device_problem=device_problem,
         device_remark=device_remark,
+        precision=_precision_of(device, chosen.precision) if not device_problem else "",
         compile_problem=_find_compile_problem(device, chosen.compile) if not device_problem else "",
         memory_free=memory_free,
         memory_limit=memory_limit,
@@ -170,6 +171,20 @@ def _try_device(name: str) -> tuple[str, str, str]:
         return ",".join(map(str, devices)), "", remark
     except (AgoraError, ImportError, OSError, RuntimeError) as error:
         return name, (str(error).splitlines() or [repr(error)])[0][:300], ""
+
+
+def _precision_of(device: str, setting: str) -> str:
+    import torch
+
+    from agora.train.device import PRECISIONS, product_dtype
+    from agora.train.machine_profile import cpu_has_bf16
+
+    first = torch.device(device.split(",")[0])
+    if setting == "float32":
+        return f'float32, as precision = "{setting}" says'
+    if first.type == "cpu" and cpu_has_bf16():
+        return "bf16 where a run's layers are faster with it, else float32"
+    return PRECISIONS[product_dtype(first)]
 
 
 def _find_compile_problem(device: str, setting: str) -> str:

@@ -17,7 +17,7 @@ from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import Machine
 from agora.observe import events
 from agora.pipeline.work_ledger import WorkLedger
-from agora.train.device import choose_device, has_native_bf16, product_dtype
+from agora.train.device import choose_device, product_dtype
 from agora.train.memory import available_bytes, give_back_freed_memory, limit_memory, resident_bytes
 
 BASE_BYTES: Final = 256 * 2**20  # memory of a daemon without stages: torch, the event loop, p2pd
@@ -53,10 +53,11 @@ class MemoryBudget:
         return Machine("this machine", 1.0, rest) if self.gpu is None else Machine("this machine", 1.0, self.gpu, rest)
 
 
-def measure_budget(device: str, owners: OwnersMemory) -> MemoryBudget:
+def measure_budget(device: str, owners: OwnersMemory, dtype: torch.dtype | None = None) -> MemoryBudget:
     """Returns the memory that is free now, at most what its owner allows.
 
-    device: "auto", "cpu", "cuda" or "cuda:N". A missing one counts as the CPU: building the stages then raises.
+    device: as for choose_device. A missing one counts as the CPU: building the stages then raises. dtype: of products;
+    None: that of the device.
     """
     host = available_bytes(torch.device("cpu"), within_limit=False)
     try:
@@ -64,9 +65,8 @@ def measure_budget(device: str, owners: OwnersMemory) -> MemoryBudget:
     except DeviceError:
         chosen = torch.device("cpu")
     gpu = available_bytes(chosen, within_limit=False) if chosen.type == "cuda" else None
-    budget = MemoryBudget(
-        host, gpu, least_memory().source, in_bf16=has_native_bf16(chosen) or product_dtype(chosen) == torch.float16
-    )
+    in_bf16 = (dtype or product_dtype(chosen)) != torch.float32
+    budget = MemoryBudget(host, gpu, least_memory().source, in_bf16=in_bf16)
     return limit_budget(budget, owners)
 
 
@@ -101,7 +101,7 @@ def check_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base_byte
     """
     if budget.gpu is not None:
         return _check_gpu_memory(manifest, span, budget, base_bytes)
-    need = needed_memory(manifest, span, base_bytes)
+    need = needed_memory(manifest, span, base_bytes, in_bf16=budget.in_bf16)
     if need > budget.host:
         raise OutOfMemory(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(budget.host)} may be used"
@@ -125,11 +125,14 @@ def _check_gpu_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base
     )
 
 
-def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES) -> int:
-    """Returns the least bytes of memory of a daemon that trains `span` without a GPU: `base_bytes`, and the span's."""
+def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES, *, in_bf16: bool = False) -> int:
+    """Returns the least bytes of memory of a daemon that trains `span` without a GPU: `base_bytes`, and the span's.
+
+    in_bf16: products are in bf16.
+    """
     from agora.model import family_of
 
-    return base_bytes + int(family_of(manifest.model).min_memory(manifest, span).device)
+    return base_bytes + int(family_of(manifest.model).min_memory(manifest, span, in_bf16=in_bf16).device)
 
 
 class Reaction(enum.Enum):

@@ -17,7 +17,7 @@ from agora.node.limits.memory import BASE_BYTES, measure_budget
 from agora.node.settings import Settings
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds
 from agora.train.device import choose_device
-from agora.train.machine_profile import find_profile
+from agora.train.machine_profile import find_product_dtype, find_profile
 from agora.train.memory import resident_bytes
 
 
@@ -25,7 +25,8 @@ class CapacityProbe:
     """What this machine can do, for placement, as measured so far. needs: what the run's stages ask of a machine.
 
     `machine` has the spans that fit once `assess_machine` has returned, and a measured speed after
-    `record_measurement`. base_bytes: memory that the daemon takes without stages.
+    `record_measurement`. base_bytes: memory that the daemon takes without stages. dtype: of products on its device;
+    None before `assess_machine`, and for one that cannot be used.
     """
 
     def __init__(self, manifest: Manifest, settings: Settings, folder: Path) -> None:
@@ -40,10 +41,12 @@ class CapacityProbe:
         self._max_span_lengths: tuple[int, ...] = ()
         self._speed = 0.0
         self._bandwidth = 0.0
+        self.dtype: torch.dtype | None = None
         self.needs = needs_of(self._cost)
 
     async def assess_machine(self) -> None:
-        """Finds out which spans fit into the memory that is free now, and how fast this machine computes.
+        """Finds out in which precision this machine computes, which spans fit into the memory that is free now, and how
+        fast it computes them.
 
         Sets torch's number of threads first: the owner's, else as many as compute at the same time here.
 
@@ -54,18 +57,28 @@ class CapacityProbe:
         # The speed is measured with the same threads that will compute. Without a limit torch takes all cores, even
         # where a quota or cpuset leaves few: then its threads mostly wait for each other.
         torch.set_num_threads(self._settings.threads or min(torch.get_num_threads(), usable_threads()))
+        self.dtype = self.dtype or await run_in_thread(self._find_dtype)
         self._max_span_lengths = await run_in_thread(self._longest_spans)
         if not self._speed:
             self._speed = await run_in_thread(self._profiled_speed)
 
+    def _find_dtype(self) -> torch.dtype | None:
+        if self._settings.precision == "float32":
+            return torch.float32
+        try:
+            return find_product_dtype(self._folder, self._manifest, choose_device(self._settings.device))
+        except (AgoraError, RuntimeError):  # the device itself says what is wrong when stages are built
+            return None
+
     def _longest_spans(self) -> tuple[int, ...]:
-        budget = measure_budget(self._settings.device, self._settings.owners_memory)
+        budget = measure_budget(self._settings.device, self._settings.owners_memory, self.dtype)
         cost = run_cost(self._manifest, in_bf16=budget.in_bf16, in_flight=1)
         return longest_spans(cost, budget.for_stages(self.base_bytes), self._settings.most_stages)
 
     def _profiled_speed(self) -> float:
         try:
-            profile = find_profile(self._folder, self._manifest, choose_device(self._settings.device))
+            device = choose_device(self._settings.device)
+            profile = find_profile(self._folder, self._manifest, device, dtype=self.dtype)
         except (AgoraError, RuntimeError):  # the device itself says what is wrong when stages are built
             return 0.0
         if profile is None:

@@ -107,8 +107,9 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
     settings = local_peer.startup.settings
-    budget = measure_budget(settings.device, settings.owners_memory)
-    need = check_memory(local_peer.manifest, span, budget, local_peer.capacity_probe.base_bytes)
+    probe = local_peer.capacity_probe
+    budget = measure_budget(settings.device, settings.owners_memory, probe.dtype)
+    need = check_memory(local_peer.manifest, span, budget, probe.base_bytes)
     return f"stages {span}: {reason}; {need}"
 
 
@@ -142,8 +143,9 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     if settings.owners_memory.host:
         limit_device(settings.device, settings.owners_memory)
     base_model = await local_peer.base_supply.provide(span)
-    budget = measure_budget(settings.device, settings.owners_memory)
-    base_bytes = local_peer.capacity_probe.base_bytes
+    probe = local_peer.capacity_probe
+    budget = measure_budget(settings.device, settings.owners_memory, probe.dtype)
+    base_bytes = probe.base_bytes
     in_host = await run_in_thread(lambda: keeps_state_in_host(manifest, span, budget, base_bytes))
     with startup.phases.enter("model") as note:
         worker = await DeviceWorker.create(
@@ -158,6 +160,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
                 faults.inject_fault_blocking,
                 settings.compile,
                 startup.home.root / "compiled",
+                probe.dtype,
             ),
             in_flight=default_in_flight(manifest),
             base_model=base_model,
@@ -165,7 +168,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
             draws=False,  # most starts fetch a state, or have a checkpoint; otherwise `fill_stages` asks for them
         )
         count = family_of(manifest.model).parameter_count(manifest.layers_in(span))
-        note.text = f"{count:,} parameters on {worker.device}, {torch.get_num_threads()} threads"
+        note.text = f"{count:,} parameters on {worker.device}, {torch.get_num_threads()} threads, {worker.precision}"
         if in_host:
             note.text += "; the optimizer's state is in host memory"
     try:

@@ -274,7 +274,8 @@ class LoadedSpan:
         counted = self._local_peer.startup.reporter.snapshot().counted
         done = sum(flops * counted[stage] for stage, flops in self._stage_flops.items())
         rate = self._flops.update(loop_time(), done)
-        return use_of_device(self.worker.read_device(), rate if done else None, self.worker.idle_fraction())
+        worker = self.worker
+        return use_of_device(worker.read_device(), rate if done else None, worker.idle_fraction(), worker.precision)
 
     def _steps_behind(self, stage: int) -> int:
         step = self.worker.step_of(stage)
