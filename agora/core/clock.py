@@ -25,10 +25,10 @@ def boot_time() -> float:
     return time.clock_gettime(_BOOT_CLOCK)
 
 
-def slept_s() -> float:
-    """Returns how many seconds this machine has been suspended since it was booted, to within some microseconds.
+def time_with_suspend() -> float:
+    """Returns the running event loop's time plus the seconds for which this machine has been suspended since its boot.
 
-    Returns about 0.0 where the system has no clock that counts them. The event loop's clock does not count suspended
-    seconds, although other machines work on in that time.
+    The loop's clock does not count these seconds, although other machines work on in that time. They are known to
+    within some microseconds; where the system has no clock that counts them, they are about 0.
     """
-    return boot_time() - time.clock_gettime(time.CLOCK_MONOTONIC)
+    return loop_time() + boot_time() - time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -115,7 +115,7 @@ class RoundContext:
 
 @dataclass(slots=True)
 class RoundResult:
-    """The result of a round for one member. Recalls, StepRunner and FragmentSyncs fill in failed shards, in place."""
+    """The result of a round for one member. Failed shards are filled in later, in place."""
 
     mean: Tensor  # float32 [n]; in a failed shard, this replica's own values until somebody fills it in
     averaged: list[bool]  # for each shard

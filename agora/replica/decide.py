@@ -91,11 +91,17 @@ class StepSettings:
         return cls(manifest.optimizer.target_tokens, synchronous, 1 if synchronous else MAX_STEPS_BEHIND)
 
 
-# A view and what follows from it now, for all rules. members: the other replicas that belong to the step. reachable:
-# how many of them are not unreachable. live: those that have reported. reached: the step that the others have reached,
-# or this replica's own.
 @dataclass(frozen=True, slots=True)
-class _Situation:
+class Situation:
+    """A view and what follows from it now, computed once for all rules.
+
+    now: seconds on the clock of the times in `view`.
+    members: the other replicas that belong to the step.
+    live: those of them that have reported and are live, with their tokens as far as they are believed.
+    reachable: how many of the members are not unreachable.
+    reached: the step that the others have reached, or this replica's own.
+    """
+
     view: StageView
     now: float
     settings: StepSettings
@@ -103,6 +109,21 @@ class _Situation:
     live: KnownReplicas
     reachable: int
     reached: int
+
+    @classmethod
+    def of(cls, view: StageView, now: float, settings: StepSettings) -> Situation:
+        members = round_members(view.known, view.listed, now)
+        live = cap_reported_tokens(live_replicas(view.known, members, now), view.counts, view.shares)
+        unreachable = unreachable_replicas(view.known, members, now)
+        listed_live = cap_reported_tokens(live_replicas(view.known, view.listed, now), view.counts, view.shares)
+        # Nobody catches up with ids that never shared its history, however many; what they say to have counted is
+        # bounded.
+        voters = {peer: it for peer, it in listed_live.items() if view.voters is None or peer in view.voters}
+        rest = {peer: it for peer, it in listed_live.items() if peer not in voters}
+        voting = members if view.voters is None else members.intersection(view.voters)
+        step, tokens = view.counts.step, view.counts.tokens + count_tokens(rest, view.counts.step)
+        reached = reached_step(voters, len(voting - unreachable), step, tokens, settings.target_tokens)
+        return cls(view, now, settings, members, live, len(members - unreachable), reached)
 
     @property
     def step(self) -> int:
@@ -117,16 +138,15 @@ class _Situation:
         return self.view.counts.open_step > self.step
 
 
-def decide(view: StageView, now: float, settings: StepSettings) -> Decision:
-    """The first rule that has something to do, with its reason, which `status`, log and tests share.
+def decide(situation: Situation) -> Decision:
+    """Returns what the first rule decides that has something to do, with its reason, which `swarm status` prints.
 
-    now: seconds on the clock of the times in `view`. docs/understand/averaging.md has the rules as a table.
+    docs/understand/averaging.md has the rules as a table.
     """
-    if idle := wait_if_leaving(view) or wait_if_busy(view):
-        return idle
-    situation = _look_at(view, now, settings)
     return (
-        fetch_if_diverged(situation)
+        wait_if_leaving(situation)
+        or wait_if_busy(situation)
+        or fetch_if_diverged(situation)
         or sync_fragment_if_due(situation)
         or fetch_if_far_behind(situation)
         or replay_if_behind(situation)
@@ -139,35 +159,15 @@ def decide(view: StageView, now: float, settings: StepSettings) -> Decision:
     )
 
 
-def _look_at(view: StageView, now: float, settings: StepSettings) -> _Situation:
-    members, live = counting_replicas(view, now)
-    unreachable = unreachable_replicas(view.known, members, now)
-    listed_live = cap_reported_tokens(live_replicas(view.known, view.listed, now), view.counts, view.shares)
-    # Nobody catches up with ids that never shared its history, however many; what they say to have counted is bounded.
-    voters = {peer: it for peer, it in listed_live.items() if view.voters is None or peer in view.voters}
-    rest = {peer: it for peer, it in listed_live.items() if peer not in voters}
-    voting = members if view.voters is None else members.intersection(view.voters)
-    step, tokens = view.counts.step, view.counts.tokens + count_tokens(rest, view.counts.step)
-    reached = reached_step(voters, len(voting - unreachable), step, tokens, settings.target_tokens)
-    reachable = len(members - unreachable)
-    return _Situation(view, now, settings, members, live, reachable, reached)
+def wait_if_leaving(situation: Situation) -> Decision | None:
+    return Decision(WAIT, "this peer is leaving") if situation.view.is_leaving else None
 
 
-def counting_replicas(view: StageView, now: float) -> tuple[set[PeerId], KnownReplicas]:
-    """Returns the ids of the other replicas that belong to a step, and the live ones' progress as far as believed."""
-    members = round_members(view.known, view.listed, now)
-    return members, cap_reported_tokens(live_replicas(view.known, members, now), view.counts, view.shares)
+def wait_if_busy(situation: Situation) -> Decision | None:
+    return Decision(WAIT, "a step or a fetch is running") if situation.view.is_busy else None
 
 
-def wait_if_leaving(view: StageView) -> Decision | None:
-    return Decision(WAIT, "this peer is leaving") if view.is_leaving else None
-
-
-def wait_if_busy(view: StageView) -> Decision | None:
-    return Decision(WAIT, "a step or a fetch is running") if view.is_busy else None
-
-
-def fetch_if_diverged(situation: _Situation) -> Decision | None:
+def fetch_if_diverged(situation: Situation) -> Decision | None:
     if not situation.view.diverged_from:
         return None
     sources = situation.view.diverged_from
@@ -177,13 +177,13 @@ def fetch_if_diverged(situation: _Situation) -> Decision | None:
     )
 
 
-def sync_fragment_if_due(situation: _Situation) -> Decision | None:
+def sync_fragment_if_due(situation: Situation) -> Decision | None:
     if (due := situation.view.sync_due) is None:
         return None
     return Decision(Action("fragment sync", due), f"fragment sync {due} is due")
 
 
-def fetch_if_far_behind(situation: _Situation) -> Decision | None:
+def fetch_if_far_behind(situation: Situation) -> Decision | None:
     behind = situation.reached - situation.step
     if behind <= situation.settings.max_steps_behind:
         return None
@@ -191,7 +191,7 @@ def fetch_if_far_behind(situation: _Situation) -> Decision | None:
     return Decision(Action("fetch", situation.reached, at_least), f"{behind} steps behind the others")
 
 
-def replay_if_behind(situation: _Situation) -> Decision | None:
+def replay_if_behind(situation: Situation) -> Decision | None:
     # A closed share is already sent or about to be: stepping together gets the mean that its reducers keep.
     if (
         situation.is_share_closed
@@ -203,7 +203,7 @@ def replay_if_behind(situation: _Situation) -> Decision | None:
     return Decision(Action("replay", situation.step), f"the others have taken step {situation.reached}")
 
 
-def catch_up_with_replicas(situation: _Situation) -> Decision | None:
+def catch_up_with_replicas(situation: Situation) -> Decision | None:
     if (
         situation.is_share_closed
         or not situation.is_inner_step
@@ -213,7 +213,7 @@ def catch_up_with_replicas(situation: _Situation) -> Decision | None:
     return Decision(Action("catch up", situation.reached), f"the others have taken step {situation.reached}")
 
 
-def catch_up_with_leading_stage(situation: _Situation) -> Decision | None:
+def catch_up_with_leading_stage(situation: Situation) -> Decision | None:
     behind_since = situation.view.behind_since
     if situation.is_share_closed or behind_since is None or situation.now - behind_since < STAGE_CATCH_UP_AFTER_S:
         return None
@@ -223,7 +223,7 @@ def catch_up_with_leading_stage(situation: _Situation) -> Decision | None:
     )
 
 
-def wait_for_tokens(situation: _Situation) -> Decision | None:
+def wait_for_tokens(situation: Situation) -> Decision | None:
     """Waits while this replica still counts tokens for its step.
 
     | what is complete | when |
@@ -252,7 +252,7 @@ def wait_for_tokens(situation: _Situation) -> Decision | None:
     return Decision(WAIT, f"{tokens} of the {view.quota} tokens of its share are counted")
 
 
-def step_alone(situation: _Situation) -> Decision | None:
+def step_alone(situation: Situation) -> Decision | None:
     if situation.is_share_closed or (situation.members and not situation.is_inner_step):
         return None
     if situation.view.counts.tokens == 0:
@@ -260,42 +260,32 @@ def step_alone(situation: _Situation) -> Decision | None:
     return Decision(Action("step"), "all tokens are counted")
 
 
-def wait_for_answers(situation: _Situation) -> Decision | None:
+def wait_for_answers(situation: Situation) -> Decision | None:
     if not situation.members or situation.reachable:
         return None
     return Decision(WAIT, f"{', '.join(sorted(situation.members))} did not answer, and may still be alive")
 
 
-def step_together(situation: _Situation) -> Decision:
+def step_together(situation: Situation) -> Decision:
     return Decision(Action("step together", situation.step), f"all tokens of step {situation.step} are counted")
 
 
-def step_instructions(
-    step: int,
-    replicas: Collection[PeerId],
-    live: KnownReplicas,
-    quota: int,
-    settings: StepSettings,
-    *,
-    is_inner: bool,
-    by_device: bool = True,
-) -> StepInstructions:
-    """Returns the device thread's instructions for the open step `step`: when it takes the step or closes its share.
+def step_instructions(situation: Situation, *, by_device: bool = True) -> StepInstructions:
+    """Returns the device thread's instructions for the open step: when it takes the step or closes its share.
 
     | the step is | own_tokens | closes_share |
     |---|---|---|
-    | synchronous, or there are no `replicas` (`alone`) | the target less the tokens of `live`, at least 1 | no |
+    | synchronous, or there are no other members (`alone`) | the target less the tokens of the live, at least 1 | no |
     | an inner step | quota, or the target if the quota is unknown | no |
     | an all-reduce | quota | if by_device, and the quota is known |
 
-    replicas, live: as counting_replicas returns them. quota: tokens at which this replica's share is closed, 0 when
-    unknown. by_device: False where origins wait for means: there the microbatches in progress still belong to the
-    share, so that `decide` closes it, and not the device thread.
+    by_device: False where origins wait for means: there the microbatches in progress still belong to the share, so that
+    `decide` closes it, and not the device thread.
     """
-    target = settings.target_tokens
-    alone = not replicas
-    if settings.synchronous or alone:
-        return StepInstructions(target, True, step, missing_tokens(live, step, target), alone)
-    if is_inner:
+    view, target = situation.view, situation.settings.target_tokens
+    step, quota, alone = view.counts.open_step, view.quota, not situation.members
+    if situation.settings.synchronous or alone:
+        return StepInstructions(target, True, step, missing_tokens(situation.live, step, target), alone)
+    if view.sync_schedule.is_inner(step):
         return StepInstructions(target, True, step, quota or target)
     return StepInstructions(target, True, step, quota, closes_share=quota > 0 and by_device)

@@ -41,8 +41,8 @@ CALL_TIMEOUT_S: Final = 3.0  # seconds after which a call that was not answered 
 class SwarmQueries:
     """What this peer sees of the run, as questions that are answered immediately.
 
-    replicas_in_view: a stage's serving replicas, this peer included if it serves, with the bandwidths in bytes per
-    second by which reducers are chosen, see reducing_bandwidths.
+    replicas_in_view: a stage's serving replicas, this peer included if it serves.
+    bandwidths: of these, in bytes per second, by which reducers are chosen, see reducing_bandwidths; 0: unknown.
     has_connections: whether this peer has a connection to any other peer of the run now; without one, failed calls do
     not show that others are down.
     uplink_bytes_per_s: of this peer, measured while data waits for it; None otherwise.
@@ -50,7 +50,8 @@ class SwarmQueries:
     networks: of a stage's serving replicas, the public networks that they are seen in, this peer's own included.
     """
 
-    replicas_in_view: Callable[[int], Mapping[PeerId, float]]
+    replicas_in_view: Callable[[int], Collection[PeerId]]
+    bandwidths: Callable[[int], Mapping[PeerId, float]]
     has_connections: Callable[[], bool]
     uplink_bytes_per_s: Callable[[], float | None]
     steps_of_run: Callable[[], Collection[Collection[int]]]

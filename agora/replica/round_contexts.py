@@ -52,10 +52,10 @@ class RoundContexts:
         live: LiveManifest,
         worker: StageWorker,
         gossip: StepGossip,
-        replicas_in_view: Callable[[], Mapping[PeerId, float]],
+        bandwidths: Callable[[], Mapping[PeerId, float]],
         pacing: StepPacing,
     ) -> None:
-        """replicas_in_view: with their bandwidths, see SwarmQueries."""
+        """bandwidths: by which the stage's reducers are chosen, see SwarmQueries."""
         self._stage = stage
         self._me = me
         self._seed = manifest.seed
@@ -65,7 +65,7 @@ class RoundContexts:
         self._change_rule = SyncChangeRule.from_manifest(manifest)
         self._worker = worker
         self._gossip = gossip
-        self._replicas_in_view = replicas_in_view
+        self._bandwidths = bandwidths
         self._pacing = pacing
         self._start_step = worker.step_of(stage)
         self._divisions: dict[int, FragmentDivision] = {}
@@ -81,7 +81,7 @@ class RoundContexts:
         new = newcomers(known, others, progress.step)
         if self._start_step > progress.step - NEWCOMER_STEPS >= 0:
             new.add(self._me)
-        bandwidths = self._replicas_in_view()
+        bandwidths = self._bandwidths()
         return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._me}}
 
     def allowed_s(self) -> float:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from agora_protocol.errors import NotMyStage
+import torch
+from agora_protocol.errors import NotMyStage, ProtocolError, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
@@ -21,17 +22,17 @@ from agora_protocol.parts import fragment_count
 from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import PeerCaller, Reply
-from agora.core.clock import loop_time, slept_s
+from agora.core.clock import loop_time, time_with_suspend
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE, StepInstructions
 from agora.observe import events
-from agora.replica.all_reduce import AllReduce
-from agora.replica.decide import Action, StepSettings, counting_replicas, decide, step_instructions
+from agora.replica.all_reduce import AllReduce, RoundResult, off_loop
+from agora.replica.decide import Action, Situation, StepSettings, decide, step_instructions
 from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
 from agora.replica.round_contexts import RoundContexts
-from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
+from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, cut_into_shards
 from agora.replica.stage_view import (
     ReplicaCounts,
     StageView,
@@ -42,7 +43,6 @@ from agora.replica.stage_view import (
     round_members,
 )
 from agora.replica.stage_worker import StageWorker
-from agora.replica.step_runner import FetchState, StepRunner
 from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
 from agora.replica.trust import (
@@ -67,6 +67,13 @@ AWAY_S: Final = 60.0
 AWAY_STEPS: Final = 10
 # Seconds between two measurements, in a synchronous run, of how far the other stages are.
 LEADING_STEP_INTERVAL_S: Final = 5.0
+FETCH_RETRY_DELAY_S: Final = 1.0  # seconds of pause after a failed fetch of a state
+# After this many failed fetches of a state the member with the least id takes the step itself.
+FETCH_TRIES: Final = 3
+
+# Fetches a stage's state of at least some steps from sources and replaces the stage's state with it; returns a
+# description. Raises Unavailable when no source has such a state.
+FetchState = Callable[[int, Sequence[PeerId], int], Awaitable[object]]
 
 
 class StageReplicas:
@@ -103,7 +110,7 @@ class StageReplicas:
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
         self._present_fragments = self._sync_schedule.fragments_at(step)
-        self._step_bound = PlausibleStepBound(step, _time_with_suspend() - MAX_STATE_AGE_S, step)
+        self._step_bound = PlausibleStepBound(step, time_with_suspend() - MAX_STATE_AGE_S, step)
         self._leading_step = 0
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
@@ -136,7 +143,7 @@ class StageReplicas:
             live=live,
             worker=worker,
             gossip=self.gossip,
-            replicas_in_view=lambda: swarm.replicas_in_view(stage),
+            bandwidths=lambda: swarm.bandwidths(stage),
             pacing=self.pacing,
         )
         codec = ShardCodec(RoundConfig.from_manifest(signed, me, live))
@@ -166,19 +173,6 @@ class StageReplicas:
             self.all_reduce,
             self.round_contexts.division_of,
             report,
-        )
-        self.step_runner = StepRunner(
-            stage,
-            me,
-            worker,
-            self.all_reduce,
-            synchronous=self._settings.synchronous,
-            members=self.round_contexts.members,
-            live=self.gossip.live_progress,
-            record_step=self._record_step,
-            stop_syncs=self._fragment_syncs.stop,
-            fetch_state=self._fetch_state,
-            report=report,
         )
         worker.set_step_instructions(stage, StepInstructions(self._settings.target_tokens, averages=True))
 
@@ -230,14 +224,10 @@ class StageReplicas:
         self._settings = StepSettings.from_manifest(self._live.at(self._progress().open_step))
         view = self._look(now)
         self._compare_means()
-        members, live = counting_replicas(view, now)
-        step = view.counts.open_step
-        is_inner, by_device = view.sync_schedule.is_inner(step), not self._origins_wait()
-        instructions = step_instructions(
-            step, members, live, view.quota, self._settings, is_inner=is_inner, by_device=by_device
-        )
+        situation = Situation.of(view, now, self._settings)
+        instructions = step_instructions(situation, by_device=not self._origins_wait())
         self._worker.set_step_instructions(self._stage, instructions)
-        action, self.reason = decide(view, now, self._settings)
+        action, self.reason = decide(situation)
         self._perform(action, view.counts.step)
 
     def counts(self) -> ReplicaCounts:
@@ -264,14 +254,6 @@ class StageReplicas:
             for peer, each in self.gossip.live_progress().items()
         ]
         return [*uplinks, ReplicaUplink(self.pacing.rate.per_second, self.counts().bytes_carried)]
-
-    def _record_step(self, told: float, share: GradientShare | None) -> None:
-        if share is None or self._settings.synchronous:
-            self.pacing.record_step(told)
-        else:
-            live = self.gossip.live_progress()
-            reported = {peer: progress.tokens_of(share.step) for peer, progress in live.items()}
-            self.pacing.record_told_step(told, share.tokens, reported)
 
     def _takes_inner_step_now(self) -> bool:
         return self._progress().sync_schedule.is_inner(self._worker.step_of(self._stage))
@@ -305,7 +287,7 @@ class StageReplicas:
         behind_at, behind_since = self._behind_at or (-1, None)
         reports = {peer: last.direct.history for peer, last in live.items()}
         self._standings = with_reports(
-            self._standings, progress.history, reports, _time_with_suspend(), self.pacing.step_s.value
+            self._standings, progress.history, reports, time_with_suspend(), self.pacing.step_s.value
         )
         networks = partial(self._networks, self._stage)
         electorate = Electorate(self._me, self._began, reports, self._standings, networks)
@@ -332,14 +314,8 @@ class StageReplicas:
     def _find_voters(self, electorate: Electorate, step: int) -> set[PeerId] | None:
         voters = electorate.others_to_follow(step)
         away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
-        is_away = _time_with_suspend() - self._step_bound.own_step_at > away_s
+        is_away = time_with_suspend() - self._step_bound.own_step_at > away_s
         return None if is_away and not voters else voters
-
-    async def _fetch_state(self, stage: int, sources: Sequence[PeerId], at_least: int) -> None:
-        was_alone = not self._standings.keys() & self.gossip.live_progress().keys()
-        await self._fetch(stage, sources, at_least)
-        if was_alone:
-            self._began = self._worker.step_of(stage)
 
     def _compare_means(self) -> None:
         # Replicas whose histories differ have applied other means: perhaps one reducer has told them different ones.
@@ -383,22 +359,132 @@ class StageReplicas:
             case "step":
                 work = self._worker.catch_up(stage, step + 1)
             case "replay":
-                work = self.step_runner.replay(action.number)
+                work = self._replay(action.number)
             case "step together":
-                work = self.step_runner.step_together(action.number)
+                work = self._step_together(action.number)
             case "fetch":
                 if action.sources:
                     self._report(events.StageDiverged(stage, step, ", ".join(action.sources)))
                 else:
                     self._report(events.StageFellBehind(stage, step, action.number))
-                work = self.step_runner.fetch_or_catch_up(action.at_least, action.number, action.sources)
+                work = self._fetch_or_catch_up(action.at_least, action.number, action.sources)
         self._task = start_reported(work, self._report)
+
+    # --- steps along mean gradients, and fetches of a state
+
+    async def _step_together(self, step: int) -> None:
+        # A mean that did not come is recalled from the replicas that keep it. If nobody has it, an asynchronous step
+        # takes 0 for that shard and keeps the own values for the next round; a synchronous stage fetches a state.
+        stage = self._stage
+        share = await self._worker.close_share(stage)
+        if share.step != step:
+            return
+        result = await self.all_reduce.run(stage, "gradient", step, share.values, float(share.tokens))
+        nonzero_fraction = 1.0
+        if result.failed_shards and not self._settings.synchronous:
+            # It steps along the mean that another replica keeps, or along 0.
+            nonzero_fraction = await self._fill_failed_shards(share, result)
+        elif result.failed_shards and await self._fetch_until_taken(step + 1):
+            return  # the fetched state has taken the step; without any other replica it is taken along the own gradient
+        tokens = round(nonzero_fraction * max(share.tokens, result.weight))
+        try:
+            await self._worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
+        except ProtocolError:
+            if self._settings.synchronous:
+                raise
+            # The step counts, but changes nothing.
+            await self._worker.step_with_gradient(stage, step, share.values, 0, ALL_REDUCE)
+        else:
+            if not result.failed_shards:
+                self._record_step(result.weight, None if result.is_weight_confirmed else share)
+
+    async def _fill_failed_shards(self, share: GradientShare, result: RoundResult) -> float:
+        # Returns the fraction of all shards whose mean is not 0.
+        failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
+        shard_0, codec = Shard(self._stage, "gradient", share.step, 0), self.all_reduce.codec
+        await self.all_reduce.recall_repeatedly(shard_0, result)
+        if len(self.round_contexts.members()) == 1:  # no other replica could have another mean: the own values are it
+            return 1.0
+        cuts = cut_into_shards(len(result.mean))
+        zeros = 0
+        for index in failed:
+            shard, cut = shard_0._replace(position=index), cuts[index]
+            own, mean = share.values[cut], result.mean[cut]
+            if not result.averaged[index]:  # nobody keeps one: it is 0 for everybody, also for others that ask later
+                zero_mean = await off_loop(partial(codec.make_zero_mean, shard, len(own)))
+                self.all_reduce.keep_mean(shard, zero_mean)
+                await off_loop(partial(mean.copy_, zero_mean.values))
+            if not await off_loop(mean.any):
+                zeros += 1
+                codec.carry_over(shard, own, float(share.tokens))
+        return 1 - zeros / len(cuts)
+
+    async def _replay(self, step: int) -> None:
+        # Takes a step that the other replicas have taken, along the mean that they keep. The tokens in this replica's
+        # open share stay there, for a later step.
+        stage = self._stage
+        zeros = await off_loop(partial(torch.zeros, self._worker.layout(stage).numel))
+        result = RoundResult.of_failed_shards(zeros, ALL_REDUCE)
+        await self.all_reduce.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
+        if result.failed_shards:
+            await self._fetch_or_catch_up(step + 1, step + 1)
+            return
+        tokens = max(1, round(result.weight)) if await off_loop(result.mean.any) else 0
+        await self._worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
+        self._record_step(result.weight, None)
+
+    async def _fetch_or_catch_up(self, at_least: int, reached: int, sources: Collection[PeerId] = ()) -> None:
+        # Without `sources` from any live replica. If none has such a state, an asynchronous run counts up to `reached`.
+        try:
+            await self.fetch_state(sorted(sources or self.gossip.live_progress()), at_least)
+        except Unavailable as error:
+            self._report(events.TaskFailed("fetch state", str(error)))
+            await asyncio.sleep(FETCH_RETRY_DELAY_S)
+            if not self._settings.synchronous:
+                await self._worker.catch_up(self._stage, reached)
+
+    async def _fetch_until_taken(self, at_least: int) -> bool:
+        # Tries until a member gives a state; False when no other member is left, or when FETCH_TRIES have failed and
+        # this peer has the least id of all: then it takes the step itself, and the other members fetch its state.
+        tries = 0
+        while others := sorted(self.round_contexts.members().keys() - {self._me}):
+            tries += 1
+            try:
+                await self.fetch_state(others, at_least)
+                return True
+            except Unavailable as error:
+                self._report(events.TaskFailed("fetch state", str(error)))
+            if tries >= FETCH_TRIES and self._me < others[0]:
+                return False
+            await asyncio.sleep(FETCH_RETRY_DELAY_S)
+        return False
+
+    async def fetch_state(self, sources: Sequence[PeerId], at_least: int) -> None:
+        """Stops the fragment syncs and replaces the state by a source's.
+
+        Raises Unavailable if none has `at_least` steps.
+        """
+        await self._fragment_syncs.stop()
+        was_alone = not self._standings.keys() & self.gossip.live_progress().keys()
+        await self._fetch(self._stage, sources, at_least)
+        if was_alone:
+            self._began = self._worker.step_of(self._stage)
+        self.all_reduce.codec.drop_stage(self._stage)
+
+    def _record_step(self, told: float, share: GradientShare | None) -> None:
+        # told: the tokens of the step, by its reducers. share: this replica's, if `told` is one reducer's word alone.
+        if share is None or self._settings.synchronous:
+            self.pacing.record_step(told)
+        else:
+            live = self.gossip.live_progress()
+            reported = {peer: progress.tokens_of(share.step) for peer, progress in live.items()}
+            self.pacing.record_told_step(told, share.tokens, reported)
 
     # --- what gossip asks
 
     def highest_plausible_step(self, peer: PeerId | None = None) -> int:
         """Returns the highest step that another replica, or `peer`, can have taken by now, see PlausibleStepBound."""
-        now, step = _time_with_suspend(), self._worker.step_of(self._stage)
+        now, step = time_with_suspend(), self._worker.step_of(self._stage)
         furthest = self.gossip.furthest_step()
         self._step_bound = self._step_bound.with_step(step, now, self.pacing.step_s.value, furthest)
         lead = INNER_STEPS_LEAD if self._progress().sync_schedule.is_inner(step) else LEAD
@@ -562,8 +648,3 @@ class SpanReplicas:
             )
             for stage in self.stages.values():
                 stage.on_leading_step(leading)
-
-
-def _time_with_suspend() -> float:
-    # The others go on while this machine sleeps.
-    return loop_time() + slept_s()

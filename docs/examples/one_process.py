@@ -16,7 +16,7 @@ these sums, and all take the same optimizer step. The text is this file.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -104,13 +104,14 @@ class Swarm:
     def view_for_replicas(self) -> SwarmQueries:
         return SwarmQueries(
             self.replicas_in_view,
+            bandwidths=lambda stage: {},  # unknown: shards are divided equally
             has_connections=lambda: True,
             uplink_bytes_per_s=lambda: None,
             steps_of_run=self.steps_of_run,
         )
 
-    def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
-        return {id: 1e6 for id, peer in self.peers.items() if stage in peer.device.span}  # bytes/s of its uplink
+    def replicas_in_view(self, stage: int) -> list[PeerId]:
+        return [id for id, peer in self.peers.items() if stage in peer.device.span]
 
     def steps_of_run(self) -> Collection[Collection[int]]:
         stages: list[list[int]] = [[] for _ in range(RUN.stage_count)]

@@ -211,7 +211,11 @@ class GroupPeer:
             worker=self.stage,
             peer_caller=world.network.join(peer, self._answer),
             swarm=SwarmQueries(
-                self.replicas_in_view, self.has_connections, self.uplink_bytes_per_s, lambda: self.world.run_steps
+                self.replicas_in_view,
+                bandwidths=lambda stage: self.world.bandwidths,
+                has_connections=self.has_connections,
+                uplink_bytes_per_s=self.uplink_bytes_per_s,
+                steps_of_run=lambda: self.world.run_steps,
             ),
             fetch_state=self.fetch,
             report=self.events.append,
@@ -240,11 +244,11 @@ class GroupPeer:
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
+    def replicas_in_view(self, stage: int) -> list[PeerId]:
         if stage in self.alone_in:
-            return {self.peer: 0.0}
+            return [self.peer]
         listed = self.world.peers if self.sees is None else self.sees
-        return {peer: self.world.bandwidths.get(peer, 0.0) for peer in listed if not self.has_suspended(peer)}
+        return [peer for peer in listed if not self.has_suspended(peer)]
 
     def uplink_bytes_per_s(self) -> float | None:
         return self.uplink_rate

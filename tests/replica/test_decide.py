@@ -16,6 +16,7 @@ from agora.replica.decide import (
     MAX_CLOSE_AFTER_S,
     STAGE_CATCH_UP_AFTER_S,
     Action,
+    Situation,
     StepSettings,
 )
 from agora.replica.pacing import Shares
@@ -64,13 +65,12 @@ def next_action(now: float, own: StageView, others: Others, run: Run) -> tuple[A
     view = replace(
         own, known=others.known, listed=others.listed, leading_step=others.leading_step, sync_schedule=run.sync_schedule
     )
-    return rules.decide(view, now, run.config)
+    return rules.decide(Situation.of(view, now, run.config))
 
 
 def step_instructions(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepInstructions:
-    return rules.step_instructions(
-        step, replicas, live, quota, run.config, is_inner=run.sync_schedule.is_inner(step), **by_device
-    )
+    view = StageView(at(step, 0), quota=quota, sync_schedule=run.sync_schedule)
+    return rules.step_instructions(Situation(view, NOW, run.config, replicas, live, len(replicas), step), **by_device)
 
 
 def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:

@@ -17,7 +17,7 @@ from agora_protocol.messages import GossipedSteps, GossipSteps, Pong
 
 from agora.core.calls import Reply
 from agora.core.step_schedule import SyncSchedule
-from agora.replica.decide import Action, StepSettings, decide
+from agora.replica.decide import Action, Situation, StepSettings, decide
 from agora.replica.gossip import (
     CALL_TIMEOUT_S,
     HEARTBEAT_INTERVAL_S,
@@ -60,7 +60,13 @@ class Replica:
             peer,
             STAGE,
             self,
-            SwarmQueries(self.replicas_in_view, self.has_connections, lambda: None, lambda: [[]]),
+            SwarmQueries(
+                self.replicas_in_view,
+                bandwidths=lambda stage: {},
+                has_connections=self.has_connections,
+                uplink_bytes_per_s=lambda: None,
+                steps_of_run=lambda: [[]],
+            ),
             counts=lambda: self.counts,
             on_change=self.decide,
             highest_plausible=lambda peer: math.inf,
@@ -70,8 +76,8 @@ class Replica:
         )
         self.tasks: list[asyncio.Task[None]] = []
 
-    def replicas_in_view(self, stage: int) -> dict[PeerId, float]:
-        return dict.fromkeys(self.sees if self.sees is not None else self.world.replicas, 0.0)
+    def replicas_in_view(self, stage: int) -> list[PeerId]:
+        return list(self.world.replicas) if self.sees is None else self.sees
 
     def has_connections(self) -> bool:
         return self.world.has_connections
@@ -109,7 +115,7 @@ class Replica:
 
     def decide(self) -> None:
         config = StepSettings(self.world.target, False, max_steps_behind=10**30)
-        action, _ = decide(self.others, now(), config)
+        action, _ = decide(Situation.of(self.others, now(), config))
         self.actions.append(action)
         if self.tasks:
             self.carry_out(action)

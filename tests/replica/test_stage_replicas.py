@@ -13,9 +13,8 @@ from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, Task
 from agora.replica import all_reduce
 from agora.replica.decide import STAGE_CATCH_UP_AFTER_S
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
-from agora.replica.stage_replicas import LEADING_STEP_INTERVAL_S
+from agora.replica.stage_replicas import FETCH_TRIES, LEADING_STEP_INTERVAL_S
 from agora.replica.stage_view import GONE_AFTER_S, SILENCE_TIMEOUT_S
-from agora.replica.step_runner import FETCH_TRIES
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
 
@@ -324,7 +323,7 @@ def test_what_encoding_had_lost_is_dropped_with_the_state_that_a_fetch_replaces(
         made = averager.make_contribution(part, gradient, 1.0)
         averager.record_outcome(part, made, counted=True)
         assert not torch.equal(averager.make_contribution(part, gradient, 1.0).values, gradient)
-        await peer.group.stages[0].step_runner.fetch_state([other.peer], 0)
+        await peer.group.stages[0].fetch_state([other.peer], 0)
         assert torch.equal(averager.make_contribution(part, gradient, 1.0).values, gradient)
 
     run(main())

@@ -307,7 +307,10 @@ class LocalPeer:
         await self.network.close()
         await self.directory.close()
 
-    def replicas_in_view(self, stage: int) -> Mapping[PeerId, float]:
+    def replicas_in_view(self, stage: int) -> list[PeerId]:
+        return [seen.peer for seen in self.view.replicas(stage)]
+
+    def bandwidths(self, stage: int) -> Mapping[PeerId, float]:
         """Returns, for each serving replica of a stage, the uplink in bytes/s with which it reduces shards.
 
         That is its published uplink; the median if it published none; less behind a relay. See reducing_bandwidths.
@@ -323,7 +326,8 @@ class LocalPeer:
         """
         observed = self.network.address_prefixes
         announced = {seen.peer: seen.addresses for seen in self.view.replicas(stage)}
-        announced[self.startup.identity.peer] = tuple(self._own_addresses())
+        if (own := self.membership.claim) is not None:
+            announced[self.startup.me] = own.addresses
         found = {peer: public_network(observed.get(peer, ""), addresses) for peer, addresses in announced.items()}
         return {peer: network for peer, network in found.items() if network}
 
