@@ -27,7 +27,7 @@ FREE_FRACTION: Final = 0.5  # the fraction of a capacity that any requester may 
 class Requester(NamedTuple):
     """A user of a part of what is shared: a peer, and the prefix of the address that it comes from ("" if unknown)."""
 
-    prefix: str
+    address_prefix: str
     peer: PeerId
 
 
@@ -106,11 +106,11 @@ def fair_share_of(held: Mapping[Requester, int], requester: Requester, capacity:
 
     Counts only requesters that have something (held: what each has now), and `requester` itself.
     """
-    peers: dict[str, set[PeerId]] = {requester.prefix: {requester.peer}}
+    peers: dict[str, set[PeerId]] = {requester.address_prefix: {requester.peer}}
     for other, count in held.items():
         if count:
-            peers.setdefault(other.prefix, set()).add(other.peer)
-    return capacity / len(peers) / len(peers[requester.prefix])
+            peers.setdefault(other.address_prefix, set()).add(other.peer)
+    return capacity / len(peers) / len(peers[requester.address_prefix])
 
 
 def largest_requester(held: Mapping[Requester, int], newcomer: Requester) -> Requester | None:
@@ -122,13 +122,15 @@ def largest_requester(held: Mapping[Requester, int], newcomer: Requester) -> Req
     """
     by_prefix: Counter[str] = Counter()
     for requester, count in held.items():
-        by_prefix[requester.prefix] += count
+        by_prefix[requester.address_prefix] += count
     if not by_prefix:
         return None
     prefix = max(by_prefix, key=lambda known: (by_prefix[known], known))
-    if by_prefix[newcomer.prefix] >= by_prefix[prefix] and prefix != newcomer.prefix:
+    if by_prefix[newcomer.address_prefix] >= by_prefix[prefix] and prefix != newcomer.address_prefix:
         return None
-    largest = max((h for h in held if h.prefix == prefix and held[h]), key=lambda h: (held[h], h.peer), default=None)
+    largest = max(
+        (h for h in held if h.address_prefix == prefix and held[h]), key=lambda h: (held[h], h.peer), default=None
+    )
     return None if largest is None or largest == newcomer else largest
 
 

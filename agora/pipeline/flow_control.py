@@ -146,7 +146,7 @@ class SendInputs:
 
     ready: bool = True  # enough replicas serve the run
     step: StepState | None = None  # None in an asynchronous run
-    path_s: float | None = None  # seconds to the last stage and back, see Hop.path_s
+    latency_s: float | None = None  # seconds to the last stage and back, see Hop.latency_s
     staleness: StalenessCeiling = NO_CEILING
     # How many may be open until the awaited mean gradient is applied. More would be computed on weights without it.
     # None where origins do not wait for means.

@@ -24,14 +24,14 @@ from agora.core.moving_average import MovingAverage
 from agora.core.span_work import ForwardKey, SpanResult, SpanWork
 from agora.observe import events, faults
 from agora.pipeline.barriers import MeanBarrier, StepBarrier
+from agora.pipeline.device_time import DeviceTimeAccount
 from agora.pipeline.load_balancer import deadline_for_others
 from agora.pipeline.process_call import HopAnswer, ProcessCall
 from agora.pipeline.router import Router
-from agora.pipeline.waits import WaitingAccount
 from agora.pipeline.work_ledger import RunningWork, WorkLedger
 
 MIN_USEFUL_S = 0.001  # a hop starts nothing when fewer seconds than this are left
-PATH_SAMPLES = 33  # number of latest samples whose median is `Hop.path_s`
+LATENCY_SAMPLES = 33  # number of latest samples whose median is `Hop.latency_s`
 
 
 class SpanDevice(Protocol):
@@ -69,9 +69,10 @@ class SpanDevice(Protocol):
 class Hop:
     """Answers Process requests while this peer holds its span: forward here, call to the next peer, backward here.
 
-    Other peers and this peer's own origin call `process`. queue: number of this hop's jobs that wait for the device or
-    run on it. training_count: number of training microbatches whose work has begun here and not ended. waits: what the
-    device waits for.
+    Other peers and this peer's own origin call `process`.
+    queue: number of this hop's jobs that wait for the device or run on it.
+    training_count: number of training microbatches whose work has begun here and not ended.
+    device_time: what the device's time is spent on.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class Hop:
         self.queue = 0
         self.training_count = 0
         self._on_trained = on_trained
-        self.waits = WaitingAccount(loop_time())
+        self.device_time = DeviceTimeAccount(loop_time())
         self._busy_s = MovingAverage(0.1)
         self._backward_s = MovingAverage(0.1)
-        self._paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
+        self._latencies_s: deque[float] = deque(maxlen=LATENCY_SAMPLES)
 
     async def process(self, call: ProcessCall) -> HopAnswer:
         """Computes this peer's span, waits for the gradient from downstream, and returns the gradient for upstream.
@@ -164,7 +165,7 @@ class Hop:
                 sent_at = loop_time()
                 with self._accounted(away=1):
                     downstream = await self._router.send(sent)
-                self.waits.record_return(loop_time() - sent_at, downstream.wire_s)
+                self.device_time.record_return(loop_time() - sent_at, downstream.wire_s)
                 if not work.is_training:
                     return self._compose_answer(work, SpanResult(None, 0.0), downstream.message)
                 assert downstream.gradient is not None and downstream.peer is not None, "Router.send checks the answer"
@@ -194,20 +195,20 @@ class Hop:
 
     @contextmanager
     def _accounted(self, *, jobs: int = 0, held: int = 0, away: int = 0) -> Iterator[None]:
-        self.waits.change(loop_time(), jobs=jobs, held=held, away=away)
+        self.device_time.change(loop_time(), jobs=jobs, held=held, away=away)
         try:
             yield
         finally:
-            self.waits.change(loop_time(), jobs=-jobs, held=-held, away=-away)
+            self.device_time.change(loop_time(), jobs=-jobs, held=-held, away=-away)
 
     def _compose_answer(self, work: SpanWork, result: SpanResult, downstream: Processed | None = None) -> HopAnswer:
         # path_ms has no queueing in it: it is the device time of this span, plus the path_ms from downstream, to which
         # the router has added the time on the link.
-        path_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
+        latency_s = result.busy_s + (downstream.path_ms / 1000.0 if downstream is not None else 0.0)
         if work.is_training:
             self._busy_s = self._busy_s.with_sample(result.busy_s)
-            self._paths_s.append(path_s)
-        busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, path_s))
+            self._latencies_s.append(latency_s)
+        busy_ms, path_ms = (min(1000.0 * s, float(MAX_DEADLINE_MS)) for s in (result.busy_s, latency_s))
         loss: SpanResult | Processed = result if downstream is None else downstream
         message = Processed(
             loss_sum=loss.loss_sum,
@@ -223,12 +224,12 @@ class Hop:
     def service_s(self) -> float | None:
         return self._busy_s.value
 
-    def path_s(self) -> float | None:
+    def latency_s(self) -> float | None:
         """The median seconds from here to the last stage and back: compute and links, no queueing.
 
         Over the latest training microbatches; None before the first.
         """
-        return median(self._paths_s) if self._paths_s else None
+        return median(self._latencies_s) if self._latencies_s else None
 
 
 def is_hopeless(left_s: float, own_s: float) -> bool:

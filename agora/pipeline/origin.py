@@ -279,7 +279,7 @@ class Origin:
             return SendWindow(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
         ceiling = min(self._window_ceiling, config.ceiling)
         period_s = self._pace.period_s.value
-        return flow_control.measured_window(inputs.path_s, period_s, config.stage_count, ceiling, inputs.staleness)
+        return flow_control.measured_window(inputs.latency_s, period_s, config.stage_count, ceiling, inputs.staleness)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
         return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)

@@ -202,8 +202,8 @@ class Router:
         service_s = answer.message.busy_ms / 1000.0
         crossing_s = self.balancer.record_answered(now, attempt, service_s, answer.nbytes, period_s)
         # The peer itself reports the path behind it. That counts up to the time that the whole call took.
-        path_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
-        return replace(answer, message=replace(answer.message, path_ms=1000.0 * path_s), wire_s=crossing_s)
+        latency_s = min(answer.message.path_ms / 1000.0 + crossing_s, now - attempt.started)
+        return replace(answer, message=replace(answer.message, path_ms=1000.0 * latency_s), wire_s=crossing_s)
 
     def _record_failure(self, routed: RoutedCall, attempt: Attempt, error: AgoraError) -> None:
         now = loop_time()

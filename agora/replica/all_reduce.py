@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final, Literal, NamedTuple, TypeVar, cast
 
 import torch
-from agora_protocol.codec_names import WireName
+from agora_protocol.codec_names import NumberFormatName
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
@@ -444,7 +444,7 @@ class AllReduce:
         if message.weight > self.config.weight_limit:
             raise ProtocolError("bad-message", f"A weight of {message.weight:.3g} tokens is more than a round has.")
         with self._holding_bytes(peer, 4 * context.numel + CONTRIBUTION_BYTES):
-            sent = EncodedShard(cast("WireName", message.wire), tensors)
+            sent = EncodedShard(cast("NumberFormatName", message.wire), tensors)
             values = await off_loop(partial(self.codec.decode, shard, sent, context.numel))
             self._record_contribution(peer, shard)
             await self.inject_fault("averaging.received")

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from agora_protocol.codec_names import WireName, packed_bytes
+from agora_protocol.codec_names import NumberFormatName, packed_bytes
 from agora_protocol.errors import ProtocolError
 from agora_protocol.limits import QUANTISER_BLOCK
 from agora_protocol.tensors import WireTensor
@@ -57,7 +57,7 @@ class NumberFormat:
     with a scale for each block, see `encode_normal`).
     """
 
-    def __init__(self, name: WireName) -> None:
+    def __init__(self, name: NumberFormatName) -> None:
         self.name = name
 
     def encode(self, values: Tensor, dither: str | None = None) -> list[WireTensor]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, cast
 
 import torch
-from agora_protocol.codec_names import WireName
+from agora_protocol.codec_names import NumberFormatName
 from agora_protocol.errors import PeerFailed
 from agora_protocol.identity import verify
 from agora_protocol.ids import PeerId, RunId
@@ -120,8 +120,8 @@ class RoundConfig:
     round_s: float  # seconds that a round may take
     max_weight: float  # tokens above which a contribution is refused, unless amendments allow more
     synchronous: bool = False  # means are exact: no weight is capped, nothing is clipped
-    gradient_wire: WireName = "float32"
-    fragment_wire: WireName = "float32"
+    gradient_wire: NumberFormatName = "float32"
+    fragment_wire: NumberFormatName = "float32"
     # Returns how many tokens the step of a number should have.
     step_tokens: Callable[[int], float] = lambda _: math.inf
     pass_steps: int = 1  # from one sync of a fragment to its next, if the stage has most fragments
@@ -176,7 +176,7 @@ class RoundConfig:
 class EncodedShard(NamedTuple):
     """Encoded values of a shard, in one or two tensors, as NumberFormat makes them."""
 
-    wire: WireName
+    wire: NumberFormatName
     tensors: Sequence[WireTensor]
 
     @property
@@ -232,7 +232,7 @@ class ShardCodec:
 
     def __init__(self, config: RoundConfig) -> None:
         self.config = config
-        self._gradient_formats: dict[int, WireName] = {}
+        self._gradient_formats: dict[int, NumberFormatName] = {}
         self._residuals: dict[Region, Tensor] = {}
         self._late_gradients: dict[Region, WeightedValues] = {}
         self._mean_residuals: dict[Region, Tensor] = {}
@@ -241,18 +241,18 @@ class ShardCodec:
 
     # --- formats
 
-    def send_gradients_as(self, stage: int, wire: WireName) -> None:
+    def send_gradients_as(self, stage: int, wire: NumberFormatName) -> None:
         """From now on this peer sends the stage's gradients in format `wire`, as member and as reducer."""
         self._gradient_formats[stage] = wire
 
-    def format_of(self, shard: Shard) -> WireName:
+    def format_of(self, shard: Shard) -> NumberFormatName:
         """Returns the format in which this peer now sends the shard's values, as member and as reducer."""
         if shard.kind == "fragment":
             return self.config.fragment_wire
         wire = self._gradient_formats.get(shard.stage, self.config.gradient_wire)
         return "int8" if wire in NORMAL_BITS and shard.round < INT8_ROUNDS else wire
 
-    def encode(self, shard: Shard, values: Tensor, wire: WireName) -> EncodedShard:
+    def encode(self, shard: Shard, values: Tensor, wire: NumberFormatName) -> EncodedShard:
         return EncodedShard(wire, NumberFormat(wire).encode(values, self.config.dither_label(shard)))
 
     def decode(self, shard: Shard, encoded: EncodedShard, numel: int) -> Tensor:
@@ -262,7 +262,7 @@ class ShardCodec:
     # --- as a member
 
     def make_contribution(
-        self, shard: Shard, values: Tensor, weight: float, wire: WireName | None = None
+        self, shard: Shard, values: Tensor, weight: float, wire: NumberFormatName | None = None
     ) -> Contribution:
         """Returns `values`, float32 [n], over `weight` tokens, with the region's late gradient and residual.
 
@@ -301,7 +301,7 @@ class ShardCodec:
 
     def decode_mean(self, shard: Shard, tensors: Sequence[WireTensor], numel: int, message: Averaged) -> ShardMean:
         """Returns the mean, float32 [numel], that a reducer sent as `tensors`; raises ProtocolError as `decode`."""
-        encoded = EncodedShard(cast("WireName", message.wire), tensors)
+        encoded = EncodedShard(cast("NumberFormatName", message.wire), tensors)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
 
     def signed_bytes(self, shard: Shard, mean: ShardMean) -> bytes:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from agora_protocol.codec_names import WIRE_NAMES, WireName
+from agora_protocol.codec_names import NUMBER_FORMAT_NAMES, NumberFormatName
 from agora_protocol.limits import QUANTISER_BLOCK
 
 from agora.core.step_schedule import ALL_REDUCE, MIN_FRAGMENTS
@@ -22,7 +22,7 @@ CHANGE_FACTOR: Final = 1.5  # the number of fragments changes if it should be th
 MIN_WISH_AGE_S: Final = 20.0
 SCALE_BYTES: Final = 1 / QUANTISER_BLOCK
 # Bytes of one value in each format; the smallest format first.
-BYTES: Final[dict[WireName, float]] = {
+BYTES: Final[dict[NumberFormatName, float]] = {
     "normal2": 2 / 8 + SCALE_BYTES,
     "normal3": 3 / 8 + SCALE_BYTES,
     "normal4": 4 / 8 + SCALE_BYTES,
@@ -148,7 +148,7 @@ class GradientCompression(NamedTuple):
     and step; infinite if that is not known, because nothing waits for it.
     """
 
-    name: WireName
+    name: NumberFormatName
     reason: str
     is_limited: bool = False
     carried: float = math.inf
@@ -159,7 +159,7 @@ class GradientCompression(NamedTuple):
 
 
 def choose_gradient_compression(
-    largest: WireName, numel: int, replicas: int, uplink: MeasuredUplink, step_s: float | None, fraction: float
+    largest: NumberFormatName, numel: int, replicas: int, uplink: MeasuredUplink, step_s: float | None, fraction: float
 ) -> GradientCompression:
     """Returns the largest format, up to the manifest's, whose bytes can be sent in a step; if none can, the smallest.
 
@@ -177,7 +177,7 @@ def choose_gradient_compression(
         return GradientCompression(largest, f"{largest}: nothing waits for its uplink")
     values = 2 * (replicas - 1) / replicas * numel
     budget = fraction * uplink.rate * uplink.growth * step_s
-    allowed = [name for name in WIRE_NAMES if BYTES[name] <= BYTES[largest]]
+    allowed = [name for name in NUMBER_FORMAT_NAMES if BYTES[name] <= BYTES[largest]]
     fitting = [name for name in allowed if values * BYTES[name] <= budget]
     chosen = fitting[-1] if fitting else allowed[0]
     needed = values * BYTES[chosen]

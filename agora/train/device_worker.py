@@ -393,7 +393,7 @@ class DeviceWorker:
         """
         held = self.trainer.stages[stage]
         tensors = await self._run_and_step(
-            lambda: held.weights.copy_tensors(held.evaluated if average else held.weights.current)
+            lambda: held.weights.copy_tensors(held.evaluation_weights if average else held.weights.current)
         )
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 

@@ -332,7 +332,7 @@ class SpanTrainer:
             run_layer = self.compiler.wrap(run_layer)
         with self._autocast():
             # Without versions, the weights that evaluations use: the moving average, where the run keeps one.
-            for stage, version in zip(stages, versions or (stage.evaluated for stage in stages), strict=True):
+            for stage, version in zip(stages, versions or (stage.evaluation_weights for stage in stages), strict=True):
                 with self._mode_for(version.module, work, stage.number):
                     hidden = version.module.run_layers(hidden, work.batch.inputs, work.batch.segments, run_layer)
         return hidden
@@ -346,7 +346,7 @@ class SpanTrainer:
     def _head_for(self, work: DecodedWork, versions: Sequence[WeightVersion]) -> Iterator[Head]:
         # Of the weights that the last stage's layers have run on.
         stage = self.stages[self.span.last]
-        module = (versions[-1] if versions else stage.evaluated).module
+        module = (versions[-1] if versions else stage.evaluation_weights).module
         with self._autocast(), self._mode_for(module, work, stage.number):
             yield Head(module.logits, module.head_modules(), self._vocabulary, self.scale.value)
 
@@ -422,7 +422,9 @@ class SpanTrainer:
         self._require_finite(norm, work, "the gradient it computed")
         stages = self._stages_of(work)
         add_gradients(
-            [tensor for stage in stages for tensor in stage.sum.tensors], gradients.of_parameters, gradients.scale
+            [tensor for stage in stages for tensor in stage.gradient_sum.tensors],
+            gradients.of_parameters,
+            gradients.scale,
         )
         name = work.microbatch.hex()
         for stage, step, version in zip(stages, forward.steps, forward.versions, strict=True):

@@ -99,7 +99,7 @@ class StageProgress:
 class Stage:
     """One stage in training: sums its gradients, and steps along this sum or along the mean gradient of all replicas.
 
-    step: how many optimizer steps the stage has taken, here or at its replicas. sum: the gradients of the open share;
+    step: how many optimizer steps the stage has taken, here or at its replicas. gradient_sum: of the open share;
     closed shares wait for the mean over the replicas. Used on the device thread only, except that any thread may read
     `progress` and `layout`, and call `set_instructions`.
     """
@@ -140,11 +140,11 @@ class Stage:
         # During inner steps, the outer parameters and what moves them; None during all-reduces.
         self.outer: OuterOptimizer | None = self._new_outer() if self.sync_schedule.is_inner(0) else None
         self._spare_outer: OuterOptimizer | None = None
-        # An average in host memory is copied to the device when it is read: see `evaluated`.
+        # An average in host memory is copied to the device when it is read: see `evaluation_weights`.
         average = None if offload.in_host else self.optimizer.average
         self._average = None if average is None else WeightVersion(average, layout, module)
         self.prediction: WeightPrediction | None = None
-        self.sum = GradientSum(layout, offload.device)
+        self.gradient_sum = GradientSum(layout, offload.device)
         self._instructions = StepInstructions(self._live.target_tokens(0))
         self.step = 0
         self._history = {0: INITIAL_HASH}
@@ -164,7 +164,7 @@ class Stage:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        summed = self.sum.totals.tokens
+        summed = self.gradient_sum.totals.tokens
         waiting = sum(share.totals.tokens for share in self._closed_shares) + summed
         self.progress = StageProgress(
             stage=self.number,
@@ -192,7 +192,7 @@ class Stage:
         """
         # Steps whose shares are closed count as taken.
         staleness = max(self._open_step - step_at_forward, 0)
-        totals = self.sum.totals
+        totals = self.gradient_sum.totals
         totals.tokens += tokens
         totals.loss += loss
         totals.microbatches += 1
@@ -221,13 +221,13 @@ class Stage:
         return {**self.optimizer.moments, **(self.outer.moments if self.outer else {})}
 
     @property
-    def evaluated(self) -> WeightVersion:
+    def evaluation_weights(self) -> WeightVersion:
         average = self.optimizer.average
         if self._average or average is None:
             return self._average or self.weights.current
         # About as large as the gradients of a microbatch, which an evaluation does not have. No graph may be kept on
         # the average: it changes in place at every step.
-        on_device = average.to(self.sum.flat.device, copy=True)
+        on_device = average.to(self.gradient_sum.flat.device, copy=True)
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
     def draw_initial_weights(self, fill: Callable[[StageModule], None]) -> None:
@@ -256,12 +256,12 @@ class Stage:
             return self.weights.current
         gradients = [share.gradient for share in self._closed_shares]
         if tokens_before and self._ends_within(tokens_before):
-            gradients.append(GradientShare(self._open_step, self.sum.totals.tokens, self.sum.mean()))
+            gradients.append(GradientShare(self._open_step, self.gradient_sum.totals.tokens, self.gradient_sum.mean()))
         return self.prediction.version(gradients)
 
     def _ends_within(self, tokens: int) -> bool:
         # Whether the open share will be complete, and its step taken or awaited, once `tokens` more are counted.
-        step, counted = self._open_step, self.sum.totals.tokens
+        step, counted = self._open_step, self.gradient_sum.totals.tokens
         ends_here = self._instructions.must_close(
             step, self.sync_schedule
         ) or not self._instructions.uses_mean_gradient(step, self.sync_schedule)
@@ -277,7 +277,7 @@ class Stage:
 
     def step_or_close_share(self) -> None:
         """Takes a step along the own gradients, or closes the share of a mean's step, if its tokens are counted."""
-        tokens = self.sum.totals.tokens
+        tokens = self.gradient_sum.totals.tokens
         open_step = self._open_step
         if tokens == 0 or tokens < self._tokens_needed(open_step):
             return
@@ -304,12 +304,12 @@ class Stage:
         if step <= self.step or self._closed_shares:
             return
         uses_sum = step == self.step + 1 or self.sync_schedule.is_inner(self.step)
-        if uses_sum and self.sum.totals.tokens > 0:
+        if uses_sum and self.gradient_sum.totals.tokens > 0:
             self._step_with_sum()
         skipped = step - self.step
         if skipped > 0:
             self._reserve_outer(step)
-            dropped = self.sum.clear().tokens  # these gradients are too old
+            dropped = self.gradient_sum.clear().tokens  # these gradients are too old
             had_outer = self.outer is not None
             self.step = step - 1
             if skipped > 1 or dropped:
@@ -334,9 +334,9 @@ class Stage:
     def _close_open_share(self) -> None:
         step = self._open_step
         # Divided where it is kept: the device needs no memory for it. The extremes are NaN if any value is.
-        mean = self.sum.flat.to(CPU, copy=True).div_(max(self.sum.totals.tokens, 1))
+        mean = self.gradient_sum.flat.to(CPU, copy=True).div_(max(self.gradient_sum.totals.tokens, 1))
         is_finite = all(math.isfinite(float(extreme)) for extreme in torch.aminmax(mean))
-        totals = self.sum.clear()  # what may lack memory came before it
+        totals = self.gradient_sum.clear()  # what may lack memory came before it
         if not is_finite:
             # The others wait for a share: zeros over 0 tokens say that there is nothing to add.
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
@@ -356,7 +356,7 @@ class Stage:
         the history. Raises LocalError when another step is the next one; ProtocolError for another shape or dtype and
         for a norm that is not finite; the step can then be taken along another gradient.
         """
-        if mean_gradient.shape != self.sum.flat.shape or mean_gradient.dtype != self.sum.flat.dtype:
+        if mean_gradient.shape != self.gradient_sum.flat.shape or mean_gradient.dtype != self.gradient_sum.flat.dtype:
             form = f"{mean_gradient.dtype} {tuple(mean_gradient.shape)}"
             raise ProtocolError("bad-tensor", f"{form} is not a gradient here.")
         if step != self.step:
@@ -365,7 +365,7 @@ class Stage:
         checksum = 0
         if tokens > 0:
             checksum = hash_of(mean_gradient.cpu().contiguous().numpy().data, wanted_fragments.to_bytes(2, "big"))
-            gradient = mean_gradient.to(self.sum.flat.device, copy=True)
+            gradient = mean_gradient.to(self.gradient_sum.flat.device, copy=True)
             self.weights.layout.clear_padding(gradient)
             result = self._change_weights(gradient)
             if result is None:
@@ -406,7 +406,7 @@ class Stage:
         self.sync_schedule = sync_schedule
         if self.prediction:
             self.prediction.forget()
-        lost = self.sum.clear().tokens + sum(share.totals.tokens for share in self._closed_shares)
+        lost = self.gradient_sum.clear().tokens + sum(share.totals.tokens for share in self._closed_shares)
         if lost:
             self._report(StepsSkipped(self.number, step, max(step - self.step, 0), lost))
         self._closed_shares.clear()
@@ -418,12 +418,12 @@ class Stage:
 
     def _step_with_sum(self) -> None:
         try:
-            result = self._change_weights(self.sum.flat, self.sum.totals.tokens)
+            result = self._change_weights(self.gradient_sum.flat, self.gradient_sum.totals.tokens)
         finally:
             if self.optimizer.is_changing:  # the step has overwritten the sum
-                self._report(StepsSkipped(self.number, self.step, 0, self.sum.clear().tokens))
+                self._report(StepsSkipped(self.number, self.step, 0, self.gradient_sum.clear().tokens))
                 self._update_progress()
-        totals = self.sum.clear()
+        totals = self.gradient_sum.clear()
         if result is None:
             self.record_refusal("", f"the sum over {totals.tokens} tokens is not finite")
             self._stepped_at = time.monotonic()
@@ -522,7 +522,7 @@ class Stage:
             mean, has_mean = averaged
             pass_steps = self._averaging.every * self.sync_schedule.fragments_at(step - 1)
             outer_step = self.outer.prepare(rows, snapshot, mean, has_mean, pass_steps)
-            change = outer_step.change.to(self.sum.flat.device)
+            change = outer_step.change.to(self.gradient_sum.flat.device)
             numbers = self._block_numbers(blocks)
             decided = bytes(has_mean) + wanted_fragments.to_bytes(2, "big")
             checksum = hash_of(mean.contiguous().numpy().data, decided)
@@ -591,7 +591,7 @@ class Stage:
         return torch.from_numpy(array)
 
     def _block_numbers(self, blocks: Blocks) -> Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self.sum.flat.device)
+        return torch.tensor(blocks, dtype=torch.int64, device=self.gradient_sum.flat.device)
 
 
 def stage_layout(manifest: Manifest, stage: int) -> Layout:

@@ -183,7 +183,7 @@ class Peer:
             self.hop,
             OwnText(seed=len(swarm.peers)),
             swarm.report,
-            lambda: SendInputs(path_s=self.hop.path_s()),
+            lambda: SendInputs(latency_s=self.hop.latency_s()),
         )
 
     async def answer(

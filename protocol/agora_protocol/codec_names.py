@@ -18,8 +18,8 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 Shape = tuple[int, int, int]  # the shape of a boundary, [b, s, k]: sequences, positions, values for each token
 # The number formats in which the values of an averaging round are sent; normal2 to normal4 take 2 to 4 bits each.
-WireName = Literal["normal2", "normal3", "normal4", "int8", "bf16", "float32"]
-WIRE_NAMES: Final[tuple[WireName, ...]] = get_args(WireName)
+NumberFormatName = Literal["normal2", "normal3", "normal4", "int8", "bf16", "float32"]
+NUMBER_FORMAT_NAMES: Final[tuple[NumberFormatName, ...]] = get_args(NumberFormatName)
 
 UNCOMPRESSED_BYTES: Final = {"bf16": 2, "float32": 4}
 SCALE_BYTES: Final = 2

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agora_protocol.codec_names import WireName
+from agora_protocol.codec_names import NumberFormatName
 
 MAX_SEED: Final = 2**63 - 1
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -132,14 +132,16 @@ class AveragingSection(Section):
     aggregation: Literal["mean", "clip"] = Field(
         default="mean", description="mean, or clip: centered clip, which bounds what a hostile replica can move"
     )
-    gradient_wire: WireName = Field(
+    gradient_wire: NumberFormatName = Field(
         default="int8",
         description="how mean gradients travel at most: normal2 to normal4 are that many bits, errors fed back",
     )
     share_of_uplink: Share = Field(
         default=0.5, description="share of its uplink that a peer gives to gradients; it sends fewer bits to keep to it"
     )
-    slice_wire: WireName = Field(default="normal2", description="how a slice's differences to the anchor travel")
+    slice_wire: NumberFormatName = Field(
+        default="normal2", description="how a slice's differences to the anchor travel"
+    )
     round_s: float = Field(
         default=20.0, ge=1, le=300, description="seconds after which a round ends, whoever is missing"
     )

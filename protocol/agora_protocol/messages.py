@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Final
 
 from agora_protocol.addresses import PARTS
-from agora_protocol.codec_names import WIRE_NAMES
+from agora_protocol.codec_names import NUMBER_FORMAT_NAMES
 from agora_protocol.errors import ProtocolError
 from agora_protocol.fields import (
     MAX_UINT,
@@ -334,7 +334,7 @@ class Contribute(Message, kind=14, frames=(FrameType.REQUEST,), tensors=(1, 2)):
     first_owner_failed: bool = bool_field(
         doc="whether the shard's first reducer has failed the sender: the receiver is the second one"
     )
-    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the sender chooses")
+    wire: str = choice_field(*NUMBER_FORMAT_NAMES, doc="the format of the tensors, which the sender chooses")
     deadline_ms: int = int_field(1, MAX_DEADLINE_MS, doc=_DEADLINE_DOC)
 
 
@@ -345,7 +345,7 @@ class Averaged(Message, kind=15, frames=(FrameType.ANSWER,), tensors=(1, 2)):
     contributors: int = int_field(0, MAX_UINT, doc="members that contributed in time, those of weight 0 included")
     weight: float = float_field(0, 1e21, doc="the sum of the weights in the mean")
     counted: bool = bool_field(doc="whether the sender's values are in the mean: false when they came too late")
-    wire: str = choice_field(*WIRE_NAMES, doc="the format of the tensors, which the reducer chooses")
+    wire: str = choice_field(*NUMBER_FORMAT_NAMES, doc="the format of the tensors, which the reducer chooses")
     wanted_slices: int = int_field(
         0,
         MAX_SLICES,
@@ -383,7 +383,7 @@ class Recalled(Message, kind=17, frames=(FrameType.ANSWER,), tensors=(0, 2)):
     in_mean: int = int_field(0, MAX_UINT, doc="as in Averaged; 0 without a mean")
     contributors: int = int_field(0, MAX_UINT, doc="as in Averaged")
     weight: float = float_field(0, 1e21, doc="as in Averaged")
-    wire: str = choice_field(*WIRE_NAMES, doc="as in Averaged")
+    wire: str = choice_field(*NUMBER_FORMAT_NAMES, doc="as in Averaged")
     wanted_slices: int = int_field(0, MAX_SLICES, default=0, doc="as in Averaged")
     reducer: str = text_field(PEER_ID_CHARACTERS, default="", doc="as in Averaged")
     signature: bytes = bytes_field(0, 64, default=b"", doc="as in Averaged")

@@ -80,7 +80,7 @@ def measure_way(way: str, layers: int, microbatches: int) -> dict[str, Cell]:
     manifest = span_manifest(layers, activations)
     trainer = SpanTrainer(manifest, Span(1, 1), torch.device("cpu"), report=lambda event: None, in_flight=1)
     for stage in trainer.stages.values():
-        stage.sum.flat.fill_(0.0)  # otherwise its pages would be counted when the first gradient is added
+        stage.gradient_sum.flat.fill_(0.0)  # otherwise its pages would be counted when the first gradient is added
     keep_freed_memory()  # only now: otherwise what building has freed would still be resident
     loaded = _resident_kib("VmRSS")
     seconds = []

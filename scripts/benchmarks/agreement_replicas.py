@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
-from agora_protocol.codec_names import WireName
+from agora_protocol.codec_names import NumberFormatName
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
@@ -124,7 +124,9 @@ class Exact:
     missing: the share of contributions, drawn at random by `seed`, that their reducers do not count.
     """
 
-    def __init__(self, replicas: Sequence[Replica], wire: WireName, missing: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica], wire: NumberFormatName, missing: float = 0.0, seed: int = 0
+    ) -> None:
         self.bytes_each, self.rounds = 0.0, 0
         self._replicas = replicas
         self._in_time = InTime(missing, seed, len(replicas))
@@ -163,7 +165,9 @@ class RoundMember:
         self.config, self.averager = config, ShardCodec(config)
 
 
-def members_of(count: int, gradient_wire: WireName = "float32", slice_wire: WireName = "float32") -> list[RoundMember]:
+def members_of(
+    count: int, gradient_wire: NumberFormatName = "float32", slice_wire: NumberFormatName = "float32"
+) -> list[RoundMember]:
     """Makes members of a run whose manifest has these formats; nothing here has a deadline."""
     who = PeerId("bench"), RunId("0" * 64), "mean", math.inf, math.inf
     config = RoundConfig(*who, False, gradient_wire, slice_wire)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from agora_protocol.codec_names import WireName
+from agora_protocol.codec_names import NumberFormatName
 from agora_protocol.manifest import Manifest, preset
 from agora_protocol.manifest_sections import ALL_STEPS, AveragingSection
 
@@ -41,7 +41,7 @@ class Setting:
     """
 
     scheme: Literal["none", "synchronous", "gradients", "slices"]
-    wire: WireName = "float32"
+    wire: NumberFormatName = "float32"
     slices: int = ALL_REDUCE
     every: int = 1
     delay: int = 1

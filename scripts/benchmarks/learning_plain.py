@@ -48,7 +48,7 @@ class PlainLoop:
         self._module = self._stage.weights.current.module
         self._chunk = chunk
         for parameter, gradient in zip(
-            self._stage.weights.current.parameters, self._stage.sum.tensors, strict=True
+            self._stage.weights.current.parameters, self._stage.gradient_sum.tensors, strict=True
         ):  # the backward adds to the sum itself
             parameter.grad = gradient
 
@@ -84,7 +84,7 @@ class PlainLoop:
 
         Raises ValueError when a tensor is missing or unknown.
         """
-        own = dict(self._stage.evaluated.module.named_parameters())
+        own = dict(self._stage.evaluation_weights.module.named_parameters())
         if strange := {name for name, parameter in own.items() if parameter.requires_grad} ^ tensors.keys():
             raise ValueError(f"the stages' files and the model differ in {', '.join(sorted(strange))}")
         with torch.no_grad():

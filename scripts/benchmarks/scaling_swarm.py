@@ -14,7 +14,7 @@ from typing import Any, Final
 from agora_protocol.manifest import Manifest
 
 from agora.cli.local_swarm import Launch, LocalDaemon, LocalSwarm, SwarmFailed
-from agora.pipeline.waits import Waits
+from agora.pipeline.device_time import DeviceTime
 from benchmarks.children import BenchFailed, ChildProcesses
 from benchmarks.scaling_settings import MICROBATCHES_PER_STEP, WARM_STEPS, Fleet
 from benchmarks.task import corpus_cache
@@ -44,7 +44,7 @@ class Observation:
     """
 
     rate: float
-    waits: list[Waits]
+    waits: list[DeviceTime]
     set_s: float
     steps: int
     staleness: float
@@ -180,7 +180,7 @@ class FleetRun:
     def _observe(self) -> Observation:
         progress, snapshots = self._progress, list[Snapshot]()
         next_at = every = self._tokens / POINTS
-        began: tuple[float, list[Waits], Progress] | None = None
+        began: tuple[float, list[DeviceTime], Progress] | None = None
         moved, moved_at = -1, time.monotonic()
         warm_at = progress.tokens + WARM_STEPS * self._target
         while progress.tokens < max(self._tokens, warm_at + self._target):
@@ -220,9 +220,9 @@ class FleetRun:
             seconds += forward_s * (3.0 * passes + steps / 4.0)
         return seconds
 
-    def _waits(self) -> list[Waits]:
+    def _waits(self) -> list[DeviceTime]:
         with ThreadPoolExecutor(len(self._daemons)) as pool:
-            return list(pool.map(lambda daemon: Waits(**daemon.ask("report", ANSWER_S)["waits"]), self._daemons))
+            return list(pool.map(lambda daemon: DeviceTime(**daemon.ask("report", ANSWER_S)["waits"]), self._daemons))
 
     def _take_snapshot(self) -> list[Snapshot]:
         if not self._takes_snapshots:
@@ -241,8 +241,8 @@ class FleetRun:
         return [Snapshot(tokens, seconds, list(files.values()))] if len(files) == self._fleet.stages else []
 
 
-def share(waits: Sequence[Waits], cause: str) -> float:
-    """Returns which part of the time of all machines together was spent on `cause`, a field of Waits."""
+def share(waits: Sequence[DeviceTime], cause: str) -> float:
+    """Returns which part of the time of all machines together was spent on `cause`, a field of DeviceTime."""
     seconds = sum(each.seconds for each in waits)
     return sum(float(getattr(each, cause)) for each in waits) / seconds if seconds else 0.0
 

@@ -26,13 +26,13 @@ from benchmarks.scaling_settings import (
 from benchmarks.scaling_swarm import FleetRun, Observation, Progress, queued_s, rate_between, share
 from benchmarks.task import prepare_corpus
 
-from agora.pipeline.waits import Waits
+from agora.pipeline.device_time import DeviceTime
 
 NAMES = ["speedup_2", "speedup_4", "speedup_8", "speedup_8_link", "time_to_loss_8", "with_slow_ninth"]
 
 
-def seen(rate: float, *waits: Waits, set_s: float = 10.0) -> Observation:
-    return Observation(rate, list(waits) or [Waits(10.0, 10.0)], set_s, 4, 0.0)
+def seen(rate: float, *waits: DeviceTime, set_s: float = 10.0) -> Observation:
+    return Observation(rate, list(waits) or [DeviceTime(10.0, 10.0)], set_s, 4, 0.0)
 
 
 # --- fleets
@@ -102,7 +102,9 @@ def test_journals_say_what_came_back_what_was_counted_and_how_old_gradients_were
 
 
 def test_shares_are_of_all_machines_together_and_an_overrun_shows() -> None:
-    observed = seen(1.0, Waits(10.0, 9.0, 1.0, queued=6.0), Waits(10.0, 3.0, 3.0, 2.0, 1.0, 1.0, 2.0), set_s=8.0)
+    observed = seen(
+        1.0, DeviceTime(10.0, 9.0, 1.0, queued=6.0), DeviceTime(10.0, 3.0, 3.0, 2.0, 1.0, 1.0, 2.0), set_s=8.0
+    )
     assert share(observed.waits, "busy") == 0.6 and share(observed.waits, "mean") == 0.1
     assert observed.overrun == 1.5
     assert queued_s(observed) == 8.0 / (4 * MICROBATCHES_PER_STEP)
@@ -128,7 +130,7 @@ def test_the_time_to_a_loss_is_that_to_the_lowest_loss_of_both() -> None:
 
 
 def test_a_report_says_where_the_time_went_and_that_the_processor_was_too_busy() -> None:
-    found = {ONE: [seen(100.0)], EIGHT: [seen(700.0, Waits(10.0, 8.0, 1.0, 1.0), set_s=4.0)]}
+    found = {ONE: [seen(100.0)], EIGHT: [seen(700.0, DeviceTime(10.0, 8.0, 1.0, 1.0), set_s=4.0)]}
     rows = [row(fleet, found, {}) for fleet in found]
     assert columns(rows)[:3] == ["fleet", "tokens_s", "by_one"] and rows[1]["by_one"] == 7.0
     assert (rows[1]["busy"], rows[1]["for_a_mean"]) == (0.8, 0.1)

@@ -31,7 +31,7 @@ from agora.node.process.watchdog import Watchdog
 from agora.node.startup import SystemdNotifier
 from agora.observe import events
 from agora.observe.reporter import Counters
-from agora.pipeline.waits import Waits
+from agora.pipeline.device_time import DeviceTime
 from agora.replica.sync_rules import GradientCompression
 from agora.swarm.health import Health
 from agora.swarm.status import RunIdentity
@@ -59,7 +59,7 @@ SPAN = SpanReport(
     busy_fraction=0.51239,
     in_progress=2,
     queue=1,
-    path_s=0.2,
+    latency_s=0.2,
     is_origin=True,
     loss=3.5,
     metrics={},
@@ -146,10 +146,10 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
         "its device works 51% of the time: schedule.staleness allows it 1",
     ]
     assert notes_of(report(span=dataclasses.replace(span, behind={}, busy_fraction=0.95))) == []
-    idle = dataclasses.replace(SPAN, behind={}, recent_waits=Waits(60.0, 30.0, 15.0, 12.0, 2.0, 1.0))
+    idle = dataclasses.replace(SPAN, behind={}, recent_device_time=DeviceTime(60.0, 30.0, 15.0, 12.0, 2.0, 1.0))
     waited = "in the last minute its device waited 25% for microbatches, 20% for a mean gradient"
     assert notes_of(report(span=idle)) == [waited]
-    busy = dataclasses.replace(idle, recent_waits=Waits(60.0, 55.0, 5.0))
+    busy = dataclasses.replace(idle, recent_device_time=DeviceTime(60.0, 55.0, 5.0))
     assert notes_of(report(span=busy)) == []
     torn = dataclasses.replace(SPAN.stages[0], is_torn=True)
     assert notes_of(
@@ -282,8 +282,8 @@ def test_a_rate_is_that_of_the_last_fifteen_seconds() -> None:
 
 
 def test_the_report_has_what_the_device_waited_for_in_seconds() -> None:
-    waits = Waits(60.0, 30.0, 15.0, 12.0, 2.0, 1.0, 7.5)
-    told = report_json(report(span=dataclasses.replace(SPAN, waits=waits)))["waits"]
+    waits = DeviceTime(60.0, 30.0, 15.0, 12.0, 2.0, 1.0, 7.5)
+    told = report_json(report(span=dataclasses.replace(SPAN, device_time=waits)))["waits"]
     assert told == waits._asdict() and sum(told[name] for name in list(told)[1:-1]) == told["seconds"]
 
 

@@ -234,7 +234,7 @@ def test_a_hop_knows_whether_its_device_waits_for_a_mean_for_later_stages_or_for
         await answer
         ended = now()
         await asyncio.sleep(5.0)
-        away, held = first.hop.waits.waits(now(), 0.0, 0.0), last.hop.waits.waits(now(), 0.0, 0.0)
+        away, held = first.hop.device_time.total(now(), 0.0, 0.0), last.hop.device_time.total(now(), 0.0, 0.0)
         took_s = ended - began
         assert away.peer + away.wire == pytest.approx(took_s, rel=0.5) and away.microbatches >= 5.0 and away.mean == 0.0
         assert held.mean == pytest.approx(10.0, rel=0.1) and held.peer == held.wire == 0.0

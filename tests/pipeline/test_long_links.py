@@ -29,7 +29,7 @@ class Result:
 
     rate: float
     send_window: int
-    path_s: float
+    latency_s: float
 
 
 def trained(rtts: Sequence[float], *, wire_s: float = 0.0, ceiling: int = 128) -> Result:
@@ -43,7 +43,7 @@ def trained(rtts: Sequence[float], *, wire_s: float = 0.0, ceiling: int = 128) -
         running = asyncio.create_task(origin.run())
         begin = await completed(origin, WARM)
         end = await completed(origin, WARM + MEASURED)
-        result = Result(MEASURED / (end - begin), origin.window.limit, nodes[0].hop.path_s() or 0.0)
+        result = Result(MEASURED / (end - begin), origin.window.limit, nodes[0].hop.latency_s() or 0.0)
         await origin.leave(1e6)
         await running
         return result
@@ -58,31 +58,31 @@ async def completed(origin: Origin, count: int) -> float:
     return asyncio.get_running_loop().time()
 
 
-def enough(path_s: float, period_s: float) -> int:
-    load = path_s / period_s
+def enough(latency_s: float, period_s: float) -> int:
+    load = latency_s / period_s
     return math.ceil(load + SAFETY * math.sqrt(load))
 
 
 @pytest.mark.parametrize("rtt", [0.0, 0.05, 0.1, 0.2])
 def test_throughput_is_flat_over_latency_and_send_window_is_what_the_way_needs(rtt: float) -> None:
     found = trained([rtt] * STAGES)
-    path_s = STAGES * SERVICE_S + (STAGES - 1) * rtt
+    latency_s = STAGES * SERVICE_S + (STAGES - 1) * rtt
     assert found.rate * SERVICE_S >= 0.97
-    assert found.path_s == pytest.approx(path_s, rel=0.02), "a round trip for each link, and no queue"
-    assert found.send_window == pytest.approx(enough(path_s, SERVICE_S), abs=1)
+    assert found.latency_s == pytest.approx(latency_s, rel=0.02), "a round trip for each link, and no queue"
+    assert found.send_window == pytest.approx(enough(latency_s, SERVICE_S), abs=1)
 
 
 def test_what_lies_behind_the_next_peer_counts_too() -> None:
     found = trained([0.0, 0.0, 0.4, 0.4])  # the first link is short, the two after it are not
-    assert found.path_s == pytest.approx(STAGES * SERVICE_S + 0.2 + 0.4, rel=0.02)
+    assert found.latency_s == pytest.approx(STAGES * SERVICE_S + 0.2 + 0.4, rel=0.02)
     assert found.rate * SERVICE_S >= 0.97
 
 
 def test_transfers_are_part_of_the_way() -> None:
     found = trained([0.05] * STAGES, wire_s=0.09)
     assert found.rate * SERVICE_S >= 0.97, "sending is hidden behind computing"
-    path_s = STAGES * SERVICE_S + (STAGES - 1) * (0.05 + 0.09)
-    assert found.path_s == pytest.approx(path_s, rel=0.1)
+    latency_s = STAGES * SERVICE_S + (STAGES - 1) * (0.05 + 0.09)
+    assert found.latency_s == pytest.approx(latency_s, rel=0.1)
 
 
 def test_a_saturated_link_is_kept_busy_and_its_queue_asks_for_no_more_send_window() -> None:

@@ -62,7 +62,7 @@ def origin_of(
     entrance: Entrance,
     events: list | None = None,
     rank=(0, 1),
-    path_s=None,
+    latency_s=None,
     synchronous=False,
     source: Source | None = None,
     **settings,
@@ -73,7 +73,7 @@ def origin_of(
     def look() -> SendInputs:
         step, counted = divmod(entrance.answered, STEP)
         state = StepState(step, STEP, STEP - counted, *rank)
-        return SendInputs(True, state if synchronous else None, path_s)
+        return SendInputs(True, state if synchronous else None, latency_s)
 
     return Origin(OriginConfig(**values), entrance, source or Source(), report, look, session=b"origin00")
 
@@ -85,7 +85,7 @@ def rerouted(events: list) -> list[MicrobatchRerouted]:
 def test_send_window_rises_by_at_most_one_for_each_completion() -> None:
     async def work() -> None:
         entrance = Entrance(0.1, [24.0 + 0.1 * i for i in range(4)])  # the first trips wait for connections
-        origin = origin_of(entrance, ceiling=500, path_s=24.0)
+        origin = origin_of(entrance, ceiling=500, latency_s=24.0)
         running = asyncio.create_task(origin.run())
         most = {}
         while origin.completed < 60:
@@ -430,7 +430,7 @@ def test_for_dpo_an_evaluation_compares_with_the_reference_too() -> None:
 def test_an_origin_whose_source_has_nothing_asks_again_and_says_what_became_of_each_microbatch() -> None:
     async def work() -> None:
         entrance, source = Entrance(1.0), Source()
-        origin = origin_of(entrance, source=source, path_s=1.0)
+        origin = origin_of(entrance, source=source, latency_s=1.0)
         running = asyncio.create_task(origin.run())
         while len(source.done) < 5:
             await asyncio.sleep(0.1)

@@ -436,10 +436,10 @@ def test_the_path_is_estimated_without_queues() -> None:
     async def work() -> None:
         world = World(4, faults=NetworkFaults(latency_s=(0.1, 0.1)))
         nodes = [world.add(f"peer{i}", str(i), service_s=0.2) for i in range(4)]
-        assert nodes[0].hop.path_s() is None
+        assert nodes[0].hop.latency_s() is None
         origin = world.origin(nodes[0], max_in_flight=16)
         await train(origin, 40)
-        assert nodes[0].hop.path_s() == pytest.approx(4 * 0.2 + 3 * 0.1, rel=0.05)
+        assert nodes[0].hop.latency_s() == pytest.approx(4 * 0.2 + 3 * 0.1, rel=0.05)
         assert started(nodes[0].events)
 
     run(work())

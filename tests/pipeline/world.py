@@ -323,7 +323,7 @@ class World:
         values = {"ceiling": 16, "first_timeout_s": 30.0} | settings
         config = OriginConfig(me=node.peer, stage_count=self.stage_count, **values)
         session = hashlib.sha256(node.name.encode()).digest()[:8]
-        look = lambda: SendInputs(path_s=node.hop.path_s())  # noqa: E731
+        look = lambda: SendInputs(latency_s=node.hop.latency_s())  # noqa: E731
         return Origin(config, node.hop, Source(), node.events.append, look, session=session)
 
     def counts(self, stage: int, microbatch: bytes) -> dict[PeerId, int]:

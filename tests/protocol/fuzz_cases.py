@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import torch
 from agora_protocol.amendments import AMENDMENT_TAG, check_follows, open_amendment, seal_amendment, with_changes
-from agora_protocol.codec_names import WIRE_NAMES
+from agora_protocol.codec_names import NUMBER_FORMAT_NAMES
 from agora_protocol.errors import AgoraError, AmendmentError, InputError, ManifestError, ProtocolError
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity
@@ -379,7 +379,7 @@ def codec_seeds() -> list[tuple[list[WireTensor], Decode]]:
         for direction in ("forward", "backward"):
             decode = lambda made, codec=codec, direction=direction: codec.decode(made[0], shape, direction)  # noqa: E731
             seeds.append(([codec.encode(values, direction)], decode))
-    for wire in WIRE_NAMES:
+    for wire in NUMBER_FORMAT_NAMES:
         format_ = NumberFormat(wire)
         decode = partial(format_.decode, numel=values.numel())
         seeds.append((format_.encode(values.view(-1)), decode))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from agora_protocol import messages
-from agora_protocol.codec_names import WIRE_NAMES
+from agora_protocol.codec_names import NUMBER_FORMAT_NAMES
 from agora_protocol.errors import ProtocolError
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
@@ -323,7 +323,7 @@ def valid_messages(run: RunId) -> list[tuple[Message, list[WireTensor]]]:
     entries = tuple((peer, 10, 10, 100, 1000, 9, 77, 0, 2000, 5 * at) for at, peer in enumerate(OTHERS))
     made += [(messages.GossipSteps(STAGE, entries), []), (messages.GossipedSteps(entries), [])]
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    for at, wire in enumerate(WIRE_NAMES):
+    for at, wire in enumerate(NUMBER_FORMAT_NAMES):
         what = ("gradient", "slice")[at % 2]
         number = 7 if what == "gradient" else 8
         tensors = NumberFormat(wire).encode(values)

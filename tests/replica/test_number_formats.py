@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from agora_protocol.codec_names import WIRE_NAMES, WireName
+from agora_protocol.codec_names import NUMBER_FORMAT_NAMES, NumberFormatName
 from agora_protocol.errors import ProtocolError
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import PART_ELEMENTS, QUANTISER_BLOCK
@@ -229,8 +229,10 @@ def test_noise_as_an_int8_shard_is_finite_even_when_levels_and_exponents_are_at_
 
 
 @pytest.mark.parametrize("kind", ["gradient", "fragment"])
-@pytest.mark.parametrize("name", WIRE_NAMES)
-def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(name: WireName, kind: RoundKind) -> None:
+@pytest.mark.parametrize("name", NUMBER_FORMAT_NAMES)
+def test_everybody_gets_the_same_bits_of_a_mean_whoever_gives_it_and_whenever(
+    name: NumberFormatName, kind: RoundKind
+) -> None:
     """The receiver of a mean sends in another format itself: what the bytes are is said beside them."""
     reducer, member = (ShardCodec(config(wire)) for wire in (name, "bf16" if name == "float32" else "float32"))
     part = Shard(0, kind, 30, 0, int(kind == "fragment"))
@@ -261,5 +263,5 @@ def test_an_unknown_format_is_refused_with_its_message_before_any_tensor_is_look
     assert caught.value.code == "bad-message"
 
 
-def config(wire: WireName) -> RoundConfig:
+def config(wire: NumberFormatName) -> RoundConfig:
     return RoundConfig(PeerId("me"), RunId("0" * 64), "mean", 20.0, 1e9, gradient_wire=wire, fragment_wire=wire)

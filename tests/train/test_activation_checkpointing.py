@@ -139,7 +139,7 @@ def test_a_second_forward_has_the_bits_of_a_kept_graph_and_fewer_products_than_a
             work = DecodedWork(microbatch_id(0), numbers.first, entry, batch, "train")
             boundary, _ = trainer.forward(work)
             gradient, _ = trainer.backward(ForwardKey(microbatch_id(0), numbers.first), torch.ones_like(boundary))
-        sums = [stage.sum.flat for stage in trainer.stages.values()]
+        sums = [stage.gradient_sum.flat for stage in trainer.stages.values()]
         found[activations] = ([*sums, *([] if gradient is None else [gradient])], products.count)
     kept, repeated = found["keep"], found["recompute"]
     assert all(torch.equal(a, b) for a, b in zip(kept[0], repeated[0], strict=True))

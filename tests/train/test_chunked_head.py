@@ -217,5 +217,7 @@ def test_a_trainer_takes_a_microbatch_through_the_last_stage_in_chunks(
         with LargestLogits(ids) as largest:
             result = trainer.run_last_stages(DecodedWork(MicrobatchId(bytes(16)), last, entry, batch, "train"))
         assert largest.tokens == at_once and result.gradient is not None
-        sums.append(torch.cat([result.gradient.flatten(), *(t.flatten() for t in trainer.stages[last].sum.tensors)]))
+        sums.append(
+            torch.cat([result.gradient.flatten(), *(t.flatten() for t in trainer.stages[last].gradient_sum.tensors)])
+        )
     assert relative_error(sums[1], sums[0]) < 1e-6

@@ -143,7 +143,7 @@ def test_a_gradient_that_would_overflow_here_is_refused_and_another_peers_gradie
         await worker.forward(SpanWork(M, 0, None, a_batch(), "train"))
         with pytest.raises(ProtocolError, match="plausible"):
             await worker.backward(ForwardKey(M, 0), a_boundary(3e38))  # finite, as its sender may say
-        sums = worker.trainer.stages[0].sum.flat
+        sums = worker.trainer.stages[0].gradient_sum.flat
         assert not sums.any()
         (progress,) = worker.progress()
         assert (progress.tokens_total, progress.step, progress.refused_nonfinite) == (0, 0, 1)
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_refused_after_its_backward_leaves_no_trace(activatio
                 values_of((await worker.backward(ForwardKey(M, 1), a_boundary())).gradient), expected
             )
             for number in worker.span.stages:
-                sums = [each.trainer.stages[number].sum.flat for each in (worker, clean)]
+                sums = [each.trainer.stages[number].gradient_sum.flat for each in (worker, clean)]
                 assert torch.equal(*sums)
             assert len(worker.trainer.stashed) == 0
 
@@ -185,7 +185,7 @@ def test_a_sum_that_is_not_finite_takes_no_step_and_training_goes_on_after_it() 
         worker.set_step_instructions(1, StepInstructions(64))
         untouched = await worker.copy_weights(1)
         await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
-        worker.trainer.stages[1].sum.flat[5] = float("inf")
+        worker.trainer.stages[1].gradient_sum.flat[5] = float("inf")
         await worker.run_last_stages(SpanWork(microbatch_id(1), 1, a_boundary(), a_batch(), "train"))
         assert all((untouched[name] == value).all() for name, value in (await worker.copy_weights(1)).items())
         (progress,) = worker.progress()
@@ -250,8 +250,10 @@ def test_a_span_entered_in_the_middle_runs_and_counts_only_from_there(activation
             ).gradient
             np.testing.assert_array_equal(values_of(mine), values_of(theirs))
             assert [p.tokens_in_share for p in span.progress()] == [0, 32, 32]
-            assert not span.trainer.stages[0].sum.flat.any()
-            np.testing.assert_array_equal(span.trainer.stages[2].sum.flat, two.trainer.stages[2].sum.flat)
+            assert not span.trainer.stages[0].gradient_sum.flat.any()
+            np.testing.assert_array_equal(
+                span.trainer.stages[2].gradient_sum.flat, two.trainer.stages[2].gradient_sum.flat
+            )
 
     asyncio.run(whole())
 
@@ -273,7 +275,7 @@ def test_evaluation_holds_and_counts_nothing_and_agrees_with_training() -> None:
         seen = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "evaluate"))
         assert seen.gradient is None
         assert worker.progress()[0].tokens_total == 0
-        assert not worker.trainer.stages[1].sum.flat.any()
+        assert not worker.trainer.stages[1].gradient_sum.flat.any()
         trained = await worker.run_last_stages(SpanWork(M, 1, a_boundary(), a_batch(), "train"))
         assert trained.loss_sum == pytest.approx(seen.loss_sum)
 

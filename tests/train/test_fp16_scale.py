@@ -54,7 +54,7 @@ def backward(trainer: SpanTrainer, size: float = 1.0) -> None:
 
 def sum_of(trainer: SpanTrainer) -> Tensor:
     (stage,) = trainer.stages.values()
-    return stage.sum.flat.clone()
+    return stage.gradient_sum.flat.clone()
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

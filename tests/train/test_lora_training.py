@@ -39,7 +39,7 @@ async def gradients(manifest: Manifest, base: Path, microbatch: int) -> dict[int
                     flat.add_(0.05 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(stage)))
         await learn(pipeline, microbatch, batch, "sft")
         stages = [stage for worker in pipeline for stage in worker.trainer.stages.values()]
-        return {stage.number: stage.sum.flat.numpy().copy() for stage in stages}
+        return {stage.number: stage.gradient_sum.flat.numpy().copy() for stage in stages}
 
 
 def gradients_of(base: Path, microbatch: int = 0, **sections: Any) -> dict[int, np.ndarray]:

@@ -69,7 +69,7 @@ def test_the_average_of_the_weights_is_evaluated_from_host_memory() -> None:
     spans = [trainer(manifest, state_in_host=in_host) for in_host in (False, True)]
     for span in spans:
         take_steps(span)
-    flats = [span.stages[0].evaluated.flat for span in spans]
+    flats = [span.stages[0].evaluation_weights.flat for span in spans]
     assert torch.equal(*flats)
     held = spans[1].stages[0].optimizer.average
     assert held is not None and flats[1].data_ptr() != held.data_ptr(), "a copy for the device"

@@ -63,7 +63,7 @@ def stage_after_a_step(optimizer: str, *, in_host: bool, report: Events | None =
 
 
 def count_gradient(stage: Stage, seed: int) -> None:
-    stage.sum.flat.copy_(random_gradient(stage, seed))
+    stage.gradient_sum.flat.copy_(random_gradient(stage, seed))
     stage.record_microbatch("m", TOKENS, 3.0, stage.step)
 
 
@@ -75,14 +75,14 @@ def random_gradient(stage: Stage, seed: int) -> torch.Tensor:
 
 def everything(stage: Stage) -> dict[str, object]:
     """All that a later step depends on, for a comparison to the last bit."""
-    tensors = {"weights": stage.weights.current.flat, "sum": stage.sum.flat, **stage.moments}
+    tensors = {"weights": stage.weights.current.flat, "sum": stage.gradient_sum.flat, **stage.moments}
     progress = stage.progress
     version = stage.weights.current
     return {
         "version": [parameter.detach().float().numpy().tobytes() for parameter in version.parameters],
         **{name: tensor.numpy().tobytes() for name, tensor in tensors.items()},
         "counts": (stage.step, stage.optimizer.updates, stage.tokens_stepped, progress.open_step, stage.sync_schedule),
-        "totals": repr(stage.sum.totals),
+        "totals": repr(stage.gradient_sum.totals),
         "progress": (progress.tokens_in_share, progress.tokens_total, progress.history, progress.is_torn),
     }
 
@@ -214,7 +214,9 @@ def test_a_device_that_fails_within_a_step_tears_it_and_the_stage_says_so(monkey
         patch.setattr(torch.autograd.graph, "increment_version", fail)
         stage.catch_up(2)
     assert stage.progress.is_torn and [event.step for event in events.of(StepTorn)] == [1]
-    assert not stage.sum.flat.any() and not stage.sum.totals.tokens, "the step has overwritten the sum"
+    assert not stage.gradient_sum.flat.any() and not stage.gradient_sum.totals.tokens, (
+        "the step has overwritten the sum"
+    )
     whole.catch_up(2)
     stage.load_state(whole.export_state())
     assert not stage.progress.is_torn

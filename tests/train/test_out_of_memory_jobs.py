@@ -110,7 +110,7 @@ class Bench:
                     state.updates,
                     state.tokens_total,
                     state.history_hash,
-                    worker.trainer.stages[stage].sum.flat.numpy().tobytes(),
+                    worker.trainer.stages[stage].gradient_sum.flat.numpy().tobytes(),
                     worker.trainer.stages[stage].progress.tokens_in_share,
                 )
             )

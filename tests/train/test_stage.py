@@ -184,7 +184,7 @@ def test_a_step_with_a_mean_takes_only_the_next_step() -> None:
 def test_a_sum_that_is_not_finite_is_nobodys_share() -> None:
     async def test(worker: DeviceWorker) -> None:
         await one_microbatch(worker, 0)
-        worker.trainer.stages[0].sum.flat[7] = float("inf")
+        worker.trainer.stages[0].gradient_sum.flat[7] = float("inf")
         share = await worker.close_share(0)
         assert (share.tokens, bool(share.values.any())) == (0, False)
 
@@ -286,7 +286,7 @@ def test_further_behind_what_was_counted_is_dropped_and_said_and_the_rate_follow
 def test_one_behind_with_a_sum_that_is_not_finite_the_step_is_taken_without_it() -> None:
     async def test(worker: DeviceWorker) -> None:
         await one_microbatch(worker, 0)
-        worker.trainer.stages[0].sum.flat[7] = float("nan")
+        worker.trainer.stages[0].gradient_sum.flat[7] = float("nan")
         await worker.catch_up(0, 1)
         state = await worker.export_state(0)
         assert (state.step, state.updates) == (1, 0)

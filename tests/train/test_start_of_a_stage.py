@@ -128,11 +128,11 @@ def test_a_state_is_copied_once_when_it_is_exported_and_not_at_all_when_it_is_lo
 def test_a_share_closes_with_one_copy_of_the_sum_and_is_refused_for_one_value_that_is_not_finite() -> None:
     stage = stage_of(small_manifest(model=LARGE, schedule={"predict_weights": False}))
     for value in (1.0, float("nan"), float("inf"), -float("inf")):
-        stage.sum.flat.fill_(1.0)
-        stage.sum.flat[7], stage.sum.totals.tokens = value, 4
+        stage.gradient_sum.flat.fill_(1.0)
+        stage.gradient_sum.flat[7], stage.gradient_sum.totals.tokens = value, 4
         with most_bytes() as closed:
             share = stage.close_share()
-        assert closed() < 1.05 * stage.sum.flat.nbytes
+        assert closed() < 1.05 * stage.gradient_sum.flat.nbytes
         assert share.tokens == (4 if value == 1.0 else 0) and (share.values == (0.25 if value == 1.0 else 0.0)).all()
         stage.step_with_gradient(stage.step, share.values, 0)
 
@@ -159,7 +159,7 @@ def test_a_stage_is_built_with_its_weights_once_in_memory(monkeypatch: pytest.Mo
             stage = stage_of(small_manifest(**sections), draws=draws)
         weights = stage.weights.current.flat.nbytes
         largest = max(4 * np.prod(slot.shape) for slot in stage.layout.slots)
-        held = weights + stage.sum.flat.nbytes + sum(moment.nbytes for moment in stage.moments.values())
+        held = weights + stage.gradient_sum.flat.nbytes + sum(moment.nbytes for moment in stage.moments.values())
         fixed = sum(buffer.nbytes for buffer in stage.weights.current.module.buffers())
         assert built() < 1.05 * (held + fixed) + (largest if draws else 0)
 

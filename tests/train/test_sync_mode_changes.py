@@ -39,9 +39,9 @@ def take_exact_step(stage: Stage, wanted: int = ALL_REDUCE) -> None:
 
 def take_local_step(stage: Stage, seed: int) -> None:
     """Along a gradient of its own."""
-    stage.sum.flat.copy_(torch.randn(stage.layout.numel, generator=torch.Generator().manual_seed(seed)))
-    stage.layout.clear_padding(stage.sum.flat)
-    stage.sum.totals.tokens = 64
+    stage.gradient_sum.flat.copy_(torch.randn(stage.layout.numel, generator=torch.Generator().manual_seed(seed)))
+    stage.layout.clear_padding(stage.gradient_sum.flat)
+    stage.gradient_sum.totals.tokens = 64
     stage.catch_up(stage.step + 1)
 
 

@@ -83,7 +83,7 @@ def test_it_is_the_weights_before_the_first_step_and_without_one_there_is_none()
         state = stage.export_state()
         assert (AVERAGE in state.moments) == bool(decay)
         assert np.array_equal(state.averaged_weights, state.weights) == (not decay)
-        assert (stage.evaluated is stage.weights.current) == (not decay)
+        assert (stage.evaluation_weights is stage.weights.current) == (not decay)
 
 
 def test_a_step_without_a_gradient_leaves_the_average_as_it_was() -> None:
@@ -138,7 +138,7 @@ def test_a_boundary_that_is_evaluated_leaves_a_stage_as_its_average_makes_it() -
         for purpose in ("train", "evaluate")
     }
     with torch.no_grad():
-        expected = trainer.stages[0].evaluated.module(ids[:, :-1], ids[:, :-1])
+        expected = trainer.stages[0].evaluation_weights.module(ids[:, :-1], ids[:, :-1])
     assert torch.equal(forward["evaluate"], expected) and not torch.allclose(forward["train"], expected, atol=1e-3)
 
 

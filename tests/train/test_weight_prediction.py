@@ -98,7 +98,7 @@ def test_a_microbatch_that_those_in_progress_push_into_the_next_step_is_computed
     for number in (1, 2):
         bench.forward(number)
         assert stage.training_version(TOKENS) is stage.weights.current, "it completes the share itself"
-    own = stage.sum.mean()
+    own = stage.gradient_sum.mean()
     expected = flat(stage)
     stage.optimizer.preview(expected, own, 0)
     bench.forward(3)

@@ -82,7 +82,11 @@ class Bench:
     def sums(self) -> dict[str, Tensor]:
         """The gradient sums by name, copied."""
         stages = [self.trainer.stages[number] for number in self.span.stages]
-        pairs = [pair for stage in stages for pair in zip(stage.weights.layout.slots, stage.sum.tensors, strict=True)]
+        pairs = [
+            pair
+            for stage in stages
+            for pair in zip(stage.weights.layout.slots, stage.gradient_sum.tensors, strict=True)
+        ]
         return {slot.name: tensor.clone() for slot, tensor in pairs}
 
     def by_hand(self, number: int, weights: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -220,8 +224,8 @@ def test_autograd_itself_raises_should_weights_ever_change_under_a_live_graph() 
     bench.forward(1)
     bench.backward(1)
     stage = bench.trainer.stages[0]
-    stage.optimizer.step(stage.weights.current.flat, stage.sum.flat, 0, 32)
-    stage.sum.clear()
+    stage.optimizer.step(stage.weights.current.flat, stage.gradient_sum.flat, 0, 32)
+    stage.gradient_sum.clear()
     before = bench.sums()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         bench.backward(0)

@@ -234,7 +234,7 @@ class AnswerBudget:
             is_within = self._by_peer.take(requester.peer, now)
             if not is_within and not self._refusals.take(requester.peer, now):
                 raise ProtocolError("too-many-calls", f"{type(request).__name__} came again and again after refusals.")
-            if not is_within or (requester.prefix and not self._by_prefix.take(requester.prefix, now)):
+            if not is_within or (requester.address_prefix and not self._by_prefix.take(requester.address_prefix, now)):
                 raise Busy("you ask for this too often", RETRY_MS)
         size = ANSWER_BYTES.get(type(request), 0) if request is not None else 0
         if size and not self.capacity.acquire(requester, size):

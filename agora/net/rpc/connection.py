@@ -79,7 +79,7 @@ class IncomingCall:
     tensors: list[WireTensor]
     deadline: float  # in loop time
     progress: OnProgress = lambda _: None  # tells the requester how far the work is
-    prefix: str = ""  # the network of the requester's address
+    address_prefix: str = ""  # the network of the requester's address
     is_requester_gone: bool = False  # it has cancelled the call, or its connection broke: it gets no answer
 
 

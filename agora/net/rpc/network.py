@@ -271,7 +271,11 @@ class Network:
             self._choose_to_break(silent, newcomer).abort("others need the room")
             return True
         largest = largest_requester(Counter(known.requester for known in connections), newcomer)
-        chosen = [known for known in connections if known.requester == largest and largest.prefix != newcomer.prefix]
+        chosen = [
+            known
+            for known in connections
+            if known.requester == largest and largest.address_prefix != newcomer.address_prefix
+        ]
         for known in chosen[:1]:
             known.abort("others need the room")
         return bool(chosen)

@@ -16,7 +16,7 @@ from agora_protocol.records import Progress
 from agora.net.p2pd.addresses import relays_of
 from agora.observe.events import DeviceUsed, Traffic
 from agora.observe.reporter import Counters
-from agora.pipeline.waits import Waits
+from agora.pipeline.device_time import DeviceTime
 from agora.replica.sync_rules import GradientCompression
 from agora.swarm.admission import first_second, is_outdated
 from agora.swarm.health import Health
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RATE_WINDOW_S = 15.0  # seconds over which tokens per second are averaged
 NO_TRAFFIC = Traffic(0, 0, 0)
-NO_WAITS = Waits()
+NO_DEVICE_TIME = DeviceTime()
 # A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it.
 IDLE_BELOW = 0.9
 # Steps behind its replicas from which a stage gets a note: replicas do not take a step at the same moment.
@@ -49,7 +49,7 @@ class SpanReport:
     busy_fraction: float  # fraction of its time that the device thread works
     in_progress: int  # microbatches in progress or opened here
     queue: int  # microbatches at the device
-    path_s: float | None  # median seconds from here to the last stage and back; None until measured
+    latency_s: float | None  # median seconds from here to the last stage and back; None until measured
     is_origin: bool
     loss: float | None  # the origin's average; None without an origin
     metrics: Mapping[str, float]  # the origin's averages; {} without an origin
@@ -59,8 +59,8 @@ class SpanReport:
     device_remark: str = ""  # why a GPU of the machine stays unused, in words; "" if none does
     compile_problem: str = ""  # why layers are not compiled, in words; "" if they need not be
     device: DeviceUsed | None = None  # how the device is used
-    waits: Waits = NO_WAITS  # what the device's time was spent on since the span was loaded
-    recent_waits: Waits = NO_WAITS  # the same of the last minute
+    device_time: DeviceTime = NO_DEVICE_TIME  # what the device's time was spent on since the span was loaded
+    recent_device_time: DeviceTime = NO_DEVICE_TIME  # the same of the last minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def _idle_notes(span: SpanReport) -> list[str]:
     notes = []
     if span.shortage and span.busy_fraction < IDLE_BELOW:
         notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
-    recent = span.recent_waits
+    recent = span.recent_device_time
     if recent.busy < IDLE_BELOW * recent.seconds and (waits := recent.describe()):
         notes.append(f"in the last minute its device waited {waits}")
     return notes
@@ -274,7 +274,7 @@ def report_json(report: NodeReport) -> dict[str, Any]:
         "tuning": dict(span.metrics),
         "credit": span.send_window,
         "device": asdict(span.device) if span.device is not None else None,
-        "waits": {name: round(seconds, 3) for name, seconds in span.waits._asdict().items()},
+        "waits": {name: round(seconds, 3) for name, seconds in span.device_time._asdict().items()},
     }
 
 

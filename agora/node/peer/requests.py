@@ -168,7 +168,7 @@ class RequestHandler:
 
 def process_call_of(call: IncomingCall, request: Process) -> ProcessCall:
     """Returns a peer's Process `request`, the message of `call`, as hop and work ledger take it."""
-    return ProcessCall(request, call.tensors, call.deadline, call.progress, Requester(call.prefix, call.peer))
+    return ProcessCall(request, call.tensors, call.deadline, call.progress, Requester(call.address_prefix, call.peer))
 
 
 def encode_status(status: dict[str, Any]) -> bytes:

@@ -20,8 +20,8 @@ DEVICE_INTERVAL_S = 30.0  # seconds between two reports of how the device is use
 WAITS_INTERVAL_S = 10.0  # seconds between two reports of what the device waits for
 # Seconds for which work in progress may stand still if systemd gives no interval; else half of that interval.
 SILENCE_TIMEOUT_S = 30.0
-# Work may in any case stand still for this many times `path_s`, the seconds to the last stage and back.
-SILENCE_PATHS = 10.0
+# Work may in any case stand still for this many times `latency_s`, the seconds to the last stage and back.
+SILENCE_LATENCIES = 10.0
 
 
 def may_feed(
@@ -85,7 +85,7 @@ class Watchdog:
                 self._report_event(report.span.device)
             if loop_time() >= waits_due and report.span is not None:
                 waits_due = loop_time() + WAITS_INTERVAL_S
-                self._report_event(events.DeviceWaited(*(round(seconds, 3) for seconds in report.span.waits)))
+                self._report_event(events.DeviceWaited(*(round(seconds, 3) for seconds in report.span.device_time)))
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def report_traffic(self, report: NodeReport) -> None:
@@ -108,8 +108,8 @@ class Watchdog:
             self._report_event(events.HealthChanged(health.state, health.why, health.advice or ""))
 
     def _notify_systemd(self, report: NodeReport) -> None:
-        path_s, in_progress = (report.span.path_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
-        limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_TIMEOUT_S, SILENCE_PATHS * path_s)
+        latency_s, in_progress = (report.span.latency_s or 0.0, report.span.in_progress) if report.span else (0.0, 0)
+        limit_s = max(self._notifier.watchdog_s / 2 or SILENCE_TIMEOUT_S, SILENCE_LATENCIES * latency_s)
         waiting_for = f"a peer of stage {report.empty_stages[0]}" if report.empty_stages else ""
         if report.start_phase:
             waiting_for = f"the phase {report.start_phase!r} of its start"

@@ -174,7 +174,7 @@ class LoadedSpan:
             source,
             startup.report_event,
             self._gather_send_inputs,
-            on_awaits_mean=lambda awaits: self.hop.waits.set_awaits_mean(loop_time(), awaits),
+            on_awaits_mean=lambda awaits: self.hop.device_time.set_awaits_mean(loop_time(), awaits),
         )
 
     def _gather_send_inputs(self) -> SendInputs:
@@ -182,7 +182,7 @@ class LoadedSpan:
         needed = manifest.schedule.least_replicas
         ready = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
         if end := self._end_of_run():
-            return SendInputs(ready, path_s=self.hop.path_s(), end=end)
+            return SendInputs(ready, latency_s=self.hop.latency_s(), end=end)
         if self._is_synchronous:
             return self._gather_synchronous_inputs(ready)
         return self._gather_asynchronous_inputs(ready)
@@ -191,13 +191,13 @@ class LoadedSpan:
         lacking = math.ceil(self.replicas.stages[0].missing_tokens() / self._tokens_per_microbatch())
         position, count = self._position_among_origins()
         step_state = StepState(self.worker.step_of(0), self._microbatches_per_step(), lacking, position, count)
-        return SendInputs(ready, step_state, self.hop.path_s())
+        return SendInputs(ready, step_state, self.hop.latency_s())
 
     def _gather_asynchronous_inputs(self, ready: bool) -> SendInputs:
-        path_s = self.hop.path_s()
+        latency_s = self.hop.latency_s()
         if (lacking_tokens := self.replicas.stages[0].tokens_until_origins_wait()) is not None:
             max_open_before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
-            return SendInputs(ready, None, path_s, max_open_before_mean=max_open_before_mean)
+            return SendInputs(ready, None, latency_s, max_open_before_mean=max_open_before_mean)
         position, count = self._position_among_origins()
         staleness = flow_control.staleness_ceiling(
             self._local_peer.manifest.schedule.staleness,
@@ -206,7 +206,7 @@ class LoadedSpan:
             count,
             predicts=self.worker.predicts_weights,
         )
-        return SendInputs(ready, None, path_s, staleness)
+        return SendInputs(ready, None, latency_s, staleness)
 
     def _position_among_origins(self) -> tuple[int, int]:
         me = self._local_peer.startup.me
@@ -246,7 +246,7 @@ class LoadedSpan:
     def take_span_report(self) -> SpanReport:
         """Returns a snapshot of the span: steps, what each stage waits for, load, queue, and the origin's loss."""
         now, load = loop_time(), self.worker.device_load()
-        waits = self.hop.waits.waits(now, load.busy_s - self._load_at_start.busy_s, load.queued_s)
+        device_time = self.hop.device_time.total(now, load.busy_s - self._load_at_start.busy_s, load.queued_s)
         return SpanReport(
             span=self.span,
             stages=self.worker.progress(),
@@ -257,7 +257,7 @@ class LoadedSpan:
             busy_fraction=self.worker.busy_fraction(),
             in_progress=self.in_progress,
             queue=self.hop.queue,
-            path_s=self.hop.path_s(),
+            latency_s=self.hop.latency_s(),
             is_origin=self.origin is not None,
             loss=self.origin.loss.value if self.origin else None,
             metrics=self.origin.mean_metrics if self.origin else {},
@@ -267,8 +267,8 @@ class LoadedSpan:
             device_remark=self._device_remark,
             compile_problem=self.worker.compile_problem,
             device=self._use_of_device(),
-            waits=waits,
-            recent_waits=self.hop.waits.recent(now, waits),
+            device_time=device_time,
+            recent_device_time=self.hop.device_time.recent(now, device_time),
         )
 
     def _use_of_device(self) -> events.DeviceUsed:

@@ -254,7 +254,7 @@ class FleetSimulation:
         self._hops.hand_back(peer)
         peer.origin = None
         peer.replicas = ()
-        peer.paths_s.clear()
+        peer.latencies_s.clear()
         then()
 
     # --- departure

@@ -248,7 +248,7 @@ class HopSimulation:
         nbytes = int(self._workload.gradient_bytes)
         crossing_s = peer.balancer.record_answered(now, call.attempt, service_s, nbytes, period_s)
         # The way without queues, but never longer than what was really measured.
-        visit.downstream_path_s = min(callee.path_s + crossing_s, now - call.attempt.started)
+        visit.downstream_latency_s = min(callee.latency_s + crossing_s, now - call.attempt.started)
         visit.state, visit.committed, visit.queued_at = "backward", True, now
         seconds = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed)
         seconds *= 1.0 - self._workload.forward_share
@@ -264,9 +264,9 @@ class HopSimulation:
             return
         peer, now = visit.peer, self._events.now
         own_s = self._workload.seconds(visit.entry_stage, visit.last, peer.equipment.speed) * peer.device.slowdown
-        visit.path_s, visit.state = own_s + visit.downstream_path_s, "answered"
+        visit.latency_s, visit.state = own_s + visit.downstream_latency_s, "answered"
         peer.busy_s = peer.busy_s.with_sample(own_s)
-        peer.paths_s.append(visit.path_s)
+        peer.latencies_s.append(visit.latency_s)
         peer.slot_s = peer.slot_s.with_sample(now - visit.started)
         self._measurements.record_visit(visit)
         peer.visits.pop(visit.key, None)
@@ -404,7 +404,8 @@ class OriginSimulation:
         while state is not None and peer.presence is Presence.SERVING:
             now = self._events.now
             inputs = SendInputs(
-                path_s=median(peer.paths_s) if peer.paths_s else None, staleness=self._staleness_ceiling(peer)
+                latency_s=median(peer.latencies_s) if peer.latencies_s else None,
+                staleness=self._staleness_ceiling(peer),
             )
             state.window = self._window(state, inputs)
             decision = flow_control.next_send(now, state.quota, state.window, inputs, state.open_count)
@@ -422,7 +423,7 @@ class OriginSimulation:
             return flow_control.SendWindow(limit, f"{limit}: schedule.max_in_flight")
         ceiling = min(state.window_ceiling, rules.slots)
         return flow_control.measured_window(
-            inputs.path_s, state.pace.period_s.value, rules.stages, ceiling, inputs.staleness
+            inputs.latency_s, state.pace.period_s.value, rules.stages, ceiling, inputs.staleness
         )
 
     def _staleness_ceiling(self, peer: SimulatedPeer) -> flow_control.StalenessCeiling:

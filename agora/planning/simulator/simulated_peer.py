@@ -14,7 +14,7 @@ from agora_protocol.ids import MicrobatchId, PeerId, Span
 
 from agora.core.moving_average import MovingAverage
 from agora.pipeline.flow_control import CompletionPace, SendWindow, StepAllotment
-from agora.pipeline.hop import PATH_SAMPLES
+from agora.pipeline.hop import LATENCY_SAMPLES
 from agora.pipeline.load_balancer import Attempt, LoadBalancer, RouteHint
 from agora.planning.simulator.event_queue import EventQueue
 from agora.planning.simulator.simulated_machine import SimulatedDevice, SimulatedLink
@@ -72,7 +72,7 @@ class SimulatedPeer:
         self.backward_s = MovingAverage(0.1)  # mean seconds of a backward pass, its wait at the device included
         self.slot_s = MovingAverage(0.1)  # mean seconds of a whole visit
         # Seconds of work of its last visits, the work at later stages included.
-        self.paths_s: deque[float] = deque(maxlen=PATH_SAMPLES)
+        self.latencies_s: deque[float] = deque(maxlen=LATENCY_SAMPLES)
         self.visits: dict[tuple[MicrobatchId, int], Visit] = {}  # its unfinished work, by microbatch and entry stage
         # Finished visits, whose answers are kept, by the same key.
         self.answers: dict[tuple[MicrobatchId, int], Visit] = {}
@@ -121,12 +121,12 @@ class Visit:
         "callers",
         "committed",
         "deadline",
-        "downstream_path_s",
+        "downstream_latency_s",
         "entry_stage",
         "is_at_origin",
         "last",
+        "latency_s",
         "microbatch",
-        "path_s",
         "peer",
         "queued_at",
         "started",
@@ -147,8 +147,8 @@ class Visit:
         self.state: VisitState = "forward"
         self.started = 0.0  # when it took its slot
         self.queued_at = 0.0  # when its backward was queued
-        self.path_s = 0.0  # seconds of work of this visit and of the later stages
-        self.downstream_path_s = 0.0  # seconds of work of the later stages alone
+        self.latency_s = 0.0  # seconds of work of this visit and of the later stages
+        self.downstream_latency_s = 0.0  # seconds of work of the later stages alone
 
     @property
     def key(self) -> tuple[MicrobatchId, int]:

@@ -15,7 +15,7 @@ WORDS: Final = {
 }
 
 
-class Waits(NamedTuple):
+class DeviceTime(NamedTuple):
     """Seconds of one device. The fields between `seconds` and `queued` add up to `seconds`.
 
     | field | the device |
@@ -37,9 +37,9 @@ class Waits(NamedTuple):
     wire: float = 0.0
     queued: float = 0.0
 
-    def since(self, earlier: Waits) -> Waits:
+    def since(self, earlier: DeviceTime) -> DeviceTime:
         """Returns what came after `earlier`, an account of the same device."""
-        return Waits(*(max(0.0, new - old) for new, old in zip(self, earlier, strict=True)))
+        return DeviceTime(*(max(0.0, new - old) for new, old in zip(self, earlier, strict=True)))
 
     def describe(self, least: float = 0.05) -> str:
         """Returns what the device waits for, in words, with its share of the time; "" if no share is `least`."""
@@ -47,7 +47,7 @@ class Waits(NamedTuple):
         return ", ".join(f"{share:.0%} for {WORDS[cause]}" for cause, share in shares.items() if share >= least)
 
 
-class WaitingAccount:
+class DeviceTimeAccount:
     """Adds up, change by change, what a device without a job waits for. All times are on one clock."""
 
     def __init__(self, now: float) -> None:
@@ -56,7 +56,7 @@ class WaitingAccount:
         self._awaits_mean = False
         self._idle = {"microbatches": 0.0, "mean": 0.0, "away": 0.0}
         self._away_s = self._wire_s = 0.0  # of all microbatches that have come back
-        self._recent: deque[tuple[float, Waits]] = deque([(now, Waits())])
+        self._recent: deque[tuple[float, DeviceTime]] = deque([(now, DeviceTime())])
 
     def change(self, now: float, *, jobs: int = 0, held: int = 0, away: int = 0) -> None:
         """Notes that there are so many more, or fewer, microbatches.
@@ -76,7 +76,7 @@ class WaitingAccount:
         self._away_s += away_s
         self._wire_s += min(wire_s, away_s)
 
-    def waits(self, now: float, busy_s: float, queued_s: float) -> Waits:
+    def total(self, now: float, busy_s: float, queued_s: float) -> DeviceTime:
         """Returns the account since the start. busy_s, queued_s: of the device since then.
 
         The measured idle time is divided among the causes in the proportions that this account has seen.
@@ -89,11 +89,11 @@ class WaitingAccount:
         away = self._idle["away"] * factor
         wire = away * self._wire_s / self._away_s if self._away_s else 0.0
         mean = self._idle["mean"] * factor
-        return Waits(
+        return DeviceTime(
             seconds, busy_s, max(0.0, seconds - busy_s - mean - away), mean, max(0.0, away - wire), wire, queued_s
         )
 
-    def recent(self, now: float, total: Waits) -> Waits:
+    def recent(self, now: float, total: DeviceTime) -> DeviceTime:
         """Returns the part of `total`, the account since the start, of about the last RECENT_WINDOW_S."""
         if now - self._recent[-1][0] >= LEAST_APART_S:
             self._recent.append((now, total))
