@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from agora_protocol.manifest_model import ADAPTER_FILE
 
 from agora.cli import console
 from agora.cli.console import EXIT_USAGE, Failure, ProgressDisplay
+from agora.core.hub_files import ADAPTER_CONFIG_FILE
 from agora.data.record_files import format_suffix, known_suffixes
 from agora.data.text_sources import READERS
 from agora.tuning.chat.chat_template import split_supervised
@@ -40,7 +42,7 @@ from agora.tuning.chat.supervision import TokenSequence
 if TYPE_CHECKING:
     from rich.text import Text
 
-ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_FILES: Final = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, "adapter_model.bin")
 SHOWN_SAMPLES: Final = 3
 USUAL_CONTEXT: Final = 1024
 BAR: Final = 40  # characters

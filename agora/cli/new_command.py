@@ -36,6 +36,7 @@ from agora.cli.data_command import (
     local_files,
     read_training_data,
 )
+from agora.core.hub_files import CONFIG_FILE, TOKENIZER_FILE
 from agora.data.local_files import LocalFiles
 from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES, open_tokenizer
@@ -63,7 +64,6 @@ WARMUP_SHARE: Final = 0.05
 MAX_WARMUP_STEPS: Final = 100
 HELDOUT_SAMPLES: Final = 64
 MIN_HELDOUT, MAX_HELDOUT = 0.01, 0.1
-TOKENIZER: Final = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def name_files(made: Manifest, manifest_folder: Path, base_model: Path) -> tuple
         except (LocalError, OSError):
             is_found = False
         elsewhere += [] if is_found else [file]
-    return made.with_values(data={**values, "tokenizer": TOKENIZER}), elsewhere
+    return made.with_values(data={**values, "tokenizer": TOKENIZER_FILE}), elsewhere
 
 
 def _write_manifest(path: Path, made: Manifest) -> None:
@@ -241,7 +241,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     folder = folder.expanduser().absolute()
     chosen_objective = check_choice(choice)
     config, sizes = _read_model_config(folder)
-    open_tokenizer(str(folder / TOKENIZER), sizes.vocabulary)  # what `join` would refuse after signing
+    open_tokenizer(str(folder / TOKENIZER_FILE), sizes.vocabulary)  # what `join` would refuse after signing
     context = min(CONTEXT, sizes.positions)
     adapter = _read_adapter(choice.adapter, config, public_name(folder))
     data = None
@@ -264,7 +264,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
         "boundary": {"codec": CODEC},
         "schedule": {"microbatch": MICROBATCH, "staleness": STALENESS},
         "optimizer": optimizer_values(trained, objective, context),
-        "data": {"tokenizer": str(folder / TOKENIZER)},
+        "data": {"tokenizer": str(folder / TOKENIZER_FILE)},
         "objective": {"kind": objective},
     }
     if trained == "lora":
@@ -377,10 +377,10 @@ def _read_model_config(folder: Path) -> tuple[str, BaseSizes]:
     try:
         sizes = sizes_in(parse_config(text))
     except ValueError as error:
-        raise ManifestError(f"{folder / 'config.json'} {error}; choose another model.") from None
-    if not (folder / TOKENIZER).is_file():
+        raise ManifestError(f"{folder / CONFIG_FILE} {error}; choose another model.") from None
+    if not (folder / TOKENIZER_FILE).is_file():
         raise Failure(
-            f"{folder} has no {TOKENIZER}, the tokenizer that the run's text is read with; write it there with "
+            f"{folder} has no {TOKENIZER_FILE}, the tokenizer that the run's text is read with; write it there with "
             "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
         )
     return text, sizes
@@ -431,5 +431,5 @@ def _data_hashes(data: TrainingData, base_model: Path) -> dict[str, str]:
     from agora.tuning.chat.model_tokenizer import open_training_tokenizer
     from agora.tuning.chat.sample_file import hash_samples
 
-    tokenizer = open_training_tokenizer(str(base_model / TOKENIZER), 2**31, template=data.chat_template)
+    tokenizer = open_training_tokenizer(str(base_model / TOKENIZER_FILE), 2**31, template=data.chat_template)
     return {"samples_hash": hash_samples(data.named), "tokenizer_hash": tokenizer.fingerprint}

@@ -10,8 +10,9 @@ from pathlib import Path
 from agora_protocol.errors import LocalError
 from agora_protocol.manifest_sections import DataSection
 
+from agora.core.hub_files import TOKENIZER_FILE
 from agora.data.text_sources import STDLIB
-from agora.data.tokenizer import BYTES, TOKENIZER_FILE
+from agora.data.tokenizer import BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ import numpy as np
 from agora_protocol.errors import DataError, DiskError, ManifestError
 from numpy.typing import NDArray
 
+from agora.core.hub_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from agora.core.optional_packages import import_optional
 
 Ids = NDArray[np.unsignedinteger[Any]]  # token ids [n] in the narrowest dtype that holds them, see token_dtype
 
 BYTES = "bytes"
-TOKENIZER_FILE = "tokenizer.json"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LFS_WORDS = "a git-lfs pointer, which stands for a file that was not fetched; run `git lfs pull` in its folder"
 # in the order in which a tokenizer's vocabulary is searched for them
@@ -258,7 +258,7 @@ def tokenizer_files(
     else:
         content = _json_content(byte_tokenizer_json())
         end_of_text = int(tokenizer.separator[0])
-    return {"tokenizer.json": content, "tokenizer_config.json": _json_content(config)}, end_of_text
+    return {TOKENIZER_FILE: content, TOKENIZER_CONFIG_FILE: _json_content(config)}, end_of_text
 
 
 def byte_tokenizer_json() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from agora_protocol.manifest_model import SubspaceSection
 from numpy.typing import NDArray
 
+from agora.core.hub_files import CONFIG_FILE, GENERATION_CONFIG_FILE
 from agora.model import fixed_tensors
 from agora.model.family import Family, StageModule
 from agora.model.subspace_stage import FIXED_SCALE, STREAM_PROJECTIONS, SubspaceStage, stream_width
@@ -61,7 +62,7 @@ class SubspaceFamily(Family):
         sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
         tokens = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
         llama = _llama_config(self._model, dtype, end_of_text)
-        return {"config.json": llama, "generation_config.json": sampling | tokens}
+        return {CONFIG_FILE: llama, GENERATION_CONFIG_FILE: sampling | tokens}
 
     def describe(self) -> ModelDescription:
         model = self._model

@@ -20,6 +20,7 @@ from agora_protocol.errors import LocalError
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from agora.core.hub_files import WEIGHTS_INDEX_FILE
 from agora.state.files import PUBLIC, FileDigest, safetensors_header, write_file
 
 Dtype = Literal["float32", "bf16"]
@@ -30,7 +31,6 @@ ReadTrained = Callable[[str], NDArray[np.float32]]  # returns a trained tensor, 
 SOURCE_BYTES: Final = 4  # of a value in a stage's file
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"float32": 4, "bf16": 2}
 FILE_DTYPES: Final[Mapping[Dtype, str]] = {"float32": "F32", "bf16": "BF16"}
-INDEX: Final = "model.safetensors.index.json"
 PIECE_VALUES: Final = 1 << 20  # how many values are converted and written at a time
 
 
@@ -231,7 +231,9 @@ def write_shards(
         written[name] = write_weights_file(folder / name, shard, dtype, report)
         file_of |= {tensor.name: name for tensor in shard}
     index = {"metadata": {"total_size": ITEM_BYTES[dtype] * sum(t.numel for t in tensors)}, "weight_map": file_of}
-    written[INDEX] = write_file(folder / INDEX, [json.dumps(index, indent=2).encode() + b"\n"], PUBLIC)
+    written[WEIGHTS_INDEX_FILE] = write_file(
+        folder / WEIGHTS_INDEX_FILE, [json.dumps(index, indent=2).encode() + b"\n"], PUBLIC
+    )
     return written
 
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from agora.core.hub_files import CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from agora.core.optional_packages import import_optional
 from agora.state.export_tensors import SOURCE_BYTES, Dtype, ExportError, ReportBytes, TensorBlocks, to_bf16
 from agora.state.files import PUBLIC, FileDigest
@@ -60,7 +61,7 @@ def write_gguf(
     write, and if the file reads otherwise.
     """
     gguf = import_optional("gguf", "A file for llama.cpp", "gguf")
-    config = json.loads(files["config.json"])
+    config = json.loads(files[CONFIG_FILE])
     architecture = _architecture(config)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
@@ -130,8 +131,8 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: Any, files: Mapping[str, bytes], vocabulary: int, end: Any) -> None:
-    tokenizer, settings = json.loads(files["tokenizer.json"]), json.loads(files["tokenizer_config.json"])
-    end = json.loads(files.get("generation_config.json", b"{}")).get("eos_token_id", end)
+    tokenizer, settings = json.loads(files[TOKENIZER_FILE]), json.loads(files[TOKENIZER_CONFIG_FILE])
+    end = json.loads(files.get(GENERATION_CONFIG_FILE, b"{}")).get("eos_token_id", end)
     template = files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
     model = tokenizer["model"]
     split = _split_name(tokenizer)

@@ -17,11 +17,11 @@ import torch
 from agora_protocol.base_config import parse_config
 from agora_protocol.manifest_model import HfSection
 
+from agora.core.hub_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_CONFIG_FILE
 from agora.model.family import Family, StageModule
 from agora.state.export_tensors import ExportedTensor, ReadTrained, TensorBlocks
 from agora.state.model_card import ModelDescription
 from agora.tuning.adapters.lora import (
-    ADAPTER_CONFIG,
     LoraProduct,
     adapter_config,
     adapter_tensor_name,
@@ -33,8 +33,6 @@ from agora.tuning.adapters.lora import (
 )
 from agora.tuning.base.hf_architecture import architecture_of
 from agora.tuning.base.model_files import (
-    CONFIG,
-    GENERATION,
     WantedTensor,
     locate_checked,
     locate_tensors,
@@ -103,8 +101,11 @@ class HfFamily(Family):
         self, dtype: str, end_of_text: int | None, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
         if self._has_lora:
-            return {ADAPTER_CONFIG: adapter_config(self._model)}
-        return {CONFIG: {**self._base_config(dtype), "tie_word_embeddings": False}, **self._generation({}, turn_ends)}
+            return {ADAPTER_CONFIG_FILE: adapter_config(self._model)}
+        return {
+            CONFIG_FILE: {**self._base_config(dtype), "tie_word_embeddings": False},
+            **self._generation({}, turn_ends),
+        }
 
     def merged_tensors(self, base_model: Path, read_trained: ReadTrained) -> list[TensorBlocks]:
         whole_section = self._model.model_copy(update={"trained": "all"})
@@ -128,14 +129,14 @@ class HfFamily(Family):
         self, base_model: Path, dtype: str, turn_ends: Sequence[int] = ()
     ) -> dict[str, dict[str, Any]]:
         generation = read_generation_config(base_model)
-        return {CONFIG: self._base_config(dtype), **self._generation(generation, turn_ends)}
+        return {CONFIG_FILE: self._base_config(dtype), **self._generation(generation, turn_ends)}
 
     def _generation(self, values: dict[str, Any], turn_ends: Sequence[int]) -> dict[str, dict[str, Any]]:
         if turn_ends:
             known = values.get(END_IDS, parse_config(self._model.config).get(END_IDS))
             ends = known if isinstance(known, list) else [known]
             values = {**values, END_IDS: list(dict.fromkeys([*turn_ends, *(n for n in ends if isinstance(n, int))]))}
-        return {GENERATION: values} if values else {}
+        return {GENERATION_CONFIG_FILE: values} if values else {}
 
     def _base_config(self, dtype: str) -> dict[str, Any]:
         return {**parse_config(self._model.config), "dtype": dtype, "torch_dtype": dtype}

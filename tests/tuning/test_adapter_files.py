@@ -13,9 +13,10 @@ from peft import PeftConfig, PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from agora.core.hub_files import ADAPTER_CONFIG_FILE
 from agora.model import family_of
 from agora.state.model_card import ExportDescription, model_card
-from agora.tuning.adapters.lora import ADAPTER_CONFIG, adapter_config, adapter_tensor_name
+from agora.tuning.adapters.lora import adapter_config, adapter_tensor_name
 from tests.model.tiny_models import CONFIGS, logits_of, make_model, manifest_of, save, some_tokens, stages_of
 from tests.tuning.test_lora_layers import LORA, relative_error, set_matrices
 
@@ -83,7 +84,7 @@ def test_the_adapter_and_its_card_name_the_base_model(
 ) -> None:
     folder = save(make_model("llama"), tmp_path / "base")
     manifest = manifest_of(folder, model={**LORA, "base_name": base_name})
-    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(manifest.model)))
+    (tmp_path / ADAPTER_CONFIG_FILE).write_text(json.dumps(adapter_config(manifest.model)))
     config = PeftConfig.from_pretrained(tmp_path)
     assert (config.base_model_name_or_path, config.revision) == (named, revision)
     described = family_of(manifest.model).describe()

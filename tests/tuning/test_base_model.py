@@ -18,6 +18,7 @@ from agora_protocol.manifest_model import HfSection
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from agora.core.hub_files import WEIGHTS_INDEX_FILE
 from agora.core.optional_packages import PackageMissing
 from agora.model import family_of
 from agora.tuning.base import model_files
@@ -111,12 +112,12 @@ def test_only_the_tensors_of_the_stage_are_read(single: Path, stage: int, monkey
 
 def test_a_peer_needs_the_shards_of_its_own_stage_only(sharded: Path) -> None:
     manifest = manifest_of(sharded, 3)
-    files = json.loads((sharded / model_files.INDEX).read_text())["weight_map"]
+    files = json.loads((sharded / WEIGHTS_INDEX_FILE).read_text())["weight_map"]
     kept = {file for tensor, file in files.items() if ".layers.1." in tensor}
     for path in sharded.glob("*.safetensors"):
         if path.name not in kept:
             path.unlink()
-    (sharded / model_files.INDEX).unlink()
+    (sharded / WEIGHTS_INDEX_FILE).unlink()
     assert isinstance(manifest.model, HfSection) and len(kept) < len(manifest.model.weights)
     build(manifest, 1, sharded)
     for stage in (0, 2):
@@ -358,7 +359,7 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
         "[" * 10_000,
         *listings,
     ):
-        (sharded / model_files.INDEX).write_text(content)
+        (sharded / WEIGHTS_INDEX_FILE).write_text(content)
         with pytest.raises(BaseModelError, match="is not an index of weights files"):
             weight_files(sharded)
 
@@ -374,7 +375,7 @@ def test_a_folder_without_usable_weights_is_one_sentence(sharded: Path, tmp_path
     ids=["lists", "maps", "deep", "long"],
 )
 def test_a_header_of_many_values_takes_no_memory_beyond_its_bytes(json_text: bytes, tmp_path: Path) -> None:
-    path, index = tmp_path / "model.safetensors", tmp_path / "sharded" / model_files.INDEX
+    path, index = tmp_path / "model.safetensors", tmp_path / "sharded" / WEIGHTS_INDEX_FILE
     path.write_bytes(len(json_text).to_bytes(8, "little") + json_text + bytes(64))
     index.parent.mkdir()
     index.write_bytes(json_text)

@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM
 from agora.cli import new_command
 from agora.cli.console import Failure
 from agora.cli.new_command import TuningChoice, manifest_of_base_model
+from agora.core.hub_files import ADAPTER_CONFIG_FILE
 from agora.cost.manifest_cost import run_cost
 from agora.data.tokenizer import byte_tokenizer_json
 from agora.model import family_of
 from agora.train.weight_versions import StageWeights
-from agora.tuning.adapters.lora import ADAPTER_CONFIG, matrices_by_weight
+from agora.tuning.adapters.lora import matrices_by_weight
 from agora.tuning.adapters.peft_folder import check_adapter, read_adapter
 from agora.tuning.base.store import BaseModelError
 from agora.tuning.hf_family import adapter_tensors
@@ -117,7 +118,7 @@ def test_an_exported_adapter_is_gone_on_from_and_exported_again_with_what_was_le
     trained = {name: p.detach().clone() for stage in stages for name, p in stage.trained_parameters()}
     assert trained.keys() == learnt.keys() and all(torch.equal(trained[name], learnt[name]) for name in learnt)
     again = export(manifest, trained, tmp_path / "second")
-    assert (again / ADAPTER_CONFIG).read_text() == (exported / ADAPTER_CONFIG).read_text().replace(
+    assert (again / ADAPTER_CONFIG_FILE).read_text() == (exported / ADAPTER_CONFIG_FILE).read_text().replace(
         '"base_model_name_or_path": null', '"base_model_name_or_path": "base"'
     )
     assert (again / FILE).read_bytes() == (exported / FILE).read_bytes()
@@ -166,8 +167,8 @@ Change = Callable[[Path], None]
 
 def config_with(**values: Any) -> Change:
     def change(folder: Path) -> None:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(config | values))
+        config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+        (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config | values))
 
     return change
 
@@ -208,11 +209,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "alpha not a number": (config_with(lora_alpha=float("nan")), "lora_alpha nan"),
     "dropout of 1": (config_with(lora_dropout=1), "lora_dropout 1"),
     "rslora of text": (config_with(use_rslora="yes"), "use_rslora 'yes'"),
-    "no text": (lambda folder: (folder / ADAPTER_CONFIG).write_bytes(b"\xff\xfe"), "Cannot read"),
-    "no JSON": (lambda folder: (folder / ADAPTER_CONFIG).write_text("[" * 100_000) and None, "is not a JSON object"),
-    "a list": (lambda folder: (folder / ADAPTER_CONFIG).write_text("[]") and None, "is not a JSON object"),
-    "endless": (lambda folder: (folder / ADAPTER_CONFIG).write_text(" " * 10**6) and None, "has more than"),
-    "no config": (lambda folder: (folder / ADAPTER_CONFIG).unlink(), "no adapter_config.json, so it is no adapter"),
+    "no text": (lambda folder: (folder / ADAPTER_CONFIG_FILE).write_bytes(b"\xff\xfe"), "Cannot read"),
+    "no JSON": (
+        lambda folder: (folder / ADAPTER_CONFIG_FILE).write_text("[" * 100_000) and None,
+        "is not a JSON object",
+    ),
+    "a list": (lambda folder: (folder / ADAPTER_CONFIG_FILE).write_text("[]") and None, "is not a JSON object"),
+    "endless": (lambda folder: (folder / ADAPTER_CONFIG_FILE).write_text(" " * 10**6) and None, "has more than"),
+    "no config": (
+        lambda folder: (folder / ADAPTER_CONFIG_FILE).unlink(),
+        "no adapter_config.json, so it is no adapter",
+    ),
     "no matrices": (lambda folder: (folder / FILE).unlink(), "has no adapter_model.safetensors; load"),
     "pickled": (
         lambda folder: (folder / FILE).rename(folder / "adapter_model.bin") and None,

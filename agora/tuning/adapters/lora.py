@@ -125,7 +125,6 @@ def _lora_linears(stage: nn.Module) -> list[nn.Module]:
 # --- the adapter's files as peft reads them
 
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_ROOT: Final = "base_model.model."
 
 

@@ -19,10 +19,11 @@ from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from safetensors import safe_open
 from torch import nn
 
+from agora.core.hub_files import ADAPTER_CONFIG_FILE
 from agora.core.optional_packages import import_tuning
 from agora.core.terminal_text import one_line
 from agora.tuning.adapters.frozen_layers import linear_layers
-from agora.tuning.adapters.lora import ADAPTER_CONFIG, ADAPTER_ROOT, lora_targets
+from agora.tuning.adapters.lora import ADAPTER_ROOT, lora_targets
 from agora.tuning.base.hf_architecture import architecture_of
 from agora.tuning.base.hub import public_name
 from agora.tuning.base.model_files import file_hash, read_header, read_text, refuse_pointer
@@ -149,23 +150,25 @@ def not_from_an_adapter(adapter: Path) -> str:
 
 
 def _refused(folder: Path, what: str) -> BaseModelError:
-    return BaseModelError(f"{folder / ADAPTER_CONFIG}: {one_line(what, 300)}; {MERGE}.")
+    return BaseModelError(f"{folder / ADAPTER_CONFIG_FILE}: {one_line(what, 300)}; {MERGE}.")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise BaseModelError(f"--adapter {folder} is not a folder; name the one that has the adapter's files.")
-    if not (folder / ADAPTER_CONFIG).is_file():
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
         raise BaseModelError(
-            f"{folder} has no {ADAPTER_CONFIG}, so it is no adapter of peft; name a folder that save_pretrained of "
-            "peft or `swarm export` has written, or a whole model with --base-model."
+            f"{folder} has no {ADAPTER_CONFIG_FILE}, so it is no adapter of peft; name a folder that save_pretrained "
+            "of peft or `swarm export` has written, or a whole model with --base-model."
         )
     try:
-        config = json.loads(read_text(folder / ADAPTER_CONFIG, MAX_ADAPTER_CONFIG_BYTES))
+        config = json.loads(read_text(folder / ADAPTER_CONFIG_FILE, MAX_ADAPTER_CONFIG_BYTES))
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise BaseModelError(f"{folder / ADAPTER_CONFIG} is not a JSON object; write it again with save_pretrained.")
+        raise BaseModelError(
+            f"{folder / ADAPTER_CONFIG_FILE} is not a JSON object; write it again with save_pretrained."
+        )
     return config
 
 
@@ -202,7 +205,7 @@ def _check_base_name(folder: Path, config: dict[str, Any], base_name: str) -> st
         wanted = f"{named}@{revision}" if revision else named
         raise BaseModelError(
             f"The adapter in {folder} was made for {one_line(wanted, 200)}, not for {base_name}; name that with "
-            f"--base-model, or, if both are the same model, correct it in {ADAPTER_CONFIG}."
+            f"--base-model, or, if both are the same model, correct it in {ADAPTER_CONFIG_FILE}."
         )
     return named
 
@@ -233,7 +236,7 @@ def _is_named(folder: Path, linear: str, named: Any) -> bool:
         return linear != HEAD
     if not isinstance(named, list) or not all(isinstance(target, str) for target in named):
         raise BaseModelError(
-            f"{folder / ADAPTER_CONFIG}: target_modules is not a list of names; write there the layers that have "
+            f"{folder / ADAPTER_CONFIG_FILE}: target_modules is not a list of names; write there the layers that have "
             'matrices, such as ["q_proj", "v_proj"].'
         )
     return any(linear == target or linear.endswith(f".{target}") for target in named)

@@ -17,21 +17,31 @@ from typing import Final, Literal
 
 from agora_protocol.manifest_model import ADAPTER_FILE
 
+from agora.core.hub_files import (
+    ADAPTER_CONFIG_FILE,
+    CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX_FILE,
+)
 from agora.core.optional_packages import import_optional
 from agora.tuning.base.store import BaseModelError, names_in_index
 
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The files that are fetched besides the weights, if the model has them.
 DESCRIPTIONS: Final = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    INDEX,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
+    CHAT_TEMPLATE_FILE,
+    WEIGHTS_INDEX_FILE,
 )
-ADAPTER_FILES: Final = ("adapter_config.json", ADAPTER_FILE)
+ADAPTER_FILES: Final = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
 Kind = Literal["model", "adapter"]
 _import_hub: Final = partial(import_optional, purpose="What lies on the Hub", extra="tuning")
 MAX_REASON: Final = 200  # characters of an error of the Hub that are shown
@@ -133,9 +143,9 @@ def fetch_adapter(wanted: HubId) -> HubFolder:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    index = folder / INDEX
-    if (folder / ONE_FILE).is_file() or not index.is_file():
-        return [ONE_FILE]
+    index = folder / WEIGHTS_INDEX_FILE
+    if (folder / WEIGHTS_FILE).is_file() or not index.is_file():
+        return [WEIGHTS_FILE]
     try:
         return names_in_index(index)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -24,6 +24,13 @@ from agora_protocol.tensor_list import ListedTensor
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agora.core.hub_files import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    WEIGHTS_FILE,
+    WEIGHTS_INDEX_FILE,
+)
 from agora.data.tokenizer import LFS_POINTER, LFS_WORDS
 from agora.tuning.base.store import (
     DOWNLOAD_AGAIN,
@@ -36,10 +43,7 @@ from agora.tuning.base.store import (
 )
 from agora.tuning.base.tensors import malformed_list_error
 
-CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 MAX_POINTER_BYTES: Final = 1024  # of a git-lfs pointer, as its specification says
-ADAPTER: Final = "adapter_config.json"
-GENERATION: Final = "generation_config.json"
 READABLE: Final = ("F32", "BF16", "F16")  # the dtypes, as safetensors calls them, that become float32 without a loss
 
 
@@ -72,31 +76,33 @@ class StoredTensor:
 
 def read_config(folder: Path) -> str:
     """Returns the text of the folder's config.json, not parsed. Raises BaseModelError if it cannot be read."""
-    if not (require_folder(folder) / CONFIG).exists() and (folder / ADAPTER).is_file():
+    if not (require_folder(folder) / CONFIG_FILE).exists() and (folder / ADAPTER_CONFIG_FILE).is_file():
         raise BaseModelError(
-            f"{folder} has an adapter ({ADAPTER}) and no model; name the folder of its base model, and this one with "
-            "--adapter."
+            f"{folder} has an adapter ({ADAPTER_CONFIG_FILE}) and no model; name the folder of its base model, "
+            "and this one with --adapter."
         )
-    return read_text(folder / CONFIG, 4 * MAX_CONFIG_BYTES)
+    return read_text(folder / CONFIG_FILE, 4 * MAX_CONFIG_BYTES)
 
 
 def weight_files(folder: Path) -> list[str]:
     """model.safetensors, or those in the index, sorted. Raises BaseModelError."""
-    if (folder / ONE_FILE).is_file():
-        refuse_pointer(folder / ONE_FILE)
-        return [ONE_FILE]
-    if not (folder / INDEX).is_file():
+    if (folder / WEIGHTS_FILE).is_file():
+        refuse_pointer(folder / WEIGHTS_FILE)
+        return [WEIGHTS_FILE]
+    if not (folder / WEIGHTS_INDEX_FILE).is_file():
         raise BaseModelError(
-            f"{folder} has neither {ONE_FILE} nor {INDEX}, and other kinds of weights are not read; load the model "
-            "with transformers and write it with save_pretrained."
+            f"{folder} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}, and other kinds of weights are not read; "
+            "load the model with transformers and write it with save_pretrained."
         )
-    refuse_pointer(folder / INDEX)
+    refuse_pointer(folder / WEIGHTS_INDEX_FILE)
     try:
-        names = names_in_index(folder / INDEX)
+        names = names_in_index(folder / WEIGHTS_INDEX_FILE)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BaseModelError(f"{folder / INDEX} is not an index of weights files; {DOWNLOAD_AGAIN}.") from error
+        raise BaseModelError(
+            f"{folder / WEIGHTS_INDEX_FILE} is not an index of weights files; {DOWNLOAD_AGAIN}."
+        ) from error
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise BaseModelError(f"{folder} has no {missing[0]}, which {INDEX} lists; {DOWNLOAD_AGAIN}.")
+        raise BaseModelError(f"{folder} has no {missing[0]}, which {WEIGHTS_INDEX_FILE} lists; {DOWNLOAD_AGAIN}.")
     for name in names:
         refuse_pointer(folder / name)
     return names
@@ -116,7 +122,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     No hash in the manifest covers it. Raises BaseModelError for a file that is not a JSON object or is longer than
     MAX_CONFIG_BYTES.
     """
-    path = folder / GENERATION
+    path = folder / GENERATION_CONFIG_FILE
     if not path.is_file():
         return {}
     try:

@@ -15,10 +15,16 @@ from typing import Any, Final
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
+from agora.core.hub_files import (
+    CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+)
 from agora.data.record_files import HEAD, json_type, refuse_other_content
 from agora.data.tokenizer import (
     BYTES,
-    TOKENIZER_FILE,
     ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
@@ -35,13 +41,9 @@ from agora.tuning.chat.chat_template import (
     without_generation_blocks,
 )
 
-SETTINGS_FILE: Final = "tokenizer_config.json"
-SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
-TEMPLATE_FILE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"  # a folder of named ones
 PROCESSOR_TEMPLATE_FILE: Final = "chat_template.json"  # of models that also see pictures
 DEFAULT: Final = "default"  # the name of the template for conversations
-MODEL_FILE: Final = "config.json"
 CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions")
 BYTES_END: Final = "\0"  # ends a turn for the byte tokenizer
 NO_END: Final = "\n"  # ends a turn for a tokenizer without a token for that
@@ -137,10 +139,12 @@ def open_model_tokenizer(
             f"{folder} has no {TOKENIZER_FILE}; give the folder of a Hugging Face model, with the tokenizer as "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it."
         )
-    model = _read_object(folder / MODEL_FILE)
+    model = _read_object(folder / CONFIG_FILE)
     rows = model.get("vocab_size") if vocabulary is None else vocabulary
     tokenizer = JsonTokenizer(folder / TOKENIZER_FILE, rows if type(rows) is int else None)
-    special = _special_tokens({**_read_object(folder / SPECIAL_TOKENS_FILE), **_read_object(folder / SETTINGS_FILE)})
+    special = _special_tokens(
+        {**_read_object(folder / SPECIAL_TOKENS_FILE), **_read_object(folder / TOKENIZER_CONFIG_FILE)}
+    )
     remarks = _token_remarks(folder, tokenizer, special)
     special.setdefault("eos_token", tokenizer.end_of_text or NO_END)
     longest = next((value for key in CONTEXT_KEYS if isinstance(value := model.get(key), int)), None)
@@ -170,15 +174,16 @@ def _token_remarks(folder: Path, tokenizer: JsonTokenizer, special: Mapping[str,
     end = special.get("eos_token")
     if end is not None and not tokenizer.has_token(end):
         remarks.append(
-            f"the eos_token {end!r} of {SETTINGS_FILE} is no token of {TOKENIZER_FILE}: it is learnt as ordinary text"
+            f"the eos_token {end!r} of {TOKENIZER_CONFIG_FILE} is no token of {TOKENIZER_FILE}: it is learnt "
+            "as ordinary text"
         )
-    added = _read_object(folder / SETTINGS_FILE).get("added_tokens_decoder")
+    added = _read_object(folder / TOKENIZER_CONFIG_FILE).get("added_tokens_decoder")
     entries = added.values() if isinstance(added, Mapping) else ()
     names = [entry.get("content") for entry in entries if isinstance(entry, Mapping)]
     if missing := [name for name in names if isinstance(name, str) and not tokenizer.has_token(name)]:
         remarks.append(
-            f"{SETTINGS_FILE} adds {', '.join(map(repr, missing[:5]))}, which {TOKENIZER_FILE} lacks and no run has; "
-            "to have them, write the tokenizer again with save_pretrained of transformers"
+            f"{TOKENIZER_CONFIG_FILE} adds {', '.join(map(repr, missing[:5]))}, which {TOKENIZER_FILE} lacks and no "
+            "run has; to have them, write the tokenizer again with save_pretrained of transformers"
         )
     return remarks
 
@@ -189,9 +194,11 @@ def _template_remarks(folder: Path) -> list[str]:
     remarks = []
     if DEFAULT in templates and others:
         remarks.append(f"its other templates are not used: {', '.join(others)}; choose one with --chat-template")
-    settings = _read_object(folder / SETTINGS_FILE).get("chat_template")
-    if (folder / TEMPLATE_FILE).is_file() and settings not in (None, templates[DEFAULT]):
-        remarks.append(f"the template is that of {TEMPLATE_FILE}; the other one, in {SETTINGS_FILE}, is not used")
+    settings = _read_object(folder / TOKENIZER_CONFIG_FILE).get("chat_template")
+    if (folder / CHAT_TEMPLATE_FILE).is_file() and settings not in (None, templates[DEFAULT]):
+        remarks.append(
+            f"the template is that of {CHAT_TEMPLATE_FILE}; the other one, in {TOKENIZER_CONFIG_FILE}, is not used"
+        )
     return remarks
 
 
@@ -233,10 +240,10 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
 
 def _folder_templates(folder: Path) -> dict[str, str]:
     # By name, as transformers looks for them; with one name, it is DEFAULT.
-    if (folder / TEMPLATE_FILE).is_file():
-        found: Any = {DEFAULT: _read_text_file(folder / TEMPLATE_FILE)}
+    if (folder / CHAT_TEMPLATE_FILE).is_file():
+        found: Any = {DEFAULT: _read_text_file(folder / CHAT_TEMPLATE_FILE)}
     else:
-        found = _read_object(folder / SETTINGS_FILE).get("chat_template")
+        found = _read_object(folder / TOKENIZER_CONFIG_FILE).get("chat_template")
         if found is None:
             found = _read_object(folder / PROCESSOR_TEMPLATE_FILE).get("chat_template")
     if isinstance(found, list):
@@ -245,7 +252,7 @@ def _folder_templates(folder: Path) -> dict[str, str]:
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     templates = {**{path.stem: _read_text_file(path) for path in more}, **templates}
     if not all(isinstance(text, str) for name_and_text in templates.items() for text in name_and_text):
-        raise DataError(f"The chat_template in {folder / SETTINGS_FILE} is not text; correct it.")
+        raise DataError(f"The chat_template in {folder / TOKENIZER_CONFIG_FILE} is not text; correct it.")
     return templates
 
 
@@ -258,8 +265,8 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     for name in ("bos_token", "eos_token"):
         if not isinstance(texts.get(name), str | bool | None):
             raise DataError(
-                f"{name} in {SETTINGS_FILE} or {SPECIAL_TOKENS_FILE} is {json_type(texts[name])}, not the text of a "
-                "token; correct it."
+                f"{name} in {TOKENIZER_CONFIG_FILE} or {SPECIAL_TOKENS_FILE} is {json_type(texts[name])}, "
+                "not the text of a token; correct it."
             )
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
@@ -291,7 +298,7 @@ def _read_text_file(path: Path) -> str:
 
 
 # Files that belong to a model folder's tokenizer.json and are copied with it; any of them may be missing.
-COPIED: Final = (SETTINGS_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)
+COPIED: Final = (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE)
 
 
 def pretrained_tokenizer_files(
@@ -328,10 +335,10 @@ def pretrained_tokenizer_files(
     if learns_samples and template:
         end_of_turn = open_model_tokenizer(folder, datetime.now()).end_of_turn
         usable = without_generation_blocks(template)
-        files[TEMPLATE_FILE] = (usable if folder is not None else _with_end_token(end_of_turn, usable)).encode()
+        files[CHAT_TEMPLATE_FILE] = (usable if folder is not None else _with_end_token(end_of_turn, usable)).encode()
     elif learns_samples and (folder is not None or source == BYTES) and not _has_template(files):
         end_of_turn = open_model_tokenizer(folder, datetime.now()).end_of_turn
-        files[TEMPLATE_FILE] = plain_template(end_of_turn).encode()
+        files[CHAT_TEMPLATE_FILE] = plain_template(end_of_turn).encode()
     return files
 
 
@@ -345,21 +352,21 @@ def _with_end_token(end_of_turn: str, source: str) -> str:
 
 
 def _has_template(files: dict[str, bytes]) -> bool:
-    settings: dict[str, Any] = json.loads(files[SETTINGS_FILE])
-    return TEMPLATE_FILE in files or bool(settings.get("chat_template"))
+    settings: dict[str, Any] = json.loads(files[TOKENIZER_CONFIG_FILE])
+    return CHAT_TEMPLATE_FILE in files or bool(settings.get("chat_template"))
 
 
 def _read_content(path: Path) -> bytes:
     try:
         content = path.read_bytes()
         refuse_other_content(content[:HEAD], path)
-        is_right = bool(content.decode()) if path.name == TEMPLATE_FILE else isinstance(json.loads(content), dict)
+        is_right = bool(content.decode()) if path.name == CHAT_TEMPLATE_FILE else isinstance(json.loads(content), dict)
     except OSError as error:
         raise DiskError(f"Cannot read {path} ({error.strerror or error}); correct its permissions.") from error
     except (ValueError, RecursionError):
         is_right = False
     if not is_right:
-        kind = "text" if path.name == TEMPLATE_FILE else "a JSON object"
+        kind = "text" if path.name == CHAT_TEMPLATE_FILE else "a JSON object"
         raise DataError(f"{path} is not {kind}; fetch or write it again.")
     return content
 
