@@ -19,10 +19,8 @@ import numpy as np
 from agora_protocol.manifest_model import ADAPTER_FILE
 
 from agora.cli import console
-from agora.cli.console import EXIT_USAGE, Failure, ProgressDisplay
+from agora.cli.console import EXIT_USAGE, Failure
 from agora.core.hub_files import ADAPTER_CONFIG_FILE
-from agora.data.record_files import format_suffix, known_suffixes
-from agora.data.text_sources import READERS
 from agora.tuning.chat.chat_template import split_supervised
 from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.hub_data import fetch_data_set
@@ -329,7 +327,7 @@ def remark_lines(found: DataSurvey, width: int) -> list[str]:
     if changed := [_count_with_noun(count, f"{role} message") for role, count in counts.changed.items() if count]:
         lines.append(f"{'changed':<{width}}{', '.join(changed)} by the template: their text is not there as it is")
     if counts.unwritten:
-        fields = [f"{_escape(repr(name)[:60])} of {count:,}" for name, count in counts.unwritten.most_common(8)]
+        fields = [f"{escape(repr(name)[:60])} of {count:,}" for name, count in counts.unwritten.most_common(8)]
         lines.append(f"{'unwritten':<{width}}the template does not write the fields {', '.join(fields)} messages")
     return lines
 
@@ -340,14 +338,14 @@ def heading_lines(file: SampleFiles, tokenizer: ModelTokenizer) -> list[str]:
     lines = (
         []
         if len(file.files) == 1
-        else [f"files      {len(file.files)}, the first is {_escape(file.files[0].path.name)}"]
+        else [f"files      {len(file.files)}, the first is {escape(file.files[0].path.name)}"]
     )
     return [
         *lines,
         *(f"format     {words}" for words in formats),
         f"objective  {file.objective}",
-        f"tokenizer  {_escape(tokenizer.name)}, conversations by {_escape(tokenizer.template_name)}",
-        *(f"remark     {_escape(remark)}" for remark in tokenizer.remarks),
+        f"tokenizer  {escape(tokenizer.name)}, conversations by {escape(tokenizer.template_name)}",
+        *(f"remark     {escape(remark)}" for remark in tokenizer.remarks),
         *adapter_lines(Path(tokenizer.name), "adapter    "),
     ]
 
@@ -359,8 +357,8 @@ def adapter_lines(folder: Path, heading: str) -> list[str]:
     if not any((folder / name).is_file() for name in ADAPTER_FILES):
         return []
     return [
-        f"{heading}{_escape(str(folder))} has a PEFT adapter beside the base model; it is not loaded, the base model "
-        f"alone is trained. To go on from the adapter: swarm new --adapter {_escape(str(folder))}"
+        f"{heading}{escape(str(folder))} has a PEFT adapter beside the base model; it is not loaded, the base model "
+        f"alone is trained. To go on from the adapter: swarm new --adapter {escape(str(folder))}"
     ]
 
 
@@ -427,7 +425,7 @@ def _render_sequence(sequence: TokenSequence, *, has_colour: bool) -> Text:
     text = Text()
     parts = _split_by_supervision(sequence)
     for part, is_supervised in parts[:SHOWN_PARTS]:
-        shown = _escape(_shorten(part))
+        shown = escape(_shorten(part))
         if is_supervised and not has_colour:
             shown = shown.join(MARKS)
         text.append(shown, STYLE if is_supervised else "")
@@ -443,68 +441,11 @@ def _shorten(text: str) -> str:
     return f"{text[:SHOWN_HEAD]} ... {left_out:,} characters ... {text[-SHOWN_TAIL:]}"
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     return "".join(
         character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
         for character in text
     )
-
-
-# --- the data that a run begins with
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingData:
-    """Data files to train on, and the counts of their samples and tokens.
-
-    files: the files, with absolute paths.
-    named: the absolute paths of what was named: files and folders.
-    tokenizer: with which they were counted.
-    chat_template: the source of the chosen template; "" for the model's own.
-    found: the counts, for rows of context + 1 tokens, of which all but the first are targets.
-    """
-
-    files: SampleFiles
-    named: tuple[Path, ...]
-    tokenizer: ModelTokenizer
-    chat_template: str
-    found: DataSurvey
-
-    @property
-    def objective(self) -> Objective:
-        return self.found.objective
-
-    @property
-    def trainable_samples(self) -> int:
-        return self.found.samples - self.found.left_out
-
-    @property
-    def rows(self) -> int:
-        return ROWS_OF_A_PAIR * self.trainable_samples if self.found.rows is None else self.found.rows
-
-    def summary_lines(self, context: int) -> list[str]:
-        found = self.found
-        supervised = 100 * found.supervised / found.tokens
-        packing = "" if found.efficiency is None else f", {100 * found.efficiency:.1f} % full"
-        formats = list(dict.fromkeys(file.reader.format.name for file in self.files.files))
-        several = f" in {len(self.files.files)} files" if len(self.files.files) > 1 else ""
-        unused = list(dict.fromkeys(name for file in self.files.files for name in file.unused_columns))
-        lines = [
-            f"data         {', '.join(formats)}, {found.samples:,} samples{several}, objective {self.objective}",
-            f"rows         {self.rows:,} of {context:,} tokens{packing}; "
-            f"{supervised:.1f} % of {found.tokens:,} tokens are supervised",
-        ]
-        if self.objective != "lm" and found.truncated_samples:
-            lines.append(f"truncated    {found.truncated_samples:,} samples, {found.truncated_tokens:,} tokens")
-        if found.left_out:
-            lines.append(f"left out     {found.left_out:,} samples {LEFT_OUT[self.objective == 'dpo']}")
-        lines += remark_lines(found, 13)
-        if unused:
-            lines.append(f"not used     the columns {', '.join(map(repr, unused))}")
-        if self.objective != "lm":
-            lines.append(f"template     {_escape(self.tokenizer.template_name)}")
-        lines += [f"remark       {_escape(remark)}" for remark in self.tokenizer.remarks]
-        return lines
 
 
 def check_objective(text: str | None) -> Objective | None:
@@ -514,46 +455,3 @@ def check_objective(text: str | None) -> Objective | None:
         if text == objective:
             return objective
     raise Failure(f"--objective is {', '.join(OBJECTIVES[:-1])} or {OBJECTIVES[-1]}", EXIT_USAGE)
-
-
-def read_training_data(
-    named: Sequence[Path], base_model: Path, reading: ReadingChoice, objective: Objective | None, context: int
-) -> TrainingData:
-    """Reads the whole data once, and counts its samples and tokens by the tokenizer in the folder `base_model`.
-
-    objective: None for the format's usual one. context: number of targets of a row. Shows the progress, and what
-    --skip-bad skipped. Raises InputError for malformed columns, DataError if a file is wrong, DiskError if it cannot be
-    read, Failure if nothing in it can be learnt or, for lm, if a run cannot read it as a corpus.
-    """
-    paths = tuple(path.expanduser().absolute() for path in named)
-    file = open_samples(paths, reading.rules(), objective)
-    if file.objective == "lm":
-        if reading.skip_bad or reading.too_long or reading.chat_template:
-            raise Failure("--skip-bad, --too-long and --chat-template are for samples, not for a corpus", EXIT_USAGE)
-        for each in file.files:
-            _require_readable_corpus(each)
-    template = reading.template(base_model)
-    tokenizer = open_model_tokenizer(base_model, datetime.now(), template)
-    with ProgressDisplay(f"reading {', '.join(str(path) for path in named)}") as display:
-        found = survey(file, tokenizer, context, 0, lambda count: display.show(count, f"{count:,} samples read"))
-    write_bad_report(reading.bad_report, found)
-    require_learnable(file, found)
-    if file.objective == "lm" and found.tokens <= context:
-        raise Failure(
-            f"{file.name} has {found.tokens:,} tokens, and a row has {context + 1:,}; add text, or choose another model"
-        )
-    return TrainingData(file, paths, tokenizer, template, found)
-
-
-def _require_readable_corpus(file: SampleFile) -> None:
-    if file.path.is_dir() or format_suffix(file.path) not in READERS:
-        known = known_suffixes(READERS)
-        raise Failure(f"{file.path} cannot be read as text to learn whole; convert it to {known}", EXIT_USAGE)
-    if file.used_columns != {"text": "text"}:
-        usual = file.reader.format.objectives[0]
-        remedy = f"use --objective {usual}" if usual != "lm" else "rename its column to text"
-        raise Failure(
-            f"{file.path} is of the format {file.reader.format.name}, and --objective lm learns plain text, of .txt "
-            f"files or of a column text; {remedy}",
-            EXIT_USAGE,
-        )

@@ -27,15 +27,8 @@ from agora_protocol.manifest_model import ADAPTER_FILE, HfSection
 from agora_protocol.manifest_sections import ALL_STEPS, DataSection
 
 from agora.cli.console import EXIT_USAGE, Failure, print_json, print_to_stderr
-from agora.cli.data_command import (
-    USUAL_READING,
-    ReadingChoice,
-    TrainingData,
-    adapter_lines,
-    check_objective,
-    local_files,
-    read_training_data,
-)
+from agora.cli.data_command import USUAL_READING, ReadingChoice, adapter_lines, check_objective, local_files
+from agora.cli.run_data import TrainingData, read_training_data
 from agora.core.hub_files import CONFIG_FILE, TOKENIZER_FILE
 from agora.data.local_files import LocalFiles
 from agora.data.text_sources import STDLIB

@@ -19,6 +19,7 @@ from agora.observe import events
 from agora.observe.events import Report
 from agora.swarm.directory_reader import JITTER, DirectoryReader, FoundRecords, RecordStore
 from agora.swarm.key_use import KeyUse
+from agora.swarm.lost_peers import LostPeers
 from agora.swarm.placement import (
     Placement,
     Settling,
@@ -27,7 +28,6 @@ from agora.swarm.placement import (
     next_settling,
     place_as_pinned,
 )
-from agora.swarm.redialling import LostPeers
 from agora.swarm.stage_capacity import MachineCapacity, StageNeeds, equal_needs
 from agora.swarm.unverified_dials import UnverifiedDials
 from agora.swarm.view import PeerView, StageEstimate, View, merge

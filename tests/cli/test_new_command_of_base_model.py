@@ -16,7 +16,7 @@ from agora_protocol.manifest_sections import ALL_STEPS
 
 from agora.cli import data_command, new_command
 from agora.cli.console import EXIT_USAGE, Failure
-from agora.cli.data_command import USUAL_READING, ReadingChoice, TrainingData, read_training_data
+from agora.cli.data_command import USUAL_READING, ReadingChoice
 from agora.cli.new_command import (
     FEWER_ROWS_OF_A_STEP,
     ROWS_OF_A_STEP,
@@ -25,6 +25,7 @@ from agora.cli.new_command import (
     manifest_of_base_model,
     step_values,
 )
+from agora.cli.run_data import TrainingData, read_training_data
 from agora.data.corpus import open_corpus
 from agora.data.local_files import LocalFiles
 from agora.data.sampling import Sampler

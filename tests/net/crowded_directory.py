@@ -27,7 +27,8 @@ from hivemind.dht.routing import DHTID
 from agora.core.calls import ConnectionBroken
 from agora.net.dht import directory
 from agora.net.dht.bounded_dht import DhtRules
-from agora.net.dht.directory import NODES_PER_KEY, Directory
+from agora.net.dht.closest_nodes import NODES_PER_KEY
+from agora.net.dht.directory import Directory
 from agora.net.p2pd.host import Host
 from agora.swarm.directory_reader import CALM_READ_INTERVAL_S, MAX_READ_INTERVAL_S, DirectoryReader
 from agora.swarm.directory_shards import SMALL_RUN, Reading, add_readings, shards_to_publish

@@ -20,7 +20,8 @@ from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 
 from agora.net.dht import directory, stored_records
-from agora.net.dht.directory import NODES_PER_KEY, Directory
+from agora.net.dht.closest_nodes import NODES_PER_KEY
+from agora.net.dht.directory import Directory
 from agora.net.dht.stored_records import BoundedStorage, SignedRecords
 from agora.net.p2pd.hivemind_shim import set_dht_time
 from tests.net.crowded_directory import RUN_ID, Node, claim, nodes

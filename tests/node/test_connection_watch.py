@@ -11,7 +11,7 @@ from agora_protocol.ids import PeerId, Span
 from agora.net.p2pd.host import Host
 from agora.net.rpc.dialling import AddressBook
 from agora.node.peer.local_peer import watch_connections
-from agora.swarm.redialling import LostPeers
+from agora.swarm.lost_peers import LostPeers
 from agora.swarm.view import PeerView, View
 from tests.net.helpers import make_host, run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agora_protocol.ids import PeerId, Span
 
-from agora.swarm.redialling import LOST_LIFETIME_S, MAX_BROKEN_DIALS, LostPeers
+from agora.swarm.lost_peers import LOST_LIFETIME_S, MAX_BROKEN_DIALS, LostPeers
 from agora.swarm.view import PeerView, View
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")

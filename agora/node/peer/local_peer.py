@@ -55,9 +55,10 @@ from agora.pipeline.process_call import WireRules
 from agora.pipeline.router import Router
 from agora.pipeline.work_ledger import WorkLedger
 from agora.replica.reducers import reducing_bandwidths
+from agora.swarm.lost_peers import LostPeers
 from agora.swarm.membership import Membership, MembershipConfig
 from agora.swarm.peer_score import PeerScore
-from agora.swarm.redialling import LostPeers, Redialling
+from agora.swarm.redialling import Redialling
 from agora.swarm.view import PeerView, View
 from agora.train.weight_versions import MAX_TIMES_IN_FLIGHT
 
