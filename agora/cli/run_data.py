@@ -17,7 +17,7 @@ from agora.cli.data_command import (
     require_learnable,
     write_bad_report,
 )
-from agora.data.record_files import format_suffix, known_suffixes
+from agora.data.data_file import format_suffix, known_suffixes
 from agora.data.text_sources import READERS
 from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer

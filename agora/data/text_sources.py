@@ -17,17 +17,9 @@ from typing import Any
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
-from agora.data.record_files import (
-    READ_ERRORS,
-    check_text,
-    format_suffix,
-    import_pyarrow,
-    known_suffixes,
-    not_utf8,
-    open_text,
-    parquet_batches,
-    read_lines,
-)
+from agora.data.data_file import READ_ERRORS, format_suffix, import_pyarrow, known_suffixes, not_utf8, open_text
+from agora.data.record_files import check_text, read_lines
+from agora.data.tables import parquet_batches
 
 STDLIB = "stdlib"
 TEXT_FIELD = "text"

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from agora_protocol.errors import DataError, DiskError, LocalError, ManifestError
 
-from agora.data import record_files, text_sources, token_cache
+from agora.data import json_values, record_files, tables, text_sources, token_cache
 from agora.data.corpus import open_corpus, open_corpus_parts
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import ByteTokenizer, Ids
@@ -334,7 +334,8 @@ def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: str, said: str) -> N
 
 
 def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    for module in (record_files, json_values, tables):
+        monkeypatch.setattr(module, "LONGEST_RECORD", 1 << 20)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * (1 << 20)}))
     assert "rows.jsonl:1 is longer than 1 MiB; split" in refused(tmp_path, "rows.jsonl")
 

@@ -20,10 +20,16 @@ from agora_protocol.errors import DataError, DiskError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agora.data import record_files
-from agora.data.record_files import JsonScanner, read_records
+from agora.data import json_values, record_files, tables
+from agora.data.json_values import JsonScanner
+from agora.data.record_files import read_records
 
 ROWS = [{"text": "caf\u00e9 \U0001f600", "n": number} for number in range(700)]
+
+
+def set_longest_record(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for module in (record_files, json_values, tables):
+        monkeypatch.setattr(module, "LONGEST_RECORD", size)
 
 
 def write_lines(path: Path) -> Path:
@@ -218,7 +224,7 @@ def test_a_line_that_is_no_object_or_no_text_is_named(tmp_path: Path) -> None:
 def test_a_line_longer_than_the_limit_is_refused_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    set_longest_record(monkeypatch, 1 << 20)
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": "x" * (1 << 20)}))
     refused(tmp_path / "x.jsonl", ":1 is longer than 1 MiB; split")
     (tmp_path / "x.txt").write_text("x" * ((1 << 20) + 1))
@@ -285,7 +291,7 @@ def test_the_scanner_takes_what_json_wrote_whatever_the_size_of_its_reads(
 
 
 def test_a_value_longer_than_the_limit_is_refused_also_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    set_longest_record(monkeypatch, 1 << 20)
     scanner = JsonScanner(io.StringIO(json.dumps([{"text": "x" * (1 << 20)}])), Path("x.json"))
     scanner.expect("[")
     with pytest.raises(DataError, match="x.json:1 is longer than 1 MiB; split"):
@@ -454,7 +460,7 @@ def test_malformed_csv_is_named_with_its_line(tmp_path: Path, monkeypatch: pytes
     refused(path, ":1 ends its lines with CR alone")
     path.write_text('a,b\n1,2\n"open,2\n4,5\n')
     refused(path, ":3 is not csv", "close the quote")
-    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    set_longest_record(monkeypatch, 1 << 20)
     path.write_text('a,b\n"' + "x\n" * (1 << 20) + '",2\n')
     refused(path, ":2 is not csv", "1 MiB")
 
@@ -495,7 +501,7 @@ def test_a_compressed_file_that_was_cut_off_is_named(tmp_path: Path, suffix: str
 def test_a_line_that_decompresses_to_gigabytes_is_refused_after_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_files, "LONGEST_RECORD", 1 << 20)
+    set_longest_record(monkeypatch, 1 << 20)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b" " * (64 << 20)))
     tracemalloc.start()
     refused(tmp_path / "x.jsonl.gz", ":1 is longer than 1 MiB")
@@ -521,14 +527,14 @@ def bomb_of_messages(rows: int = 64) -> pa.Table:
 def most_decoded(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most rows' bytes that were decoded at a time, when all records were read."""
     decoded: list[int] = []
-    cut = record_files.bounded_slices
+    cut = tables.bounded_slices
 
     def watched(batch: Any, *arguments: Any) -> Any:
         for part in cut(batch, *arguments):
-            decoded.append(int(record_files._row_bytes(part.to_struct_array()).sum()))
+            decoded.append(int(tables._row_bytes(part.to_struct_array()).sum()))
             yield part
 
-    monkeypatch.setattr(record_files, "bounded_slices", watched)
+    monkeypatch.setattr(tables, "bounded_slices", watched)
     assert sum(1 for _ in read_records(path)) in (64, 256)
     return max(decoded)
 
@@ -545,7 +551,7 @@ def test_a_table_of_some_bytes_that_decodes_to_gigabytes_is_decoded_in_parts(
         table = pa.table({"text": [LONG] * 64})
     pq.write_table(table, path, compression="zstd", **plain)
     assert path.stat().st_size < 100_000
-    assert most_decoded(path, monkeypatch) <= record_files.DECODED_BYTES + (8 << 20)
+    assert most_decoded(path, monkeypatch) <= tables.DECODED_BYTES + (8 << 20)
 
 
 def test_arrow_files_are_decoded_in_parts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,13 +561,13 @@ def test_arrow_files_are_decoded_in_parts_too(tmp_path: Path, monkeypatch: pytes
     with pa.OSFile(str(tmp_path / "folder" / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table)
     (tmp_path / "folder" / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    assert most_decoded(tmp_path / "folder", monkeypatch) <= record_files.DECODED_BYTES + (1 << 20)
+    assert most_decoded(tmp_path / "folder", monkeypatch) <= tables.DECODED_BYTES + (1 << 20)
 
 
 def test_a_row_longer_than_a_record_may_be_is_refused_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_files, "LONGEST_RECORD", 8 << 20)
+    set_longest_record(monkeypatch, 8 << 20)
     pq.write_table(pa.table({"text": ["a", LONG * 9]}), tmp_path / "x.parquet", compression="zstd")
     refused(tmp_path / "x.parquet", "row 2 is longer than 8 MiB; split")
     listed = pa.table({"messages": [[{"content": "a"}], [{"content": LONG}] * 9]})
@@ -572,7 +578,7 @@ def test_a_row_longer_than_a_record_may_be_is_refused_before_it_is_decoded(
 def test_a_column_of_more_values_than_a_file_can_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_files, "MOST_VALUES", 1 << 20)
+    monkeypatch.setattr(tables, "MOST_VALUES", 1 << 20)
     pq.write_table(pa.table({"n": [[0] * (1 << 21)]}), tmp_path / "x.parquet")
     refused(tmp_path / "x.parquet", "2,097,152 values", "do not trust it")
 
@@ -593,7 +599,7 @@ def test_a_column_of_more_values_than_a_file_can_hold_is_refused(
     ],
 )
 def test_the_bytes_of_a_row_do_not_depend_on_its_slice(array: pa.Array) -> None:
-    sizes = record_files._row_bytes(array).tolist()
+    sizes = tables._row_bytes(array).tolist()
     assert len(sizes) == len(array) and all(size >= 0 for size in sizes)
     for start in range(len(array)):
-        assert record_files._row_bytes(array.slice(start)).tolist() == sizes[start:]
+        assert tables._row_bytes(array.slice(start)).tolist() == sizes[start:]

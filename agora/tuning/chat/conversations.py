@@ -21,7 +21,8 @@ from typing import Any, Final, Literal, cast
 
 from agora_protocol.errors import DataError
 
-from agora.data.record_files import KeyTwice, check_text, json_type, parse_json
+from agora.data.json_values import KeyTwice, json_type, parse_json
+from agora.data.record_files import check_text
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -15,7 +15,8 @@ from typing import Final
 from agora_protocol.errors import DataError
 
 from agora.core.optional_packages import import_optional
-from agora.data.record_files import READERS, format_suffix
+from agora.data.data_file import format_suffix
+from agora.data.record_files import READERS
 from agora.tuning.chat.sample_file import SPLIT
 
 DATA_SET: Final = re.compile(

@@ -22,7 +22,8 @@ from agora.core.hub_files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
-from agora.data.record_files import HEAD, json_type, refuse_other_content
+from agora.data.data_file import HEAD, refuse_other_content
+from agora.data.json_values import json_type
 from agora.data.tokenizer import (
     BYTES,
     ByteTokenizer,

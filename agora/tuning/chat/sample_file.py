@@ -17,19 +17,9 @@ from typing import Any, Final, Literal, get_args
 from agora_protocol.errors import DataError, InputError
 from agora_protocol.manifest_sections import DataSection
 
-from agora.data.record_files import (
-    READ_ERRORS,
-    READERS,
-    SPLITS_FILE,
-    STATE_FILE,
-    RawRecord,
-    check_text,
-    data_files,
-    format_suffix,
-    known_suffixes,
-    read_records,
-    unreadable_data,
-)
+from agora.data.data_file import READ_ERRORS, format_suffix, known_suffixes, unreadable_data
+from agora.data.record_files import READERS, RawRecord, check_text, data_files, read_records
+from agora.data.tables import SPLITS_FILE, STATE_FILE
 from agora.tuning.chat.conversations import (
     USUAL_RULES,
     ChatMessage,

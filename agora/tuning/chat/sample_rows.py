@@ -33,8 +33,9 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from numpy.typing import ArrayLike, NDArray
 
+from agora.data.data_file import unreadable_data
 from agora.data.draws import cut_batches, epoch_order, heldout_threshold, seed_key, splitmix64
-from agora.data.record_files import data_files, unreadable_data
+from agora.data.record_files import data_files
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, token_dtype
 from agora.tuning.chat.model_tokenizer import TRAINING_DATE, ModelTokenizer, open_training_tokenizer
