@@ -31,7 +31,7 @@ from agora.cli import console
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.signing_command import Signer, find_signer, known_addresses
 from agora.cli.stage_sources import FoundRun, find_run
-from agora.node import runs
+from agora.node import run_files
 from agora.node.control import control_client
 from agora.swarm.admission import is_outdated
 from agora.swarm.amendments import AmendmentBook, describe_changes
@@ -127,7 +127,7 @@ def _gather(run: str, found: FoundRun, signer: Signer | None) -> _Known:
         told, step = _ask_peers(run, found, signer)
         sealed += told
     for home in found.homes:
-        sealed += runs.read_amendments(home, found.signed.run_id)
+        sealed += run_files.read_amendments(home, found.signed.run_id)
     book = AmendmentBook(found.signed.run_id, found.signed.manifest, _banned_delegates(found).__contains__)
     # What follows another is taken once that is: as often as a chain can be long, at most.
     for _ in range(MAX_AMENDMENTS):
@@ -150,7 +150,7 @@ def _banned_delegates(found: FoundRun) -> set[PeerId]:
     book = AdmissionBook(found.signed.run_id, AdmissionPolicy.of(found.signed.manifest))
     subjects = set()
     for home in found.homes:
-        for sealed in runs.read_revocations(home, found.signed.run_id):
+        for sealed in run_files.read_revocations(home, found.signed.run_id):
             with contextlib.suppress(AgoraError):
                 if (revocation := book.add_revocation(sealed, time.time())) is not None:
                     subjects.add(revocation.subject)
@@ -251,7 +251,7 @@ def _keep(found: FoundRun, book: AmendmentBook, receivers: Sequence[str]) -> Non
     for home in found.homes:
         # A daemon that was told keeps its own file.
         if home.manifest(found.signed.run_id).is_file() and f"the daemon in {home.root}" not in receivers:
-            runs.write_amendments(home, found.signed.run_id, book.sealed())
+            run_files.write_amendments(home, found.signed.run_id, book.sealed())
 
 
 def _as_json(each: SealedAmendment, *, counts: bool, step: int | None) -> dict[str, Any]:

@@ -25,16 +25,8 @@ from agora.tuning.chat.chat_template import split_supervised
 from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.hub_data import fetch_data_set
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer, read_chat_template
-from agora.tuning.chat.sample_file import (
-    OBJECTIVES,
-    Objective,
-    ReadingRules,
-    SampleFile,
-    SampleFiles,
-    open_samples,
-    parse_columns,
-    parse_roles,
-)
+from agora.tuning.chat.sample_file import SampleFile, SampleFiles, open_samples
+from agora.tuning.chat.sample_formats import OBJECTIVES, Objective, ReadingRules, parse_columns, parse_roles
 from agora.tuning.chat.supervision import TokenSequence
 
 if TYPE_CHECKING:

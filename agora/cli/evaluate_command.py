@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from agora.cli import console
 from agora.cli.console import EXIT_USAGE, Failure
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, runs
 from agora.node.control import control_client
 
 ANSWER_TIMEOUT_S: Final = 86_400.0
@@ -19,7 +19,7 @@ def evaluate(run: str, tasks: Sequence[str], items: int, share: float, directory
     if not 0.0 < share <= 1.0:
         raise Failure(f"--share {share}: give a part above 0 and at most 1, such as 0.02", EXIT_USAGE)
     home = paths.home_at(directory)
-    entries = runs.entries_of_run(run, home, paths.find_running_daemons())
+    entries = runs.entries_of_run(run, home, daemon_registry.find_running_daemons())
     if not entries:
         raise Failure(f"no daemon of {run} runs on this machine; start one with `agora-node join RUN --stages 0`")
     results = []
@@ -39,7 +39,7 @@ def _named(task: str) -> str:
     return str(path.absolute()) if path.exists() else task  # the daemon has another working directory
 
 
-def _ask(entries: Sequence[paths.DaemonEntry], task: str, items: int, share: float) -> dict[str, Any]:
+def _ask(entries: Sequence[daemon_registry.DaemonEntry], task: str, items: int, share: float) -> dict[str, Any]:
     refusals = []
     for entry in entries:
         try:

@@ -30,9 +30,9 @@ from agora.cli import console
 from agora.cli.console import EXIT_USAGE, Failure, ProgressDisplay, print_to_stderr
 from agora.cli.stage_sources import FoundRun, StageSources, base_model_folder, collect_stages, find_run, steps_by_stage
 from agora.data.tokenizer import tokenizer_files
-from agora.node import paths
+from agora.node import daemon_registry, paths
 from agora.node.control import control_client
-from agora.node.runs import KnownFiles
+from agora.node.run_files import KnownFiles
 from agora.state.export_tensors import (
     ITEM_BYTES,
     SOURCE_BYTES,
@@ -300,7 +300,7 @@ def learnt_turn_ends(manifest: Manifest, tokenizer: str) -> tuple[int, ...]:
     return turn_end_ids(open_training_tokenizer(tokenizer, manifest.model.vocabulary, template=template))
 
 
-def _fetch_metrics(daemon: paths.DaemonEntry | None) -> dict[str, float]:
+def _fetch_metrics(daemon: daemon_registry.DaemonEntry | None) -> dict[str, float]:
     if daemon is None:
         return {}
     try:

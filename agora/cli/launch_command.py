@@ -25,7 +25,7 @@ from agora_protocol.invite import SCHEME, Invite
 from agora import __version__
 from agora.cli import console, status_command
 from agora.cli.console import EXIT_DONE, EXIT_STALLED, EXIT_USAGE, Failure
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, runs
 from agora.node.control import control_client
 
 Tool = Literal["ssh", "slurm", "kubernetes", "skypilot"]
@@ -342,7 +342,7 @@ def find_invite(run: str, home: paths.Home, *, is_needed: bool) -> tuple[str, st
         reference = runs.resolve(run, home)
         invite = Invite(RunId(reference.run), reference.addresses[:16], reference.name, reference.ticket)
         return reference.name or reference.run[:12], str(invite)
-    entries = runs.entries_of_run(run, home, paths.find_running_daemons())
+    entries = runs.entries_of_run(run, home, daemon_registry.find_running_daemons())
     for entry in entries:
         try:
             return entry.name, str(control_client.ask(Path(entry.socket), "invite")["invite"])

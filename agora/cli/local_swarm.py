@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from agora_protocol.errors import LocalError
 
-from agora.node import paths
+from agora.node import daemon_registry, paths
 from agora.node.control import control_client
 from agora.observe.journal import JournalTail
 
@@ -56,7 +56,7 @@ class LocalDaemon:
         self.process = process
         self.end_is_intended = False
         self._journal = JournalTail(root)
-        self._socket = paths.socket_of(paths.Home(root))
+        self._socket = daemon_registry.socket_of(paths.Home(root))
         self._history: list[dict[str, Any]] = []
 
     @property
@@ -119,7 +119,7 @@ class LocalDaemon:
         self.process.send_signal(signal.SIGKILL)  # it may have been forked too recently to lead its group
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
-        paths.unregister(self._socket)
+        daemon_registry.unregister(self._socket)
 
     def log(self) -> str:
         """The last 3000 characters of log.txt; "" if it cannot be read."""

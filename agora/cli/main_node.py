@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from agora.cli import console
-from agora.node import paths
+from agora.node import daemon_registry, paths, run_files
 from agora.node.control import control_client
 
 app = console.new_app(
@@ -265,7 +265,7 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json:
         _print_answer(answer, as_json)
     pid = supervisor or entries[0].pid
     deadline = time.monotonic() + LEAVE_TIMEOUT_S
-    while paths.is_alive(pid):
+    while daemon_registry.is_alive(pid):
         if time.monotonic() > deadline:
             text = (
                 f"the daemon (pid {pid}) is still leaving after {LEAVE_TIMEOUT_S:.0f} s: this machine is very busy, or"
@@ -350,11 +350,10 @@ def ban(
     Example:
       agora-node ban 12D3KooWA4Xop1JaT3MHxwYMkCepYsv4iPVopMXwCz5iHYdBfeSB
     """
-    from agora.node import runs
 
     if run is None and not _entries_in(directory):
         home = paths.home_at(directory)
-        runs.add_banned(home, peer)
+        run_files.add_banned(home, peer)
         text = f"{peer} is banned here; no daemon runs, so it holds from the next start on."
         _print_answer({"text": text, "peer": peer}, as_json)
         return
@@ -363,8 +362,8 @@ def ban(
     _print_answer(_ask(entries[0], "ban", peer=peer), as_json)
 
 
-def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
-    entries = paths.find_running_daemons()
+def _entries_in(directory: Path | None) -> list[daemon_registry.DaemonEntry]:
+    entries = daemon_registry.find_running_daemons()
     if directory is None:
         return entries
     root = str(paths.home_at(directory).root.resolve())
@@ -372,7 +371,7 @@ def _entries_in(directory: Path | None) -> list[paths.DaemonEntry]:
 
 
 def _ask(
-    entry: paths.DaemonEntry, question: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
+    entry: daemon_registry.DaemonEntry, question: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any
 ) -> Mapping[str, Any]:
     try:
         return control_client.ask(Path(entry.socket), question, timeout_s=timeout_s, **arguments)
@@ -383,12 +382,12 @@ def _ask(
         raise console.Failure(text) from None
 
 
-def _ask_to_leave(entry: paths.DaemonEntry) -> Mapping[str, Any]:
+def _ask_to_leave(entry: daemon_registry.DaemonEntry) -> Mapping[str, Any]:
     deadline = time.monotonic() + END_AFTER_CLOSE_TIMEOUT_S
     try:
         return control_client.ask(Path(entry.socket), "leave", timeout_s=ANSWER_TIMEOUT_S)
     except control_client.DaemonUnreachable as error:
-        while paths.is_alive(entry.pid):
+        while daemon_registry.is_alive(entry.pid):
             if time.monotonic() > deadline:
                 text = f"the daemon with pid {entry.pid} does not answer ({error}); stop it with `kill {entry.pid}`"
                 raise console.Failure(text) from None
@@ -402,7 +401,7 @@ def _ask_all(question: Literal["pause", "resume"], run: str | None, directory: P
     entries = _find_daemons(run, directory)
     if entries[0].supervisor:
         # One that is being started again obeys as well, and answers nothing yet.
-        for home in paths.homes_of_machine(entries[0]):
+        for home in daemon_registry.homes_of_machine(entries[0]):
             if question == "pause":
                 home.paused.touch(mode=0o600)
             else:
@@ -418,7 +417,7 @@ def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
         console.print_to_stderr(str(answer.get("text", "done")))
 
 
-def _find_daemons(run: str | None, directory: Path | None) -> list[paths.DaemonEntry]:
+def _find_daemons(run: str | None, directory: Path | None) -> list[daemon_registry.DaemonEntry]:
     # One daemon, or those of all devices of a machine.
     entries = _entries_in(directory)
     if run is not None:
@@ -429,7 +428,7 @@ def _find_daemons(run: str | None, directory: Path | None) -> list[paths.DaemonE
         raise console.Failure("no such daemon runs on this machine for this user; start one with `agora-node join RUN`")
     supervisors = {entry.supervisor for entry in entries}
     if supervisor := entries[0].supervisor if len(supervisors) == 1 else 0:
-        return [entry for entry in paths.find_running_daemons() if entry.supervisor == supervisor]
+        return [entry for entry in daemon_registry.find_running_daemons() if entry.supervisor == supervisor]
     if len(entries) > 1:
         listed = "; ".join(f"{entry.name} in {entry.root} (pid {entry.pid})" for entry in entries)
         raise console.Failure(f"several daemons run here; choose one with RUN or --dir: {listed}")

@@ -34,7 +34,7 @@ from agora.data.local_files import LocalFiles
 from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES, open_tokenizer
 from agora.tuning.base.hub import Kind, fetch_adapter, fetch_model, hub_id_of, public_name
-from agora.tuning.chat.sample_file import Objective
+from agora.tuning.chat.sample_formats import Objective
 
 if TYPE_CHECKING:
     from agora.tuning.adapters.peft_folder import PeftAdapter

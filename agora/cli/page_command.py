@@ -17,7 +17,7 @@ from agora_protocol.limits import MAX_ADDRESSES
 
 from agora.cli import console, status_command
 from agora.core.tasks import run_in_thread
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, runs
 from agora.node.control import control_client
 from agora.page.feed import LOOK_INTERVAL_S, Feed, Invitation
 from agora.page.model_text import write_run_text
@@ -97,8 +97,8 @@ class SwarmSource:
         self._folder = Path(entry.root) if entry is not None else None
         return status_command.fetch(self._text, self._home)
 
-    def _find_daemon(self) -> paths.DaemonEntry | None:
-        return next((entry for entry in paths.find_running_daemons() if self._reference.is_of(entry)), None)
+    def _find_daemon(self) -> daemon_registry.DaemonEntry | None:
+        return next((entry for entry in daemon_registry.find_running_daemons() if self._reference.is_of(entry)), None)
 
     def _find_invitation(self) -> Invitation | None:
         manifest, reference = self._find_manifest(), self._reference

@@ -21,12 +21,8 @@ from agora.data.data_file import format_suffix, known_suffixes
 from agora.data.text_sources import READERS
 from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer
-from agora.tuning.chat.sample_file import (
-    Objective,
-    SampleFile,
-    SampleFiles,
-    open_samples,
-)
+from agora.tuning.chat.sample_file import SampleFile, SampleFiles, open_samples
+from agora.tuning.chat.sample_formats import Objective
 
 
 @dataclass(frozen=True, slots=True)

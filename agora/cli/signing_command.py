@@ -33,7 +33,7 @@ from agora_protocol.tickets import (
 from agora.cli import console
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.stage_sources import FoundRun, find_run
-from agora.node import runs
+from agora.node import run_files, runs
 from agora.node.control import control_client
 from agora.swarm.admission import LISTED, TICKET, Admission, Revocations, judge_proof
 
@@ -155,7 +155,7 @@ def find_signer(found: FoundRun) -> Signer:
             identity = Identity.load(home.identity)
             if identity.peer == founder:
                 return Signer(identity, b"")
-            proof = runs.read_proof(home, run)
+            proof = run_files.read_proof(home, run)
             judged = judge_proof(open_proof(proof, run), identity.peer, time.time(), Revocations(founder))
             if isinstance(judged, Admission) and judged.role == DELEGATE:
                 return Signer(identity, proof)
@@ -194,7 +194,7 @@ def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) 
     run = found.signed.run_id
     for home in found.homes:
         if home.manifest(run).is_file() and f"the daemon in {home.root}" not in receivers:
-            runs.write_revocations(home, run, [*runs.read_revocations(home, run), sealed])
+            run_files.write_revocations(home, run, [*run_files.read_revocations(home, run), sealed])
 
 
 def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: Signer) -> list[str]:

@@ -16,9 +16,10 @@ from agora_protocol.manifest import SignedManifest
 from agora.cli.console import EXIT_STALLED, Failure, ProgressDisplay, print_to_stderr
 from agora.core.live_manifest import LiveManifest
 from agora.data.local_files import LocalFiles
-from agora.node import paths, runs, settings
+from agora.node import daemon_registry, paths, run_files, runs, settings
 from agora.node.control import control_client
-from agora.node.runs import KnownFiles, RunReference
+from agora.node.run_files import KnownFiles
+from agora.node.runs import RunReference
 from agora.state.checkpoint import MOMENTS, WEIGHTS, end_checkpoint, newest_checkpoint
 from agora.state.export_tensors import StageFile
 from agora.state.layout import AVERAGE
@@ -40,7 +41,7 @@ class StageSources:
     average: bool
     files: tuple[StageFile, ...]
     base: Path
-    daemon: paths.DaemonEntry | None = None
+    daemon: daemon_registry.DaemonEntry | None = None
     places: tuple[Path, ...] = ()
     known: KnownFiles = NOTHING_KNOWN
     amendments: tuple[SealedAmendment, ...] = ()
@@ -66,12 +67,12 @@ class FoundRun:
 
     signed: SignedManifest
     homes: tuple[paths.Home, ...]
-    daemons: tuple[paths.DaemonEntry, ...]
+    daemons: tuple[daemon_registry.DaemonEntry, ...]
     base: Path
 
     def known_files(self) -> KnownFiles:
         """What its daemons on this machine have noted, as far as it is still there."""
-        known = [runs.remembered_files(home, self.signed.run_id) for home in self.homes]
+        known = [run_files.remembered_files(home, self.signed.run_id) for home in self.homes]
         tokenizers, models = [one.tokenizer for one in known], [one.base_model for one in known]
         return KnownFiles(next(filter(None, tokenizers), None), next(filter(None, models), None))
 
@@ -93,7 +94,7 @@ def find_run(run: str, directories: Sequence[Path], *, ask_daemons: bool = True)
     if not directories:
         homes = [paths.home_at(), *(_homes_below(Path(run).parent) if Path(run).is_file() else ())]
     reference = _resolve(run, homes)
-    daemons = tuple(entry for entry in paths.find_running_daemons() if ask_daemons and reference.is_of(entry))
+    daemons = tuple(entry for entry in daemon_registry.find_running_daemons() if ask_daemons and reference.is_of(entry))
     homes = list(dict.fromkeys([*homes, *(paths.Home(Path(entry.root)) for entry in daemons)]))
     return FoundRun(_find_signed_manifest(reference, homes, daemons), tuple(homes), daemons, reference.base)
 
@@ -103,7 +104,7 @@ def collect_stages(found: FoundRun, *, average: bool) -> StageSources:
     chosen = settings.load(found.homes[0].root / "agora.toml", {})
     model = chosen.named_base_model
     places = chosen.data_places if model is None or not model.is_dir() else (*chosen.data_places, model)
-    amendments = runs.amendments_on_disk(found.homes, found.signed, time.time()).chain
+    amendments = run_files.amendments_on_disk(found.homes, found.signed, time.time()).chain
     collected = _collect(found, average=average)
     return replace(collected, places=places, known=found.known_files(), amendments=amendments)
 
@@ -151,7 +152,7 @@ def _resolve(run: str, homes: Sequence[paths.Home]) -> RunReference:
 
 
 def _find_signed_manifest(
-    reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[paths.DaemonEntry]
+    reference: RunReference, homes: Sequence[paths.Home], daemons: Sequence[daemon_registry.DaemonEntry]
 ) -> SignedManifest:
     if reference.signed is not None:
         return reference.signed
@@ -170,7 +171,7 @@ def _find_signed_manifest(
     )
 
 
-def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -> tuple[StageFile, ...]:
+def _ask_to_collect(entry: daemon_registry.DaemonEntry, stage_count: int, average: bool) -> tuple[StageFile, ...]:
     with ProgressDisplay(f"the daemon in {entry.root} collects {stage_count} stages from the swarm"):
         answer = control_client.ask(Path(entry.socket), "collect", timeout_s=COLLECTION_TIMEOUT_S, average=average)
     try:
@@ -183,7 +184,7 @@ def _ask_to_collect(entry: paths.DaemonEntry, stage_count: int, average: bool) -
 
 
 def _end_checkpoints(signed: SignedManifest, homes: Sequence[paths.Home], average: bool) -> tuple[StageFile, ...]:
-    chain = runs.amendments_on_disk(homes, signed, time.time()).chain
+    chain = run_files.amendments_on_disk(homes, signed, time.time()).chain
     end_step = LiveManifest(signed.manifest, chain).total_steps
     name, prefix = (MOMENTS, f"{AVERAGE}.") if average else (WEIGHTS, "")
     files = []

@@ -16,7 +16,7 @@ from agora_protocol.ids import RunId
 
 from agora.cli import console
 from agora.core.terminal_text import printable
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.control import control_client
 from agora.observe.events import DeviceUsed
 
@@ -79,7 +79,7 @@ def fetch(run: str, home: paths.Home) -> Status:
     manifest, DiskError for a manifest that cannot be read.
     """
     reference = runs.resolve(run, home)
-    for entry in paths.find_running_daemons():
+    for entry in daemon_registry.find_running_daemons():
         if reference.is_of(entry):
             with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
                 return control_client.ask(Path(entry.socket), "status")
@@ -136,11 +136,11 @@ def _credentials(reference: runs.RunReference, home: paths.Home) -> tuple[Identi
     if ticket is not None and ticket.secret:
         fresh = Identity.generate()
         return fresh, ticket.proof_for(fresh.peer, run)
-    is_used = any(Path(entry.root).resolve() == home.root.resolve() for entry in paths.find_running_daemons())
+    is_used = any(Path(entry.root).resolve() == home.root.resolve() for entry in daemon_registry.find_running_daemons())
     if is_used or not home.identity.exists():
         return None, b""
     own = Identity.load(home.identity)
-    return own, ticket.proof_for(own.peer, run) if ticket is not None else runs.read_proof(home, run)
+    return own, ticket.proof_for(own.peer, run) if ticket is not None else run_files.read_proof(home, run)
 
 
 def lines_of(status: Status) -> list[str]:

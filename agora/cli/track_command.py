@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from agora.cli import console, status_command
 from agora.cli.trackers import Tracker, TrackerFailed, open_tracker
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, runs
 from agora.observe.journal import JournalTail
 from agora.observe.metrics import FILE_NAME, STATUS_METRICS, Row, SnapshotCollector, make_row
 
@@ -114,7 +114,7 @@ class RowSource:
     def of(cls, text: str, home: paths.Home) -> RowSource:
         """Raises InputError for an unknown run, ManifestError for a bad manifest, Failure for one without an id yet."""
         reference = runs.resolve(text, home)
-        entries = [entry for entry in paths.find_running_daemons() if reference.is_of(entry)]
+        entries = [entry for entry in daemon_registry.find_running_daemons() if reference.is_of(entry)]
         run = reference.run or (entries[0].run if entries else "")
         if not run:
             raise console.Failure(f"{text} is not signed yet; start `agora-node join {text}` first")
@@ -122,7 +122,7 @@ class RowSource:
 
     def new_rows(self) -> list[Row]:
         """Returns the rows since the last call, the oldest first."""
-        entries = [entry for entry in paths.find_running_daemons() if entry.run == self.run]
+        entries = [entry for entry in daemon_registry.find_running_daemons() if entry.run == self.run]
         # One daemon's rows are enough, and two would take turns with two views of the swarm.
         folder = Path(entries[0].root) if entries else self.home.root
         tail = self._tails.setdefault(folder, JournalTail(folder, FILE_NAME))

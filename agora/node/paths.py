@@ -1,4 +1,4 @@
-"""Names the places of a daemon's files on this machine, and finds running daemons by their registry files.
+"""Names the places of a daemon's files on this machine.
 
 Layout of a data directory (mode 0700):
 
@@ -36,10 +36,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import stat
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from agora_protocol.errors import LocalError
@@ -47,7 +46,6 @@ from agora_protocol.errors import LocalError
 MAX_SOCKET_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 HOME_VARIABLE = "AGORA_HOME"
 RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
-SUPERVISOR_VARIABLE = "AGORA_SUPERVISOR_PID"  # of a daemon that another process runs for one device of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +171,7 @@ def distrust_reason(directory: Path, *, is_services: bool = False) -> str:
     return ""
 
 
-def _is_made_by_root(directory: Path) -> bool:
+def is_made_by_root(directory: Path) -> bool:
     status = directory.parent.stat()
     return status.st_uid == 0 and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -184,63 +182,6 @@ class UntrustedDirectory(LocalError):
     code = "untrusted-directory"
 
 
-@dataclass(frozen=True, slots=True)
-class DaemonEntry:
-    """A daemon of this machine, as the registry file next to its control socket describes it.
-
-    run: the run's id, "" for an unsigned draft.
-    name, founder: the run's.
-    peer: the daemon's peer id.
-    root: the daemon's data directory.
-    socket: the path of its control socket.
-    supervisor: the pid of the process that runs it for one device of several, 0 for none.
-    """
-
-    run: str
-    name: str
-    founder: str
-    peer: str
-    pid: int
-    root: str
-    socket: str
-    supervisor: int = 0
-
-    @property
-    def is_alive(self) -> bool:
-        return is_alive(self.pid)
-
-
-def is_alive(pid: int) -> bool:
-    """Returns whether a process of this user, or one that this user may signal, has the number and has not ended."""
-    import psutil  # here: most commands look for no daemon, and need not wait for this import
-
-    try:
-        os.kill(pid, 0)
-        # A parent may be slow to ask how it ended, and a container's first process may never do so.
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except (OSError, psutil.Error):  # another user's process may have the number now
-        return False
-
-
-def homes_of_machine(entry: DaemonEntry) -> list[Home]:
-    """Returns the data directories of all devices' daemons of the machine, that of `entry` included."""
-    root = Path(entry.root)
-    main = Home(root.parent.parent if root.parent.name == "devices" else root)
-    return [main, *(Home(place) for place in sorted(main.devices.iterdir()) if place.is_dir())]
-
-
-def socket_of(home: Home) -> Path:
-    return runtime_directory() / f"{home.socket_stem}.sock"
-
-
-def register(entry: DaemonEntry) -> None:
-    """Writes the registry file by which commands find a running daemon, in place of its data directory's earlier one.
-
-    Raises OSError.
-    """
-    replace_text(Path(entry.socket).with_suffix(".json"), json.dumps(asdict(entry)))
-
-
 def replace_text(path: Path, text: str) -> None:
     """Writes a file in place of an old one, atomically: a reader sees the old text or all of the new. Raises OSError.
 
@@ -249,40 +190,3 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_suffix(".new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
-
-
-def unregister(socket: Path) -> None:
-    """Removes a daemon's socket and the registry file next to it, if they exist."""
-    socket.unlink(missing_ok=True)
-    socket.with_suffix(".json").unlink(missing_ok=True)
-
-
-def find_running_daemons() -> list[DaemonEntry]:
-    """Returns this user's running daemons from their registry files; removes the files of daemons that were killed.
-
-    Skips files that are unreadable or malformed, or that name a socket other than the one beside them. Raises
-    UntrustedDirectory if other users can put files there.
-    """
-    directory = runtime_directory()
-    try:
-        # `sudo agora-node pause` asks a service, whose directory systemd made: /run/agora of the service's own user.
-        reason = distrust_reason(directory, is_services=os.getuid() == 0 and _is_made_by_root(directory))
-    except OSError:
-        return []
-    if reason:
-        raise UntrustedDirectory(f"{reason}; no daemon is asked, and no file is removed there.")
-    running: list[DaemonEntry] = []
-    for path in sorted(directory.glob("*.json")):
-        try:
-            entry = DaemonEntry(**json.loads(path.read_text()))
-            socket = Path(entry.socket)
-            is_beside = socket.name == path.with_suffix(".sock").name and socket.parent.samefile(directory)
-        except (OSError, ValueError, TypeError, RecursionError):
-            continue
-        if not is_beside:
-            continue
-        if entry.is_alive:
-            running.append(entry)
-        else:
-            unregister(path.with_suffix(".sock"))
-    return running

@@ -21,8 +21,9 @@ from pydantic import AfterValidator
 from agora.core.machine_limits import OwnersMemory
 from agora.net.shaping.bandwidth import RateLimits, parse_rate
 from agora.net.shaping.link import LinkSpec
+from agora.node.daemon_registry import SUPERVISOR_VARIABLE
 from agora.node.limits.pausing import Hours
-from agora.node.paths import HOME_VARIABLE, RUNTIME_VARIABLE, SUPERVISOR_VARIABLE
+from agora.node.paths import HOME_VARIABLE, RUNTIME_VARIABLE
 
 PREFIX = "AGORA_"
 FLAGS = "the command line"

@@ -19,7 +19,7 @@ import agora.net.dht
 from agora.cli import amend_command
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.signing_command import InviteRequest
-from agora.node import runs
+from agora.node import run_files
 from tests.cli.test_signing_command import Machine
 
 
@@ -75,7 +75,7 @@ def test_the_founder_amends_and_the_next_one_follows(
     first, second = (open_amendment(sealed, founder.run) for sealed in swarm.known)
     assert second.amendment.previous == first.hash and second.amendment.number == 2
     assert second.amendment.values == {"optimizer.learning_rate": 2.0}, "as the manifest has it"
-    assert runs.read_amendments(founder.home, founder.run) == swarm.known
+    assert run_files.read_amendments(founder.home, founder.run) == swarm.known
     swarm.step = 250
     capsys.readouterr()
     assert amend_command.list_amendments(founder.run, founder.home.root, as_json=True) == 0
@@ -105,7 +105,7 @@ def test_what_cannot_be_says_what_to_do(
 ) -> None:
     swarm, founder = FakeSwarm(monkeypatch), Machine(tmp_path, mode="open")
     refuses(founder, says, from_step, *sets, code=code)
-    assert swarm.known == [] == runs.read_amendments(founder.home, founder.run)
+    assert swarm.known == [] == run_files.read_amendments(founder.home, founder.run)
 
 
 def test_only_founder_and_delegates_sign_and_a_banned_delegate_is_told(
@@ -116,10 +116,10 @@ def test_only_founder_and_delegates_sign_and_a_banned_delegate_is_told(
     refuses(other, "only the founder .* or a delegate can sign", 200, "optimizer.total_steps=4000")
     invite = founder.invite(capsys, InviteRequest(other.identity.peer, role="delegate"))
     proof = InviteTicket.parse(invite.ticket).proof_for(other.identity.peer, other.run)
-    runs.write_proof(other.home, other.run, proof)
+    run_files.write_proof(other.home, other.run, proof)
     assert amend(other, 200, "optimizer.total_steps=4000") == 0 and len(swarm.known) == 1
     ban = Revocation(founder.identity.peer, other.identity.peer, int(time.time()), b"")
-    runs.write_revocations(other.home, other.run, [seal_revocation(ban, other.run, founder.identity)])
+    run_files.write_revocations(other.home, other.run, [seal_revocation(ban, other.run, founder.identity)])
     refuses(other, "the founder has banned this machine's key", 300, "optimizer.total_steps=5000")
 
 
@@ -128,7 +128,7 @@ def test_nothing_is_amended_or_kept_when_nobody_can_be_told(tmp_path: Path, monk
     refuses(founder, "which step it has come to", 200, "optimizer.total_steps=4000", code=EXIT_STALLED)
     swarm.step, swarm.refuses = 100, "Step 200 is too near or over"
     refuses(founder, "does not accept it: Step 200 is too near", 200, "optimizer.total_steps=4000")
-    assert runs.read_amendments(founder.home, founder.run) == []
+    assert run_files.read_amendments(founder.home, founder.run) == []
 
 
 def test_a_run_without_amendments_says_so(

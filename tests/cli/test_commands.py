@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from agora import __version__
 from agora.cli import console, main_node, main_swarm, status_command
 from agora.cli.console import Failure, explain
-from agora.node import paths
+from agora.node import daemon_registry, paths
 from agora.node.control import control_client
 
 Completed = subprocess.CompletedProcess[str]
@@ -162,8 +162,8 @@ def test_move_asks_the_daemon_for_the_stages_and_prints_its_answer(
             raise control_client.DaemonRefused("local", "the run has stages 0 to 3")
         return {"text": "moved to stages 2-3"}
 
-    entry = paths.DaemonEntry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
-    monkeypatch.setattr(paths, "find_running_daemons", lambda: [entry])
+    entry = daemon_registry.DaemonEntry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
+    monkeypatch.setattr(daemon_registry, "find_running_daemons", lambda: [entry])
     monkeypatch.setattr(control_client, "ask", ask)
     moved = CliRunner().invoke(main_node.app, ["move", "--stages", "2-3"])
     assert moved.exit_code == 0 and "moved to stages 2-3" in moved.stderr and not moved.stdout
@@ -252,8 +252,8 @@ def test_watch_and_one_json_object_exclude_each_other(run: Callable[..., Complet
 
 
 def test_a_daemon_of_the_run_is_asked_before_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    entry = paths.DaemonEntry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
-    monkeypatch.setattr(paths, "find_running_daemons", lambda: [entry])
+    entry = daemon_registry.DaemonEntry("ab" * 32, "poems", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
+    monkeypatch.setattr(daemon_registry, "find_running_daemons", lambda: [entry])
     monkeypatch.setattr(control_client, "ask", lambda path, question: example("OK") | {"asked": [str(path), question]})
     found = status_command.fetch("ab" * 32, paths.Home(tmp_path))
     assert found["asked"] == ["/nowhere.sock", "status"]

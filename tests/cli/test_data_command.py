@@ -15,7 +15,7 @@ import pytest
 from agora.cli import console, data_command
 from agora.cli.data_command import DataOptions, ReadingChoice
 from agora.tuning.chat.data_survey import DataSurvey
-from agora.tuning.chat.sample_file import ReadingCounts
+from agora.tuning.chat.sample_formats import ReadingCounts
 from agora.tuning.chat.sample_rows import open_sample_rows
 from tests.tuning.chat_folders import CHATML, write_folder
 from tests.tuning.sample_runs import completions, sample_run

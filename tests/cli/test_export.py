@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agora.cli import console, export_command
 from agora.cli.console import Failure
 from agora.model import StageModule, family_of
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.control.control_socket import ControlSocket, Question
 from agora.state.checkpoint import write_checkpoint
 from agora.state.export_tensors import ExportError
@@ -80,7 +80,7 @@ def disturbed(built: list[StageModule]) -> list[StageModule]:
 @pytest.fixture
 def checkpoints(home: paths.Home, signed: SignedManifest, stages: list[StageModule]) -> paths.Home:
     """A data directory that holds a checkpoint of every stage."""
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     for stage in range(3):
         checkpoint(home, signed, stages, stage, STEPS[stage])
     return home
@@ -172,7 +172,7 @@ def test_a_run_that_keeps_no_average_exports_its_weights_unasked(
     home: paths.Home, stages: list[StageModule], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     signed = SignedManifest.sign(MANIFEST.with_values(optimizer={"average_decay": 0.0}), Identity.generate())
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     for stage in range(3):
         checkpoint(home, signed, stages, stage, 7)
     run("poems", tmp_path / "out")
@@ -189,7 +189,7 @@ def test_a_narrow_subspace_becomes_a_plain_llama_with_the_same_logits(
 ) -> None:
     narrow = MANIFEST.with_values(name="narrow", model={"subspace": subspace, "embedding": embedding})
     founded = SignedManifest.sign(narrow, Identity.generate())
-    runs.remember_manifest(home, founded)
+    run_files.remember_manifest(home, founded)
     built = disturbed([family_of(narrow.model).build_stage(narrow.layers_of(k), narrow.seed) for k in range(3)])
     for stage in range(3):
         checkpoint(home, founded, built, stage, STEPS[stage])
@@ -253,7 +253,7 @@ def test_the_card_of_a_run_with_sparse_boundaries_says_what_the_export_has_that_
     founded = SignedManifest.sign(
         MANIFEST.with_values(name="sparse", boundary={"codec": "top12:int8"}), Identity.generate()
     )
-    runs.remember_manifest(home, founded)
+    run_files.remember_manifest(home, founded)
     for stage in range(3):
         checkpoint(home, founded, stages, stage, STEPS[stage])
     assert run("sparse", tmp_path / "out") == console.EXIT_DONE
@@ -292,7 +292,7 @@ def test_of_a_run_that_has_ended_the_state_at_its_end_is_taken_however_far_other
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Neither a later checkpoint nor what a daemon that goes on would collect; not before every stage has ended."""
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     end = signed.manifest.optimizer.total_steps
     asked = []
 
@@ -352,13 +352,13 @@ def daemon(
     thread.start()
     questions = {name: Question(answer, {}) for name, answer in (others or {}).items()}
     questions["collect"] = Question(collect, {"average": bool}, 30.0)
-    socket = ControlSocket(paths.socket_of(home), questions)
+    socket = ControlSocket(daemon_registry.socket_of(home), questions)
     try:
         asyncio.run_coroutine_threadsafe(socket.start(), loop).result(10)
-        entry = paths.DaemonEntry(
+        entry = daemon_registry.DaemonEntry(
             signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), str(socket.path)
         )
-        paths.register(entry)
+        daemon_registry.register(entry)
         yield
         asyncio.run_coroutine_threadsafe(socket.close(), loop).result(10)
     finally:
@@ -621,14 +621,14 @@ def test_who_may_not_publish_is_told_before_anything_is_collected(
 def test_the_signed_history_goes_with_the_model(home: paths.Home, stages: list[StageModule], tmp_path: Path) -> None:
     founder = Identity.generate()
     signed = SignedManifest.sign(MANIFEST, founder)
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     for stage in range(3):
         checkpoint(home, signed, stages, stage, STEPS[stage])
     changes = pack_canonical({"optimizer.total_steps": 900})
     run_id = bytes.fromhex(signed.run_id)
     amendment = Amendment(founder.peer, 1, run_id, 10, 30, int(time.time()), changes, b"")
     sealed = seal_amendment(amendment, signed.run_id, founder)
-    runs.write_amendments(home, signed.run_id, [sealed])
+    run_files.write_amendments(home, signed.run_id, [sealed])
     run("poems", tmp_path / "out")
     (line,) = (tmp_path / "out" / "amendments").read_text().split()
     assert open_amendment(bytes.fromhex(line), signed.run_id).amendment == amendment

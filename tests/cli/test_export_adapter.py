@@ -28,7 +28,7 @@ from agora.cli import console, export_command
 from agora.cli.console import Failure
 from agora.cli.main_swarm import app
 from agora.model import StageModule
-from agora.node import paths, runs
+from agora.node import paths, run_files, runs
 from agora.node.settings import SettingsError
 from agora.state.checkpoint import write_checkpoint
 from agora.state.export_tensors import ExportError
@@ -82,7 +82,7 @@ def train(base: Path, model: dict[str, Any] = LORA, **sections: dict[str, Any]) 
     sections = {**sections, "objective": objective, "data": {**data, **sections.get("data", {})}}
     signed = SignedManifest.sign(manifest_of(base, 2, model=model, **sections), Identity.generate())
     home, stages = paths.home_at(), stages_of(signed.manifest, base)
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     for number, stage in enumerate(stages):
         random, layout = np.random.default_rng(number), stage_layout(signed.manifest, number)
         for _, parameter in stage.trained_parameters():
@@ -119,7 +119,7 @@ def test_what_a_daemon_has_noted_is_enough_whichever_stages_it_held(
         run(tuned, "out")
     (elsewhere / "tokenizer.json").write_text("that of another project")
     noted = {"base_model": base, "tokenizer": base / "tokenizer.json"}
-    runs.remember_files(tuned.home, tuned.signed.run_id, runs.KnownFiles(**{known: noted[known]}))
+    run_files.remember_files(tuned.home, tuned.signed.run_id, run_files.KnownFiles(**{known: noted[known]}))
     assert run(tuned, "out") == console.EXIT_DONE
     assert Path("out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
@@ -135,7 +135,7 @@ def test_an_adapter_alone_is_no_model_for_llama_cpp_and_a_merged_one_is(tuned: T
 def test_a_merge_needs_no_flag_where_a_daemon_has_noted_the_base_model(tuned: Tuned) -> None:
     with pytest.raises(console.Failure, match="--base-model DIR"):
         run(tuned, "out", merge=True)
-    runs.remember_files(tuned.home, tuned.signed.run_id, runs.KnownFiles(base_model=tuned.base))
+    run_files.remember_files(tuned.home, tuned.signed.run_id, run_files.KnownFiles(base_model=tuned.base))
     assert run(tuned, "out", merge=True) == console.EXIT_DONE
     loaded = AutoModelForCausalLM.from_pretrained("out")
     assert relative_error(loaded(some_tokens()).logits, tuned.logits()) < 1e-5

@@ -21,7 +21,7 @@ from agora_protocol.manifest import Manifest, SignedManifest, preset
 
 from agora.cli import page_command, status_command
 from agora.cli.page_command import QUESTION_INTERVAL_S, SwarmSource
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, run_files, runs
 from agora.page.feed import LOOK_INTERVAL_S
 from agora.page.model_text import MAX_PARAMETERS, text_problem, write_run_text
 from tests.page.made import RUN, good_view, status_of
@@ -45,8 +45,8 @@ def test_an_invite_is_shown_without_its_ticket(tmp_path: Path) -> None:
 def test_the_mode_is_that_of_the_manifest(tmp_path: Path) -> None:
     draft = Manifest.model_validate(Manifest(name="poems").model_dump() | {"admission": {"mode": "ticket"}})
     signed = SignedManifest.sign(draft, Identity.generate())
-    runs.remember_manifest(paths.Home(tmp_path), signed)
-    runs.remember_addresses(paths.Home(tmp_path), signed.run_id, [ADDRESS])
+    run_files.remember_manifest(paths.Home(tmp_path), signed)
+    run_files.remember_addresses(paths.Home(tmp_path), signed.run_id, [ADDRESS])
     found = asyncio.run(source_of("poems", tmp_path).invitation())
     assert found is not None and found.mode == "ticket" and Invite.parse(found.invite).run == signed.run_id
 
@@ -56,12 +56,12 @@ def test_a_daemon_is_looked_at_more_often_than_a_peer(tmp_path: Path, monkeypatc
     source = source_of(f"agora://{RUN}/poems@{ADDRESS}", tmp_path)
     asyncio.run(source.status())
     assert source.look_s == QUESTION_INTERVAL_S and asyncio.run(source.folder()) is None
-    entry = paths.DaemonEntry(RUN, "poems", "", "", os.getpid(), str(tmp_path / "daemon"), "/nowhere.sock")
-    monkeypatch.setattr(paths, "find_running_daemons", lambda: [entry])
+    entry = daemon_registry.DaemonEntry(RUN, "poems", "", "", os.getpid(), str(tmp_path / "daemon"), "/nowhere.sock")
+    monkeypatch.setattr(daemon_registry, "find_running_daemons", lambda: [entry])
     asyncio.run(source.status())
     assert source.look_s == LOOK_INTERVAL_S and asyncio.run(source.folder()) == tmp_path / "daemon"
-    entry_of_another = paths.DaemonEntry("cd" * 32, "x", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
-    monkeypatch.setattr(paths, "find_running_daemons", lambda: [entry_of_another])
+    entry_of_another = daemon_registry.DaemonEntry("cd" * 32, "x", "", "", os.getpid(), str(tmp_path), "/nowhere.sock")
+    monkeypatch.setattr(daemon_registry, "find_running_daemons", lambda: [entry_of_another])
     asyncio.run(source.status())
     assert asyncio.run(source.folder()) is None, "of another run"
 

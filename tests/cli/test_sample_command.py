@@ -15,7 +15,7 @@ from agora.cli.console import Failure
 from agora.cli.sample_command import SamplingOptions, decode_pieces
 from agora.cli.stage_sources import base_model_folder
 from agora.data.tokenizer import ByteTokenizer
-from agora.node import paths, runs
+from agora.node import paths, run_files
 from agora.node.settings import SettingsError
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
@@ -84,7 +84,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = save(make_model("qwen2"), tmp_path / "base")
     manifest = manifest_of(folder, 2, model={"trained": "lora", "frozen_as": "nf4", "lora_dropout": 0.5})
     signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.Home(tmp_path / "peer")
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     for number, stage in enumerate(stages_of(manifest, folder)):
         layout = stage_layout(manifest, number)
         random = np.random.default_rng(number)
@@ -129,7 +129,7 @@ def test_the_folder_is_named_by_the_flag_or_the_settings_of_a_daemon(
     (tuned / "peer" / "agora.toml").write_text('base_model = "/models/one"')
     assert base_model_folder(None, [tuned / "peer"]) == Path("/models/one")
     assert base_model_folder(None, []) is None
-    noted = runs.KnownFiles(base_model=Path("/models/noted"))
+    noted = run_files.KnownFiles(base_model=Path("/models/noted"))
     assert base_model_folder(None, [], noted) == Path("/models/noted")
     assert base_model_folder(None, [tuned / "peer"], noted) == Path("/models/one")
     monkeypatch.setenv("AGORA_BASE_MODEL", "/models/two")

@@ -23,7 +23,7 @@ from agora.cli import main_node, signing_command
 from agora.cli.console import Failure
 from agora.cli.signing_command import InviteRequest
 from agora.cli.stage_sources import FoundRun
-from agora.node import runs
+from agora.node import run_files
 from agora.node.paths import Home
 
 PEER = Identity(bytes([7]) * 32).peer
@@ -36,8 +36,8 @@ class Machine:
         self.home = Home(folder)
         self.identity = Identity.load_or_create(self.home.identity)
         self.signed = signed or SignedManifest.sign(preset("tiny", admission=admission), self.identity)
-        runs.remember_manifest(self.home, self.signed)
-        runs.remember_addresses(self.home, self.run, [f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"])
+        run_files.remember_manifest(self.home, self.signed)
+        run_files.remember_addresses(self.home, self.run, [f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"])
 
     @property
     def run(self) -> RunId:
@@ -74,7 +74,7 @@ def test_a_delegate_signs_in_the_founders_name_but_names_no_delegates(
     other = Machine(tmp_path / "delegate", founder.signed)
     other.refuses("only the founder .* or a delegate can sign", InviteRequest())
     ticket = InviteTicket.parse(founder.invite(capsys, InviteRequest(other.identity.peer, role="delegate")).ticket)
-    runs.write_proof(other.home, other.run, ticket.proof_for(other.identity.peer, other.run))
+    run_files.write_proof(other.home, other.run, ticket.proof_for(other.identity.peer, other.run))
     made = InviteTicket.parse(other.invite(capsys, InviteRequest()).ticket)
     assert [link.role for link in open_proof(made.proof_for(PEER, other.run), other.run)] == [
         "delegate",
@@ -112,7 +112,7 @@ def test_a_ban_that_reaches_nobody_is_kept_for_the_next_start(tmp_path: Path, mo
     asked: list[list[bytes]] = []
 
     def unreachable(*arguments: Any) -> list[str]:
-        asked.append(runs.read_revocations(founder.home, founder.run))
+        asked.append(run_files.read_revocations(founder.home, founder.run))
         raise Failure("nobody could be told")
 
     monkeypatch.setattr(signing_command, "tell_peer", unreachable)
@@ -130,23 +130,23 @@ def test_an_owner_bans_a_peer_while_no_daemon_runs(
 ) -> None:
     monkeypatch.setenv("AGORA_RUNTIME_DIR", str(tmp_path / "no daemons"))
     main_node.ban(PEER, directory=tmp_path)
-    assert runs.read_banned(Home(tmp_path)) == [PEER] and "next start" in capsys.readouterr().err
+    assert run_files.read_banned(Home(tmp_path)) == [PEER] and "next start" in capsys.readouterr().err
     with pytest.raises(InputError, match="not a peer id"):
         main_node.ban("somebody", directory=tmp_path)
 
 
 def test_the_owners_bans_and_the_runs_are_read_again_as_they_were_written(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    assert runs.read_banned(home) == [] == runs.read_revocations(home, "ab")
-    runs.add_banned(home, PEER)
-    runs.add_banned(home, PEER)
-    assert runs.read_banned(home) == [PEER] and home.banned.stat().st_mode & 0o777 == 0o600
-    runs.write_revocations(home, "ab", [b"one", b"two"])
+    assert run_files.read_banned(home) == [] == run_files.read_revocations(home, "ab")
+    run_files.add_banned(home, PEER)
+    run_files.add_banned(home, PEER)
+    assert run_files.read_banned(home) == [PEER] and home.banned.stat().st_mode & 0o777 == 0o600
+    run_files.write_revocations(home, "ab", [b"one", b"two"])
     home.revocations("ab").write_text(home.revocations("ab").read_text() + "not hex\n")
-    assert runs.read_revocations(home, "ab") == [b"one", b"two"]
+    assert run_files.read_revocations(home, "ab") == [b"one", b"two"]
     home.ticket("ab").write_text("not hex")
     with pytest.raises(Exception, match="damaged"):
-        runs.read_proof(home, "ab")
+        run_files.read_proof(home, "ab")
 
 
 def test_a_data_directory_without_the_run_costs_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

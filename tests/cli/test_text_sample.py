@@ -16,7 +16,8 @@ from agora_protocol.manifest import Manifest, SignedManifest
 from agora.cli import console, export_command
 from agora.cli.sample_command import LINE_CHARACTERS, LINES, lines_of_model, printable_lines, try_sample
 from agora.model import family_of
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, run_files
+from agora.node.daemon_registry import DaemonEntry
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
 from agora.train.stage import stage_layout
@@ -39,7 +40,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     family = family_of(MANIFEST.model)
     for stage in range(2):
         home = paths.Home(folder / f"peer-{stage}")
-        runs.remember_manifest(home, signed)
+        run_files.remember_manifest(home, signed)
         layout = stage_layout(MANIFEST, stage)
         module = family.build_stage(MANIFEST.layers_of(stage), 5)
         named = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
@@ -64,12 +65,12 @@ def test_the_lines_are_few_printable_and_the_seeds_own(demo: Path) -> None:
 def test_no_daemon_is_asked_for_what_lies_in_the_folder(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = SignedManifest.from_toml((demo / "run.toml").read_text(), "run.toml").run_id
     with socket.socket(socket.AF_UNIX) as silent:
-        place = paths.socket_of(paths.Home(demo / "peer-0"))
+        place = daemon_registry.socket_of(paths.Home(demo / "peer-0"))
         place.parent.mkdir(parents=True, exist_ok=True)
         silent.bind(str(place))
         silent.listen()
-        paths.register(paths.DaemonEntry(run, "poems", "", "", os.getpid(), str(demo / "peer-0"), str(place)))
-        assert any(entry.run == run for entry in paths.find_running_daemons())
+        daemon_registry.register(DaemonEntry(run, "poems", "", "", os.getpid(), str(demo / "peer-0"), str(place)))
+        assert any(entry.run == run for entry in daemon_registry.find_running_daemons())
         assert try_sample(demo / "run.toml", 0)
     assert not capsys.readouterr().err
 

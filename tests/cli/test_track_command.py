@@ -11,7 +11,7 @@ from agora.cli import status_command, trackers
 from agora.cli.console import Failure
 from agora.cli.track_command import RowSource, Sending, track
 from agora.cli.trackers import TrackerFailed
-from agora.node import paths
+from agora.node import daemon_registry, paths
 from agora.observe.journal import LineFile
 from agora.observe.metrics import FILE_NAME, Row
 
@@ -78,8 +78,8 @@ def test_rows_come_from_the_daemon_of_the_run_and_of_that_run_alone(
 ) -> None:
     root = tmp_path / "daemon"
     root.mkdir()
-    entry = paths.DaemonEntry(RUN, "poems", "", "", os.getpid(), str(root), "/nowhere.sock")
-    monkeypatch.setattr(paths, "find_running_daemons", lambda: [entry])
+    entry = daemon_registry.DaemonEntry(RUN, "poems", "", "", os.getpid(), str(root), "/nowhere.sock")
+    monkeypatch.setattr(daemon_registry, "find_running_daemons", lambda: [entry])
     file = LineFile(root / FILE_NAME, 10_000)
     for line in (row(1.0, 1).to_line(), Row(1.5, "cd" * 32, 9, {}).to_line(), b"torn{\n", row(2.0, 2).to_line()):
         file.append(line)
@@ -91,7 +91,7 @@ def test_rows_come_from_the_daemon_of_the_run_and_of_that_run_alone(
 
 
 def test_without_a_daemon_a_peer_is_asked_once_for_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "find_running_daemons", list)
+    monkeypatch.setattr(daemon_registry, "find_running_daemons", list)
     monkeypatch.setattr(status_command, "fetch", lambda run, home: STATUS)
     source = RowSource.of(RUN, paths.Home(tmp_path))
     (asked,) = source.new_rows()
@@ -101,7 +101,7 @@ def test_without_a_daemon_a_peer_is_asked_once_for_each_step(tmp_path: Path, mon
 
 def test_what_a_peer_sends_in_place_of_numbers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     false = {"loss": "<b>", "tuning": ["x"], "stages": [{"stage": "\x1b" * 99, "replicas": 1, "step": None}]}
-    monkeypatch.setattr(paths, "find_running_daemons", list)
+    monkeypatch.setattr(daemon_registry, "find_running_daemons", list)
     monkeypatch.setattr(status_command, "fetch", lambda run, home: STATUS | false)
     (asked,) = RowSource.of(RUN, paths.Home(tmp_path)).new_rows()
     assert "run_loss_nats" not in asked.metrics

@@ -24,7 +24,7 @@ from agora.cli import export_command
 from agora.core.span_work import SpanWork
 from agora.cost.run_cost import MemoryNeed
 from agora.model import FAMILIES, Family, RunLayer, StageModule, family_of, keep_graph
-from agora.node import paths, runs
+from agora.node import paths, run_files
 from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import write_checkpoint
 from agora.state.export_tensors import ExportedTensor
@@ -199,7 +199,7 @@ def test_its_export_has_its_own_tensors_config_and_card(
     monkeypatch.setenv(paths.HOME_VARIABLE, str(tmp_path / "home"))
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "sockets"))
     signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.home_at()
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     exact: dict[str, Tensor] = {}
     for stage in range(2):
         module = family_of(manifest.model).build_stage(manifest.layers_of(stage), manifest.seed)

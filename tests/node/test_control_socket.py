@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from agora_protocol.errors import AgoraError, LocalError
 
-from agora.node import paths
+from agora.node import daemon_registry, paths
 from agora.node.control import control_client, control_socket
 from agora.node.control.control_socket import ControlSocket, Question
 
@@ -72,12 +72,12 @@ def test_what_a_killed_daemon_left_does_not_take_the_new_socket_along(tmp_path: 
     ended = subprocess.Popen(["true"])
     ended.wait()
     path = tmp_path / "a.sock"
-    paths.register(paths.DaemonEntry("r", "n", "f", "p", ended.pid, str(tmp_path), str(path)))
+    daemon_registry.register(daemon_registry.DaemonEntry("r", "n", "f", "p", ended.pid, str(tmp_path), str(path)))
 
     async def restart() -> dict[str, Any]:
         control = ControlSocket(path, QUESTIONS)
         await control.start()
-        assert paths.find_running_daemons() == []
+        assert daemon_registry.find_running_daemons() == []
         answer = await asyncio.to_thread(control_client.ask, path, "status")
         await control.close()
         return answer

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from agora_protocol.errors import LocalError
 
-from agora.node import paths
+from agora.node import daemon_registry, paths
+from agora.node.daemon_registry import DaemonEntry
 from agora.node.process.main import lock_file
 
 
@@ -32,9 +33,9 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-def entry(tmp_path: Path, pid: int, name: str = "poems") -> paths.DaemonEntry:
+def entry(tmp_path: Path, pid: int, name: str = "poems") -> DaemonEntry:
     home = paths.Home(tmp_path / f"home-{pid}")
-    return paths.DaemonEntry("a" * 64, name, "", "", pid, str(home.root), str(paths.socket_of(home)))
+    return DaemonEntry("a" * 64, name, "", "", pid, str(home.root), str(daemon_registry.socket_of(home)))
 
 
 def test_a_second_daemon_on_a_directory_is_told_who_holds_it(tmp_path: Path) -> None:
@@ -63,14 +64,14 @@ def test_running_daemons_are_found_and_dead_ones_swept(tmp_path: Path, runtime: 
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     alive, dead = entry(tmp_path, os.getpid()), entry(tmp_path, done.pid)
-    paths.register(alive)
-    paths.register(dead)
+    daemon_registry.register(alive)
+    daemon_registry.register(dead)
     Path(dead.socket).touch()
     (runtime / "foreign.json").write_text("[]")
-    assert paths.find_running_daemons() == [alive]
+    assert daemon_registry.find_running_daemons() == [alive]
     assert not Path(dead.socket).exists()
-    paths.unregister(Path(alive.socket))
-    assert paths.find_running_daemons() == []
+    daemon_registry.unregister(Path(alive.socket))
+    assert daemon_registry.find_running_daemons() == []
 
 
 def write_entry(directory: Path, name: str, pid: int, socket: Path) -> None:
@@ -88,8 +89,8 @@ def test_a_daemon_that_has_ended_is_gone_before_its_parent_asks_how(tmp_path: Pa
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie until the block ends
         assert psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE
-        paths.register(entry(tmp_path, ended.pid))
-        assert not entry(tmp_path, ended.pid).is_alive and not paths.find_running_daemons()
+        daemon_registry.register(entry(tmp_path, ended.pid))
+        assert not entry(tmp_path, ended.pid).is_alive and not daemon_registry.find_running_daemons()
 
 
 @pytest.mark.parametrize("pid", ["dead", "alive"])
@@ -107,7 +108,7 @@ def test_an_entry_names_no_file_but_the_socket_beside_it(tmp_path: Path, runtime
     victim.write_text("years of work")
     victim.with_suffix(".json").write_text("{}")
     write_entry(runtime, "x", os.getpid() if pid == "alive" else dead_pid(), victim)
-    assert paths.find_running_daemons() == []
+    assert daemon_registry.find_running_daemons() == []
     assert victim.read_text() == "years of work" and victim.with_suffix(".json").exists()
 
 
@@ -129,7 +130,7 @@ def test_a_directory_that_others_can_fill_is_neither_asked_nor_swept(
     (real / "x.sock").touch()
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(directory))
     with pytest.raises(paths.UntrustedDirectory, match=rf"{paths.RUNTIME_VARIABLE}|chmod 700"):
-        paths.find_running_daemons()
+        daemon_registry.find_running_daemons()
     assert (real / "x.sock").exists()
     with pytest.raises(OSError, match="chmod 700|link or a file|exists"):
         paths.make_private(directory)
@@ -150,10 +151,10 @@ def test_a_foreign_directory_is_asked_by_root_alone_and_only_where_root_made_it(
     os.chown(directory, 65534, 65534)
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(directory))
     if parent_mode == 0o755:
-        assert [entry.pid for entry in paths.find_running_daemons()] == [os.getpid()]
+        assert [entry.pid for entry in daemon_registry.find_running_daemons()] == [os.getpid()]
     else:
         with pytest.raises(paths.UntrustedDirectory, match="another user"):
-            paths.find_running_daemons()
+            daemon_registry.find_running_daemons()
     with pytest.raises(PermissionError, match="another user"):
         paths.make_private(directory)
 
@@ -162,7 +163,7 @@ def test_a_socket_path_never_grows_too_long(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(paths.RUNTIME_VARIABLE, "/" + "deep/" * 30)
     monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    assert len(str(paths.socket_of(paths.Home(Path("/x"))))) <= paths.MAX_SOCKET_PATH_BYTES
+    assert len(str(daemon_registry.socket_of(paths.Home(Path("/x"))))) <= paths.MAX_SOCKET_PATH_BYTES
     assert paths.runtime_directory() == Path(f"/tmp/agora-{os.getuid()}")
 
 

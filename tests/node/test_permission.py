@@ -13,7 +13,8 @@ from agora_protocol.errors import LocalError
 from agora_protocol.identity import Identity
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 
-from agora.node import paths
+from agora.node import daemon_registry, paths
+from agora.node.daemon_registry import DaemonEntry
 from agora.node.runs import RunReference
 from agora.node.span.training_data import open_training_data
 
@@ -83,7 +84,7 @@ def test_an_own_draft_and_an_own_run_need_no_permission() -> None:
 def test_a_run_that_another_daemon_of_this_user_founded_is_an_own_one(tmp_path: Path, peer: Identity) -> None:
     """A daemon here that merely takes part in a stranger's run is no reason."""
     home = paths.Home(tmp_path / "other")
-    socket = str(paths.socket_of(home))
-    paths.register(paths.DaemonEntry("a" * 64, "n", NEIGHBOUR.peer, peer.peer, os.getpid(), str(home.root), socket))
+    socket = str(daemon_registry.socket_of(home))
+    daemon_registry.register(DaemonEntry("a" * 64, "n", NEIGHBOUR.peer, peer.peer, os.getpid(), str(home.root), socket))
     with pytest.raises(Opened if peer is NEIGHBOUR else LocalError):
         open_with(CORPUS, NEIGHBOUR, file=True)

@@ -43,7 +43,7 @@ from agora.net.dht.directory import Directory
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
-from agora.node import runs
+from agora.node import run_files
 from agora.node.paths import Home
 from agora.node.peer.run_admission import Bans, RunAdmission
 from agora.node.process import joining
@@ -359,12 +359,12 @@ def test_an_owner_bans_a_peer_from_this_machine_alone(tmp_path: Path) -> None:
     async def main() -> None:
         async with swarm(tmp_path, signed("open"), [b"", b"", b""]) as (first, second, third):
             await first.network.call(third.id, GetStatus(), deadline=after(5))
-            first.bans.ban_here(runs.add_banned(first.home, third.id))
+            first.bans.ban_here(run_files.add_banned(first.home, third.id))
             await until(lambda: third.id not in first.network.paths)
             with pytest.raises(NotAdmitted, match="owner"):
                 await first.network.call(third.id, GetStatus(), deadline=after(5))
             await second.network.call(third.id, GetStatus(), deadline=after(5))
-            assert runs.read_banned(first.home) == [third.id]
+            assert run_files.read_banned(first.home) == [third.id]
 
     run(main)
 
@@ -393,8 +393,8 @@ def test_in_mode_listed_only_the_listed_are_called_and_strangers_read_if_the_man
 def test_a_daemon_that_starts_does_not_dial_whom_it_remembers_as_banned(tmp_path: Path) -> None:
     manifest, home = signed("open"), Home(tmp_path)
     banned, banned_here, other = (Identity(bytes([n]) * 32).peer for n in (20, 21, 22))
-    runs.write_revocations(home, manifest.run_id, [ban_of(manifest.run_id, banned)])
-    runs.add_banned(home, banned_here)
+    run_files.write_revocations(home, manifest.run_id, [ban_of(manifest.run_id, banned)])
+    run_files.add_banned(home, banned_here)
     startup: Any = SimpleNamespace(home=home)
     known = [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in (banned, banned_here, other)]
     assert joining.leave_out_banned(startup, manifest, known) == tuple(known[2:])

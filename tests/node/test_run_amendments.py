@@ -15,7 +15,7 @@ from agora_protocol.tickets import READER
 
 from agora.core.calls import Reply
 from agora.net.rpc.connection import IncomingCall
-from agora.node import runs
+from agora.node import run_files
 from agora.node.paths import Home
 from agora.node.peer.run_amendments import Amendments, Taken
 from agora.observe import events
@@ -85,7 +85,7 @@ def test_an_amendment_passes_from_neighbour_to_neighbour_and_is_kept_on_every_di
             for member in (first, middle, last):
                 assert [event.number for event in member.events(events.AmendmentTaken)] == [1, 2]
                 assert member.amendments.live.at(100).optimizer.learning_rate == 0.002
-                assert runs.read_amendments(member.home, RUN) == [one.sealed, two.sealed]
+                assert run_files.read_amendments(member.home, RUN) == [one.sealed, two.sealed]
                 assert member.home.amendments(RUN).stat().st_mode & 0o777 == 0o600
                 member.open()
                 assert member.chain == (one, two) and member.amendments.live.number_at(100) == 2
@@ -123,7 +123,7 @@ def test_a_false_or_foreign_one_changes_nothing_goes_no_further_and_counts_again
             assert [(event.peer, event.count) for event in honest.events(events.AmendmentRefused)] == [
                 (liar.peer.id, 2)
             ] * 3
-            assert honest.chain == other.chain == () and runs.read_amendments(honest.home, RUN) == []
+            assert honest.chain == other.chain == () and run_files.read_amendments(honest.home, RUN) == []
             assert honest.amendments.live.at(10**6) is SIGNED.manifest
             assert not other.events(events.AmendmentTaken)
 
@@ -188,14 +188,14 @@ def test_two_halves_of_a_split_have_one_chain_once_they_meet(tmp_path: Path) -> 
             both = (left.amendments.book, right.amendments.book)
             await until(lambda: all((book.chain, book.rivals) == ((of_founder,), (of_delegate,)) for book in both))
             assert left.events(events.AmendmentDropped) and not right.events(events.AmendmentDropped)
-            await until(lambda: runs.read_amendments(left.home, RUN) == runs.read_amendments(right.home, RUN))
+            await until(lambda: run_files.read_amendments(left.home, RUN) == run_files.read_amendments(right.home, RUN))
 
     run(main)
 
 
 def test_a_damaged_file_costs_the_damaged_lines(tmp_path: Path) -> None:
     home, one = Home(tmp_path), made()
-    runs.write_amendments(home, RUN, [one.sealed, b"nothing", made(MEMBER, proof=b"").sealed])
+    run_files.write_amendments(home, RUN, [one.sealed, b"nothing", made(MEMBER, proof=b"").sealed])
     home.amendments(RUN).write_text(home.amendments(RUN).read_text() + "not hex\n")
     member = Member(home)
     member.peer = SimpleNamespace(network=None)

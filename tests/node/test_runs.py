@@ -16,7 +16,7 @@ from agora_protocol.identity import Identity
 from agora_protocol.invite import Invite
 from agora_protocol.manifest import SignedManifest, preset
 
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.paths import Home
 
 ADDRESS = "/ip4/203.0.113.5/tcp/4001/p2p/"
@@ -83,8 +83,8 @@ def test_a_draft_is_the_run_that_a_daemon_on_this_machine_founded_from_it(tmp_pa
     draft = runs.resolve(str(write(tmp_path)), home)
     assert draft.draft is not None and draft.run == ""
     signed = SignedManifest.sign(draft.draft, Identity.generate())
-    entry = paths.DaemonEntry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
-    other = paths.DaemonEntry("b" * 64, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
+    entry = daemon_registry.DaemonEntry(signed.run_id, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
+    other = daemon_registry.DaemonEntry("b" * 64, "poems", signed.founder, "", os.getpid(), str(home.root), "s")
     assert draft.is_of(entry) and not draft.is_of(other)
 
 
@@ -104,56 +104,56 @@ def test_a_file_for_whose_signature_the_disk_has_no_room_keeps_its_text(tmp_path
 def test_where_the_files_lie_is_noted_until_another_place_is_said_or_they_are_gone(home: Home, tmp_path: Path) -> None:
     signed = SignedManifest.sign(preset("tiny"), Identity.generate())
     run, file = signed.run_id, home.manifest(signed.run_id).with_name("files.json")
-    assert runs.remembered_files(home, run) == runs.KnownFiles()
-    runs.remember_manifest(home, signed)
+    assert run_files.remembered_files(home, run) == run_files.KnownFiles()
+    run_files.remember_manifest(home, signed)
     for text in ("", "[]", "{", '["/x/tokenizer.json"]', '{"tokenizer": 3}', "\0"):
         file.write_text(text)
-        assert runs.remembered_files(home, run) == runs.KnownFiles(), text
+        assert run_files.remembered_files(home, run) == run_files.KnownFiles(), text
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
         (folder / "tokenizer.json").touch()
-    runs.remember_files(home, run, runs.KnownFiles(first / "tokenizer.json", first))
-    runs.remember_files(home, run, runs.KnownFiles())  # a later start by name, without flags
-    assert runs.remembered_files(home, run) == runs.KnownFiles(first / "tokenizer.json", first)
-    runs.remember_files(home, run, runs.KnownFiles(base_model=second))
-    assert runs.remembered_files(home, run) == runs.KnownFiles(first / "tokenizer.json", second)
+    run_files.remember_files(home, run, run_files.KnownFiles(first / "tokenizer.json", first))
+    run_files.remember_files(home, run, run_files.KnownFiles())  # a later start by name, without flags
+    assert run_files.remembered_files(home, run) == run_files.KnownFiles(first / "tokenizer.json", first)
+    run_files.remember_files(home, run, run_files.KnownFiles(base_model=second))
+    assert run_files.remembered_files(home, run) == run_files.KnownFiles(first / "tokenizer.json", second)
     (first / "tokenizer.json").unlink()
-    assert runs.remembered_files(home, run) == runs.KnownFiles(None, second)
+    assert run_files.remembered_files(home, run) == run_files.KnownFiles(None, second)
 
 
 def test_a_relative_place_is_noted_as_an_absolute_one(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signed = SignedManifest.sign(preset("tiny"), Identity.generate())
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     monkeypatch.chdir(tmp_path)
     Path("base").mkdir()
-    runs.remember_files(home, signed.run_id, runs.KnownFiles(base_model=Path("base")))
+    run_files.remember_files(home, signed.run_id, run_files.KnownFiles(base_model=Path("base")))
     monkeypatch.chdir("/")
-    assert runs.remembered_files(home, signed.run_id).base_model == tmp_path / "base"
+    assert run_files.remembered_files(home, signed.run_id).base_model == tmp_path / "base"
 
 
 def test_a_joined_run_is_found_by_name_and_by_the_beginning_of_its_id(home: Home) -> None:
     signed = SignedManifest.sign(preset("tiny").with_values(name="poems"), Identity.generate())
-    runs.remember_manifest(home, signed)
-    runs.remember_addresses(home, signed.run_id, [ADDRESS + signed.founder])
+    run_files.remember_manifest(home, signed)
+    run_files.remember_addresses(home, signed.run_id, [ADDRESS + signed.founder])
     for text in ("poems", signed.run_id, signed.run_id[:8]):
         found = runs.resolve(text, home)
         assert (found.run, found.addresses) == (signed.run_id, (ADDRESS + signed.founder,))
     with pytest.raises(InputError, match="did you mean 'poems'"):
         runs.resolve("poem", home)
     twin = SignedManifest.sign(preset("tiny").with_values(name="poems", seed=2), Identity.generate())
-    runs.remember_manifest(home, twin)
+    run_files.remember_manifest(home, twin)
     with pytest.raises(InputError, match="Several runs are called 'poems'"):
         runs.resolve("poems", home)
 
 
 def test_an_invite_is_joined_by_addresses_that_were_remembered(home: Home) -> None:
     signed = SignedManifest.sign(preset("tiny"), Identity.generate())
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     other = "/ip4/203.0.113.6/tcp/4001/p2p/" + Identity.generate().peer
-    runs.remember_addresses(home, signed.run_id, [other])
+    run_files.remember_addresses(home, signed.run_id, [other])
     found = runs.resolve(str(Invite(signed.run_id, (ADDRESS + signed.founder,), "poems")), home)
     assert found.addresses == (ADDRESS + signed.founder, other) and found.signed is None and found.name == "poems"
 
@@ -189,10 +189,10 @@ def test_a_file_with_an_invite_that_is_cut_off_is_said_to_be_one(home: Home, tmp
 
 def test_a_damaged_line_of_remembered_addresses_costs_that_address_alone(home: Home) -> None:
     signed = SignedManifest.sign(preset("tiny"), Identity.generate())
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     whole = ADDRESS + signed.founder
     home.peers(signed.run_id).write_text(f"/ip4/203.0.113.6/tcp\n# mine\n{whole}\n{whole[:-20]}")
-    assert runs.remembered_addresses(home, signed.run_id) == (whole,)
+    assert run_files.remembered_addresses(home, signed.run_id) == (whole,)
 
 
 @pytest.mark.parametrize(

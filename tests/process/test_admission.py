@@ -11,7 +11,7 @@ from agora_protocol.addresses import peer_of_address
 
 from agora.cli import signing_command
 from agora.cli.signing_command import InviteRequest
-from agora.node import runs
+from agora.node import run_files
 from agora.node.paths import Home
 from tests.process.harness import ENOUGH, Daemon, Swarm, swarm, swarm_command, tiny
 
@@ -41,7 +41,7 @@ def peers_seen(daemon: Daemon) -> set[str]:
 def peers_on_disk(daemon: Daemon) -> set[str]:
     """The peers whose addresses the daemon has written for its next start, which a `swarm` command finds, too."""
     run = daemon.events("PeerStarted")[0]["run"]
-    return {peer_of_address(address) for address in runs.remembered_addresses(Home(daemon.root), run)}
+    return {peer_of_address(address) for address in run_files.remembered_addresses(Home(daemon.root), run)}
 
 
 def test_only_who_has_a_ticket_trains_until_it_is_banned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

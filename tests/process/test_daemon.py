@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from agora.node import paths
+from agora.node import daemon_registry, paths
 from agora.node.control.control_client import DaemonRefused
 from tests.process.forked import Forked
 from tests.process.harness import LEAVE_S, WAIT_S, Daemon, Swarm, fired, p2pd_of, swarm, tiny
@@ -94,7 +94,7 @@ def test_a_daemons_life_from_ready_to_its_end(tmp_path: Path, monkeypatch: pytes
         assert second.process.wait(WAIT_S) == 1
         assert "p2pd ended by itself" in second.log().splitlines()[-1]
         second.end_is_intended = True
-        assert not paths.socket_of(paths.Home(second.root)).exists()
+        assert not daemon_registry.socket_of(paths.Home(second.root)).exists()
 
         leaves_in_order(first)
         made.until(lambda: "STOPPING=1" in lines, "the manager to hear of the end")
@@ -115,7 +115,7 @@ def leaves_in_order(daemon: Daemon) -> None:
     home = {event["microbatch"] for event in daemon.events("MicrobatchCompleted")}
     given_up = {event["microbatch"] for event in daemon.events("MicrobatchDropped")}
     assert {event["microbatch"] for event in daemon.events("MicrobatchStarted")} == home | given_up
-    assert not paths.socket_of(paths.Home(daemon.root)).exists()
+    assert not daemon_registry.socket_of(paths.Home(daemon.root)).exists()
 
 
 def test_a_second_signal_leaves_at_once_and_pauses_are_kept(tmp_path: Path) -> None:

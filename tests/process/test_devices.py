@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agora.node import paths
+from agora.node import daemon_registry
 from tests.process.harness import LEAVE_S, WAIT_S, Daemon, Swarm, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -29,9 +29,9 @@ def tell(command: str, directory: Path) -> dict[str, object]:
     return answer
 
 
-def entries(directory: Path) -> dict[str, paths.DaemonEntry]:
+def entries(directory: Path) -> dict[str, daemon_registry.DaemonEntry]:
     """Returns the running daemons of a machine by the name of their data directory."""
-    found = [entry for entry in paths.find_running_daemons() if Path(entry.root).is_relative_to(directory)]
+    found = [entry for entry in daemon_registry.find_running_daemons() if Path(entry.root).is_relative_to(directory)]
     return {Path(entry.root).name: entry for entry in found}
 
 
@@ -89,7 +89,7 @@ def test_one_command_runs_pauses_and_ends_a_daemon_for_each_device_and_restarts_
         machine.end_is_intended = True
         tell("leave", machine.root)
         assert machine.process.wait(LEAVE_S) == 0
-        assert not any(paths.is_alive(process.pid) for process in processes)
+        assert not any(daemon_registry.is_alive(process.pid) for process in processes)
     notices.close()
 
 
@@ -109,7 +109,7 @@ def test_a_hanging_daemon_is_started_again_and_a_killed_supervisor_leaves_none_b
 
         left = [psutil.Process(entry.pid) for entry in entries(machine.root).values()]
         machine.kill(signal.SIGKILL)
-        made.until(lambda: not any(paths.is_alive(process.pid) for process in left), "its daemons to leave")
+        made.until(lambda: not any(daemon_registry.is_alive(process.pid) for process in left), "its daemons to leave")
 
 
 def test_a_run_that_admits_nobody_ends_the_command_as_a_single_daemon_would(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agora.node import paths
+from agora.node import daemon_registry
 from tests.process.harness import WAIT_S, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -48,7 +48,7 @@ def test_machines_that_ssh_reaches_join_and_leave_again(tmp_path: Path) -> None:
         up = subprocess.run(
             [*command, "--wait", str(WAIT_S), "--json"], env=environment, capture_output=True, text=True, timeout=WAIT_S
         )
-        started = [entry for entry in paths.find_running_daemons() if f"{tmp_path}/lab" in entry.root]
+        started = [entry for entry in daemon_registry.find_running_daemons() if f"{tmp_path}/lab" in entry.root]
         processes = [psutil.Process(entry.pid) for entry in started]
         try:
             assert up.returncode == 0, up.stderr
@@ -60,7 +60,7 @@ def test_machines_that_ssh_reaches_join_and_leave_again(tmp_path: Path) -> None:
             assert stat.S_IMODE(kept.stat().st_mode) == 0o600
             down = subprocess.run([*command, "--down"], env=environment, capture_output=True, text=True, timeout=WAIT_S)
             assert down.returncode == 0, down.stderr
-            assert not any(paths.is_alive(process.pid) for process in processes)
+            assert not any(daemon_registry.is_alive(process.pid) for process in processes)
         finally:
             for process in processes:
                 if process.is_running():

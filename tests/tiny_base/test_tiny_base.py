@@ -24,7 +24,8 @@ from agora.data import text_sources
 from agora.data.text_sources import stdlib_files
 from agora.tuning.chat.chat_template import split_supervised
 from agora.tuning.chat.model_tokenizer import open_model_tokenizer
-from agora.tuning.chat.sample_file import ReadingCounts, ReadingRules, open_samples
+from agora.tuning.chat.sample_file import open_samples
+from agora.tuning.chat.sample_formats import ReadingCounts, ReadingRules
 from agora.tuning.chat.supervision import tokenise
 
 SOME_FILES = 30

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from agora.cli import export_command
 from agora.model import family_of
-from agora.node import paths, runs
+from agora.node import paths, run_files
 from agora.node.limits.memory import MemoryBudget, check_memory
 from agora.state.checkpoint import write_checkpoint
 from agora.state.layout import StageState
@@ -201,7 +201,7 @@ def test_the_export_is_a_folder_that_transformers_loads_and_that_another_run_may
     base = save(make_model(name, tie_word_embeddings=is_tied), tmp_path / "base")
     manifest = manifest_of(base)
     signed, home = SignedManifest.sign(manifest, Identity.generate()), paths.home_at()
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     stages = stages_of(manifest, base)
     for number, stage in enumerate(stages):
         with torch.no_grad():

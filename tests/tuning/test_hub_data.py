@@ -11,7 +11,8 @@ from agora_protocol.errors import DataError
 from huggingface_hub import constants
 
 from agora.tuning.chat.hub_data import fetch_data_set, training_files
-from agora.tuning.chat.sample_file import ReadingCounts, ReadingRules, open_samples
+from agora.tuning.chat.sample_file import open_samples
+from agora.tuning.chat.sample_formats import ReadingCounts, ReadingRules
 from tests.tuning.hub_server import COMMIT, REPO, FakeHub, serve
 
 ROW = {"prompt": "a", "completion": "b"}

@@ -14,15 +14,8 @@ import pytest
 from agora_protocol.errors import DataError, InputError
 
 from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Sample
-from agora.tuning.chat.sample_file import (
-    FORMATS,
-    Objective,
-    ReadingCounts,
-    ReadingRules,
-    open_samples,
-    parse_columns,
-    parse_roles,
-)
+from agora.tuning.chat.sample_file import open_samples
+from agora.tuning.chat.sample_formats import FORMATS, Objective, ReadingCounts, ReadingRules, parse_columns, parse_roles
 
 SYSTEM = ChatMessage("system", "Be brief.")
 USER = ChatMessage("user", "2 + 2?")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from agora.tuning.chat import sample_rows
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer
-from agora.tuning.chat.sample_file import ReadingCounts, hash_samples
+from agora.tuning.chat.sample_file import hash_samples
+from agora.tuning.chat.sample_formats import ReadingCounts
 from agora.tuning.chat.sample_rows import RowBuilder, RowSummary, SampleRows, open_sample_rows
 from agora.tuning.chat.supervision import TokenSequence
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, write_folder

@@ -29,7 +29,8 @@ from agora.tuning.chat.chat_template import (
 )
 from agora.tuning.chat.conversations import ChatMessage, Completion, Conversation, PlainText, Preference, Role, Sample
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer, read_chat_template
-from agora.tuning.chat.sample_file import PlacedSample, ReadingCounts, ReadingRules
+from agora.tuning.chat.sample_file import PlacedSample
+from agora.tuning.chat.sample_formats import ReadingCounts, ReadingRules
 from agora.tuning.chat.supervision import TokenSample, encode_samples, mark_sample, tokenise
 from tests.tuning.chat_folders import CHATML, CHATML_WITH_BLOCKS, DROPS_EARLIER_THOUGHTS, write_folder
 

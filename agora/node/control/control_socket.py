@@ -21,7 +21,7 @@ from typing import Any
 
 from agora_protocol.errors import AgoraError, LocalError
 
-from agora.node import paths
+from agora.node import daemon_registry, paths
 
 MAX_LINE_BYTES = 16 * 1024
 MAX_CONNECTIONS = 32
@@ -71,7 +71,7 @@ class ControlSocket:
         try:
             paths.make_private(self.path.parent)
             # A dead daemon's registry file too: find_running_daemons() would remove our socket with it.
-            paths.unregister(self.path)
+            daemon_registry.unregister(self.path)
             self._server = await asyncio.start_unix_server(self._accept, str(self.path), limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
         except OSError as error:
@@ -87,7 +87,7 @@ class ControlSocket:
         for task in tuple(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        paths.unregister(self.path)
+        daemon_registry.unregister(self.path)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= MAX_CONNECTIONS:

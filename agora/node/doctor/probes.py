@@ -32,7 +32,7 @@ from agora_protocol.tickets import InviteTicket
 from packaging.requirements import Requirement
 
 from agora.core.machine_limits import least_memory, least_processors
-from agora.node import paths, runs, settings
+from agora.node import daemon_registry, paths, run_files, runs, settings
 from agora.node.control import control_client
 from agora.node.doctor.checks import PackageReading, PeerReading, Readings
 from agora.node.limits.disk import MIN_FREE_BYTES, check_disk, stored_bytes
@@ -299,9 +299,9 @@ class _DaemonReading(NamedTuple):
 
 def _read_daemon(home: paths.Home) -> _DaemonReading:
     root = str(home.root.resolve())
-    entries: list[paths.DaemonEntry] = []
+    entries: list[daemon_registry.DaemonEntry] = []
     with contextlib.suppress(paths.UntrustedDirectory):  # which the check of the sockets names
-        entries = paths.find_running_daemons()
+        entries = daemon_registry.find_running_daemons()
     entry = next((entry for entry in entries if str(Path(entry.root).resolve()) == root), None)
     if entry is None:
         return _DaemonReading()
@@ -340,7 +340,7 @@ def _read_unit_state() -> str:
 def _find_admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me: PeerId) -> str:
     run, policy = signed.run_id, AdmissionPolicy.of(signed.manifest)
     try:
-        proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else runs.read_proof(home, run)
+        proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else run_files.read_proof(home, run)
         is_member = AdmissionBook(run, policy).judge(me, proof, time.time()).is_member
     except AgoraError as error:
         return str(error)

@@ -33,7 +33,7 @@ from agora.net.rpc.budgets import NetLimits
 from agora.net.rpc.dialling import AddressBook, DialStrategy
 from agora.net.rpc.network import Network
 from agora.net.shaping.bandwidth import SAMPLE_INTERVAL_S, UplinkMeter
-from agora.node import runs
+from agora.node import run_files
 from agora.node.control.node_report import NodeReport, progress_record, status_json
 from agora.node.limits.memory import MemoryGuard, measure_budget
 from agora.node.peer.base_supply import BaseSupply
@@ -389,7 +389,7 @@ class LocalPeer:
             peers = [peer for peer in self._redialling.remembered_peers() if self.admission.may_call(peer)]
             if addresses := addresses_to_keep(map(self._redialling.addresses_of, peers), self.network.address_book):
                 try:
-                    await asyncio.to_thread(runs.remember_addresses, home, run, addresses)
+                    await asyncio.to_thread(run_files.remember_addresses, home, run, addresses)
                 except OSError as error:
                     trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
                     self.startup.report_event(trouble)

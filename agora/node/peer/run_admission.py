@@ -28,7 +28,7 @@ from agora.net.dht.directory import Directory
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
-from agora.node import runs
+from agora.node import run_files
 from agora.node.paths import Home
 from agora.node.startup import Startup
 from agora.observe import events
@@ -45,9 +45,9 @@ def load_admission_book(home: Home, signed: SignedManifest, now_unix: float) -> 
 
     Leaves out revocations that are invalid by now. Raises DiskError when a file cannot be read.
     """
-    banned = runs.read_banned(home)
+    banned = run_files.read_banned(home)
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest), banned)
-    for sealed in runs.read_revocations(home, signed.run_id):
+    for sealed in run_files.read_revocations(home, signed.run_id):
         with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
             book.add_revocation(sealed, now_unix)
     return book
@@ -184,7 +184,7 @@ class Bans:
 
     def _write_revocations(self) -> None:
         try:
-            runs.write_revocations(self._startup.home, self._run, self._book.signed_revocations())
+            run_files.write_revocations(self._startup.home, self._run, self._book.signed_revocations())
         except DiskError as error:  # they then hold only until the daemon ends
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
 

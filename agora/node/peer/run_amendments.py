@@ -27,7 +27,7 @@ from agora.core.clock import loop_time
 from agora.core.live_manifest import LiveManifest
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
-from agora.node import runs
+from agora.node import run_files
 from agora.node.startup import Startup
 from agora.observe import events
 from agora.swarm.amendments import IsBanned, describe_changes
@@ -66,7 +66,7 @@ class Amendments:
 
         is_banned: whether the founder has banned a delegate. usual_step: returns the step that the run has come to.
         """
-        self.book = runs.amendments_on_disk([startup.home], signed, unix(), is_banned)
+        self.book = run_files.amendments_on_disk([startup.home], signed, unix(), is_banned)
         self.live = LiveManifest(signed.manifest, self.book.chain)
         self._startup = startup
         self._run: RunId = signed.run_id
@@ -182,7 +182,7 @@ class Amendments:
 
     def _write(self) -> None:
         try:
-            runs.write_amendments(self._startup.home, self._run, self.book.sealed())
+            run_files.write_amendments(self._startup.home, self._run, self.book.sealed())
         except DiskError as error:  # they then hold only until the daemon ends, and are fetched again
             self._startup.report_event(events.DiskTrouble(str(self._startup.home.amendments(self._run)), str(error)))
 

@@ -14,7 +14,7 @@ from agora.core.clock import loop_time
 from agora.core.metrics import named_means
 from agora.core.tasks import run_in_thread
 from agora.data.evaluation_tasks import load_task
-from agora.node import runs
+from agora.node import run_files
 from agora.node.control.control_socket import Answer, Question
 from agora.node.control.node_report import report_json, status_json
 from agora.node.process.evaluation import TaskEvaluator
@@ -147,7 +147,7 @@ class ControlApi:
         """
         is_closed = self._daemon.local_peer is None and self._daemon.pause.reason
         bans = None if is_closed else self._require_bans()
-        banned = runs.add_banned(self._daemon.startup.home, peer)
+        banned = run_files.add_banned(self._daemon.startup.home, peer)
         if bans is not None:
             bans.ban_here(banned)
         return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}

@@ -28,7 +28,7 @@ from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.control import control_client
 from agora.node.peer.run_admission import load_admission_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
@@ -63,7 +63,7 @@ async def read_manifest(startup: Startup) -> SignedManifest:
     adopt = partial(_adopt_manifest, startup)
     with startup.phases.enter("manifest") as note:
         found, note.text = reference.signed, "signed"
-        for entry in paths.find_running_daemons():
+        for entry in daemon_registry.find_running_daemons():
             if found is None and reference.is_of(entry):
                 file = paths.Home(Path(entry.root)).manifest(entry.run)
                 found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
@@ -132,10 +132,10 @@ def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
     if not book.judge(startup.me, proof, time.time()).is_member:
         raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
-    runs.remember_manifest(home, signed)
+    run_files.remember_manifest(home, signed)
     remember_files(startup, signed.manifest)
     if proof:
-        runs.write_proof(home, signed.run_id, proof)
+        run_files.write_proof(home, signed.run_id, proof)
     _register(startup, signed.run_id, signed.manifest.name, signed.founder)
 
 
@@ -153,11 +153,11 @@ def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
 
 def _register(startup: Startup, run: str, name: str, founder: str) -> None:
     home = startup.home
-    socket, supervisor = str(paths.socket_of(home)), os.environ.get(paths.SUPERVISOR_VARIABLE, "")
+    socket, supervisor = str(daemon_registry.socket_of(home)), os.environ.get(daemon_registry.SUPERVISOR_VARIABLE, "")
     pid = int(supervisor) if supervisor.isdecimal() else 0
-    entry = paths.DaemonEntry(run, name, founder, startup.me, os.getpid(), str(home.root), socket, pid)
+    entry = daemon_registry.DaemonEntry(run, name, founder, startup.me, os.getpid(), str(home.root), socket, pid)
     try:
-        paths.register(entry)
+        daemon_registry.register(entry)
     except OSError as error:
         folder = Path(entry.socket).parent
         advice = f"free some space there, or set {paths.RUNTIME_VARIABLE} to another folder."
@@ -172,7 +172,7 @@ def startup_after_pause(startup: Startup, signed: SignedManifest | None) -> Star
     reference = startup.reference
     incarnation = next_incarnation(startup.home.incarnation, time.time_ns())
     run = signed.run_id if signed is not None else reference.run
-    known = runs.remembered_addresses(startup.home, run) if run else ()
+    known = run_files.remembered_addresses(startup.home, run) if run else ()
     addresses = tuple(dict.fromkeys([*reference.addresses, *known]))
     return replace(startup, incarnation=incarnation, reference=replace(reference, addresses=addresses))
 
@@ -199,7 +199,7 @@ def own_proof(startup: Startup, run: RunId) -> bytes:
     """
     if ticket := startup.reference.ticket:
         return InviteTicket.parse(ticket).proof_for(startup.me, run)
-    return runs.read_proof(startup.home, run)
+    return run_files.read_proof(startup.home, run)
 
 
 async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
@@ -260,7 +260,7 @@ def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Seq
     With `signed`, also leaves out peers that are banned from the run or otherwise not admitted to it.
     """
     if signed is None:
-        banned = set(runs.read_banned(startup.home))
+        banned = set(run_files.read_banned(startup.home))
         return tuple(address for address in known if peer_of_address(address) not in banned)
     now_unix = time.time()
     book = load_admission_book(startup.home, signed, now_unix)
@@ -270,7 +270,7 @@ def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Seq
 async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:
     deadline = loop_time() + LOCAL_DAEMONS_TIMEOUT_S
     addresses = list[str]()
-    for entry in paths.find_running_daemons():
+    for entry in daemon_registry.find_running_daemons():
         # Daemons that were started together with this one may not have an address yet.
         while entry.run == run and entry.pid != os.getpid() and entry.is_alive:
             try:

@@ -21,7 +21,7 @@ from agora_protocol.ids import PeerId
 
 from agora.core.clock import boot_time
 from agora.core.tasks import BackgroundTasks
-from agora.node import paths, runs, settings
+from agora.node import daemon_registry, paths, runs, settings
 from agora.node.control import control_client
 from agora.node.process import run_queue
 from agora.node.startup import StartPhases, Startup, SystemdNotifier, next_incarnation
@@ -96,7 +96,7 @@ def _run_one(
     with ExitStack() as closing:
         journal = closing.enter_context(_open_directory(home.root))
         # Beside the daemons of other devices, which write to the same terminal.
-        prefix = f"{chosen.device} " if os.environ.get(paths.SUPERVISOR_VARIABLE) else ""
+        prefix = f"{chosen.device} " if os.environ.get(daemon_registry.SUPERVISOR_VARIABLE) else ""
         counted = EventMetrics()
         sinks: list[Sink] = [journal, EventLog(level=chosen.log_level, prefix=prefix), counted]
         compose, why_silent = find_notifier() if chosen.notify else (None, "")
@@ -149,7 +149,7 @@ def _end_if_late(startup: Startup) -> None:
 
 def _end_at_once(startup: Startup, why: str) -> None:
     startup.report_event(events.OwnerTold(f"ended at once: {why}; what was open is lost"))
-    paths.unregister(paths.socket_of(startup.home))
+    daemon_registry.unregister(daemon_registry.socket_of(startup.home))
     os._exit(1)
 
 
@@ -171,7 +171,7 @@ async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Cal
     for number in handled_signals():
         asyncio.get_running_loop().add_signal_handler(number, leave_or_exit, number)
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
-    control = ControlSocket(paths.socket_of(startup.home), ControlApi(daemon).questions())
+    control = ControlSocket(daemon_registry.socket_of(startup.home), ControlApi(daemon).questions())
     metrics = DaemonMetrics(counted, startup.home.root, daemon.sample_node_report, startup.report_event)
     tasks = BackgroundTasks(daemon.note_task_end)
     page_tasks = BackgroundTasks(daemon.report_task_end)
@@ -194,7 +194,7 @@ def refuse_copied_key(home: paths.Home, me: PeerId) -> None:
 
     On another machine the directory of the run shows that, see agora.swarm.key_use.
     """
-    for entry in paths.find_running_daemons():
+    for entry in daemon_registry.find_running_daemons():
         if entry.peer == me and Path(entry.root).resolve() != home.root.resolve():
             with suppress(control_client.DaemonRefused, control_client.DaemonUnreachable):
                 control_client.ask(Path(entry.socket), "copied_key", root=str(home.root), pid=os.getpid())

@@ -27,7 +27,7 @@ from agora_protocol.limits import MAX_ADDRESSES
 from agora.core.clock import loop_time
 from agora.core.machine_limits import least_memory, usable_threads
 from agora.net.shaping.bandwidth import MIN_RATE, parse_rate
-from agora.node import paths, runs
+from agora.node import daemon_registry, paths, runs
 from agora.node.process.main import SIGNALS, handled_signals, lock_file
 from agora.node.process.run_queue import NEXT_RUN
 from agora.node.settings import Settings, without_settings
@@ -177,7 +177,7 @@ class Supervisor:
                 closing.callback(self._receive_notices(child).close)
             self._start(first)
             # The others find the run, and a peer of it, by the registry file of the first.
-            while first.is_open and not paths.socket_of(first.home).with_suffix(".json").exists():
+            while first.is_open and not daemon_registry.socket_of(first.home).with_suffix(".json").exists():
                 await self._look_after([first], restarts=False)
             if first.is_open and self._leave_by is None:
                 for child in others:
@@ -213,7 +213,7 @@ class Supervisor:
         environment = {
             **without_settings(os.environ),
             **child.settings.to_environment(),
-            paths.SUPERVISOR_VARIABLE: str(os.getpid()),
+            daemon_registry.SUPERVISOR_VARIABLE: str(os.getpid()),
             "NOTIFY_SOCKET": str(_notice_socket(child.home)),
             "WATCHDOG_USEC": str(int(self._watchdog_s * 1e6)),
         }
@@ -311,7 +311,7 @@ def parse_notice(datagram: bytes) -> dict[str, str]:
 
 
 def _notice_socket(home: paths.Home) -> Path:
-    return paths.socket_of(home).with_suffix(".notify")
+    return daemon_registry.socket_of(home).with_suffix(".notify")
 
 
 def _terminate_with_parent() -> None:

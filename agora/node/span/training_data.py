@@ -18,7 +18,7 @@ from agora.data.local_files import LocalFiles
 from agora.data.sampling import CorpusMicrobatches, Sampler
 from agora.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from agora.model import family_of
-from agora.node import paths, runs
+from agora.node import daemon_registry, run_files
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.startup import Startup
 from agora.tuning.adapters.peft_folder import check_adapter, not_from_an_adapter
@@ -73,7 +73,7 @@ def is_own_manifest(startup: Startup, founder: PeerId) -> bool:
     if startup.reference.draft is not None or founder == startup.me:
         return True
     # Another daemon of this user founded the run: a second data directory on one machine.
-    return any(entry.peer == founder == entry.founder for entry in paths.find_running_daemons())
+    return any(entry.peer == founder == entry.founder for entry in daemon_registry.find_running_daemons())
 
 
 def check_draft(startup: Startup, draft: Manifest) -> None:
@@ -164,8 +164,8 @@ def remember_files(startup: Startup, manifest: Manifest) -> None:
         if manifest.data.tokenizer != BYTES:
             with suppress(LocalError):
                 tokenizer = Path(_local_files(startup).find_tokenizer(manifest.data.tokenizer))
-        known = runs.KnownFiles(tokenizer, startup.settings.named_base_model)
-        runs.remember_files(startup.home, manifest.run_id, known)
+        known = run_files.KnownFiles(tokenizer, startup.settings.named_base_model)
+        run_files.remember_files(startup.home, manifest.run_id, known)
 
 
 def _cache_folder(startup: Startup) -> Path:

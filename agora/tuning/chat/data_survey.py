@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from agora.data.tokenizer import JsonTokenizer
 from agora.tuning.chat.model_tokenizer import ModelTokenizer
-from agora.tuning.chat.sample_file import Objective, ReadingCounts, SampleFiles
+from agora.tuning.chat.sample_file import SampleFiles
+from agora.tuning.chat.sample_formats import Objective, ReadingCounts
 from agora.tuning.chat.sample_rows import assign_rows
 from agora.tuning.chat.supervision import TokenSample, tokenise
 

@@ -39,14 +39,8 @@ from agora.data.record_files import data_files
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, token_dtype
 from agora.tuning.chat.model_tokenizer import TRAINING_DATE, ModelTokenizer, open_training_tokenizer
-from agora.tuning.chat.sample_file import (
-    Objective,
-    ReadingCounts,
-    ReadingRules,
-    check_samples,
-    find_sample_files,
-    open_samples,
-)
+from agora.tuning.chat.sample_file import check_samples, find_sample_files, open_samples
+from agora.tuning.chat.sample_formats import Objective, ReadingCounts, ReadingRules
 from agora.tuning.chat.supervision import TokenSample, TokenSequence, tokenise
 
 # --- packing: best-fit decreasing (Johnson et al., SIAM J. Computing 1974); the same rows on every machine

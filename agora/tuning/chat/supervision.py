@@ -13,7 +13,8 @@ from agora.data.tokenizer import EncodedText
 from agora.tuning.chat.chat_template import CharRange, ChatTemplate, MarkedText, TemplateProblem
 from agora.tuning.chat.conversations import Completion, Conversation, PlainText, Preference, Sample
 from agora.tuning.chat.model_tokenizer import ModelTokenizer
-from agora.tuning.chat.sample_file import PlacedSample, ReadingCounts, SampleFiles
+from agora.tuning.chat.sample_file import PlacedSample, SampleFiles
+from agora.tuning.chat.sample_formats import ReadingCounts
 
 BATCH_CHARACTERS = 1 << 20  # characters and samples after which a batch is tokenised
 BATCH_SAMPLES = 1024
