@@ -71,7 +71,7 @@ def remembered_addresses(home: paths.Home, run: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KnownFiles:
-    """Where this machine has what the run's manifest names and its commands need; None if nobody has said it."""
+    """Where this machine has what the run's manifest names and its commands need; None if unknown."""
 
     tokenizer: Path | None = None
     base_model: Path | None = None  # its folder

@@ -1,4 +1,4 @@
-"""Reads the daemon's settings from the command line, AGORA_* variables, DIR/agora.toml; the first that has one wins."""
+"""Reads the daemon's settings: the command line comes before AGORA_* variables, and these before DIR/agora.toml."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class Settings(pydantic.BaseModel):
         return self.model_copy(update={"adapter": str(find_or_fetch_folder(self.named_adapter, show_line, "adapter"))})
 
     def to_environment(self) -> dict[str, str]:
-        """Returns the AGORA_* variables from which `load` makes these settings again, whatever a file says."""
+        """Returns the AGORA_* variables from which `load` makes these settings again, with any settings file."""
         values = self.model_dump()
         texts = {
             key: SEPARATORS.get(key, ",").join(value) if isinstance(value, tuple) else str(value)

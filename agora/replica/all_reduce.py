@@ -91,7 +91,7 @@ _ARRAY_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="averaging")
 
 
 async def off_loop(work: Callable[[], T]) -> T:
-    """Returns the result of work on arrays, done on a thread of the rounds; it may read and change no loop's state."""
+    """Runs work on arrays on one of the averaging threads; returns its result. It must not use state of the loop."""
     return await asyncio.get_running_loop().run_in_executor(_ARRAY_THREADS, work)
 
 
@@ -117,15 +117,15 @@ class RoundContext:
 class RoundResult:
     """The result of a round for one member. Failed shards are filled in later, in place."""
 
-    mean: Tensor  # float32 [n]; in a failed shard, this replica's own values until somebody fills it in
+    mean: Tensor  # float32 [n]; in a failed shard, this replica's own values until the shard is filled in
     averaged: list[bool]  # for each shard
     fragments: int  # how many the stage has in this round, ALL_REDUCE for a gradient
     wanted: list[int]  # for each shard, how many its reducer wants later; of a failed shard the present number
     contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
     lost: float = 0.0  # this peer's tokens that were too late for this round and the one before: average over shards
-    weight: float = 0.0  # tokens behind the means: lower median over the averaged shards
-    is_weight_confirmed: bool = False  # whether two reducers have told nearly that weight
-    own_weight: float = 0.0  # tokens behind this replica's own values
+    weight: float = 0.0  # tokens that the means were computed over: lower median over the averaged shards
+    is_weight_confirmed: bool = False  # whether two reducers have reported nearly that weight
+    own_weight: float = 0.0  # tokens that this replica's own values were computed over
 
     @property
     def failed_shards(self) -> int:
@@ -163,7 +163,7 @@ class Round:
     stage: int
     kind: RoundKind
     number: int  # counts the rounds of the stage and kind
-    weight: float  # tokens behind the values; with 0 they do not enter the mean
+    weight: float  # tokens that the values were computed over; with 0 they do not enter the mean
     members: Members  # this peer included
     deadline: float  # loop time by which the round ends, whichever reducers have answered
     fragments: int = ALL_REDUCE
@@ -366,7 +366,7 @@ class AllReduce:
         report_violation: ReportViolation,
         inject_fault: faults.InjectFault = faults.inject_fault,
     ) -> None:
-        """wanted_fragments: in how many fragments, or ALL_REDUCE, a stage should agree later that has so many now.
+        """wanted_fragments: how many fragments, or ALL_REDUCE, this replica wants later, given the present number.
 
         sign: returns this peer's signature of a message.
         """
@@ -394,7 +394,7 @@ class AllReduce:
         return await Round(self, stage, kind, number, weight, context.members, deadline, fragments).run(values)
 
     def report_reducer(self, reducer: PeerId, shard: Shard, text: str) -> None:
-        """Reports that a reducer has answered what it cannot have averaged; once a round, however many shards."""
+        """Reports that a reducer has answered with a mean that it cannot have averaged; at most once for a round."""
         dedup_key = f"stage {shard.stage}, mean of {shard.what} {shard.round}"
         self._report_violation(reducer, Violation.FALSE_MEAN, f"shard {shard.position}: {text}", dedup_key)
 
@@ -617,7 +617,7 @@ class AllReduce:
         return reducers_of(self.config.run, shard, self._remember_members(shard))[0]
 
     def keep_mean(self, shard: Shard, mean: ShardMean) -> None:
-        """Keeps a shard's encoded mean for late contributions and recalls, if none is yet that is signed as well."""
+        """Keeps a shard's encoded mean for late contributions and recalls. Only a signed one replaces a kept one."""
         record = self._record_of(shard)
         kept = record.means.get(shard.position)
         if mean.encoded is None or (kept and (kept.message.signature or not mean.message.signature)):

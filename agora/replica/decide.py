@@ -86,7 +86,7 @@ class StepSettings:
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> StepSettings:
-        """manifest: as the step has it that is decided about."""
+        """manifest: the one in force at the step that is decided about."""
         synchronous = manifest.schedule.kind == "synchronous"
         return cls(manifest.optimizer.target_tokens, synchronous, 1 if synchronous else MAX_STEPS_BEHIND)
 
@@ -139,7 +139,7 @@ class Situation:
 
 
 def decide(situation: Situation) -> Decision:
-    """Returns what the first rule decides that has something to do, with its reason, which `swarm status` prints.
+    """Returns the decision of the first rule that applies, with its reason, which `swarm status` prints.
 
     docs/understand/averaging.md has the rules as a table.
     """

@@ -22,7 +22,7 @@ RECALL_FIRST: Final = 2
 
 
 def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
-    """Starts work whose result nobody awaits; an error in it is reported as TaskFailed, "NAME: CODE: MESSAGE"."""
+    """Starts work in a task that nobody awaits; reports an error in it as TaskFailed, "NAME: CODE: MESSAGE"."""
 
     def report_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -72,7 +72,7 @@ class FragmentSyncs:
         self._step_tokens.append(tokens)
 
     def forget_tokens(self) -> None:
-        """Forgets the recorded steps, because all-reduces came after them: what they learnt is in no difference."""
+        """Forgets the recorded steps, because all-reduces came after them: no difference contains what they learnt."""
         self._step_tokens.clear()
 
     def next_due(self, step: int, agreed_step: int) -> int | None:
@@ -89,7 +89,7 @@ class FragmentSyncs:
         return number if has_division_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
 
     def begin(self, number: int, step: int) -> None:
-        """Starts sync `number` as a background task. step: taken here by now, which shows how late the sync begins."""
+        """Starts sync `number` as a background task. step: steps taken here by now; they show how late it begins."""
         self._last_begun = number
         previous = self._running.get(number - 1)
         work = self._sync(number, previous, rounds_late=step // self._every - number)

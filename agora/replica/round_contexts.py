@@ -1,4 +1,4 @@
-"""Which rounds of a stage this peer takes part in now, with whom, and what it believes of their weights."""
+"""Determines which rounds of a stage this peer takes part in now, with which members, and their largest weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MIN_ROUND_TIMEOUT_S: Final = 4.0
 
 
 class RoundContexts:
-    """The rules of one stage's rounds, by what gossip, the view of the run and the stage itself say at the moment."""
+    """Makes the context of a stage's rounds from its gossip, this peer's view of the run, and the stage's progress."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class RoundContexts:
         return min(self._averaging.round_s, max(MIN_ROUND_TIMEOUT_S, ROUND_STEPS * step_s))
 
     def context_of(self, shard: Shard) -> RoundContext:
-        """Returns what is known of the shard's round."""
+        """Returns what this peer knows of the shard's round now."""
         now, members = loop_time(), self.members()
         known, listed = self._gossip.known_progress(), self._gossip.others_in_view()
         not_awaited = unreachable_replicas(known, members, now)

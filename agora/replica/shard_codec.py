@@ -1,4 +1,4 @@
-"""What a round sends, as bytes: contributions with error feedback, late gradients, and the mean.
+"""Encodes and decodes what a round sends: contributions with error feedback, late gradients, and the mean.
 
 A reducer encodes a mean once, and every replica, the reducer included, uses what these bytes decode to. So all replicas
 apply the same bits, whichever replica sent them the mean, and at any time.
@@ -130,7 +130,7 @@ class RoundConfig:
 
     @classmethod
     def from_manifest(cls, signed: SignedManifest, me: PeerId, live: LiveManifest | None = None) -> RoundConfig:
-        """live: what holds at each step; None: the signed manifest at all."""
+        """live: the manifest in force at each step; None: the signed one at every step."""
         live = live or LiveManifest(signed.manifest)
         averaging = signed.manifest.averaging
         # A pass over all fragments is the longest time from one contribution of a weight to the next.
@@ -156,13 +156,13 @@ class RoundConfig:
         return max(self.max_weight, self.amended_max_weight())
 
     def planned_tokens(self, shard: Shard) -> float:
-        """Returns how many tokens should be behind all contributions to a shard together."""
+        """Returns over how many tokens all contributions to a shard should be computed together."""
         if shard.kind == "gradient":
             return self.step_tokens(shard.round)
         return self.pass_steps * self.step_tokens(max(shard.round * self.every - 1, 0))
 
     def believed_weight(self, shard: Shard, reported: float) -> float:
-        """Returns the tokens behind a mean, as `reported` by its reducer, at most MAX_TIMES_TARGET of the planned."""
+        """Returns a mean's weight in tokens: as `reported` by its reducer, at most MAX_TIMES_TARGET times the planned."""
         return min(reported, MAX_TIMES_TARGET * self.planned_tokens(shard), self.weight_limit)
 
     def dither_label(self, shard: Shard) -> str:
@@ -185,7 +185,7 @@ class EncodedShard(NamedTuple):
 
 
 class WeightedValues(NamedTuple):
-    """A replica's own values of one shard, float32 [n], and the tokens behind them."""
+    """A replica's own values of one shard, float32 [n], and the tokens that they were computed over."""
 
     values: Tensor
     tokens: float
@@ -196,7 +196,7 @@ class Contribution:
     """What a member sends to the reducer of a shard."""
 
     values: Tensor  # float32 [n], before encoding
-    weight: float  # tokens behind the values
+    weight: float  # tokens that the values were computed over
     encoded: EncodedShard
     own: WeightedValues  # this replica's values and tokens of this round, without residual and late gradient
     late_tokens: float = 0.0  # how many tokens of `weight` belong to the late gradient
@@ -207,7 +207,7 @@ class ShardMean:
     """The mean of one shard of a round. encoded: what `values` were decoded from; None before the mean is encoded."""
 
     values: Tensor  # float32 [n]
-    message: Averaged  # how many members contributed, and the tokens behind the mean; sent with it
+    message: Averaged  # how many members contributed, and over how many tokens; sent with it
     encoded: EncodedShard | None = None
 
 
@@ -242,7 +242,7 @@ class ShardCodec:
     # --- formats
 
     def send_gradients_as(self, stage: int, wire: NumberFormatName) -> None:
-        """From now on this peer sends the stage's gradients in format `wire`, as member and as reducer."""
+        """Sets the format in which this peer sends the stage's gradients from now on, as member and as reducer."""
         self._gradient_formats[stage] = wire
 
     def format_of(self, shard: Shard) -> NumberFormatName:
@@ -334,7 +334,7 @@ class ShardCodec:
             raise PeerFailed("the mean is not signed by a reducer of the shard")
 
     def why_implausible(self, shard: Shard, own: WeightedValues, mean: Tensor, members: int) -> str:
-        """Returns why `mean` cannot be the shard's, or "". own: this replica's values, 0 where it has none."""
+        """Returns why `mean` cannot be the shard's mean, or "". own: this replica's values, 0 where it has none."""
         own_size = fair_size(magnitude(own.values), own.tokens, self.config.planned_tokens(shard), members)
         return self._bounds[shard.region].why_implausible(magnitude(mean), own_size)
 

@@ -1,7 +1,8 @@
-"""Keeps this peer's stages in step with their replicas at other peers: event, view, decision, performance.
+"""Keeps this peer's stages in step with their replicas at other peers.
 
-Steps and news of a stage lead to StageReplicas.consider, which looks, decides and performs; steps with other replicas,
-fetches and fragment syncs start there. docs/understand/averaging.md has what follows when one fails.
+At every event of a stage, such as a step or gossip, `StageReplicas.consider` fills a view of the stage, decides by it
+what the stage does next, and starts that: a step with the other replicas, a fetch of a state, or a fragment sync.
+docs/understand/averaging.md describes what follows when one of these fails.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ FetchState = Callable[[int, Sequence[PeerId], int], Awaitable[object]]
 
 
 class StageReplicas:
-    """One stage among its replicas: looks, decides, performs, at every event of the stage. On the event loop only."""
+    """One stage among its replicas: decides at each event what the stage does next, and starts it."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class StageReplicas:
     ) -> None:
         """replicated_numel: elements of this peer's stages that have replicas.
 
-        live: what holds at each step; None: the signed manifest at all.
+        live: the manifest in force at each step; None: the signed one at every step.
         """
         manifest, me = signed.manifest, identity.peer
         self._live = live = live or LiveManifest(manifest)
@@ -216,10 +217,10 @@ class StageReplicas:
         elif self._behind_at is None or self._behind_at[0] != step:
             self._behind_at = (step, loop_time())
 
-    # --- event, view, decision, performance
+    # --- view, decision, performance
 
     def consider(self) -> None:
-        """Looks, decides, performs; also tells the device thread when it may step by itself."""
+        """Decides what the stage does next and starts it; also sets the device thread's instructions."""
         now = loop_time()
         self._settings = StepSettings.from_manifest(self._live.at(self._progress().open_step))
         view = self._look(now)
@@ -318,7 +319,7 @@ class StageReplicas:
         return None if is_away and not voters else voters
 
     def _compare_means(self) -> None:
-        # Replicas whose histories differ have applied other means: perhaps one reducer has told them different ones.
+        # Replicas whose histories differ have applied other means: perhaps one reducer has sent them different ones.
         if self._comparison is not None and not self._comparison.done():
             return
         history = self._progress().history
@@ -472,7 +473,7 @@ class StageReplicas:
         self.all_reduce.codec.drop_stage(self._stage)
 
     def _record_step(self, told: float, share: GradientShare | None) -> None:
-        # told: the tokens of the step, by its reducers. share: this replica's, if `told` is one reducer's word alone.
+        # told: tokens of the step, as reducers reported them. share: this replica's, if only one reducer reported that.
         if share is None or self._settings.synchronous:
             self.pacing.record_step(told)
         else:
@@ -558,7 +559,7 @@ class StageReplicas:
 
 
 class SpanReplicas:
-    """This peer's stages among their replicas; `stages` are told of events by their `on_...` methods, on the loop."""
+    """All of this peer's stages among their replicas. The `on_...` methods of `stages` are called on the event loop."""
 
     def __init__(
         self,
@@ -573,7 +574,7 @@ class SpanReplicas:
         report_violation: ReportViolation,
         live: LiveManifest | None = None,
     ) -> None:
-        """live: what holds at each step; None: the signed manifest at all."""
+        """live: the manifest in force at each step; None: the signed one at every step."""
         self._worker = worker
         self._swarm = swarm
         self._report = report

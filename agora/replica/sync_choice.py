@@ -1,4 +1,4 @@
-"""How a stage should agree with its replicas, as far as uplinks carry it; the rules are in sync_rules.py."""
+"""Chooses by the measured uplinks how a stage agrees with its replicas; the rules are in sync_rules.py."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FASTEST_TOKENS_PER_S: Final = 1e6
 MIN_RATES: Final = 3  # minimum number of known rates for one to be called too high: of two, either could be right
 # A contribution counts up to this many times the tokens that its sender's rate gives it: it may hold a late one too.
 MAX_QUOTAS: Final = 3.0
-# The weights of one shard are right if they are together at most this many times the tokens that should be behind them.
+# The weights of one shard are right if they are together at most this many times the tokens that they should have.
 MAX_SURPLUS: Final = 1.25
 MAX_STATE_AGE_S: Final = (
     1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
@@ -102,46 +102,46 @@ def token_bounds(rates: Mapping[PeerId, float | None], target: int, microbatch_t
 
 
 def believed_weights(
-    told: Mapping[PeerId, float], planned: float, bounds: Mapping[PeerId, float], accepted: Mapping[PeerId, float]
+    claimed: Mapping[PeerId, float], planned: float, bounds: Mapping[PeerId, float], accepted: Mapping[PeerId, float]
 ) -> dict[PeerId, float]:
-    """Returns the tokens that contributions to one shard count as, of which their senders have `told`.
+    """Returns how many tokens each contribution to one shard counts as. claimed: what their senders claim.
 
-    planned: tokens that should be behind all of them together. bounds: see token_bounds; a replica without one has
+    planned: tokens that they should have together. bounds: see token_bounds; a replica without one has
     none. accepted: see `after_accepted_weights`.
 
-    | the told weights are together | each counts |
+    | the sum of the claimed weights is | each counts |
     |---|---|
-    | at most MAX_SURPLUS * planned | as told: nobody has claimed the tokens of others |
+    | at most MAX_SURPLUS * planned | as claimed |
     | more | up to its bound, or to what was accepted of this replica before, if that is more |
     """
-    if sum(told.values()) <= MAX_SURPLUS * planned:
-        return dict(told)
+    if sum(claimed.values()) <= MAX_SURPLUS * planned:
+        return dict(claimed)
     # A machine far faster than the median has a bound below its true weight. What it had while all weights together
     # were right needs no second proof: somebody else's lie must not take it away.
     return {
         peer: min(weight, max(bounds.get(peer, math.inf), accepted.get(peer, 0.0) * planned))
-        for peer, weight in told.items()
+        for peer, weight in claimed.items()
     }
 
 
 def after_accepted_weights(
-    accepted: Mapping[PeerId, float], told: Mapping[PeerId, float], planned: float
+    accepted: Mapping[PeerId, float], claimed: Mapping[PeerId, float], planned: float
 ) -> dict[PeerId, float]:
-    """Returns the average fractions of `planned` that the contributors of a round had, after they `told` of theirs.
+    """Returns the average fractions of `planned` that contributors had, after a round in which they `claimed` theirs.
 
-    Unchanged by a round whose weights are together too many to be right.
+    A round whose claimed weights exceed the planned ones changes nothing.
     """
-    if not told or sum(told.values()) > MAX_SURPLUS * planned or math.isinf(planned):
+    if not claimed or sum(claimed.values()) > MAX_SURPLUS * planned or math.isinf(planned):
         return dict(accepted)
-    return {peer: _moved(accepted.get(peer), weight / planned) for peer, weight in told.items()}
+    return {peer: _moved(accepted.get(peer), weight / planned) for peer, weight in claimed.items()}
 
 
 # --- tokens of others
 #
-# How fast a replica counts tokens, and how many it has counted, it says itself. Both only divide the work: a replica's
-# share of a step, and the moment at which the step is complete. So one word completes no step, and no share is larger
-# than that of the fastest machine that may be beside the others. A smaller bound would make steps larger than the
-# target where an honest one is that fast, and weights of more tokens than a step has are bounded too.
+# A replica itself reports how fast it counts tokens and how many it has counted. Both only divide the work: a replica's
+# share of a step, and the moment at which the step is complete. So no single report completes a step, and no share is
+# larger than that of the fastest machine that may be beside the others. A smaller bound would make steps larger than
+# the target where an honest one is that fast, and weights of more tokens than a step has are bounded too.
 
 MAX_TIMES_RATE: Final = 64.0
 # Replicas that know each other's rates differ at most by this factor in the fraction of their share that they have
@@ -196,26 +196,34 @@ def believed_tokens(
 
 
 def believed_step_tokens(
-    told: float, reported: Mapping[PeerId, int], shares: Mapping[PeerId, float], own: int, own_share: float, slack: int
+    claimed: float,
+    reported: Mapping[PeerId, int],
+    shares: Mapping[PeerId, float],
+    own: int,
+    own_share: float,
+    slack: int,
 ) -> float:
-    """Returns how many tokens a step had, to which the next ones are adapted, if its reducers have `told` of as many.
+    """Returns the tokens of a step to which the sizes of the next ones are adapted.
 
-    Each of the others should have come as far on its way as the lower median of all (see believed_tokens), within
-    MAX_PROGRESS_RATIO and `slack` tokens. What it has reported counts within that; where that is 0, or no longer known,
-    it counts as that far. The told tokens count if they are within MAX_PROGRESS_RATIO of all these together, or if
-    fewer than two others are known: between two it is word against word.
+    Each of the others should have counted the same fraction of its share as the lower median of all (see
+    believed_tokens), within MAX_PROGRESS_RATIO and `slack` tokens. Its reported tokens count within these limits; if
+    they are 0 or unknown, that fraction of its share counts. The claimed number is returned if it is within
+    MAX_PROGRESS_RATIO of the sum over all replicas, or if fewer than two others are known: of two differing reports,
+    either could be right. Otherwise the sum is returned.
 
+    claimed: tokens of the step, as its reducers reported them. reported: by the other replicas, of themselves.
+    shares: tokens of a step of target size that each of them should count.
     own: tokens of this replica in the step. slack: tokens of a microbatch.
     """
     if len(shares) < 2 or own_share <= 0:
-        return told
+        return claimed
     ways = [reported.get(peer, 0) / share for peer, share in shares.items() if share > 0]
     way = statistics.median_low([own / own_share, *(each for each in ways if each > 0)])
     counted = float(own)
     for peer, share in shares.items():
         least, most = way * share / MAX_PROGRESS_RATIO - slack, way * share * MAX_PROGRESS_RATIO + slack
         counted += min(max(reported.get(peer) or way * share, least), most)
-    return told if counted / MAX_PROGRESS_RATIO <= told <= counted * MAX_PROGRESS_RATIO else counted
+    return claimed if counted / MAX_PROGRESS_RATIO <= claimed <= counted * MAX_PROGRESS_RATIO else counted
 
 
 # --- sizes of means
@@ -245,7 +253,7 @@ class MagnitudeBound:
 
     @property
     def usual(self) -> float:
-        """The usual magnitude of means, as far as this peer's own values vouch for it; 0 before the first mean."""
+        """The usual magnitude of means, as far as this peer's own values confirm it; 0 before the first mean."""
         if self.average is None or self.own_average is None:
             return 0.0
         return min(self.average, MAX_OWN_RATIO * self.own_average)
@@ -394,7 +402,7 @@ def with_reports(
 
 @dataclass(frozen=True, slots=True)
 class Electorate:
-    """Who of the live replicas has a vote. Peer ids are free, so a count of them decides nothing.
+    """Determines which live replicas have a vote. Peer ids cost nothing, so that their number alone decides nothing.
 
     began: steps of this replica's state when it came to those that it shares its history with. reports: of the other
     live replicas. networks: asked only where histories differ: the public networks of peers, this one included; one
@@ -408,14 +416,14 @@ class Electorate:
     networks: Callable[[], Mapping[PeerId, str]] = dict
 
     def knows_nobody(self, step: int) -> bool:
-        """Returns whether this replica, at `step`, is too new to say whose word counts: then everybody's does."""
+        """Returns whether this replica, at `step`, is too new to know whose reports count: then all count."""
         return step - self.began < VOTE_STEPS and not self.standings.keys() & self.reports.keys()
 
     def voters(self, step: int) -> set[PeerId]:
         """Returns the replicas that have a vote by what was seen up to `step`; this one may be among them.
 
         These are this one and those that have shared its history for VOTE_STEPS, or for half as long as any replica or
-        this one's state did. Of them only those count that began as long ago by their own word: so a newcomer sees as
+        this one's state did. Of them only those count that began as long ago, as they report it: so a newcomer sees as
         those see it that do not know it yet, and both sides of a split stage count the same replicas.
         """
         shared = {p: min(it.last, step) - it.first for p, it in self.standings.items() if p in self.reports}
@@ -439,7 +447,7 @@ class Electorate:
         return {peer for peer, at in last.items() if peer in voters[at]}
 
     def start_of(self, peer: PeerId) -> int:
-        """Returns the steps of the state that a live replica began with, by its own word."""
+        """Returns the steps of the state that a live replica began with, as it reports them."""
         return self.began if peer == self.me else self.reports[peer].start_step
 
 

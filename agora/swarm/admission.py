@@ -92,7 +92,7 @@ class Revocations:
         )
 
     def with_new(self, subject: PeerId, issuer: PeerId) -> Revocations:
-        """Returns a copy with a ban more, which `judge_revocation` must have accepted."""
+        """Returns a copy with one more ban, which `judge_revocation` must have accepted."""
         known = self.issuers.get(subject, frozenset())
         return replace(self, issuers={**self.issuers, subject: known | {issuer}})
 
@@ -323,7 +323,7 @@ class AdmissionBook:
 
 
 def is_outdated(software: str, section: AdmissionSection) -> bool:
-    """Returns whether a peer with this `software` of HELLO must be upgraded. A program of others' is not judged."""
+    """Returns whether a peer with this `software` of HELLO must be upgraded. Other programs are not judged."""
     match = OUR_SOFTWARE.match(software)
     if match is None or not section.oldest_version:
         return False

@@ -27,12 +27,12 @@ Chain = tuple[SealedAmendment, ...]
 
 
 def choose_chain(known: Collection[SealedAmendment], run: RunId, founder: PeerId, is_banned: IsBanned) -> Chain:
-    """Returns the amendments that count, in order: of each number the first by this order, among those that follow.
+    """Returns the amendments that count, in order. Of several that follow the same one, the first of this order counts.
 
     | goes before | because |
     |---|---|
     | the one that leads to the highest number that the founder has signed, itself included | he has confirmed it |
-    | then the one with the lowest hash | somebody must |
+    | then the one with the lowest hash | one must be chosen, by all peers alike |
 
     A delegate's, whom the founder has banned, does not count unless the founder has signed one that follows it.
     known: each of which may follow the one that it names.
@@ -57,7 +57,7 @@ def choose_chain(known: Collection[SealedAmendment], run: RunId, founder: PeerId
 
 @dataclass(frozen=True, slots=True)
 class ChainChange:
-    """What an amendment that is new has changed. dropped: those that counted before, and do not any more."""
+    """What a new amendment has changed. dropped: the amendments that no longer count."""
 
     added: Chain
     dropped: Chain

@@ -145,8 +145,9 @@ class DirectoryReader:
         return shards_to_publish(self._readings, span, shard_hash(self._run, self._me))
 
     def interval_s(self, is_calm: bool) -> float:
-        """Returns the seconds to wait before the next read. A large run always changes somewhere: `is_calm` has no
-        effect.
+        """Returns the seconds to wait before the next read.
+
+        In a large run `is_calm` has no effect, because some peer always changes.
         """
         return (
             read_interval_s(is_calm, self._took_s)

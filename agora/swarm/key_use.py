@@ -42,7 +42,7 @@ def key_in_use_text(me: PeerId, where: str) -> str:
 
 
 class KeyUse:
-    """What the records under this peer's own id say of other processes with its key.
+    """Finds other processes that use this peer's key, by the records under this peer's own id.
 
     remark: a sentence for the owner while another one has tried, "" before. suspect: a claim of an earlier start, which
     may be an earlier life of this process or one that runs. error: set for good once this process must not serve.
@@ -62,7 +62,7 @@ class KeyUse:
         self.error: KeyInUse | None = None
 
     def take(self, record: Claim | Progress, latest: int, now: float) -> str:
-        """Takes a record of this peer's own id that the directory has; returns what is new for the owner, or "".
+        """Takes a record under this peer's own id; returns a sentence for the owner if it shows something new, else "".
 
         latest: the incarnation of this peer's latest claim.
         """

@@ -28,7 +28,7 @@ SUSPENSION_S: Final = 300.0
 
 
 class Violation(Enum):
-    """What a peer did against the protocol, and what follows immediately, besides the point."""
+    """What a peer did against the protocol, and what follows immediately, besides a point of its score."""
 
     # It sent a frame that the protocol forbids. It gets a GOODBYE, and the connection ends.
     BAD_FRAME = "bad-frame"

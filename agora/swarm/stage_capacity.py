@@ -26,7 +26,7 @@ MAX_COMPARED = 256
 
 @dataclass(frozen=True, slots=True)
 class StageNeeds:
-    """What the stages of a run ask of a machine."""
+    """What the stages of a run need of a machine."""
 
     work: tuple[float, ...]  # for each stage, the computation of one microbatch, as a multiple of the mean over stages
     # Bytes of one microbatch's boundary (what one stage sends to the next) or of its gradient, whichever is more.

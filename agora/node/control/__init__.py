@@ -1,1 +1,1 @@
-"""What a daemon says of itself, and how other processes of this machine ask it."""
+"""A daemon's report of itself, and the socket on which other processes of this machine ask for it."""

@@ -1,4 +1,4 @@
-"""The report of one daemon about itself, and everything made of it: one typed snapshot, several projections."""
+"""One daemon's report of itself: a typed snapshot, and what status, directory, systemd and control socket get of it."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def add_traffic(former: Traffic, latter: Traffic) -> Traffic:
 def use_of_device(
     reading: DeviceReading, flops_per_s: float | None, idle_in_jobs: float | None, precision: str = ""
 ) -> DeviceUsed:
-    """flops_per_s: of the model, without those that are computed again; None before the first microbatch."""
+    """Returns how the device is used. flops_per_s: of the model, without recomputation; None before a microbatch."""
     peak = reading.peak_flops
     mfu = flops_per_s / peak if flops_per_s is not None and peak is not None else None
     return DeviceUsed(reading.name, reading.memory_used, reading.memory_total, mfu, idle_in_jobs, precision)

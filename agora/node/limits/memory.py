@@ -44,7 +44,7 @@ class MemoryBudget:
     in_bf16: bool = False
 
     def for_stages(self, base_bytes: int) -> Machine:
-        """Returns this machine for the planner, with the memory that is left for stages; its speed of 1 means nothing.
+        """Returns this machine for the planner, with the memory left for stages. Its speed of 1 is a placeholder.
 
         base_bytes: host memory that the daemon takes without stages. With a GPU, the rest of the host's memory is for
         optimizer state; without one, that rest is the device's memory.
@@ -95,7 +95,7 @@ def keeps_state_in_host(manifest: Manifest, span: Span, budget: MemoryBudget, ba
 
 
 def check_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base_bytes: int = BASE_BYTES) -> str:
-    """Returns a text about the memory that daemon and span need at least. Raises OutOfMemory if less is offered.
+    """Returns a text about the memory that daemon and span need at least. Raises OutOfMemory if it gets less.
 
     On a GPU the optimizer's state may lie in host memory. base_bytes: host memory of the daemon without stages.
     """

@@ -1,1 +1,1 @@
-"""What lives while the daemon works, whichever stages it holds."""
+"""What a working daemon keeps, whichever stages it holds."""

@@ -1,4 +1,4 @@
-"""Computes what the run's stages ask of a machine, and measures what this machine can do, for placement."""
+"""Computes what the run's stages need of a machine, and measures what this machine can do, for placement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agora.train.memory import resident_bytes
 
 
 class CapacityProbe:
-    """What this machine can do, for placement, as measured so far. needs: what the run's stages ask of a machine.
+    """What this machine can do, for placement, as measured so far. needs: of the run's stages.
 
     `machine` has the spans that fit once `assess_machine` has returned, and a measured speed after
     `record_measurement`. base_bytes: memory that the daemon takes without stages. dtype: of products on its device;
@@ -104,7 +104,7 @@ class CapacityProbe:
 
 
 def needs_of(cost: RunCost) -> StageNeeds:
-    """Returns what the run's stages ask of a machine: work and state bytes of each, and the larger boundary's bytes."""
+    """Returns what the run's stages need: work and state bytes of each, and the larger boundary's bytes."""
     boundary_bytes = max(cost.forward_bytes, cost.backward_bytes)
     return StageNeeds(cost.work, boundary_bytes, tuple(stage.state_bytes for stage in cost.stages))
 

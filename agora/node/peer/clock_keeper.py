@@ -1,4 +1,4 @@
-"""The peer's clock: corrected by what its neighbours' clocks say, at the start and again and again."""
+"""Corrects the peer's clock by those of its neighbours, at the start and repeatedly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClockKeeper:
         self._network = network
 
     async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
-        """Asks peers for the time and corrects the clock, so that even the first records are judged by true time.
+        """Asks peers for the time and corrects the clock, so that even the first records are judged by the right time.
 
         known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * ANSWER_TIMEOUT_S at most, as the
         phase "clock" of the start. Without an answer the clock is settled uncorrected.

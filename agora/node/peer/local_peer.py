@@ -1,4 +1,4 @@
-"""The local peer: what lives while the daemon works, whichever stages it holds. A pause closes it."""
+"""The local peer: what a working daemon keeps, whichever stages it holds. A pause closes it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CHECK_DIAL_TIMEOUT_S: Final = 4.0  # seconds after which a dial counts as failed
 
 
 class LocalPeer:
-    """What lives as long as the daemon works, whichever stages it holds: network, membership, router, ledger and more.
+    """What a working daemon keeps, whichever stages it holds: network, membership, router, ledger and more.
 
     slots: how many microbatches may be in progress here at the same time.
     """
@@ -344,7 +344,7 @@ class LocalPeer:
         return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
 
     def usual_step(self) -> int:
-        """Returns the step that the run has come to: of this peer, and of each stage's median replica, the furthest."""
+        """Returns the run's step: the furthest of this peer's steps and of each stage's upper median."""
         span = self._sample_node_report().span
         own = [progress.step for progress in span.stages] if span is not None else []
         return max([0, *own, *(statistics.median_high(steps) for steps in self.steps_of_run() if steps)])
@@ -406,7 +406,7 @@ def announcements(view: View) -> dict[PeerId, Announcement]:
 
 
 def addresses_to_keep(known: Iterable[Sequence[str]], book: AddressBook) -> list[str]:
-    """Returns what is written of the peers' addresses for the next start: two of each peer, KEPT_ADDRESSES of all.
+    """Returns the addresses that are kept for the next start: at most two of each peer, KEPT_ADDRESSES in all.
 
     What is written counts as the owner's at the next start, and is dialled wherever it leads. So names that only peers
     have announced are left out.
@@ -437,11 +437,11 @@ def compute_slots(manifest: Manifest, free_bytes: int) -> int:
 async def watch_connections(
     host: Host, book: AddressBook, view_of: Callable[[], View], lost: LostPeers, on_lost: Callable[[], None]
 ) -> None:
-    """Every CONNECTIONS_INTERVAL_S, until cancelled, dials peers of the view whose connection broke; tells `lost` of
-    failures.
+    """Dials peers of the view whose connection broke, until cancelled, and records failed dials in `lost`.
 
-    Dials several peers concurrently. lost: decides which peers to dial, and whether a failed dial makes a peer count as
-    lost. on_lost: called for each peer that then counts as lost.
+    Looks every CONNECTIONS_INTERVAL_S, and dials several peers concurrently.
+    lost: decides which peers to dial, and whether a failed dial makes a peer count as lost.
+    on_lost: called for each peer that then counts as lost.
     """
     while True:
         await asyncio.sleep(CONNECTIONS_INTERVAL_S)

@@ -101,7 +101,7 @@ class SentTensors:
 
 
 class RequestHandler:
-    """Answers other peers' requests, which the gate has admitted: some itself, the others by what `answering` set."""
+    """Answers requests of peers that the gate has admitted: some itself, the others by the handlers of `answering`."""
 
     def __init__(
         self,

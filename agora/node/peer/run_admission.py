@@ -1,4 +1,4 @@
-"""Who takes part in the run, for one daemon: judges other peers, keeps bans on disk, and passes revocations on.
+"""Decides for one daemon who takes part in the run: judges other peers, keeps bans on disk, passes revocations on.
 
 A revocation comes from `swarm ban`, from a neighbour or from the DHT. One that is new is written to the disk; the
 connections of the banned peer end; the view, the directory and the routing forget the peer; and the revocation is sent
@@ -61,7 +61,7 @@ class PeerDataHolder(Protocol):
 
 
 class RunAdmission:
-    """Who may take part in the run: judges peers, and says whose records its DHT keeps.
+    """Decides which peers may take part in the run, and whose records this peer's DHT node keeps.
 
     gate: judges HELLOs for the network. proof: this machine's own tickets, b"" for none. book: what is known of the
     run's admission.

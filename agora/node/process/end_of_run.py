@@ -1,4 +1,4 @@
-"""What a daemon does once its run has taken all steps: says so, exports the result, then serves, leaves or goes on."""
+"""Handles the end of a run, after its last step: reports it, exports the result, then serves, leaves or goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ports of the last start, on which this one listens again."""
+"""Keeps the ports of the last start, so that this one listens on them again."""
 
 from __future__ import annotations
 

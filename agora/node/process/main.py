@@ -1,4 +1,4 @@
-"""How a process becomes a daemon: its directory, lock, key and settings; signals, event loop, phases of the start."""
+"""Turns a process into a daemon: its directory, lock, key and settings; signals, event loop, phases of the start."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class EndedBySignal(SystemExit):
 
 
 def end_on_signals() -> None:
-    """Makes each heeded signal raise EndedBySignal, so that what cleans up and names the cause runs."""
+    """Makes each heeded signal raise EndedBySignal, so that the code runs that cleans up and reports the cause."""
 
     def end(number: int, _frame: object) -> None:
         raise EndedBySignal(signal.Signals(number))
@@ -229,7 +229,7 @@ def end_on_signals() -> None:
 
 @contextmanager
 def reporting_the_end(report_event: events.Report) -> Iterator[None]:
-    """Reports what ends the block, if anything but its last line does: an error or a signal."""
+    """Reports the error or signal that ends the block before its last line."""
     try:
         yield
     except BaseException as error:

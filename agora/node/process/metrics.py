@@ -38,7 +38,7 @@ class DaemonMetrics:
         sample_node_report: Callable[[], NodeReport],
         report_event: events.Report,
     ) -> None:
-        """counted: gets the daemon's events as a sink. Its registry gets the rest, too. directory: of the file."""
+        """counted: the sink of the daemon's events; its registry also gets all others. directory: of the file."""
         self.registry = counted.registry
         self._path = directory / FILE_NAME
         self._sample_node_report = sample_node_report
@@ -69,7 +69,7 @@ class DaemonMetrics:
 
 
 def serve_metrics(startup: Startup, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
-    """Serves them to Prometheus where `--metrics` says, in one of `tasks`. Raises LocalError if that is taken."""
+    """Serves the metrics to Prometheus at the address of `--metrics`, in one of `tasks`. Raises LocalError if taken."""
     if address := startup.settings.metrics_address:
         from agora.page.server import HttpServer, listen, metrics_app
 

@@ -47,7 +47,7 @@ class DaemonSource:
 
 
 def serve_page(daemon: Daemon, tasks: BackgroundTasks) -> None:
-    """Serves the page where `--page` says, in two of `tasks`. Raises LocalError if that address is taken."""
+    """Serves the page at the address of `--page`, in two of `tasks`. Raises LocalError if that address is taken."""
     if address := daemon.startup.settings.page_endpoint:
         from agora.page.run_page import page_app
         from agora.page.server import HttpServer, listen

@@ -53,7 +53,7 @@ async def _dial_for_a_cause(host: str, port: int) -> str:
 
 
 def cause_of(error: Exception | None, host: str, port: int) -> str:
-    """Returns why a peer was not reached at a host, by what a TCP connection there met, and what to do about it.
+    """Returns why a peer was not reached at a host, by the result of a TCP connection there, and what to do about it.
 
     error: None if the connection was made.
     """

@@ -1,1 +1,1 @@
-"""What lives as long as a span: its stages, weights and training data."""
+"""What a daemon keeps as long as it holds a span: its stages, weights and training data."""
