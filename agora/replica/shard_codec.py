@@ -162,7 +162,7 @@ class RoundConfig:
         return self.pass_steps * self.step_tokens(max(shard.round * self.every - 1, 0))
 
     def believed_weight(self, shard: Shard, reported: float) -> float:
-        """Returns a mean's weight in tokens: as `reported` by its reducer, at most MAX_TIMES_TARGET times the planned."""
+        """Returns a mean's weight in tokens, as its reducer `reported` it: at most MAX_TIMES_TARGET * the planned."""
         return min(reported, MAX_TIMES_TARGET * self.planned_tokens(shard), self.weight_limit)
 
     def dither_label(self, shard: Shard) -> str:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
+from agora.core.hub_files import WEIGHTS_INDEX_FILE
 from agora.state.export_tensors import (
-    INDEX,
     PIECE_VALUES,
     ExportedTensor,
     ExportError,
@@ -73,7 +73,7 @@ def test_shards_hold_every_tensor_under_its_new_name(
     out.mkdir()
     with open_stages(RUN, files, EXPORTED) as model:
         written = write_shards(out, model.converted_tensors(), "float32", shard_bytes, lambda _: None)
-    index = json.loads((out / INDEX).read_text())
+    index = json.loads((out / WEIGHTS_INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == 84
     assert sorted(written) == sorted(path.name for path in out.iterdir()) and len(written) == shards + 1
     for part in ALL:
