@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.replica.stage_view import (
     KnownReplicas,
     StageView,

@@ -25,7 +25,8 @@ from agora_protocol.tensors import WireTensor
 from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time, time_with_suspend
 from agora.core.live_manifest import LiveManifest
-from agora.core.step_schedule import ALL_REDUCE, StepInstructions
+from agora.core.step_instructions import StepInstructions
+from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events
 from agora.replica.all_reduce import AllReduce, RoundResult, off_loop
 from agora.replica.decide import Action, Situation, StepSettings, decide, step_instructions

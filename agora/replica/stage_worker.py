@@ -9,7 +9,7 @@ from agora_protocol.ids import Span
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.state.layout import Layout
 from agora.train.gradients import GradientShare
 from agora.train.stage import AveragedFragment, StageProgress

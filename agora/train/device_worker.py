@@ -26,7 +26,7 @@ from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key
 from agora.codec.transfer import Upload, is_apart
 from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import ForwardKey, SpanResult, SpanWork
-from agora.core.step_schedule import StageStepped, StepEvent, StepInstructions
+from agora.core.step_instructions import StageStepped, StepEvent, StepInstructions
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
 from agora.train.compiled_layers import LayerCompiler, compiles_on

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import ForwardKey
-from agora.core.step_schedule import StepEvent
+from agora.core.step_instructions import StepEvent
 from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory

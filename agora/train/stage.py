@@ -26,16 +26,8 @@ from torch import Tensor
 
 from agora.codec.transfer import CPU
 from agora.core.live_manifest import LiveManifest
-from agora.core.step_schedule import (
-    ALL_REDUCE,
-    ShareClosed,
-    StageStepped,
-    StepEvent,
-    StepInstructions,
-    SyncChangeRule,
-    SyncSchedule,
-    first_sync_schedule,
-)
+from agora.core.step_instructions import ShareClosed, StageStepped, StepEvent, StepInstructions
+from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule, SyncSchedule, first_sync_schedule
 from agora.model import StageModule, family_of
 from agora.observe.events import (
     AmendmentInForce,

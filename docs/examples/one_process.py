@@ -33,7 +33,7 @@ from agora.codec import encode_tokens
 from agora.core.calls import OnProgress, Reply
 from agora.core.clock import loop_time
 from agora.core.span_work import DrawnMicrobatch
-from agora.core.step_schedule import ShareClosed
+from agora.core.step_instructions import ShareClosed
 from agora.core.tasks import ChangeNotifier
 from agora.observe.events import Event, StepTaken
 from agora.pipeline.flow_control import SendInputs

@@ -21,7 +21,8 @@ from agora_protocol.ids import MicrobatchId, PeerId, RunId, Span
 from agora_protocol.manifest import Manifest
 from torch import Tensor
 
-from agora.core.step_schedule import ALL_REDUCE, StepInstructions
+from agora.core.step_instructions import StepInstructions
+from agora.core.step_schedule import ALL_REDUCE
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer

@@ -17,7 +17,7 @@ from agora_protocol.manifest import Manifest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agora.codec import BoundaryCodec
 from agora.core.span_work import ForwardKey
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler, sample_id
 from agora.data.tokenizer import ByteTokenizer

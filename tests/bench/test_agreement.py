@@ -29,7 +29,7 @@ from benchmarks.children import ChildProcesses, deal
 from benchmarks.report import columns
 from benchmarks.task import prepare_corpus, spec
 
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.data.corpus import open_corpus
 from agora.data.sampling import Sampler
 from agora.data.tokenizer import ByteTokenizer, Ids

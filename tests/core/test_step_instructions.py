@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from agora_protocol.manifest_sections import ALL_STEPS
 
-from agora.core.step_schedule import ONLY_ALL_REDUCE, StageStepped, StepInstructions, SyncSchedule
+from agora.core.step_instructions import StageStepped, StepInstructions
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.train.device_worker import MAX_EVENTS, StepEvents
 
 KNOWN = StepInstructions(target_tokens=1000, averages=True, step=7, own_tokens=400, alone=True)

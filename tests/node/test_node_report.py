@@ -15,11 +15,11 @@ from agora_protocol.records import Claim, StageAccount
 
 from agora.cli import status_command
 from agora.cli.status_command import lines_of
+from agora.core.moving_average import WindowedRate
 from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.node.control.node_report import (
     NodeReport,
     SpanReport,
-    WindowedRate,
     notes_of,
     progress_record,
     report_json,

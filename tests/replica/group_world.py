@@ -20,7 +20,8 @@ from agora_protocol.records import StageAccount
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
 from agora.core.live_manifest import LiveManifest
-from agora.core.step_schedule import StepInstructions, SyncChangeRule, first_sync_schedule
+from agora.core.step_instructions import StepInstructions
+from agora.core.step_schedule import SyncChangeRule, first_sync_schedule
 from agora.observe.events import Event
 from agora.replica.gossip import SwarmQueries
 from agora.replica.stage_replicas import SpanReplicas

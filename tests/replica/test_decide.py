@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from agora_protocol.ids import PeerId
 
-from agora.core.step_schedule import ONLY_ALL_REDUCE, StepInstructions, SyncSchedule
+from agora.core.step_instructions import StepInstructions
+from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.replica import decide as rules
 from agora.replica.decide import (
     CLOSE_AFTER_FRACTION,

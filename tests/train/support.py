@@ -15,7 +15,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.core.span_work import ForwardKey, SpanWork
-from agora.core.step_schedule import StageStepped, StepInstructions
+from agora.core.step_instructions import StageStepped, StepInstructions
 from agora.observe.events import Event
 from agora.state.layout import VALUE_BYTES, Layout
 from agora.train.device import DeviceOptions

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
 from agora.core.span_work import ForwardKey
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.model.subspace_stage import Attention
 from agora.observe.events import CompileFailed, LayersCompiled
 from agora.train.compiled_layers import RUNS_BEFORE, LayerCompiler, compiles_on, missing_for_compiling

@@ -16,7 +16,7 @@ from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
 from agora.core.span_work import ForwardKey, SpanResult, SpanWork
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.observe.events import GradientRefused, MicrobatchCounted, StepTaken, TaskFailed
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker

@@ -14,7 +14,8 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest, preset
 from torch.utils._python_dispatch import _disable_current_modes
 
-from agora.core.step_schedule import StepInstructions, SyncSchedule
+from agora.core.step_instructions import StepInstructions
+from agora.core.step_schedule import SyncSchedule
 from agora.observe.events import StepTorn
 from agora.state.layout import StageState
 from agora.train import optimizer_offload, span_trainer

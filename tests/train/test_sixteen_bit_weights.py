@@ -11,7 +11,7 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest, preset
 from torch import Tensor
 
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.train import gradients, span_trainer, weight_versions
 from agora.train.gradients import add_gradients
 from agora.train.objectives import TokenBatch

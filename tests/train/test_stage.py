@@ -15,7 +15,7 @@ from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest
 
 from agora.core.span_work import ForwardKey, SpanWork
-from agora.core.step_schedule import ShareClosed, StageStepped, StepInstructions
+from agora.core.step_instructions import ShareClosed, StageStepped, StepInstructions
 from agora.observe.events import GradientLate, GradientRefused, StepsSkipped, StepTaken
 from agora.state.layout import StageState
 from agora.train.device_worker import DeviceWorker

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.observe.events import StepTaken
 from agora.train.stage import Stage
 from agora.train.weight_prediction import MAX_MEMORY_FRACTION, predicts_weights

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from agora.core.span_work import ForwardKey
-from agora.core.step_schedule import StepInstructions
+from agora.core.step_instructions import StepInstructions
 from agora.model import family_of
 from agora.train import activation_checkpointing, memory
 from agora.train.activation_checkpointing import GraphBudget

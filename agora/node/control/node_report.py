@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from agora.train.device_use import DeviceReading
     from agora.train.stage import StageProgress
 
-RATE_WINDOW_S = 15.0  # seconds over which tokens per second are averaged
 NO_TRAFFIC = Traffic(0, 0, 0)
 NO_DEVICE_TIME = DeviceTime()
 # A device that is busy for a smaller fraction of its time is partly idle: a note then says what limits it.
@@ -77,7 +75,7 @@ class NodeReport:
     health: Health
     now_unix: float
     counters: Counters
-    tokens_per_second: float = 0.0  # the rate of tokens counted here over RATE_WINDOW_S
+    tokens_per_second: float = 0.0  # the rate of tokens counted here over about 15 s
     view: View = field(default_factory=View)
     paths: Mapping[PeerId, str] = field(default_factory=dict)  # how each connected peer is reached: direct, punched...
     traffic: Traffic = NO_TRAFFIC
@@ -289,21 +287,3 @@ def use_of_device(
     peak = reading.peak_flops
     mfu = flops_per_s / peak if flops_per_s is not None and peak is not None else None
     return DeviceUsed(reading.name, reading.memory_used, reading.memory_total, mfu, idle_in_jobs, precision)
-
-
-class WindowedRate:
-    """Computes the rate per second of a growing total over about the last RATE_WINDOW_S."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque()
-
-    def update(self, now: float, total: float) -> float:
-        """Records the total at `now`, in seconds, and returns the rate per second; 0 at the first call.
-
-        If calls are rarer than RATE_WINDOW_S, the rate is that since the last call.
-        """
-        self._samples.append((now, total))
-        while len(self._samples) > 2 and now - self._samples[0][0] > RATE_WINDOW_S:
-            self._samples.popleft()
-        began, earlier = self._samples[0]
-        return (total - earlier) / (now - began) if now > began else 0.0

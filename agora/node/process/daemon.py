@@ -20,9 +20,10 @@ from agora_protocol.manifest_sections import AdmissionSection
 
 from agora import SOFTWARE
 from agora.core.clock import loop_time
+from agora.core.moving_average import WindowedRate
 from agora.core.tasks import BackgroundTasks, wait_for_any
 from agora.net.p2pd.host import Host
-from agora.node.control.node_report import NO_TRAFFIC, NodeReport, WindowedRate, add_traffic
+from agora.node.control.node_report import NO_TRAFFIC, NodeReport, add_traffic
 from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.limits.pausing import OwnersPause
 from agora.node.peer.local_peer import LocalPeer

@@ -14,12 +14,13 @@ from agora_protocol.messages import Contribute, GossipEpochs, GossipSteps, Proce
 
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
-from agora.core.step_schedule import ShareClosed
+from agora.core.moving_average import WindowedRate
+from agora.core.step_instructions import ShareClosed
 from agora.core.tasks import BackgroundTasks
 from agora.cost.manifest_cost import default_in_flight, run_cost
 from agora.data.sampling import CorpusMicrobatches
 from agora.net.rpc.connection import IncomingCall
-from agora.node.control.node_report import SpanReport, WindowedRate, use_of_device
+from agora.node.control.node_report import SpanReport, use_of_device
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.peer.requests import process_call_of
 from agora.node.span.training_data import OriginData, Samples
