@@ -16,7 +16,7 @@ import psutil
 from agora_protocol.errors import AgoraError
 
 from agora.core.terminal_text import one_line
-from agora.node import paths
+from agora.node import daemon_registry
 
 LOOK_INTERVAL_S: Final = 5.0
 COMMAND_TIMEOUT_S: Final = 5.0  # seconds that each program which is asked may take
@@ -257,8 +257,10 @@ def others_load(older: LoadReading, newer: LoadReading, cores: int) -> float:
 
 def own_processes() -> set[int]:
     """Returns the numbers of all processes of this user's daemons, their children and supervisors included."""
-    roots = {os.getpid(), os.getppid()} if os.environ.get(paths.SUPERVISOR_VARIABLE) else {os.getpid()}
-    roots |= {number for entry in paths.find_running_daemons() for number in (entry.pid, entry.supervisor) if number}
+    roots = {os.getpid(), os.getppid()} if os.environ.get(daemon_registry.SUPERVISOR_VARIABLE) else {os.getpid()}
+    roots |= {
+        number for entry in daemon_registry.find_running_daemons() for number in (entry.pid, entry.supervisor) if number
+    }
     found = set[int]()
     for root in roots:
         try:
