@@ -261,7 +261,7 @@ class Round:
             await off_loop(partial(into.copy_, values))
         codec.record_outcome(shard, contribution, None)
         self.all_reduce.report(
-            events.PartFailed(self.stage, shard.what, self.number, position, "; ".join(reasons)[:500])
+            events.PartFailed(self.stage, shard.wire_kind, self.number, position, "; ".join(reasons)[:500])
         )
         return None
 
@@ -285,7 +285,7 @@ class Round:
         encoded = contribution.encoded
         request = Contribute(
             stage=shard.stage,
-            what=shard.what,
+            what=shard.wire_kind,
             round=shard.round,
             part=shard.position,
             slices=shard.fragments,
@@ -395,7 +395,7 @@ class AllReduce:
 
     def report_reducer(self, reducer: PeerId, shard: Shard, text: str) -> None:
         """Reports that a reducer has answered with a mean that it cannot have averaged; at most once for a round."""
-        dedup_key = f"stage {shard.stage}, mean of {shard.what} {shard.round}"
+        dedup_key = f"stage {shard.stage}, mean of {shard.wire_kind} {shard.round}"
         self._report_violation(reducer, Violation.FALSE_MEAN, f"shard {shard.position}: {text}", dedup_key)
 
     async def close(self) -> None:
@@ -594,9 +594,9 @@ class AllReduce:
             if gathering.is_complete and not gathering.is_recalling:
                 self._average_and_close(shard, gathering)
 
-    def has_waiting_contributions(self, shard_0: Shard) -> bool:
-        """Returns whether members wait here for the mean of any shard of the round whose first shard is `shard_0`."""
-        return any(shard.round_key == shard_0.round_key for shard in self._gatherings)
+    def has_waiting_contributions(self, first_shard: Shard) -> bool:
+        """Returns whether members wait here for the mean of any shard of the round that begins with `first_shard`."""
+        return any(shard.round_key == first_shard.round_key for shard in self._gatherings)
 
     # --- what is remembered of a round
 
@@ -666,7 +666,7 @@ class AllReduce:
         """
         request = Recall(
             stage=shard.stage,
-            what=shard.what,
+            what=shard.wire_kind,
             round=shard.round,
             part=shard.position,
             slices=shard.fragments,
@@ -726,16 +726,16 @@ class AllReduce:
         first, second = reducers
         return "first" if message.reducer == first else "second" if message.reducer == second else "other"
 
-    async def expose_equivocation(self, peer: PeerId, shard_0: Shard) -> bool:
+    async def expose_equivocation(self, peer: PeerId, first_shard: Shard) -> bool:
         """Compares the means that this peer keeps of a round with those of another member whose history differs.
 
         Reports a reducer that has signed two different means of a shard, and returns whether there is one.
-        shard_0: the round's first.
+        first_shard: of the round.
         """
-        record = self._rounds.get(shard_0.round_key)
-        deadline = loop_time() + self.context_of(shard_0).allowed_s
+        record = self._rounds.get(first_shard.round_key)
+        deadline = loop_time() + self.context_of(first_shard).allowed_s
         for position, kept in sorted(record.means.items()) if record else ():
-            shard = shard_0._replace(position=position)
+            shard = first_shard._replace(position=position)
             reducer = PeerId(kept.message.reducer)
             if kept.fragments != shard.fragments or not kept.message.signature or reducer == self.config.me:
                 continue
@@ -746,8 +746,8 @@ class AllReduce:
             if other is None or other.message.reducer != reducer:
                 continue
             if await off_loop(partial(self._contradicts, shard, kept, other)):
-                text = f"signed two different means of shard {position} of {shard.what} {shard.round}"
-                dedup_key = f"stage {shard.stage}, two means of {shard.what} {shard.round}"
+                text = f"signed two different means of shard {position} of {shard.wire_kind} {shard.round}"
+                dedup_key = f"stage {shard.stage}, two means of {shard.wire_kind} {shard.round}"
                 self._report_violation(reducer, Violation.EQUIVOCATION, text, dedup_key)
                 return True
         return False
@@ -757,13 +757,13 @@ class AllReduce:
         is_signed = self.codec.is_signed(shard, other)
         return is_signed and self.codec.signed_bytes(shard, own) != self.codec.signed_bytes(shard, other)
 
-    async def recall_repeatedly(self, shard_0: Shard, result: RoundResult) -> None:
+    async def recall_repeatedly(self, first_shard: Shard, result: RoundResult) -> None:
         """Calls recall_failed_shards up to MAX_RECALLS times, with pauses."""
         for attempt in range(MAX_RECALLS):
             if attempt:
-                await asyncio.sleep(RECALL_PAUSE * self.context_of(shard_0).allowed_s)
-            await self.recall_failed_shards(shard_0, result)
-            if not result.failed_shards or len(self.context_of(shard_0).members) == 1:
+                await asyncio.sleep(RECALL_PAUSE * self.context_of(first_shard).allowed_s)
+            await self.recall_failed_shards(first_shard, result)
+            if not result.failed_shards or len(self.context_of(first_shard).members) == 1:
                 return
 
     async def _recall_believed(
@@ -811,19 +811,19 @@ class AllReduce:
             return "invalid", b""
         return signer, self.codec.signed_bytes(shard, mean)
 
-    async def recall_failed_shards(self, shard_0: Shard, result: RoundResult) -> None:
+    async def recall_failed_shards(self, first_shard: Shard, result: RoundResult) -> None:
         """Asks live replicas for the means of a round's failed shards, and puts plausible ones into `result`, in place.
 
-        Returns after at most allowed_s seconds, even if shards are still failed. shard_0: the round's first.
+        Returns after at most allowed_s seconds, even if shards are still failed. first_shard: of the round.
         """
-        context = self.context_of(shard_0)
+        context = self.context_of(first_shard)
         sources, members = sorted(context.live_others), len(context.members)
         cuts = cut_into_shards(len(result.mean))
         deadline = loop_time() + context.allowed_s
         free_calls = asyncio.Semaphore(MAX_OPEN_SHARDS)
 
         async def recall(index: int) -> None:
-            shard = shard_0._replace(position=index)
+            shard = first_shard._replace(position=index)
             own = result.mean[cuts[index]]
             turn = index % max(1, len(sources))
             async with free_calls:

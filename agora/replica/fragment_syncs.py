@@ -114,25 +114,25 @@ class FragmentSyncs:
             return
         difference, snapshot = found
         result = None
-        shard_0 = Shard(self._stage, "fragment", number, 0, division.count)
-        if len(self._all_reduce.context_of(shard_0).members) > 1:
-            result = await self._average(shard_0, difference, rounds_late)
+        first_shard = Shard(self._stage, "fragment", number, 0, division.count)
+        if len(self._all_reduce.context_of(first_shard).members) > 1:
+            result = await self._average(first_shard, difference, rounds_late)
         if previous is not None:  # means are applied in order
             await asyncio.wait([previous])
         averaged = None if result is None else (result.mean, tuple(result.averaged))
         wanted = division.count if result is None else result.wanted_fragments
         await self._worker.outer_step(self._stage, number * self._every, blocks, snapshot, averaged, wanted)
 
-    async def _average(self, shard_0: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
-        number, fragments = shard_0.round, shard_0.fragments
+    async def _average(self, first_shard: Shard, difference: Tensor, rounds_late: int) -> RoundResult:
+        number, fragments = first_shard.round, first_shard.fragments
         cuts = cut_into_shards(len(difference))
         result = RoundResult.of_failed_shards(await off_loop(difference.clone), fragments)
         # A sync whose fragment is due again takes part only if contributions wait here: they show which rounds the
         # others are in. Without that, replicas that are all late might take part in different rounds forever.
-        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(shard_0)
+        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first_shard)
         # The others may be done with a late round, and keep its means.
         if rounds_late >= min(RECALL_FIRST, fragments):
-            await self._all_reduce.recall_failed_shards(shard_0, result)
+            await self._all_reduce.recall_failed_shards(first_shard, result)
         if result.failed_shards and number > self._last_contributed and not is_superseded:
             weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
             recalled = result
@@ -145,7 +145,7 @@ class FragmentSyncs:
         # ones.
         is_due_again = self._worker.step_of(self._stage) // self._every - number >= fragments
         if result.failed_shards and not is_due_again:
-            await self._all_reduce.recall_repeatedly(shard_0, result)
+            await self._all_reduce.recall_repeatedly(first_shard, result)
         # A failed shard changes nothing.
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:

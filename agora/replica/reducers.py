@@ -94,7 +94,7 @@ def reducers_of(run: RunId, shard: Shard, members: Members) -> tuple[PeerId, Pee
     known = [bandwidth for bandwidth in eligible.values() if bandwidth > 0]
     median = statistics.median(known) if known else 1.0
     epoch = reducing_epoch(shard.round, shard.fragments)
-    label = f"agora owner 1\0{run}\0{shard.stage}\0{shard.what}\0{epoch}\0{shard.position}\0"
+    label = f"agora owner 1\0{run}\0{shard.stage}\0{shard.wire_kind}\0{epoch}\0{shard.position}\0"
 
     def rendezvous_key(peer: PeerId) -> tuple[float, PeerId]:
         hashed = int.from_bytes(hashlib.sha256((label + peer).encode()).digest()[:8], "big")

@@ -80,7 +80,7 @@ class Shard(NamedTuple):
         return cls(message.stage, kind, message.round, message.part, message.slices)
 
     @property
-    def what(self) -> str:
+    def wire_kind(self) -> str:
         """The kind by its name in messages, events, and the strings that are hashed."""
         return WIRE_KINDS[self.kind]
 
@@ -167,7 +167,7 @@ class RoundConfig:
 
     def dither_label(self, shard: Shard) -> str:
         """Returns the seed of the shard's dither (random rounding), the same at all members of the round."""
-        return f"{self.run}\0{shard.stage}\0{shard.what}\0{shard.round}\0{shard.position}"
+        return f"{self.run}\0{shard.stage}\0{shard.wire_kind}\0{shard.round}\0{shard.position}"
 
 
 # --- what a member sends, and a reducer answers
@@ -311,7 +311,7 @@ class ShardCodec:
             digest.update(tensor.nbytes.to_bytes(8, "big"))
             digest.update(tensor.data)
         message = mean.message
-        named = (shard.stage, shard.what, shard.round, shard.position, shard.fragments)
+        named = (shard.stage, shard.wire_kind, shard.round, shard.position, shard.fragments)
         values = (
             *named,
             message.in_mean,

@@ -30,6 +30,7 @@ from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events
 from agora.replica.all_reduce import AllReduce, RoundResult, off_loop
 from agora.replica.decide import Action, Situation, StepSettings, decide, step_instructions
+from agora.replica.divergence import Electorate, Standing, replicas_to_fetch_from, with_reports
 from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
@@ -47,16 +48,7 @@ from agora.replica.stage_view import (
 from agora.replica.stage_worker import StageWorker
 from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
-from agora.replica.trust import (
-    INNER_STEPS_LEAD,
-    LEAD,
-    MAX_STATE_AGE_S,
-    Electorate,
-    PlausibleStepBound,
-    Standing,
-    replicas_to_fetch_from,
-    with_reports,
-)
+from agora.replica.trust import INNER_STEPS_LEAD, LEAD, MAX_STATE_AGE_S, PlausibleStepBound
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.gradients import GradientShare
 from agora.train.stage import StageProgress
@@ -403,14 +395,14 @@ class StageReplicas:
     async def _fill_failed_shards(self, share: GradientShare, result: RoundResult) -> float:
         # Returns the fraction of all shards whose mean is not 0.
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
-        shard_0, codec = Shard(self._stage, "gradient", share.step, 0), self.all_reduce.codec
-        await self.all_reduce.recall_repeatedly(shard_0, result)
+        first_shard, codec = Shard(self._stage, "gradient", share.step, 0), self.all_reduce.codec
+        await self.all_reduce.recall_repeatedly(first_shard, result)
         if len(self.round_contexts.members()) == 1:  # no other replica could have another mean: the own values are it
             return 1.0
         cuts = cut_into_shards(len(result.mean))
         zeros = 0
         for index in failed:
-            shard, cut = shard_0._replace(position=index), cuts[index]
+            shard, cut = first_shard._replace(position=index), cuts[index]
             own, mean = share.values[cut], result.mean[cut]
             if not result.averaged[index]:  # nobody keeps one: it is 0 for everybody, also for others that ask later
                 zero_mean = await off_loop(partial(codec.make_zero_mean, shard, len(own)))

@@ -25,8 +25,9 @@ from agora_protocol.limits import MAX_GOSSIPED_REPLICAS
 from agora_protocol.messages import GossipEntry
 
 from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
+from agora.replica.divergence import HistoryReport
 from agora.replica.pacing import Shares, TokenRate
-from agora.replica.trust import HistoryReport, believed_tokens
+from agora.replica.trust import believed_tokens
 
 SILENCE_TIMEOUT_S: Final = 6.0  # seconds without a report after which a replica is silent
 # Seconds between the first and the latest broken connection to a replica, with no report between, that make it silent:

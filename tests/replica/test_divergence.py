@@ -13,7 +13,7 @@ from agora_protocol.ids import PeerId
 from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.observe.events import StageDiverged
-from agora.replica.trust import (
+from agora.replica.divergence import (
     MAX_STANDINGS,
     VOTE_STEPS,
     Electorate,

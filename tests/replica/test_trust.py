@@ -11,6 +11,7 @@ import pytest
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import GossipSteps
 
+from agora.replica.divergence import Standing
 from agora.replica.pacing import BatchSizeCorrection, StepPacing, TokenRate
 from agora.replica.reducers import reducers_of, reducing_bandwidths
 from agora.replica.shard_codec import Shard
@@ -22,7 +23,6 @@ from agora.replica.trust import (
     MAX_SPEED_UP,
     STALL_ALLOWANCE_S,
     PlausibleStepBound,
-    Standing,
     believed_bandwidths,
     believed_claim,
     believed_rates,

@@ -31,7 +31,7 @@ TERMS: Final = RoundConfig(PEERS[0], RUN, "mean", 20.0, 1e9)
 
 def _named(part: Shard) -> dict[str, Any]:
     names = ("stage", "what", "round", "part", "slices")
-    values = (part.stage, part.what, part.round, part.position, part.fragments)
+    values = (part.stage, part.wire_kind, part.round, part.position, part.fragments)
     return {"run": RUN, **dict(zip(names, values, strict=True))}
 
 
