@@ -69,7 +69,7 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
         if not queued or not run_queue.refuses_machine(error):
             raise
         code, why_next = run_queue.NEXT_RUN, str(error)
-    if code != run_queue.NEXT_RUN or os.environ.get(paths.SUPERVISOR_VARIABLE):
+    if code != run_queue.NEXT_RUN or os.environ.get(daemon_registry.SUPERVISOR_VARIABLE):
         return code
     return run_queue.join_next(
         home, chosen, (*run_queue.done_before(), (reference.name or reference.run[:12], why_next))
