@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError
 from agora_protocol.ids import RunId
+from agora_protocol.limits import PROTOCOL_VERSION
 
 from agora.cli import console
 from agora.core.terminal_text import printable
@@ -99,7 +101,7 @@ def fetch(run: str, home: paths.Home) -> Status:
             if isinstance(error, NotAdmitted):
                 do = "ask the founder for a reader's invite (`swarm invite RUN --role reader`)"
             elif error.code == "wrong-version":
-                do = "install the newer version where the older one is, and try again"
+                do = _advice_on_versions(str(error))
     return {
         "schema": 1,
         "run_id": reference.run,
@@ -111,6 +113,17 @@ def fetch(run: str, home: paths.Home) -> Status:
         "stages": [],
         "peers": [],
     }
+
+
+def _advice_on_versions(refusal: str) -> str:
+    # The other side wrote it; nothing but the choice between these sentences follows from it.
+    found = sorted(map(int, re.findall(r"version (\d{1,6})", refusal)))
+    if len(found) == 2 and found[0] == PROTOCOL_VERSION < found[1]:
+        return f"upgrade agora on this machine, which is the older side (protocol version {PROTOCOL_VERSION})"
+    if len(found) == 2 and found[0] < PROTOCOL_VERSION == found[1]:
+        text = f"this machine is the newer side (protocol version {PROTOCOL_VERSION})"
+        return f"{text}: have the run's peers upgrade, or join with their version"
+    return "install the newer version where the older one is, and try again"
 
 
 def check_status(status: Status) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ TAIL_BYTES: Final = 4 * 2**20  # of journal and metrics, so much is read when so
 MAX_POINTS: Final = 2000
 MAX_HAPPENINGS: Final = 200
 MAX_TASKS: Final = 400
+MAX_REMEMBERED: Final = 1000  # peers whose stages are known when they go
 MAX_PEERS: Final = 100  # a run with more is shown by stage, and its peers so many at a time
 MAX_COMPARED: Final = 256  # a run with more peers is read in part: who is missing from one look may be there
 MAX_TEXT: Final = 1024  # characters of one text that a peer wrote
@@ -316,6 +317,8 @@ class History:
         self._work: dict[str, float] = {}
         self._tails: tuple[JournalTail, JournalTail] | None = None
         self._before: Status | None = None
+        self._peers: Sequence[Mapping[str, Any]] = ()  # of the last status that had any
+        self._held: dict[str, str] = {}  # by peer, in words: the stages that it was seen at last
 
     def since(self, look: int) -> dict[str, Any]:
         """Returns what looks after number `look` have found, for JSON; rounds and work as they are now."""
@@ -336,7 +339,7 @@ class History:
             with suppress(OSError):  # the daemon's files are rotated, or gone with it
                 self._read(look, folder, str(status["run_id"]))
         elif self._before is not None:
-            for name, sentence in changes(self._before, status):
+            for name, sentence in changes(self._before, status, self._peers):
                 self._happenings.add(look, [unix, name, sentence])
         if status["stages"]:
             heldout = self._work.get("heldout_loss_nats")
@@ -344,6 +347,8 @@ class History:
                 look, [round(unix, 1), status["step"], status["loss"], heldout, status["tokens_per_second"]]
             )
         self._before = status
+        if status["stages"]:  # while no peer answers, nobody is known to have gone
+            self._peers = status["peers"]
         self.looks = look
 
     def _add_point(self, look: int, point: list[Any]) -> None:
@@ -377,8 +382,13 @@ class History:
                 self._rounds[event.stage, event.what] = dict(fields)
             case events.TaskEvaluated():
                 self._tasks.add(look, [unix, event.task, event.metric, event.value])
+        if isinstance(event, events.PeerSeen):
+            self._held.pop(event.peer, None)
+            self._held[event.peer] = _stages_in_words([event.first_stage, event.last_stage])
+            if len(self._held) > MAX_REMEMBERED:
+                del self._held[next(iter(self._held))]
         if isinstance(event, SHOWN):
-            self._happenings.add(look, [unix, type(event).__name__, shown(in_words(event))])
+            self._happenings.add(look, [unix, type(event).__name__, shown(in_words(event, self._held))])
 
 
 def work_of(row: Row) -> dict[str, float]:
@@ -392,34 +402,41 @@ def work_of(row: Row) -> dict[str, float]:
     return found | ({"heldout_loss_nats": heldout} if heldout is not None else {})
 
 
-def in_words(event: events.Event) -> str:
-    """Returns a sentence for the time line."""
+def in_words(event: events.Event, held: Mapping[str, str]) -> str:
+    """Returns a sentence for the time line. held: by peer, the stages that it was seen at last, in words."""
     match event:
         case events.PeerSeen(peer, first, last, state):
-            held = f"stage {first}" if first == last else f"stages {first}-{last}"
-            return f"{peer_name(PeerId(peer))} is {state} at {held}"
+            return f"{peer_name(PeerId(peer))} is {state} at {_stages_in_words([first, last])}"
         case events.PeerGone(peer, reason):
-            return f"{peer_name(PeerId(peer))} has gone: {reason}"
+            return f"{peer_name(PeerId(peer))} has gone{_from(held.get(peer, ''))}: {reason}"
         case events.PeerBanned(peer, by):
             return f"{peer_name(PeerId(peer))} is banned {by}"
     return one_line(event.describe())
 
 
-def changes(before: Status, after: Status) -> Iterator[tuple[str, str]]:
-    """Yields in what two statuses differ, as events' names and sentences: health, and peers of a run read whole."""
+def changes(before: Status, after: Status, known: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields in what two statuses differ, as events' names and sentences: health, and peers of a run read whole.
+
+    known: the peers of the last status before that had any.
+    """
     health = after["health"]
     if health["state"] != before["health"]["state"]:
         yield "HealthChanged", shown(f"health {health['state']}: {health['why']}")
-    if max(len(before["peers"]), len(after["peers"])) > MAX_COMPARED or not (before["stages"] and after["stages"]):
+    if max(len(known), len(after["peers"])) > MAX_COMPARED or not (known and after["stages"]):
         return
-    former, present = ({peer["peer"]: peer for peer in status["peers"]} for status in (before, after))
+    former, present = ({peer["peer"]: peer for peer in peers} for peers in (known, after["peers"]))
     for peer, row in present.items():
         if peer not in former or former[peer]["state"] != row["state"]:
-            yield "PeerSeen", shown(f"{row['name']} is {row['state']} at {_stages_in_words(row)}")
+            yield "PeerSeen", shown(f"{row['name']} is {row['state']} at {_stages_in_words(row['span'])}")
     for peer in former.keys() - present.keys():
-        yield "PeerGone", shown(f"{former[peer]['name']} has gone: it is not in the status any more")
+        gone, where = former[peer], _from(_stages_in_words(former[peer]["span"]))
+        yield "PeerGone", shown(f"{gone['name']} has gone{where}: it is not in the status any more")
 
 
-def _stages_in_words(peer: Mapping[str, Any]) -> str:
-    held = list(dict.fromkeys(peer["span"]))
+def _stages_in_words(span: Sequence[int]) -> str:
+    held = list(dict.fromkeys(span))
     return f"stage {held[0]}" if len(held) == 1 else "stages " + "-".join(map(str, held))
+
+
+def _from(stages: str) -> str:
+    return f" from {stages}" if stages else ""

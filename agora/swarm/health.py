@@ -11,6 +11,9 @@ Steps count, not heartbeats: a swarm whose peers all answer but whose weights do
 | DEGRADED | a stage has not taken its first step, still within its time limit; or it has a single replica |
 | OK | every stage has two replicas or more, and steps |
 
+Of a single stage these are OK, DEGRADED, STALLED and COMPLETED, and WAITING: there is no fault in it, or only that it
+has a single replica, but another stage stalls the run.
+
 A stage's time limit is LIMIT_STEPS of its usual step times, at least MIN_STALL_LIMIT_S. In a run that is too large to
 be read whole, replicas are counted by estimate, and the time limit is longer by twice the time in which a stage's peers
 are read again.
@@ -27,6 +30,7 @@ from agora.swarm.view import PeerView, View
 
 OK, DEGRADED, STALLED, PAUSED, UNREACHABLE = "OK", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE"
 COMPLETED = "COMPLETED"
+WAITING = "WAITING"  # of a stage alone: nothing is wrong with it but that the run is STALLED by another one
 MIN_STALL_LIMIT_S = 60.0
 # A stage that took no step for this many usual step times, and for MIN_STALL_LIMIT_S at least, is stalled.
 LIMIT_STEPS = 10.0
@@ -90,7 +94,14 @@ def assess_health(
         found = Health(
             OK, f"every stage has at least {count} replicas; {_last_step(view, range(stage_count), now_unix)}"
         )
+    if found.state == STALLED:
+        judged = [(fault, _wait_for_others(stage, found) if fault < _NEW else stage) for fault, stage in judged]
     return replace(found, stages=tuple(stage for _, stage in judged))
+
+
+def _wait_for_others(stage: Health, run: Health) -> Health:
+    # Its own steps are recent, but no microbatch comes through the run any more.
+    return Health(WAITING, f"{stage.why}; it waits, since {run.why}", stage.advice)
 
 
 # How much each fault of a stage weighs: the run's health is that of the stage with the heaviest.

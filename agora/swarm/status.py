@@ -6,7 +6,7 @@ Fields may be added, never removed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from typing import Any
 
@@ -16,10 +16,11 @@ from agora_protocol.records import StageAccount
 
 from agora.core.metrics import METRIC_NAMES
 from agora.observe.events import DeviceUsed
-from agora.swarm.health import Health
+from agora.swarm.health import DEGRADED, OK, Health
 from agora.swarm.view import PeerView, View
 
 SCHEMA = 1
+SLOW_SHARE = 0.5  # a stage below this share of the others' usual rate is named in the run's health
 MAX_TIMES_USUAL = 4.0  # a claim of tokens per second counts as at most this many times the median
 
 
@@ -86,6 +87,7 @@ def build_status(
     stages = [_stage_status(view, stage, run.target_tokens, usual) for stage in range(run.stage_count)]
     for row, judged in zip(stages, health.stages, strict=False):
         row["health"] = _health_status(judged)
+    shown = _name_slowest(health, stages)
     known = sorted(view.peers.values(), key=lambda peer: (peer.span.first, peer.span.last, peer.peer))
     return {
         "schema": SCHEMA,
@@ -94,7 +96,7 @@ def build_status(
         "step": stages[0]["step"] if stages else 0,
         "loss": _mean(losses),
         "tokens_per_second": min((stage["tokens_per_second"] for stage in stages), default=0.0),
-        "health": _health_status(health),
+        "health": _health_status(shown),
         "stages": stages,
         "peers": [
             {
@@ -109,6 +111,20 @@ def build_status(
         "samples": asdict(samples) if samples is not None else None,
         "loss_spread": [round(loss, 4) for loss in _spread([loss for loss, _ in losses])] if losses else None,
     }
+
+
+def _name_slowest(health: Health, stages: Sequence[Mapping[str, Any]]) -> Health:
+    # A run whose every stage steps may still be slow, and then by its slowest stage.
+    if health.state not in (OK, DEGRADED) or len(stages) < 2 or not all(row["step"] for row in stages):
+        return health
+    slowest, *others = sorted(stages, key=lambda row: float(row["tokens_per_second"]))
+    least, usual = slowest["tokens_per_second"], median_low(row["tokens_per_second"] for row in others)
+    if least >= SLOW_SHARE * usual:
+        return health
+    stage = slowest["stage"]
+    why = f"{health.why}; stage {stage} limits the run, with {least:,.0f} tokens/s to the others' {usual:,.0f}"
+    advice = f"start another with `agora-node join RUN --stages {stage}`"
+    return replace(health, why=why, advice=health.advice or advice)
 
 
 def _health_status(health: Health) -> dict[str, Any]:

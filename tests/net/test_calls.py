@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from agora_protocol import errors
+from agora_protocol.ids import peer_name
 from agora_protocol.limits import PROTOCOL_VERSION
 from agora_protocol.messages import (
     CallProgress,
@@ -288,6 +289,7 @@ def test_peers_of_another_run_or_version_refuse_each_other_by_name(tmp_path: Pat
                     with pytest.raises(errors.ProtocolError) as caught:
                         await caller.network.call(callee.id, GetStatus(), deadline=after(10))
                     assert caught.value.code == "wrong-version"
+                    assert f"{peer_name(a.id)} has the older agora" in str(caught.value), "both sides name the same"
                 assert not a.violations
                 assert not stranger.violations
                 assert not future.violations

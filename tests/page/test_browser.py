@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError
+from agora_protocol.limits import PROTOCOL_VERSION
 from agora_protocol.refusals import error_of_refusal, refusal_of_error
 
 import agora.net.dht
@@ -101,7 +102,9 @@ def shows_the_status(browser: Chromium, status: dict[str, Any]) -> None:
     shown_peers = rows_of(browser, "peers")
     assert len(shown_peers) == len(status["peers"])
     for known, cells in zip(status["peers"], shown_peers, strict=True):
-        assert cells[0] == f"{known['name']} …{known['peer'][-6:]}"
+        asked = "this machine" if "machine" in status else "the peer that was asked"
+        mark = f" ({asked})" if known["path"] == "self" else ""
+        assert cells[0] == f"{known['name']} …{known['peer'][-6:]}{mark}"
         assert cells[1] == "-".join(map(str, dict.fromkeys(known["span"])))
         assert cells[2:5] == [known["state"], f"{known['step']:,}", f"{known['tokens_per_second']:,.0f}"]
         assert cells[8] == known["path"] and known["note"] in cells[10] and known["waits_for"] in cells[10]
@@ -118,6 +121,7 @@ def test_it_shows_what_the_status_says(browser: Chromium, tmp_path: Path) -> Non
     device = {"name": "NVIDIA A40", "memory_used": 2**34, "memory_total": 48 * 2**30, "mfu": 0.413, "idle_in_jobs": 0.1}
     status["peers"][1]["device"] = device
     status["result"] = {"state": "none", "folder": "", "why": ""}
+    status["machine"] = {"when_idle": None, "day": None, "queue": None}
     with serving(Fixed(status, tmp_path)) as url:
         opened(browser, url)
         shows_the_status(browser, json.loads(json.dumps(status)))
@@ -219,7 +223,8 @@ def as_answered(error: AgoraError) -> dict[str, Any]:
 
 
 def old_version() -> dict[str, Any]:
-    text = "Protocol version 7 meets version 6; update the older one."
+    text = f"olive-heron speaks protocol version {PROTOCOL_VERSION} and brisk-otter speaks protocol version 7: "
+    text += "olive-heron has the older agora, and must upgrade it."
     return as_answered(error_of_refusal(refusal_of_error(ProtocolError("wrong-version", text))))
 
 
@@ -229,7 +234,7 @@ def this_machine_banned() -> dict[str, Any]:
 
 
 CASES: list[tuple[Any, str, str, list[str]]] = [
-    (empty_stage, "STALLED", "stage 1 has no peer", ["OK", "STALLED", "OK"]),
+    (empty_stage, "STALLED", "stage 1 has no peer", ["WAITING", "STALLED", "WAITING"]),
     (single_slow_replica, "DEGRADED", "stage 1 has a single peer; last step 41 s ago", ["OK", "DEGRADED"]),
     (
         no_tokens,
@@ -237,9 +242,9 @@ CASES: list[tuple[Any, str, str, list[str]]] = [
         "stage 0 took no step for 400 s; up to 60 s are usual; a peer of it says: 0 of the 8192",
         [],
     ),
-    (only_replica_banned, "STALLED", "stage 1 has no peer", ["OK", "STALLED"]),
+    (only_replica_banned, "STALLED", "stage 1 has no peer", ["WAITING", "STALLED"]),
     (nobody_in_sight, "UNREACHABLE", "no peer of the run can be found", []),
-    (old_version, "UNREACHABLE", "Protocol version 7 meets version 6; update the older one", []),
+    (old_version, "UNREACHABLE", "olive-heron has the older agora", []),
     (this_machine_banned, "UNREACHABLE", "the run's founder, or a delegate, has banned this peer; ask them", []),
 ]
 
@@ -265,7 +270,13 @@ def test_the_first_line_names_what_holds_the_run_back(
         if case is only_replica_banned:
             happened = browser.evaluate("document.querySelector('#happenings').innerText")
             assert "is banned by the founder" in happened
+        if case is old_version:
+            assert "Do: upgrade agora on this machine, which is the older side" in line
+        if case is empty_stage:
+            assert "it waits, since stage 1 has no peer" in stages_of(browser)[0][4]
+            assert browser.evaluate("document.querySelector('#stages button').className") == "warn"
         if case is single_slow_replica:
+            assert "stage 1 limits the run, with 90 tokens/s to the others' 1,800" in line
             assert stages_of(browser)[1][2] == "90 tokens/s, the slowest"
             picture(browser, "degraded.png", tmp_path, is_whole=False)
 

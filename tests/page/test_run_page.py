@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from agora_protocol.errors import LocalError
+from agora_protocol.ids import peer_name
 
 from agora.observe import events
 from agora.observe.journal import Journal, JournalTail
@@ -128,6 +129,12 @@ def test_an_open_page_gets_the_run_and_then_what_is_new(tmp_path: Path) -> None:
         second = next(update for update in updates if update["happenings"])
         assert not second["is_first"]
         assert [name for _, name, _ in second["happenings"]] == ["PeerGone"]
+        assert second["happenings"][0][2] == f"{peer_name(peer_id('b'))} has gone: no answer", "never seen at a stage"
+        seen, gone = events.PeerSeen(peer_id("b"), 0, 1, "serving"), events.PeerGone(peer_id("b"), "no answer")
+        for event in (seen, gone):
+            Journal(tmp_path).take(event, NOW + 2.0)
+        third = next(update for update in updates if len(update["happenings"]) == 2)
+        assert third["happenings"][-1][2] == f"{peer_name(peer_id('b'))} has gone from stages 0-1: no answer"
         assert source.written == second["text"]["text"]
 
 
@@ -137,9 +144,24 @@ def test_without_a_daemon_the_statuses_tell_what_has_happened() -> None:
         assert next(updates)["happenings"] == []
         source.now = after = status_of(good_view().without(peer_id("d")))
         second = next(update for update in updates if update["happenings"])
-        assert [(name, sentence) for _, name, sentence in second["happenings"]] == list(changes(before, after))
+        assert [(name, sentence) for _, name, sentence in second["happenings"]] == list(
+            changes(before, after, before["peers"])
+        )
+        gone = f"{peer_name(peer_id('d'))} has gone from stage 1"
+        assert second["happenings"][1][2] == f"{gone}: it is not in the status any more"
         names = [name for _, name, _ in second["happenings"]]
         assert names == ["HealthChanged", "PeerGone"]
+
+
+def test_who_left_while_no_peer_answered_is_named_when_one_answers_again() -> None:
+    source = Fixed(status_of(good_view()))
+    with serving(source) as url, following(url) as updates:
+        next(updates)
+        source.now = LocalError("no peer answers")
+        assert [name for _, name, _ in next(u for u in updates if u["happenings"])["happenings"]] == ["HealthChanged"]
+        source.now = status_of(good_view().without(peer_id("d")))
+        told = [sentence for _, _, sentence in next(u for u in updates if u["happenings"])["happenings"]]
+        assert [sentence for sentence in told if "has gone from stage 1" in sentence]
 
 
 def test_pages_are_bounded() -> None:

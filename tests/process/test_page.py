@@ -154,9 +154,10 @@ def a_browser_shows_it(made: Swarm, daemon: Daemon, url: str, directory: Path) -
             tiles = browser.evaluate(
                 "[...document.querySelectorAll('#tiles dd')].map((one) => one.firstChild.textContent)"
             )
+            assert [peer["path"] for peer in told["peers"]].count("self") == 1
             return rows == [
                 [
-                    f"{peer['name']} …{peer['peer'][-6:]}",
+                    f"{peer['name']} …{peer['peer'][-6:]}{' (this machine)' if peer['path'] == 'self' else ''}",
                     "-".join(map(str, dict.fromkeys(peer["span"]))),
                     peer["state"],
                     f"{peer['step']:,}",

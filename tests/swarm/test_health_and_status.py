@@ -38,6 +38,32 @@ def test_degraded_when_a_stage_hangs_on_one_peer() -> None:
     assert found.advice is not None and "--stages 1" in found.advice
 
 
+@pytest.mark.parametrize(
+    ("rates", "names"),
+    [
+        ((900.0, 900.0, 900.0), ""),
+        ((900.0, 500.0, 900.0), ""),
+        ((900.0, 400.0, 900.0), "stage 1 limits the run, with 800 tokens/s to the others' 1,800"),
+        ((900.0, 400.0, 150.0), "stage 2 limits the run, with 300 tokens/s to the others' 800"),
+        ((0.0, 0.0, 0.0), ""),
+    ],
+)
+def test_a_stage_that_is_slow_beside_the_others_is_named_in_the_runs_health(
+    rates: tuple[float, ...], names: str
+) -> None:
+    peers = view(
+        *(
+            seen(f"p{stage}{replica}", str(stage), stepped_unix=NOW - 3.0, steps=(5,), tokens_per_second=rate)
+            for stage, rate in enumerate(rates)
+            for replica in range(2)
+        )
+    )
+    found = health(peers, 3)
+    told = build_status(peers, RunIdentity("ab", "poems", 3, 8192), found, NOW)["health"]
+    assert told["state"] == "OK" and told["why"] == f"{found.why}; {names}".removesuffix("; ")
+    assert told["do"] == (f"start another with `agora-node join RUN --stages {names[6]}`" if names else None)
+
+
 def test_stalled_names_the_stage_that_has_no_peer() -> None:
     found = health(view(seen("a", "0", stepped_unix=NOW), seen("b", "2", stepped_unix=NOW)), 3)
     assert found.state == "STALLED" and found.why == "stage 1 has no peer"
@@ -105,7 +131,8 @@ def test_each_stage_has_its_own_health_and_the_run_has_that_of_the_worst() -> No
         *two_each(1, stepped_unix=NOW).peers.values(), seen("c", "1", stepped_unix=NOW - 100.0), seen("d", "2")
     )
     found = assess_health(peers, 4, NOW, since_unix=NOW - 1e3)
-    assert [stage.state for stage in found.stages] == ["OK", "STALLED", "STALLED", "STALLED"]
+    assert [stage.state for stage in found.stages] == ["WAITING", "STALLED", "STALLED", "STALLED"]
+    assert "; it waits, since stage 3 has no peer" in found.stages[0].why
     assert found.why == found.stages[3].why == "stage 3 has no peer"
     assert found.stages[1].why == "stage 1 took no step for 100 s; up to 60 s are usual"
     rows = build_status(peers, RunIdentity("ab" * 32, "demo", 4, 256), found, NOW)["stages"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from agora_protocol.errors import AgoraError, NotAdmitted, ProtocolError, WrongRun
-from agora_protocol.ids import PeerId, RunId
+from agora_protocol.ids import PeerId, RunId, peer_name
 from agora_protocol.limits import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, SALT_BYTES
 from agora_protocol.messages import Hello
 from agora_protocol.tickets import MEMBER, READER, run_token
@@ -89,8 +89,11 @@ class Gate:
         reveals the run id.
         """
         if min(hello.version, self.version) < self._oldest_version:
-            text = f"Protocol version {hello.version} meets version {self.version}; update the older one."
-            raise ProtocolError("wrong-version", text)
+            # Both sides read it, so that it names both.
+            versions = {peer_name(peer): hello.version, peer_name(self._me): self.version}
+            older = min(versions, key=lambda name: versions[name])
+            told = " and ".join(f"{name} speaks protocol version {version}" for name, version in versions.items())
+            raise ProtocolError("wrong-version", f"{told}: {older} has the older agora, and must upgrade it.")
         if hello.run != run_token(self._run, hello.salt, peer, self._me):
             raise WrongRun("the peer takes part in another run; use an invite of that run")
         role = self._judge(peer, hello.proof)

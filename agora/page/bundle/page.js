@@ -11,6 +11,7 @@ const LOOKS = {
   OK: "good",
   COMPLETED: "good",
   DEGRADED: "warn",
+  WAITING: "warn",
   PAUSED: "warn",
   STALLED: "bad",
   UNREACHABLE: "bad",
@@ -300,7 +301,7 @@ function fillPeers(peers, total) {
 function cellsOf(peer) {
   const span = [...new Set(listOf(peer.span))].join("-");
   return [
-    `${peer.name} …${String(peer.peer).slice(-6)}`,
+    `${peer.name} …${String(peer.peer).slice(-6)}${peer.path === "self" ? ` (${ownName()})` : ""}`,
     span,
     peer.state,
     whole(peer.step),
@@ -312,6 +313,11 @@ function cellsOf(peer) {
     `${fixed(peer.seen_seconds, 0)} s ago`,
     [peer.note, peer.waits_for && `waits: ${peer.waits_for}`].filter(Boolean).join("; ") || "-",
   ];
+}
+
+/** Only a daemon of this machine says something of it: else the status is that of the peer that was asked. */
+function ownName() {
+  return latest.status.machine ? "this machine" : "the peer that was asked";
 }
 
 function describeDevice(device) {
