@@ -1,4 +1,4 @@
-"""Opens a data file, compressed or not, and says of a file that is not what its name says what it is."""
+"""Opens a data file, compressed or not; an error names the content of a file that does not match its suffix."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def read_lines(path: Path, columns: Collection[str] | None = None, on_bad: OnBad
     """Yields the JSON object of each line that is not blank, as a record. `columns` is ignored.
 
     Raises OSError, and DataError, with the line's number, for a line that is longer than LONGEST_RECORD bytes or is not
-    a JSON object; with `on_bad` it is told of these instead.
+    a JSON object; with `on_bad` these errors are passed to it instead.
     """
     for number, line in _numbered_lines(path):
         where = f"{path}:{number}"

@@ -1,4 +1,4 @@
-"""What a daemon is started with, and the phases of its start, as systemd is told of them."""
+"""What a daemon is started with, and the phases of its start, which are also reported to systemd."""
 
 from __future__ import annotations
 

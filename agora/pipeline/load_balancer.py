@@ -543,7 +543,7 @@ def _bound_service_times(peers: Iterable[PeerStats]) -> None:
         # At most the usual time: what the peer has let wait for longer counts as its queue, not as its work.
         own_s = min(stats.work_lower_quartile_s - ELSEWHERE_FACTOR * of_others_s, usual_s)
         stats.least_service_s = max(usual_s / MAX_SPEED_RATIO, own_s)
-        # Where most of the time is spent elsewhere, a late call says nothing of the peer's own queue.
+        # Where most of the time is spent elsewhere, a late call shows nothing about the peer's own queue.
         is_own = of_others_s <= MAX_ELSEWHERE * usual_s
         unqueued_call_s = min(stats.work_lower_quartile_s, of_others_s + max(stats.service_s, usual_s))
         stats.unqueued_call_s = unqueued_call_s if is_own else math.inf

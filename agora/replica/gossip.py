@@ -182,7 +182,7 @@ class StepGossip:
             if isinstance(reply.message, GossipedSteps):
                 self._merge(reply.message.replicas, peer)
         except AgoraError as error:
-            # Without any connection this peer's own network may be down, and says nothing of the other's process.
+            # Without any connection this peer's own network may be down: the failure shows nothing about the other.
             broken = error.code == ConnectionBroken.code and self._swarm.has_connections()
             self._known = record_failure(self._known, peer, loop_time(), broken=broken)
         finally:

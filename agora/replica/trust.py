@@ -48,7 +48,7 @@ ABSENCE_S: Final = 10.0
 # --- what peers say of themselves
 #
 # A claim counts as it is up to MAX_TIMES_MEDIAN times the median of all claims; beyond, the less the larger it is, and
-# from twice that on as the median itself. So the more a liar says the less it gets; and two peers that know slightly
+# from twice that on as the median itself. So who overstates more gets less; and two peers that know slightly
 # different claims still compute nearly the same, which a sharp limit would not give.
 
 MAX_TIMES_MEDIAN: Final = 4.0

@@ -1,7 +1,7 @@
 """Fetches the chunks of one transfer from several peers at the same time; peers may die, hang, or send bad data.
 
 A source is first asked for its index: what it can give. Then it is asked for chunks, one at a time, or WINDOW at a time
-while it is quick. The user of this module says what an index and a chunk are and what a failure means: stages and base
+while it is quick. The caller defines what an index and a chunk are and what a failure means: stages and base
 models differ only in that.
 """
 

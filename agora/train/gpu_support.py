@@ -80,7 +80,7 @@ def why_unsupported(name: str, capability: tuple[int, int], architectures: Seque
 
     name: of the device. capability: its compute capability, such as (7, 0). architectures: what
     torch.cuda.get_arch_list() returns: "sm_86" is binary code for capabilities 8.6 to 8.9, "compute_90" is code that
-    the driver compiles for 9.0 and all later ones, "sm_90a" runs on 9.0 alone. An empty list says nothing.
+    the driver compiles for 9.0 and all later ones, "sm_90a" runs on 9.0 alone. An empty list excludes nothing.
     """
     if not architectures:
         return ""

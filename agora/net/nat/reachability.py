@@ -42,7 +42,7 @@ class Findings:
     reached: the direct addresses, without /p2p/PEER, at which neighbours dialled this peer back.
     relays: the relays at which this peer has a reservation.
     was_punched: whether this peer has had a connection through a punched hole (NAT traversal).
-    is_confirmed: False if `reached` is one neighbour's word about an address that this peer does not know as its own.
+    is_confirmed: False if only one neighbour reported `reached`, and this peer does not know the address as its own.
     """
 
     answered_at: float | None = None

@@ -24,7 +24,7 @@ from agora.net.p2pd.hivemind_shim import P2P, P2PDaemonError
 STARTUP_TIMEOUT_S: Final = 60.0
 SOCKET_PREFIX: Final = "agora-net-"  # the names of the folders that hold p2pd's Unix sockets begin with it
 MAX_BASE_CHARACTERS: Final = 40  # of the path of such folders' parent: a Unix socket's path has at most 107
-MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's words in an error's sentence
+MAX_ERROR_CHARACTERS: Final = 300  # of p2pd's own message in an error
 _GUARD: Final = (
     "import ctypes,os,sys\n"
     "ctypes.CDLL(None).prctl(1,9)\n"  # PR_SET_PDEATHSIG, SIGKILL; kept across execv

@@ -215,7 +215,7 @@ ANNOUNCE_INTERVALS: Final = 3
 # Calls of `next_state` without a `take_next` after which an origin drops its claims; a new origin waits for the states
 # of all live origins for at most as many.
 LAPSE_INTERVALS: Final = 8
-# A single origin's word counts for this many times the microbatches that this one does in the same time.
+# A single origin's report counts for this many times the microbatches that this one does in the same time.
 PACE_LIMIT: Final = 4.0
 CREDIT_AT_START: Final = 8
 BELIEVE_INTERVALS: Final = 4  # calls of `next_state` after which what was doubted is judged again
@@ -255,7 +255,7 @@ class EpochAssigner:
         self._tallies: dict[int, Tally] = {}
         self._others: dict[str, EpochState] = {}
         self._heard_at: dict[str, int] = {}  # in state calls: when each origin's first state came
-        self._believed: dict[str, int] = {}  # how many microbatches were believed on each origin's word alone
+        self._believed: dict[str, int] = {}  # how many microbatches were believed on each origin's report alone
         self._doubted: dict[int, MicrobatchSet] = {}  # by epoch: what was said to be done, and is not believed yet
         self._active_calls = 0  # calls of `next_state` while this origin took microbatches
         self._live = frozenset({me})
