@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from agora_protocol.manifest import SignedManifest
 
 from agora.node import runs
 from agora.node.paths import Home
-from tests.process.harness import WAIT_S, swarm, tiny
+from tests.process.harness import WAIT_S, Daemon, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
@@ -45,3 +46,25 @@ def test_a_queue_goes_from_a_run_that_is_over_past_one_that_refuses_to_one_that_
         guest.end_is_intended = True
         guest.ask("leave")
         assert guest.process.wait(WAIT_S) == 0
+
+
+def test_the_daemons_of_several_devices_go_to_the_next_run_together(tmp_path: Path) -> None:
+    """The supervisor keeps its number; each device's daemon has trained in both runs."""
+    short = tiny(1, optimizer={"total_steps": 3, "warmup_steps": 1}).model_copy(update={"name": "short"})
+    first = tmp_path / "short.toml"
+    first.write_text(short.to_toml())
+    with swarm(tmp_path, tiny(1).model_copy(update={"name": "long"})) as made:
+        founder = made.start("founder", "0")
+        made.serving()
+        flags = [made.invite, "--device", "cpu,cpu"]
+        machine = made.start("machine", run=str(first), flags=flags, settings={"AGORA_AT_END": "serve"})
+        second = Daemon("second", machine.root / "devices" / "cpu.1", machine.process)
+        run = founder.events("PeerStarted")[0]["run"]
+        for device in (machine, second):
+            made.until(lambda each=device: each.events("PeerStarted", run=run), "each device to serve the last run")
+            assert [event["run"] == run for event in device.events("PeerStarted")] == [False, True]
+            assert device.ask("status", WAIT_S)["machine"]["queue"]["done"] == [{"run": "short", "why": "over"}]
+        made.until(lambda: len(founder.ask("status")["peers"]) == 3, "the founder to see both")
+        machine.end_is_intended = True
+        machine.kill(signal.SIGTERM)
+        assert machine.process.wait(WAIT_S) == 0
