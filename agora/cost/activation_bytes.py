@@ -6,7 +6,7 @@ The counts are of the tensors that torch's backward formulas need, checked again
 |-------------------------------|--------------------------------------------------------------------------------------|
 | input of an RMSNorm           | 1; where its weight is trained also the input divided by its root mean square        |
 | input of a LayerNorm          | 1                                                                                    |
-| input of linear layers        | 1 in float32, which they share; in bf16 one for each, where its matrix or LoRA learns|
+| input of linear layers        | 1 which they share; in bf16 one for each of hf's whose matrix or LoRA learns         |
 | queries, keys, values         | 1 of each; with a mask, keys and values are repeated for every query head            |
 | output of attention           | 1, in bf16 one more                                                                  |
 | inner values, gated           | 3: gate, activation and up                                                           |
@@ -126,7 +126,8 @@ def _linear_inputs(sizes: DecoderSizes, in_bf16: bool) -> int:
         learning = [linear for linear in group if _needs_input(sizes, linear)]
         # In float32 attention keeps the heads' output anyway, unless it is copied before the projection.
         if learning and (kind != "attended" or in_bf16 or sizes.copies_attended):
-            values += learning[0].inputs * (len(learning) if in_bf16 and kind in ("attention", "feed-forward") else 1)
+            has_copies = in_bf16 and kind in ("attention", "feed-forward") and not sizes.casts_inputs_once
+            values += learning[0].inputs * (len(learning) if has_copies else 1)
     return values
 
 

@@ -66,6 +66,7 @@ class DecoderSizes:
     is_attention_eager: bool = False  # whether attention is eager and keeps the s x s matrix
     masked_layers: frozenset[int] = frozenset()  # numbers of the layers whose attention takes a mask, for its window
     copies_attended: bool = False  # whether the heads' output is copied before its projection
+    casts_inputs_once: bool = False  # whether linear layers of one input share its bf16 copy
     caps_logits: bool = False  # whether logits are soft-capped
     is_gated: bool = True  # whether the feed-forward has a gate
     fixed_vocabulary: int = 0  # number of token ids that have a fixed embedding row in addition to their learnt one
@@ -126,6 +127,7 @@ def _subspace_sizes(model: SubspaceSection) -> DecoderSizes:
             LinearSize("down", "inner", model.feed_forward, model.subspace, last_layer_outputs=last),
         ),
         copies_attended=True,
+        casts_inputs_once=True,
         fixed_vocabulary=model.vocabulary if model.is_embedding_fixed else 0,
     )
 

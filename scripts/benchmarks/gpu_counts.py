@@ -30,8 +30,17 @@ from agora.train.device_worker import DeviceWorker
 
 WARM_UP: Final = 2  # microbatches that are not counted: rotations are drawn, graphs are measured, versions made
 MODEL: Final = {"width": 256, "subspace": 128, "heads": 4, "key_value_heads": 2, "feed_forward": 704, "context": 32}
-# Operations that start no kernel: they allocate, or read one value, which waits for all kernels.
-NO_KERNEL: Final = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "lift_fresh")
+# Operations that start no kernel: they view or allocate, or read one value, which waits for all kernels.
+NO_KERNEL: Final = (
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "lift_fresh",
+)
 # Operations after which the host waits: it reads a value, or how many there are.
 READS: Final = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2")
 # The operations that read and write whole weights or their gradients, apart from products.

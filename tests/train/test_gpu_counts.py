@@ -19,11 +19,11 @@ from agora.train.objectives import Head, TokenBatch, objective_of
 
 # By codec and activations: kernels, syncs and copies of the jobs forward, backward and last stage, of one layer each.
 MOST = {
-    ("int6/int3", "keep"): ((120, 1, 2), (155, 1, 2), (264, 1, 2)),
-    ("int6/int3", "recompute"): ((120, 1, 2), (228, 1, 2), (318, 1, 2)),
-    ("int5h/int2h", "keep"): ((122, 1, 2), (147, 1, 2), (261, 1, 2)),
-    ("bf16", "keep"): ((77, 1, 2), (110, 1, 2), (220, 1, 2)),
-    ("top48:int6/int3", "keep"): ((130, 1, 2), (165, 1, 2), (274, 1, 2)),
+    ("int6/int3", "keep"): ((99, 1, 2), (132, 1, 2), (221, 1, 2)),
+    ("int6/int3", "recompute"): ((99, 1, 2), (184, 1, 2), (257, 1, 2)),
+    ("int5h/int2h", "keep"): ((101, 1, 2), (124, 1, 2), (218, 1, 2)),
+    ("bf16", "keep"): ((56, 1, 2), (87, 1, 2), (177, 1, 2)),
+    ("top48:int6/int3", "keep"): ((109, 1, 2), (142, 1, 2), (231, 1, 2)),
 }
 # Of each parameter of a matrix, without the products: its gradient's norm (2), and adding it to the sum (10).
 MOST_BYTES_MOVED = {"keep": 12, "recompute": 12}
@@ -98,7 +98,8 @@ def test_the_weights_are_not_read_or_written_more_often_than_they_were(activatio
 
 def test_a_second_layer_costs_a_middle_stage_no_more_kernels_than_it_did() -> None:
     one, two = (counts(count_manifest(layers))[0].total(lambda job: job.kernels) for layers in (1, 2))
-    assert two - one <= 165
+    # 40 of them are two RMSNorms, of which a GPU makes 4: torch has fused kernels for it there.
+    assert two - one <= 120
 
 
 def test_a_worker_keeps_no_more_bytes_for_a_value_than_it_did() -> None:
