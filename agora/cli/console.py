@@ -129,10 +129,25 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value, allow_nan=False), flush=True)
 
 
+def open_closed_streams() -> None:
+    """Opens standard input, output and error on the null device, as far as the process was started without them.
+
+    A file or socket that is opened later would get the number of a closed one: what children print would go into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
 def run(app: typer.Typer) -> None:
     """Runs the command, prints an exception as one sentence, and ends the process; 130 after Ctrl-C. See `explain` for
     the codes.
     """
+    open_closed_streams()
     try:
         app()
         code = EXIT_DONE

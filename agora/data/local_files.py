@@ -34,8 +34,12 @@ class LocalFiles:
     def localise(self, data: DataSection) -> DataSection:
         """Returns the section with a path of this machine for each file that it names.
 
-        Globs, and names with a meaning of their own, stay. Raises LocalError for a file that is nowhere.
+        Globs, and names with a meaning of their own, stay. Raises LocalError for a file that is nowhere, and for a
+        chosen place that does not exist: a file of the same name elsewhere would be read instead.
         """
+        for place in self.chosen:
+            if not place.exists():
+                raise LocalError(f"There is no {place}, which --data names; correct the path, or leave it out.")
         samples = data.sample_paths
         changes: dict[str, object] = {"tokenizer": self.find_tokenizer(data.tokenizer)}
         if samples:

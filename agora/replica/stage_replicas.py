@@ -109,6 +109,7 @@ class StageReplicas:
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
         self._networks = swarm.networks
+        self._has_ended = swarm.has_ended
         self._fetch = fetch_state
         self._standings: Mapping[PeerId, Standing] = {}
         self._began = step  # see Electorate
@@ -277,6 +278,10 @@ class StageReplicas:
         self.pacing.set_target(self._settings.target_tokens)
         self.pacing.measure(now, own.tokens_counted, own.open_step)
         quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
+        if self._has_ended():
+            # What was in progress at the end may fill a quota, and more so that of a peer which joins later: no share
+            # is closed for it.
+            quota = 0
         takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
         behind_at, behind_since = self._behind_at or (-1, None)
         reports = {peer: last.direct.history for peer, last in live.items()}

@@ -128,6 +128,7 @@ class Membership:
         self._changed_at = 0.0
         self._announcement = Announcement(addresses=config.addresses)
         self.claim: Claim | None = None
+        self._is_probing = False  # whether the start finds out if another process has its key, and warns that one
         self.view = View()
         self.lost_peers = LostPeers()  # who counts as gone although its claim has not ended; such peers are in no view
 
@@ -263,6 +264,7 @@ class Membership:
             return
         # A process that runs publishes its progress again within PUBLISH_PROGRESS_INTERVAL_S, in the place of the
         # probe.
+        self._is_probing = True
         await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
         until = loop_time() + PROBE_TIMEOUT_S
         while self.key_use.error is None and loop_time() < until:
@@ -274,6 +276,7 @@ class Membership:
             while loop_time() < until:  # again and again, since the other one's progress replaces it
                 await self._store(self.key_use.probe(suspect), PROBE_LIFETIME_S)
                 await asyncio.sleep(PROBE_INTERVAL_S)
+        self._is_probing = False
         self._raise_if_key_is_used()
 
     def _raise_if_key_is_used(self) -> None:
@@ -310,7 +313,8 @@ class Membership:
     async def _keep_reading(self) -> None:
         while True:
             await self.refresh()
-            self._raise_if_key_is_used()
+            if not self._is_probing:  # afterwards the start raises it: the other process must have read the warning
+                self._raise_if_key_is_used()
             is_complete = all(self.view.replicas(stage) for stage in range(self._config.stage_count))
             is_calm = is_complete and loop_time() - self._changed_at > CALM_AFTER_S
             await asyncio.sleep(self._jitter(self._reader.interval_s(is_calm)))

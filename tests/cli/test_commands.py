@@ -303,3 +303,14 @@ console.end_process(3)
 def test_a_process_whose_device_still_computes_ends_with_its_code_and_what_it_has_printed() -> None:
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "said before and at the end", "")
+
+
+def test_a_command_that_was_started_with_closed_streams_gives_their_numbers_to_no_file(tmp_path: Path) -> None:
+    code = "from agora.cli.console import open_closed_streams; import os, sys; open_closed_streams(); "
+    code += "print('lost', file=sys.stderr); print('lost'); assert sys.stdin.read() == ''; "
+    code += "file = open('opened', 'w'); file.write(f'{file.fileno()}\\n'); file.flush(); "
+    code += "os.system('echo lost; echo lost >&2')"
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(closed, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    (number,) = (tmp_path / "opened").read_text().split()
+    assert int(number) > 2, "and what children print is in no file"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,10 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, is_signed, preset
 
+from agora.core.optional_packages import PackageMissing
 from agora.node import paths, runs
 from agora.node.process.joining import read_manifest
+from agora.node.settings import Settings
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "answer"}]}
 
@@ -36,8 +39,10 @@ def found(
     span: Span | None = None,
     base: Path | None = None,
     adapter: Path | None = None,
+    **more: Any,
 ) -> str:
-    """Joins a draft as founder; returns the manifest's text after that, also where it is refused."""
+    """Joins a draft as founder; returns the manifest's text after that. more: further settings."""
+    paths.make_private(home.root)
     file = home.root.parent / "run.toml"
     file.write_text(draft.to_toml())
 
@@ -50,8 +55,12 @@ def found(
         home=home,
         identity=(identity := Identity.generate()),
         me=identity.peer,
-        settings=SimpleNamespace(
-            named_base_model=base, named_adapter=adapter, data_places=data, span=span, corpus_cache=None
+        settings=Settings(
+            base_model=str(base or ""),
+            adapter=str(adapter or ""),
+            data=tuple(map(str, data)),
+            stages=str(span or "auto"),
+            **more,
         ),
         phases=SimpleNamespace(enter=enter, report_progress=lambda text: None),
     )
@@ -123,4 +132,79 @@ def test_too_few_samples_are_said_before_the_manifest_is_signed(home: paths.Home
         found(home, draft)
     with pytest.raises(DataError, match="one.jsonl has 1 of the 2 samples .* set .data. heldout = 0"):
         found(home, draft, base=base)
+    assert not is_signed((tmp_path / "run.toml").read_text(), "")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        ({"span": Span(1, 4)}, "--stages 1-4 is beyond the run's last stage; give stages within 0-3"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "gpu"}, "Device 'gpu' is not known; say auto, cpu"),
+        ({"memory_gib": 0.001}, "Stages 0 need .* and 1 MiB may be used .*its owner's limit"),
+        ({"span": Span(1, 3), "memory_gib": 0.001}, "Stages 1-3 need .* and 1 MiB may be used"),
+        ({"disk_gib": 0.0001}, "0 MiB allowed, and 64 MiB more are needed; raise --disk"),
+    ],
+)
+def test_what_the_founders_machine_cannot_hold_is_said_while_the_manifest_can_be_edited(
+    home: paths.Home, tmp_path: Path, chosen: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "poems.txt").write_text("Roses are red. " * 500)
+    draft = preset("tiny", data={"corpus": ["poems.txt"]}, model={"layers": 4}, stages={"count": 4})
+    with pytest.raises(AgoraError, match=says):
+        found(home, draft, **chosen)
+    assert (tmp_path / "run.toml").read_text() == draft.to_toml(), "it can be edited"
+    wider = draft.with_values(stages={"count": 2})
+    assert is_signed(found(home, wider, span=Span(1, 1)), "")
+
+
+def test_a_founder_without_the_package_of_a_quantised_base_signs_nothing(
+    home: paths.Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.model.tiny_models import make_model, manifest_of, save
+
+    base, real = save(make_model("llama"), tmp_path / "base"), importlib.import_module
+
+    def refuse(name: str) -> Any:
+        if name.split(".")[0] == "bitsandbytes":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name)
+
+    lora = {"trained": "lora", "frozen_as": "nf4"}
+    draft = manifest_of(base, model=lora, data={"samples": "chats.jsonl"}, objective={"kind": "sft"})
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(PackageMissing, match="needs the package bitsandbytes, .* pip install"):
+        found(home, draft, base=base)
+    assert not is_signed((tmp_path / "run.toml").read_text(), "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "says"),
+    [
+        ("dpo", {"prompt": "q", "chosen": "a"}, "rejected"),
+        ("dpo", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+        ("sft", {"messages": [*CHAT["messages"][:1], {**CHAT["messages"][1], "weight": 0}]}, "no supervised token"),
+        ("sft", {"prompt": "q " * 200, "completion": "a"}, "no supervised token in 24.; raise .model. context"),
+    ],
+    ids=["no rejected answer", "both answers the same", "no weight", "no room for an answer"],
+)
+def test_records_that_teach_nothing_are_not_signed(
+    home: paths.Home, tmp_path: Path, kind: str, record: dict[str, Any], says: str
+) -> None:
+    from tests.model.tiny_models import make_model, manifest_of, save
+
+    base = save(make_model("llama"), tmp_path / "base")
+    (tmp_path / "taught.jsonl").write_text((json.dumps(record) + "\n") * 20)
+    draft = manifest_of(base, model={"trained": "lora"}, data={"samples": "taught.jsonl"}, objective={"kind": kind})
+    with pytest.raises(AgoraError, match=says):
+        found(home, draft, base=base)
+    assert not is_signed((tmp_path / "run.toml").read_text(), "")
+
+
+def test_a_place_of_data_that_is_not_there_is_said_before_another_file_is_read_instead(
+    home: paths.Home, tmp_path: Path
+) -> None:
+    (tmp_path / "poems.txt").write_text("Roses are red. " * 500)
+    with pytest.raises(LocalError, match="There is no .*/poemz.txt, which --data names"):
+        found(home, reading(corpus=["poems.txt"]), tmp_path / "poemz.txt")
     assert not is_signed((tmp_path / "run.toml").read_text(), "")

@@ -74,6 +74,31 @@ def test_daemons_that_serve_draw_no_more_and_keep_and_export_the_state_of_the_en
         assert str(tmp_path) not in json.dumps(remote), "other machines are told no path of this one"
 
 
+def test_who_joins_an_ended_run_or_resumes_in_it_gets_its_state_and_trains_no_more(tmp_path: Path) -> None:
+    with swarm(tmp_path, MANIFEST) as made:
+        started(made, "serve")
+        first, second = made.daemons["peer-0"], made.daemons["peer-1"]
+        exported(made)
+        taken = [len(daemon.events("StepTaken")) for daemon in (first, second)]
+        joiner = made.start("late", "0")
+        made.until(lambda: bool(joiner.events("StateChanged", state="completed")), "the joiner to see the end")
+        second.ask("pause")
+        made.until(lambda: bool(second.events("StateChanged", state="paused")), "the pause")
+        assert joiner.ask("status")["health"]["state"] != "PAUSED", "only the one that its owner has paused"
+        second.ask("resume")
+        made.until(lambda: len(second.events("StateChanged", state="completed")) == 2, "it to see the end again")
+
+        def collects() -> bool:
+            try:
+                steps = joiner.ask("collect", average=True)["steps"]
+            except DaemonRefused:  # it does not yet see the one that has resumed
+                return False
+            return set(steps) == {"0", "1"} and min(steps.values()) >= STEPS
+
+        made.until(collects, "the joiner to collect what it would export")
+        assert [len(daemon.events("StepTaken")) for daemon in (first, second, joiner)] == [*taken, 0]
+
+
 def test_daemons_that_leave_do_so_in_order_and_say_why(tmp_path: Path) -> None:
     with swarm(tmp_path, MANIFEST) as made:
         started(made, "leave")

@@ -42,6 +42,34 @@ def test_a_daemon_that_was_started_with_nohup_goes_on_when_its_terminal_is_close
     assert "SIGHUP" not in daemon.log() and "the daemon has ended: asked to leave by SIGTERM" in daemon.log()
 
 
+def without_reader(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """As `agora-node ARGUMENTS <&- | head` starts it, once head has ended; its invite goes into that pipe."""
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "agora.cli.main_node", *arguments]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with log.open("wb") as errors, open(writing, "wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=errors, env=dict(environment), start_new_session=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT])
+def test_a_daemon_without_input_and_reader_trains_and_leaves_at_a_batch_systems_signal(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    made = LocalSwarm(tmp_path, tiny(1, checkpoint={"every": 1}).to_toml(), launch=without_reader)
+    try:
+        daemon = made.start("one")
+        made.until(lambda: last_step(daemon) >= 2, "its steps", WAIT_S)
+        (told,) = [event["text"] for event in daemon.events("OwnerTold")]
+        assert told == "the invite could not be printed (Broken pipe); `swarm invite RUN` prints it"
+        daemon.end_is_intended = True
+        daemon.kill(number)
+        assert daemon.process.wait(WAIT_S) == 0
+    finally:
+        made.kill_all()
+    assert f"the daemon has ended: asked to leave by {number.name}" in daemon.log()
+    assert daemon.events("CheckpointWritten")[-1]["step"] == last_step(daemon), "nothing is lost"
+
+
 def test_a_data_directory_that_was_copied_to_another_machine_is_told_on_both_and_costs_nobody(tmp_path: Path) -> None:
     """Each daemon has a runtime directory of its own, so that none finds another one as on one machine."""
     with swarm(tmp_path, tiny(2)) as made:

@@ -217,6 +217,7 @@ class GroupPeer:
                 has_connections=self.has_connections,
                 uplink_bytes_per_s=self.uplink_bytes_per_s,
                 steps_of_run=lambda: self.world.run_steps,
+                has_ended=lambda: self.world.has_ended,
             ),
             fetch_state=self.fetch,
             report=self.events.append,
@@ -300,6 +301,7 @@ class GroupWorld:
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
+        self.has_ended = False
         self.bandwidths: dict[PeerId, float] = {}
         self.transfer_s = 0.0  # seconds from a source's snapshot of its state to the end of the transfer
         self.suspends = False  # whether peers refuse those that they have suspended

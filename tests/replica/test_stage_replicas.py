@@ -78,6 +78,29 @@ def test_asynchronous_all_reduce_steps_hold_their_target_and_no_token_is_lost(ra
     run(main())
 
 
+def test_what_was_in_progress_at_the_end_of_the_run_makes_no_further_step() -> None:
+    async def main() -> None:
+        async with GroupWorld([4000.0, 4000.0], target=4096, **ALL_REDUCES) as world:
+            first, second = world.all
+            await asyncio.sleep(20.0)
+            while first.stage.step != second.stage.step or max(first.stage.tokens, second.stage.tokens) > 500:
+                await asyncio.sleep(0.01)
+            world.has_ended = True
+            first.stage.rate = second.stage.rate = 0.0
+            last = first.stage.step
+            first.stage.tokens = 3000  # more than its quota of 2048; not a step, with those of the other one
+            first.group.stages[0].consider()
+            await asyncio.sleep(60.0)
+            assert first.stage.step == second.stage.step == last
+            world.has_ended = False  # an amendment has the run go on
+            first.group.stages[0].consider()
+            first.stage.rate = second.stage.rate = 4000.0
+            await asyncio.sleep(20.0)
+            assert first.stage.step > last + 5
+
+    run(main())
+
+
 def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_from_the_next_one() -> None:
     async def main() -> None:
         world = GroupWorld([4000.0, 4000.0, 0.0], target=4096, **ALL_REDUCES)

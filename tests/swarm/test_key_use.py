@@ -149,8 +149,11 @@ def test_a_copy_is_refused_before_it_claims_anything_and_the_first_is_told(seed:
         working = asyncio.create_task(first.membership.run())
         await asyncio.sleep(20.0)
         began = asyncio.get_running_loop().time()
+        copying = asyncio.create_task(copy.membership.run())  # as a daemon does: what ends it ends the start
         with pytest.raises(KeyInUse, match="44.0.0.1"):
-            await copy.join()
+            await asyncio.gather(copy.join(), copying)
+        assert not copying.done(), "the start ended it, with the warning behind it"
+        copying.cancel()
         assert asyncio.get_running_loop().time() - began < PROBE_TIMEOUT_S + KEY_WARNING_DURATION_S + 2.0
         assert copy.membership.claim is None
         assert {found.incarnation for found in store.claims()} == {5}, "others never saw the copy"

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -24,7 +25,6 @@ from agora.core.moving_average import WindowedRate
 from agora.core.tasks import BackgroundTasks, wait_for_any
 from agora.net.p2pd.host import Host
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, add_traffic
-from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.limits.pausing import OwnersPause
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
@@ -292,7 +292,7 @@ class Daemon:
                 addresses=self._addresses,
             )
         )
-        print(f"invite {self.invite()}", flush=True)
+        self._print_invite()
         local_peer.tasks.start("capacity", keep_claimed_capacity_current(local_peer, lambda: self.loaded))
         self.end_of_run = EndOfRun(local_peer, lambda: self.loaded, self._leave_at_end)
         local_peer.tasks.start("end", self.end_of_run.run())
@@ -302,11 +302,18 @@ class Daemon:
             await self._move_wanted.wait()
             await self._carry_out_move(local_peer)
 
+    def _print_invite(self) -> None:
+        try:
+            print(f"invite {self.invite()}", flush=True)
+        except OSError as error:  # whoever read it has ended, as in `agora-node join RUN | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            told = f"the invite could not be printed ({error.strerror}); `swarm invite RUN` prints it"
+            self._report_event(events.OwnerTold(told))
+
     async def _open_local_peer(self) -> LocalPeer:
         # Sets `signed` and `_addresses` as soon as each is known, since other daemons may ask for the invite.
         startup, closing = self.startup, self._peer_closing
-        if self.signed is None and (startup.reference.signed is not None or not startup.reference.run):
-            self.signed = await joining.read_manifest(startup)
+        # Before a draft is signed: its port may be taken.
         host, self._addresses = await joining.open_host(startup)
         closing.push_async_callback(host.close)
         watching = BackgroundTasks(self.note_task_end)
@@ -314,13 +321,13 @@ class Daemon:
         watching.start("p2pd", _watch_p2pd(host))
         if host.rate_limiter is not None:
             watching.start("rate limiter", host.rate_limiter.wait())
+        if self.signed is None and (startup.reference.signed is not None or not startup.reference.run):
+            self.signed = await joining.read_manifest(startup)
         others = await joining.connect_to_run(startup, host, self.signed)
         if self.signed is None:
             self.signed = await joining.fetch_manifest(startup, host, others)
         with startup.phases.enter("doctor") as note:
-            note.text = check_disk(startup.home.root)
-            disk = DiskGuard(startup.home, startup.settings.disk_bytes)
-            await asyncio.to_thread(disk.make_room, self.signed.manifest, None, MIN_FREE_BYTES)
+            note.text = await asyncio.to_thread(joining.check_room, startup, self.signed.manifest)
         proof = joining.own_proof(startup, self.signed.run_id)
         with startup.phases.enter("directory"):
             local_peer = LocalPeer(startup, self.signed, host, proof, self.sample_node_report, self.note_task_end)

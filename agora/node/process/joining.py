@@ -16,7 +16,7 @@ from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestErr
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_ADDRESSES
-from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.messages import GetManifest, ManifestAnswer
 from agora_protocol.tickets import InviteTicket
 
@@ -30,9 +30,11 @@ from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.control import control_client
+from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.peer.run_admission import load_admission_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
+from agora.node.span.load_span import check_machine
 from agora.node.span.training_data import check_draft, remember_files
 from agora.node.startup import Startup, next_incarnation
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
@@ -57,7 +59,7 @@ async def read_manifest(startup: Startup) -> SignedManifest:
     this peer signs the file as founder, unless another process does so at this moment.
 
     Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file,
-    DiskError if the data directory cannot be written, and before it signs what check_draft raises.
+    DiskError if the data directory cannot be written, and before it signs what check_machine and check_draft raise.
     """
     reference = startup.reference
     adopt = partial(_adopt_manifest, startup)
@@ -69,13 +71,27 @@ async def read_manifest(startup: Startup) -> SignedManifest:
                 found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
         if found is None and reference.draft is not None:
             startup.phases.report_progress("reading what the run trains on, before it is signed")
-            await asyncio.to_thread(check_draft, startup, reference.draft)
+            await asyncio.to_thread(_check_before_signing, startup, reference.draft)
         if found is None:
             signed, note.text = await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
         else:
             adopt(signed := found)
         note.text += f", run {signed.run_id[:12]} ({signed.manifest.name})"
     return signed
+
+
+def _check_before_signing(startup: Startup, draft: Manifest) -> None:
+    # What a start would refuse after it: a signed manifest cannot be edited any more, so that it suits this machine.
+    check_room(startup, draft)
+    check_machine(draft, startup.settings, startup.home.root)
+    check_draft(startup, draft)
+
+
+def check_room(startup: Startup, manifest: Manifest) -> str:
+    """Returns a text about the free disk space. Raises DiskError if a daemon cannot start with it. Blocks."""
+    free = check_disk(startup.home.root)
+    DiskGuard(startup.home, startup.settings.disk_bytes).make_room(manifest, None, MIN_FREE_BYTES)
+    return free
 
 
 async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:

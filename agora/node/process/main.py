@@ -39,6 +39,10 @@ SIGNALS: Final[Mapping[signal.Signals, str]] = {
     signal.SIGTERM: "asked to leave by SIGTERM, from `kill` or the service manager",
     signal.SIGINT: "asked to leave by SIGINT, from Ctrl-C",
     signal.SIGHUP: "asked to leave by SIGHUP: its terminal was closed (start it with `nohup` or as a service to go on)",
+    signal.SIGQUIT: "asked to leave by SIGQUIT, from Ctrl-\\ or a container's stop signal",
+    # Batch systems send these some time before they kill.
+    signal.SIGUSR1: "asked to leave by SIGUSR1, as from a batch system whose time ends",
+    signal.SIGUSR2: "asked to leave by SIGUSR2, as from a batch system whose time ends",
 }
 # Seconds after which a leaving process ends itself, even if a device, a disk or a thread hangs. In order it takes 9.
 END_TIMEOUT_S: Final = 9.4

@@ -7,11 +7,13 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
-from agora_protocol.errors import InputError, LocalError, ProtocolError
+from agora_protocol.errors import InputError, LocalError, OutOfMemory, ProtocolError
 from agora_protocol.ids import PeerId, Span
+from agora_protocol.manifest import Manifest
 from agora_protocol.messages import GossipedSteps, GossipSteps
 from agora_protocol.records import Progress
 
@@ -23,14 +25,16 @@ from agora.model import family_of
 from agora.net.rpc.connection import IncomingCall
 from agora.node.limits.disk import DiskGuard
 from agora.node.limits.memory import check_memory, keeps_state_in_host, limit_device, measure_budget
+from agora.node.peer.capacity_probe import CapacityProbe
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.peer.requests import STATE_REQUESTS, WORK_REQUESTS
+from agora.node.settings import Settings
 from agora.node.span.loaded_span import LoadedSpan
 from agora.node.span.training_data import OriginData, Samples, open_training_data
 from agora.observe import faults
 from agora.state.keeper import StageHolders, StateKeeper
 from agora.swarm.rebalancing import rebalance_interval_s
-from agora.train.device import DeviceOptions
+from agora.train.device import DeviceOptions, choose_device
 from agora.train.device_worker import DeviceWorker
 from agora.tuning.epochs.batches import EpochFile
 
@@ -77,11 +81,36 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
         yield span
 
 
-async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
-    manifest, supply = local_peer.manifest, local_peer.base_supply
+def check_machine(manifest: Manifest, settings: Settings, root: Path) -> None:
+    """Checks whether this machine can hold the stages that its owner wants, or any stage if placement is to choose.
+
+    root: the data directory. Raises InputError for stages that the run has not, DeviceError for the device, OutOfMemory
+    if they do not fit. Blocks.
+    """
+    _check_stages(manifest, settings.span)
+    choose_device(settings.device)
+    budget = measure_budget(settings.device, settings.owners_memory)
+    base_bytes = CapacityProbe(manifest, settings, root).base_bytes
+    spans = [settings.span] if settings.span else [Span(stage, stage) for stage in range(manifest.stage_count)]
+    reasons: list[OutOfMemory] = []
+    for span in spans:
+        try:
+            check_memory(manifest, span, budget, base_bytes)
+            return
+        except OutOfMemory as error:
+            reasons.append(error)
+    raise reasons[0]
+
+
+def _check_stages(manifest: Manifest, wanted: Span | None) -> None:
     count = manifest.stage_count
     if wanted is not None and wanted.last >= count:
         raise InputError(f"--stages {wanted} is beyond the run's last stage; give stages within 0-{count - 1}.")
+
+
+async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
+    manifest, supply = local_peer.manifest, local_peer.base_supply
+    _check_stages(manifest, wanted)
     with local_peer.startup.phases.enter("placement") as note:
         await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
         await local_peer.capacity_probe.assess_machine()

@@ -61,6 +61,7 @@ class LoadedSpan:
         self._local_peer = local_peer
         self.worker = worker
         self.keeper = keeper
+        self._over_at = 0  # the total_steps that every stage was seen to have taken
         self.replicas = SpanReplicas(
             signed,
             startup.identity,
@@ -73,6 +74,7 @@ class LoadedSpan:
                 uplink_bytes_per_s=local_peer.uplink_bytes_per_s,
                 steps_of_run=local_peer.steps_of_run,
                 networks=local_peer.networks,
+                has_ended=self._is_over,
             ),
             fetch_state=keeper.fetch,
             report=startup.report_event,
@@ -219,12 +221,26 @@ class LoadedSpan:
         return math.ceil(target_tokens / self._tokens_per_microbatch())
 
     def _end_of_run(self) -> Literal["", "last", "over"]:
-        local_peer, step = self._local_peer, self.worker.step_of(0)
-        total_steps = local_peer.live.total_steps
-        if local_peer.startup.settings.at_end == "go-on" or step < total_steps:
+        local_peer = self._local_peer
+        if local_peer.startup.settings.at_end == "go-on" or self.worker.step_of(0) < local_peer.live.total_steps:
             return ""
-        count = local_peer.manifest.stage_count
-        return "over" if has_ended(local_peer.view, count, total_steps, self.own_steps) else "last"
+        return "over" if self._is_over() or self._is_a_stage_unknown() else "last"
+
+    def _is_a_stage_unknown(self) -> bool:
+        # It may have taken all of its steps: a peer that joins an ended run must not begin to draw.
+        view, own = self._local_peer.view, self.own_steps
+        others = (stage for stage in range(self._local_peer.manifest.stage_count) if stage not in own)
+        return any(not any(seen.steps for seen in view.replicas(stage)) for stage in others)
+
+    def _is_over(self) -> bool:
+        local_peer = self._local_peer
+        if local_peer.startup.settings.at_end == "go-on":
+            return False
+        total_steps = local_peer.live.total_steps
+        if has_ended(local_peer.view, local_peer.manifest.stage_count, total_steps, self.own_steps):
+            # It stays over when a peer leaves, or comes back and has not said yet how many steps it has taken.
+            self._over_at = total_steps
+        return self._over_at == total_steps
 
     def _tokens_per_microbatch(self) -> float:
         manifest = self._local_peer.manifest
