@@ -279,8 +279,8 @@ def step_instructions(situation: Situation, *, by_device: bool = True) -> StepIn
     | an inner step | quota, or the target if the quota is unknown | no |
     | an all-reduce | quota | if by_device, and the quota is known |
 
-    by_device: False where origins wait for means: there the microbatches in progress still belong to the share, so that
-    `decide` closes it, and not the device thread.
+    by_device: False where origins wait for means and open nothing before: there the microbatches in progress still
+    belong to the share, so that `decide` closes it, and not the device thread.
     """
     view, target = situation.view, situation.settings.target_tokens
     step, quota, alone = view.counts.open_step, view.quota, not situation.members

@@ -185,6 +185,13 @@ class StepPacing:
         step_s = self.batch_size.next_target / self.total_rate if self.total_rate else ASSUMED_STEP_S
         return (now - self._open[1]) / step_s
 
+    def tokens_ahead(self, fraction: float) -> int:
+        """Returns how many tokens of the next share may begin before the awaited mean is applied.
+
+        They keep the devices busy meanwhile: `fraction` of this replica's quota, in whole microbatches, at least one.
+        """
+        return max(1, round(fraction * self.quota_now / self.microbatch_tokens)) * self.microbatch_tokens
+
     def record_step(self, tokens: float) -> None:
         """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
         self.batch_size = self.batch_size.after_step(tokens)

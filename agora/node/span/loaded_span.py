@@ -93,7 +93,9 @@ class LoadedSpan:
         if self._is_synchronous:
             self._barrier = StepBarrier(worker.span, worker.step_of)
         else:
-            self._barrier = MeanBarrier(worker.span, lambda number: stages[number].is_awaiting_mean())
+            self._barrier = MeanBarrier(
+                worker.span, lambda number: stages[number].holds_microbatches(self.hop.training_count)
+            )
         self.hop = Hop(
             worker,
             local_peer.router,
