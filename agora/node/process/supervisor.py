@@ -45,7 +45,7 @@ RESTART_WINDOW_S: Final = 3600.0
 # A daemon that has fed its watchdog, but not for this long, is killed and started again; under systemd its interval.
 WATCHDOG_TIMEOUT_S: Final = 60.0
 # Seconds after which daemons that were told to leave are killed. They usually end before: see END_TIMEOUT_S in main.py.
-LEAVE_TIMEOUT_S: Final = 9.7
+LEAVE_TIMEOUT_S: Final = 9.5
 # Exit codes: it has left in order, its arguments are wrong, or its run is over or refuses it and another one follows.
 NEVER_RESTARTED: Final = (0, 2, NEXT_RUN)
 MAX_NOTICE_BYTES: Final = 4096
