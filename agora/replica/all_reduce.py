@@ -123,7 +123,9 @@ class RoundResult:
     wanted: list[int]  # for each shard, how many its reducer wants later; of a failed shard the present number
     contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
     lost: float = 0.0  # this peer's tokens that were too late for this round and the one before: average over shards
-    weight: float = 0.0  # tokens that the means were computed over: lower median over the averaged shards
+    # For each averaged shard, the tokens that its mean was computed over, as its reducer reported.
+    reported_weights: dict[int, float] = field(default_factory=dict)
+    weight: float = 0.0  # the lower median of reported_weights, as far as it is believed
     is_weight_confirmed: bool = False  # whether two reducers have reported nearly that weight
     own_weight: float = 0.0  # tokens that this replica's own values were computed over
 
@@ -191,11 +193,8 @@ class Round:
         )
         if averaged := [answer for answer in answers if answer is not None]:
             messages = [answer.message for answer in averaged]
-            # The median: whoever reduces fewer than half of the shards cannot choose it.
-            reported = statistics.median_low(message.weight for message in messages)
-            result.weight = self.all_reduce.config.believed_weight(
-                Shard(self.stage, self.kind, self.number, 0), reported
-            )
+            result.reported_weights = {at: answer.message.weight for at, answer in enumerate(answers) if answer}
+            reported = self.all_reduce.count_tokens(Shard(self.stage, self.kind, self.number, 0), result)
             near = [
                 message.reducer for message in messages if reported <= message.weight <= MAX_PROGRESS_RATIO * reported
             ]
@@ -811,6 +810,13 @@ class AllReduce:
             return "invalid", b""
         return signer, self.codec.signed_bytes(shard, mean)
 
+    def count_tokens(self, first_shard: Shard, result: RoundResult) -> float:
+        """Sets the weight of a round with averaged shards; returns it as reported. first_shard: of the round."""
+        # The median: whoever reduces fewer than half of the shards cannot choose it.
+        reported = statistics.median_low(result.reported_weights.values())
+        result.weight = self.config.believed_weight(first_shard, reported)
+        return reported
+
     async def recall_failed_shards(self, first_shard: Shard, result: RoundResult) -> None:
         """Asks live replicas for the means of a round's failed shards, and puts plausible ones into `result`, in place.
 
@@ -834,6 +840,8 @@ class AllReduce:
                     result.averaged[index] = True
                     result.wanted[index] = mean.message.wanted_slices
                     if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
-                        result.weight = self.config.believed_weight(shard, mean.message.weight)
+                        result.reported_weights[index] = mean.message.weight
 
         await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))
+        if result.reported_weights:
+            self.count_tokens(first_shard, result)

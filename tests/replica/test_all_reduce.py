@@ -573,6 +573,26 @@ def test_a_recalled_step_has_the_tokens_of_the_shards_that_were_averaged_but_no_
     run(main())
 
 
+def test_the_tokens_of_a_step_are_the_median_of_all_its_shards_however_few_were_recalled() -> None:
+    """The last shard that is recalled decides them as little as any other."""
+
+    async def main() -> None:
+        world = World(SIZE)
+        keeper, asker = world.add(*identities(2))
+        first = Shard(0, "gradient", 5, 0)
+        keep_means(keeper, first, 900.0)
+        result = RoundResult.of_failed_shards(torch.zeros(SIZE), 0)
+        shards = len(result.averaged)
+        assert shards >= 3
+        for position in range(1, shards):
+            result.averaged[position], result.reported_weights[position] = True, 500.0
+        await asker.all_reduce.recall_failed_shards(first, result)
+        assert not result.failed_shards and result.reported_weights[0] == 900.0 and result.weight == 500.0
+        await world.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_means_of_an_only_member_are_kept_for_who_comes_later(exact: bool) -> None:
     """It has stepped along them: a newcomer whose state is some steps older has to step along the same."""
