@@ -54,12 +54,13 @@ class MeanBarrier:
     """In an asynchronous run, holds microbatches back while the replicas average a gradient and the mean is due soon.
 
     The held microbatches are then computed on weights that include the mean, and count for the step after it. They take
-    no slot of the ledger. awaits_mean: whether such a mean is awaited for a stage; must become False by itself.
+    no slot of the ledger. must_wait: whether a mean is due soon for a stage, and no more microbatches may begin before
+    it; must become False by itself.
     """
 
-    def __init__(self, span: Span, awaits_mean: Callable[[int], bool]) -> None:
+    def __init__(self, span: Span, must_wait: Callable[[int], bool]) -> None:
         self._span = span
-        self._awaits_mean = awaits_mean
+        self._must_wait = must_wait
         self._changed = ChangeNotifier()
 
     def notify_step(self) -> None:
@@ -67,13 +68,14 @@ class MeanBarrier:
         self._changed.notify()
 
     async def hold(self, request: Process, deadline: float) -> None:
-        """Waits while a mean is awaited for any stage that a training microbatch enters; raises nothing.
+        """Waits while `must_wait` says so for a stage that a training microbatch enters; raises nothing.
 
-        Returns at the latest after MAX_WAIT_FRACTION of the time until the loop time `deadline`.
+        A mean is due soon then, and no more may begin before it. Returns at the latest after MAX_WAIT_FRACTION of the
+        time until the loop time `deadline`.
         """
         if request.purpose != "train":
             return
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         stages = range(request.stage, self._span.last + 1)
-        while (now := loop_time()) < until and any(map(self._awaits_mean, stages)):
+        while (now := loop_time()) < until and any(map(self._must_wait, stages)):
             await self._changed.wait(min(until, now + LOOK_INTERVAL_S))

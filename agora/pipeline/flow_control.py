@@ -52,14 +52,15 @@ def measured_window(
 
     The bounds, the strongest first: 1 at least; `ceiling` at most; `staleness.usual` at most, but x and up to
     `staleness.at_most` if x is more; PER_STAGE for each stage at least. round_trip_s: seconds that a microbatch takes
-    if it never waits. period_s: mean seconds between two completions. If one is not measured, the window is the lowest.
+    if it never waits. period_s: mean seconds between two completions. Until both are measured, the window is
+    PER_STAGE for each stage, within these bounds.
     """
     is_bounded_by_staleness = staleness.usual <= ceiling
     slots, ceiling = ceiling, max(1, min(ceiling, staleness.usual))
     setting = " by schedule.staleness" if is_bounded_by_staleness else ""
     least = min(PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
-        bound = f", bounded by {ceiling}{setting}" if least < PER_STAGE * stages else ""
+        bound = f", limited to {ceiling}{setting}" if least < PER_STAGE * stages else ""
         return SendWindow(least, f"{least}: {PER_STAGE} per stage until the round trip is measured{bound}")
     load = round_trip_s / period_s
     wanted = math.ceil(min(load + SAFETY * math.sqrt(load), 1e9))
@@ -82,7 +83,7 @@ def measured_window(
         f"{trip} would use {wanted} in flight, schedule.staleness allows it {corrected}; a larger schedule.staleness "
         "or optimizer.target_tokens, in the manifest of a new run, allows more"
     )
-    reason = f"{corrected}: {reason}, bounded by {corrected}{setting}"
+    reason = f"{corrected}: {reason}, limited to {corrected}{setting}"
     return SendWindow(corrected, reason, shortage if is_bounded_by_staleness else "", correction)
 
 
@@ -148,8 +149,8 @@ class SendInputs:
     step: StepState | None = None  # None in an asynchronous run
     latency_s: float | None = None  # seconds to the last stage and back, see Hop.latency_s
     staleness: StalenessCeiling = NO_CEILING
-    # How many may be open until the awaited mean gradient is applied. More would be computed on weights without it.
-    # None where origins do not wait for means.
+    # How many microbatches may be open until the awaited mean is applied: what the share lacks, plus what may begin
+    # early at predicted weights. None where origins do not wait for means.
     max_open_before_mean: int | None = None
     # Whether stage 0 has taken the run's last step: "last" while other stages have not, "over" once all have.
     end: Literal["", "last", "over"] = ""
@@ -214,7 +215,7 @@ def next_send(
     if inputs.step is not None and not quota.left:
         return SendDecision("wait", f"this origin's quota of step {quota.step} is opened", quota, awaits_mean=True)
     if inputs.max_open_before_mean is not None and open_count >= inputs.max_open_before_mean:
-        reason = "its share of a step is opened, and the mean gradient awaited"
+        reason = "all that may begin before the awaited mean is open"
         return SendDecision("wait", reason, quota, awaits_mean=True)
     if open_count >= window.limit:
         return SendDecision("wait", f"{open_count} microbatches are open; send window {window.reason}", quota)

@@ -227,7 +227,7 @@ class Origin:
         return result
 
     async def score(self, tokens: WireTensor) -> tuple[float, int]:
-        """Sends a microbatch of other tokens than its source's through the swarm, and changes no weight by it.
+        """Evaluates one microbatch of given tokens, instead of the source's, without changing any weight.
 
         tokens: in the form of the run's microbatches. Returns the summed loss in nats, and how many tokens that is of.
         """
@@ -276,7 +276,7 @@ class Origin:
         config = self._config
         if config.max_in_flight:
             limit = min(config.max_in_flight, config.ceiling)
-            return SendWindow(limit, f"{limit}: schedule.max_in_flight, bounded by {config.ceiling}")
+            return SendWindow(limit, f"{limit}: schedule.max_in_flight, limited to {config.ceiling}")
         ceiling = min(self._window_ceiling, config.ceiling)
         period_s = self._pace.period_s.value
         return flow_control.measured_window(inputs.latency_s, period_s, config.stage_count, ceiling, inputs.staleness)

@@ -159,8 +159,8 @@ class RunningWork:
 class WorkLedger:
     """Runs this peer's work on microbatches, each once, on one of at most `max_slots` slots, and keeps the answers.
 
-    A slot is the place of one microbatch from the start of its work to the answer. Work whose last
-    listener has left is cancelled, unless its gradient may be counted by then.
+    A slot is the place of one microbatch from the start of its work to the answer. Work whose last listener has left is
+    cancelled, unless its gradient may be counted by then.
     """
 
     def __init__(self, me: PeerId, max_slots: int, report: events.Report) -> None:

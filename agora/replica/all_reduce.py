@@ -237,7 +237,8 @@ class Round:
                         # The shard failed, although there is an answer: the others may have the second reducer's mean.
                         reasons.append(f"{reducer}: nobody else contributed in time")
                         break
-                    # A mean of one alone is never signed; that of the only member is kept, for who comes later.
+                    # A mean of one contribution is never signed. The only member keeps its own, so that a newcomer can
+                    # ask for it.
                     is_own = reducer == self.all_reduce.config.me
                     needs_signature = not is_own or (len(self.members) > 1 and not mean.message.signature)
                     signers = {reducer, first, second} if needs_signature else None
@@ -253,7 +254,8 @@ class Round:
                     reasons.append(f"{reducer}: {str(error) or 'no answer in time'}")
                     continue
                 if rejected is not None:
-                    # Only now: where both means are rejected, this replica's own values may be the odd ones.
+                    # Reported only now: if both reducers' means were rejected, this replica's own values may be the
+                    # outlier.
                     self.all_reduce.report_reducer(first, shard, f"{rejected}, and {reducer} answered otherwise")
                 self.all_reduce.keep_mean(shard, mean)
                 return _Answer(mean.message, lost)
@@ -464,7 +466,7 @@ class AllReduce:
         # A gathering ends before its contributors' deadlines, and so holds their values no longer than they wait.
         requester = Requester("", peer)
         if peer != self.config.me and not self._gathered_bytes.acquire(requester, size):
-            raise Busy("too many contributions wait here for their means; ask the second reducer", 1000)
+            raise Busy("waiting contributions take all the memory allowed here; ask the second reducer", 1000)
         try:
             yield
         finally:
@@ -514,14 +516,15 @@ class AllReduce:
             expected -= {self._first_reducer(shard)}
         window_s = (SECOND_REDUCER_WINDOW if is_second else FIRST_REDUCER_WINDOW) * context.allowed_s
         result, timer = loop.create_future(), loop.call_later(window_s, self._end_window, shard)
-        # A refusal that nobody awaits any more is no unhandled error.
+        # Retrieves the exception, so that asyncio does not log one that nobody awaits any more.
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
         gathering = self._gatherings[shard] = _Gathering(numel, expected, result, timer)
         return gathering
 
     def _end_window(self, shard: Shard) -> None:
         gathering = self._gatherings[shard]
-        # Without this peer's own contribution the window may have been opened by one that is far ahead.
+        # Nobody is marked unresponsive if this peer has not contributed itself: the window may have been opened by a
+        # member that is far ahead.
         missing = gathering.expected - gathering.values.keys() if self.config.me in gathering.values else ()
         self._average_and_close(shard, gathering)
         for peer in missing:
@@ -557,7 +560,8 @@ class AllReduce:
         if averaged is None:
             return None
         mean, statement = averaged
-        # Not of one alone: later contributions may make another mean. Nor where a recalled mean came first.
+        # A mean of one contribution is not signed, since later ones may give another; nor is one that a recalled mean
+        # has overtaken.
         is_signed = mean.message.contributors > 1 and self._gatherings.get(shard) is gathering
         if is_signed and shard not in record.signed and self.context_of(shard).may_sign:
             record.signed.add(shard)
@@ -773,7 +777,7 @@ class AllReduce:
         # | signed by the shard's first reducer | at once |
         # | signed by anybody, or by nobody | if two replicas keep the same: their views of the reducers may differ |
         # | signed by the second reducer | if nobody keeps another one |
-        # | any other | if nobody else has answered: this replica would believe the other one's state as well |
+        # | any other | if only one replica answered: this one would have to believe its state as well |
         found: dict[bytes, tuple[ShardMean, Signer]] = {}
         answered = 0
         for source in sources:

@@ -32,9 +32,9 @@ MAX_STEPS_BEHIND: Final = 20
 STAGE_CATCH_UP_AFTER_S: Final = 15.0
 # Fraction of a step's duration for which a replica still counts tokens after another one has closed its share.
 CLOSE_AFTER_FRACTION: Final = 0.25
-# One other replica alone can make this one close its share only after this fraction of the step's expected duration,
-# because it may lie. A step then lacks at most the tokens that the next target can add, see MAX_CORRECTION. Replicas
-# with inner steps keep in phase by this rule alone, whichever of them is ahead.
+# A single other replica may be lying, so it can close this one's share only after this fraction of the step's expected
+# duration. A step then lacks at most the tokens that the next target can add, see MAX_CORRECTION. The share of an inner
+# step follows the first that closes, which keeps such replicas in phase.
 LONE_CLOSE_FRACTION: Final = 0.7
 # Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds while
 # the duration of a step is unknown.
@@ -53,7 +53,7 @@ class Action:
     | fragment sync | starts fragment sync `number` in the background |
     | replay | takes step `number`, which other replicas have taken, along the mean gradient that they keep of it |
     | catch up | sets its step to `number`, as others have; may first step along its own gradient |
-    | step | takes its step, whose tokens are all counted, along this replica's own gradient |
+    | step | takes its step along this replica's own gradient; its share is complete |
     | step together | takes step `number` along the mean gradient of all replicas; closes its share if that is open |
     | fetch | fetches another replica's state of at least `at_least` steps; the others are at `number` |
 
@@ -116,8 +116,8 @@ class Situation:
         live = cap_reported_tokens(live_replicas(view.known, members, now), view.counts, view.shares)
         unreachable = unreachable_replicas(view.known, members, now)
         listed_live = cap_reported_tokens(live_replicas(view.known, view.listed, now), view.counts, view.shares)
-        # Nobody catches up with ids that never shared its history, however many; what they say to have counted is
-        # bounded.
+        # Replicas that never shared this one's history cannot make it catch up, however many there are; only the tokens
+        # that they report count, within bounds.
         voters = {peer: it for peer, it in listed_live.items() if view.voters is None or peer in view.voters}
         rest = {peer: it for peer, it in listed_live.items() if peer not in voters}
         voting = members if view.voters is None else members.intersection(view.voters)
@@ -192,7 +192,7 @@ def fetch_if_far_behind(situation: Situation) -> Decision | None:
 
 
 def replay_if_behind(situation: Situation) -> Decision | None:
-    # A closed share is already sent or about to be: stepping together gets the mean that its reducers keep.
+    # A closed share has been or will be sent; stepping together then returns the mean that its reducers keep.
     if (
         situation.is_share_closed
         or situation.settings.synchronous
@@ -200,7 +200,7 @@ def replay_if_behind(situation: Situation) -> Decision | None:
         or situation.reached <= situation.step
     ):
         return None
-    return Decision(Action("replay", situation.step), f"the others have taken step {situation.reached}")
+    return Decision(Action("replay", situation.step), _taken_steps(situation))
 
 
 def catch_up_with_replicas(situation: Situation) -> Decision | None:
@@ -210,7 +210,11 @@ def catch_up_with_replicas(situation: Situation) -> Decision | None:
         or situation.reached - situation.step <= MAX_INNER_STEPS_BEHIND
     ):
         return None
-    return Decision(Action("catch up", situation.reached), f"the others have taken step {situation.reached}")
+    return Decision(Action("catch up", situation.reached), _taken_steps(situation))
+
+
+def _taken_steps(situation: Situation) -> str:
+    return f"the others have taken {situation.reached} steps, this replica {situation.step}"
 
 
 def catch_up_with_leading_stage(situation: Situation) -> Decision | None:
@@ -249,6 +253,8 @@ def wait_for_tokens(situation: Situation) -> Decision | None:
     is_late = late >= 2 or (late == 1 and may_one_close)
     if is_late or (0 < view.quota <= tokens and not view.in_progress):
         return None
+    if not view.quota:
+        return Decision(WAIT, f"{tokens} tokens are counted; the run has ended, or its share rounds to no microbatch")
     return Decision(WAIT, f"{tokens} of the {view.quota} tokens of its share are counted")
 
 
@@ -257,7 +263,9 @@ def step_alone(situation: Situation) -> Decision | None:
         return None
     if situation.view.counts.tokens == 0:
         return Decision(WAIT, "nothing was counted here; the others take the step")
-    return Decision(Action("step"), "all tokens are counted")
+    is_whole = situation.settings.synchronous
+    reason = "all tokens are counted" if is_whole else "this replica's share is complete, and the step needs no mean"
+    return Decision(Action("step"), reason)
 
 
 def wait_for_answers(situation: Situation) -> Decision | None:
@@ -267,7 +275,11 @@ def wait_for_answers(situation: Situation) -> Decision | None:
 
 
 def step_together(situation: Situation) -> Decision:
-    return Decision(Action("step together", situation.step), f"all tokens of step {situation.step} are counted")
+    step, is_whole = situation.step, situation.settings.synchronous
+    reason = (
+        f"all tokens of step {step} are counted" if is_whole else f"this replica's share of step {step} is complete"
+    )
+    return Decision(Action("step together", step), reason)
 
 
 def step_instructions(situation: Situation, *, by_device: bool = True) -> StepInstructions:
@@ -276,8 +288,8 @@ def step_instructions(situation: Situation, *, by_device: bool = True) -> StepIn
     | the step is | own_tokens | closes_share |
     |---|---|---|
     | synchronous, or there are no other members (`alone`) | the target less the tokens of the live, at least 1 | no |
-    | an inner step | quota, or the target if the quota is unknown | no |
-    | an all-reduce | quota | if by_device, and the quota is known |
+    | an inner step | quota, or the target if the quota is 0 | no |
+    | an all-reduce | quota | if by_device, and the quota is not 0 |
 
     by_device: False where origins wait for means and open nothing before: there the microbatches in progress still
     belong to the share, so that `decide` closes it, and not the device thread.

@@ -37,7 +37,7 @@ def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name:
 class FragmentSyncs:
     """The fragment syncs of one stage with inner steps (DiLoCo): replicas average differences to the outer parameters.
 
-    Sync r begins after step r * every, over fragment r mod the number of fragments. Up to MAX_RUNNING_SYNCS run while
+    Sync r begins after r * every steps, over fragment r mod the number of fragments. Up to MAX_RUNNING_SYNCS run while
     training goes on; their means are applied in the order of their numbers. A failed shard whose mean no replica keeps
     changes nothing: the fragment's next sync averages that difference.
     """

@@ -117,8 +117,8 @@ class StepPacing:
     # far slower than the others.
     quota_now: int = 0
     # Seconds in which all replicas together count the target of a step, at their last known rates; 0 while a rate is
-    # unknown. Not the measured duration of steps: shares are closed early because of this figure, so that the measured
-    # duration would fall further and further.
+    # unknown. Not the measured duration: shares are closed early by this figure, which would shorten the measured one
+    # again and again.
     expected_s: float = 0.0
     # The sum of the believed rates, of which unknown ones count as the median; 0 while all are unknown.
     total_rate: float = 0.0
@@ -164,7 +164,7 @@ class StepPacing:
         is_known = None not in reported.values() and any(reported.values())
         self.expected_s = target / total if is_known else 0.0
         self.total_rate = total if any(reported.values()) else 0.0
-        # One whose rate stays unknown does not change that.
+        # Most suffices: a single replica whose rate stays unknown must not switch the check off.
         self._are_rates_known = 2 * sum(bool(rate) for rate in reported.values()) > len(reported)
         # The others may not believe this replica's rate. It then counts more than the quota that they expect, in
         # proportion to its true rate.
@@ -223,9 +223,9 @@ class StepPacing:
     def should_origins_wait(self, now: float) -> bool:
         """Returns whether origins should wait for the mean of the share that was closed last, or that is closed next.
 
-        Waiting origins open no microbatch, so that the next ones are computed on weights that include the mean. They
-        wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. When a mean came later than that, they do not
-        wait for the next one; if that happens again and again, not for the next 2, 4, 8 ... MAX_SKIPPED_WAITS means.
+        Waiting origins open no more than the open share lacks and, where weights are predicted, tokens_ahead tokens of
+        the next one. They wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. If one mean comes later
+        than that, they skip the next wait; if means stay late, the next 2, 4, 8 ... MAX_SKIPPED_WAITS.
         """
         may_wait = self._steps >= self._waits_from
         return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)

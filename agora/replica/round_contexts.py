@@ -105,7 +105,8 @@ class RoundContexts:
         live = live_replicas(known, listed, now)
         return RoundContext(
             members,
-            # Who began with a later state keeps no mean of this round, which is no sign against those that others keep.
+            # A replica that began with a later state keeps no mean of this round; that it has none must not count
+            # against what others keep.
             frozenset(peer for peer, progress in live.items() if progress.direct.start_step <= step),
             frozenset(not_awaited),
             self.allowed_s(),

@@ -56,8 +56,8 @@ from agora.train.stage import StageProgress
 
 # Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
 MAX_CARRIED: Final = 1_000_000
-# Seconds, and times the duration of a step, without a step of its own after which a replica catches up with any others
-# if none of those that have a vote is left: it has slept, or they have.
+# A replica that has taken no step of its own for AWAY_S seconds and AWAY_STEPS step durations, and knows no voter any
+# more, catches up with anybody: it or the voters were asleep.
 AWAY_S: Final = 60.0
 AWAY_STEPS: Final = 10
 # Seconds between two measurements, in a synchronous run, of how far the other stages are.
@@ -89,9 +89,9 @@ class StageReplicas:
         report_violation: ReportViolation,
         live: LiveManifest | None = None,
     ) -> None:
-        """replicated_numel: elements of this peer's stages that have replicas.
+        """replicated_numel: returns how many elements all of this peer's stages with other replicas have together.
 
-        live: the manifest in force at each step; None: the signed one at every step.
+        They share its uplink. live: the manifest in force at each step; None: the signed one at every step.
         """
         manifest, me = signed.manifest, identity.peer
         self._live = live = live or LiveManifest(manifest)
@@ -101,7 +101,8 @@ class StageReplicas:
         self._report = report
         self._report_violation = report_violation
         self._averaging = manifest.averaging
-        # Of a share, see StepPacing.tokens_ahead. As much of a step may be in flight where means come late.
+        # The fraction of a share that may begin before the awaited mean is applied: the same fraction of a step that
+        # may be in flight where means come late.
         self._ahead = min(1.0, PREDICTED_FACTOR * manifest.schedule.staleness)
         self._settings = StepSettings.from_manifest(live.at(worker.progress_of(stage).open_step))
         self._start_step = step = worker.step_of(stage)
@@ -284,8 +285,8 @@ class StageReplicas:
         self.pacing.measure(now, own.tokens_counted, own.open_step)
         quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
         if self._has_ended():
-            # What was in progress at the end may fill a quota, and more so that of a peer which joins later: no share
-            # is closed for it.
+            # After the end no share is closed: the microbatches still in progress could fill a quota, even more so that
+            # of a peer that joins later.
             quota = 0
         takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
         behind_at, behind_since = self._behind_at or (-1, None)
@@ -302,7 +303,8 @@ class StageReplicas:
             self._leading_step,
             sync_schedule,
             quota,
-            # Other tokens of a synchronous step than those that all stages count would be waited for for ever.
+            # Not in synchronous runs: if the replicas believed different token counts, they would wait for each other
+            # forever.
             shares=None if self._settings.synchronous else self.pacing.shares,
             step_s=self.pacing.expected_s,
             open_fraction=self.pacing.open_fraction(now),
@@ -331,7 +333,8 @@ class StageReplicas:
             differs = their_hash and history.get(step, 0) not in (0, their_hash)
             next_step, pause = self._next_comparison.get(peer, (1, 1))
             if differs and step >= next_step:
-                # Each takes the bytes of a few rounds, which one that says another history at every step may not cost.
+                # Each comparison transfers the bytes of a few rounds; the doubling pause keeps a peer that reports a
+                # new history at every step from costing more.
                 known = self.gossip.known_progress().keys()
                 self._next_comparison = {each: at for each, at in self._next_comparison.items() if each in known}
                 self._next_comparison[peer] = step + pause, 2 * pause
@@ -476,7 +479,8 @@ class StageReplicas:
         self.all_reduce.codec.drop_stage(self._stage)
 
     def _record_step(self, told: float, share: GradientShare | None) -> None:
-        # told: tokens of the step, as reducers reported them. share: this replica's, if only one reducer reported that.
+        # told: the step's tokens as its reducers reported them. share: this replica's share if only one reducer
+        # reported that number, so that it must be checked; else None.
         if share is None or self._settings.synchronous:
             self.pacing.record_step(told)
         else:
@@ -520,7 +524,10 @@ class StageReplicas:
         return max(0, self._settings.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
     def holds_microbatches(self, in_progress: int) -> bool:
-        """Returns whether microbatches wait here for the mean of a closed share; `in_progress` of them do not."""
+        """Returns whether the next microbatch must wait for the mean of a closed share.
+
+        in_progress: training microbatches that are already at work here.
+        """
         own = self.counts()
         if own.open_step == own.step or not self._origins_wait():
             return False

@@ -6,7 +6,7 @@
 | silent | no report for SILENCE_TIMEOUT_S, or connections broke for GONE_AFTER_S since | it is in no step or round |
 | suspected | it is not silent, and a call to it failed after its last report | its tokens do not count |
 | unreachable | it is silent or suspected | no shard of a round waits for it |
-| live | it is not unreachable | its tokens count, and others catch up with it |
+| live | somebody reported it, and it is not unreachable | its tokens count, and others catch up with it |
 
 A new report ends silent, suspected and unreachable.
 """
@@ -201,7 +201,9 @@ class StageView:
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
     # Which of the stage's steps are inner steps; all others are all-reduces.
     sync_schedule: SyncSchedule = ONLY_ALL_REDUCE
-    quota: int = 0  # tokens at which its share of a step is closed, 0 when unknown
+    # Tokens at which its share of a step is closed. 0: no share is closed by tokens, because the run has ended or this
+    # replica's part of a step rounds to no microbatch.
+    quota: int = 0
     shares: Shares | None = None  # bound what others say to have counted; None: nothing does
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     open_fraction: float = 1.0  # the part of a step for which its share has been open, see StepPacing.open_fraction

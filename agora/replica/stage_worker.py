@@ -55,9 +55,10 @@ class StageWorker(Protocol):
     ) -> None:
         """Moves outer parameters and weights in `blocks` by a round's mean difference, unless already done for `step`.
 
-        step: after which the round was due. averaged: the mean difference, and for each shard whether it was averaged;
-        None: there is no other replica, so the weights become the outer parameters. snapshot: the weights that the
-        round began with. wanted_fragments: in how many fragments all means of the round want to agree.
+        step: after which the round was due. averaged: the mean difference, and for each shard whether it was averaged.
+        None if there is no other replica: then the snapshot becomes the outer parameters, and the weights stay.
+        snapshot: the weights that the round began with. wanted_fragments: in how many fragments all means of the round
+        want to agree.
         """
 
     async def catch_up(self, stage: int, step: int) -> None:

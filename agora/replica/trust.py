@@ -36,7 +36,7 @@ FASTEST_TOKENS_PER_S: Final = 1e6
 MIN_RATES: Final = 3  # minimum number of known rates for one to be called too high: of two, either could be right
 # A contribution counts up to this many times the tokens that its sender's rate gives it: it may hold a late one too.
 MAX_QUOTAS: Final = 3.0
-# The weights of one shard are right if they are together at most this many times the tokens that they should have.
+# The weights of a shard are plausible if their sum is at most this many times the planned tokens.
 MAX_SURPLUS: Final = 1.25
 MAX_STATE_AGE_S: Final = (
     1800.0  # maximum age, in seconds, of the state with which a newcomer starts: no transfer takes longer
@@ -47,9 +47,9 @@ ABSENCE_S: Final = 10.0
 
 # --- what peers say of themselves
 #
-# A claim counts as it is up to MAX_TIMES_MEDIAN times the median of all claims; beyond, the less the larger it is, and
-# from twice that on as the median itself. So who overstates more gets less; and two peers that know slightly
-# different claims still compute nearly the same, which a sharp limit would not give.
+# A claim counts as it is up to some multiple of the median of all claims; beyond, the less the larger it is, down to
+# the median itself. So who overstates more gets less; and two peers that know slightly different claims still compute
+# nearly the same, which a sharp limit would not give.
 
 MAX_TIMES_MEDIAN: Final = 4.0
 
@@ -60,7 +60,7 @@ def believed_claim(claim: float, median: float, most_times: float = MAX_TIMES_ME
     | claim / median | it counts as |
     |---|---|
     | up to c = most_times | the claim |
-    | r, above c | max(1, c (c / r)^2) * median: half of the most from 1.4 c on, and the median from c^1.5 on |
+    | r, above c | max(1, c (c / r)^2) * median: falls to c / 2 medians at 1.4 c, and is the median from c^1.5 on |
     """
     most = most_times * median
     return claim if claim <= most else max(median, most * (most / claim) ** 2)
@@ -92,7 +92,8 @@ def believed_bandwidths(claims: Mapping[PeerId, float], networks: Mapping[PeerId
 def token_bounds(rates: Mapping[PeerId, float | None], target: int, microbatch_tokens: int) -> dict[PeerId, float]:
     """Returns for each replica the most tokens that count as behind its share of a step, whatever it says itself.
 
-    rates: tokens per second of all replicas, None if unknown. Without MIN_RATES known rates nobody has a bound.
+    rates: tokens per second of all replicas, None if unknown. Nobody has a bound while one is unknown, or while fewer
+    than MIN_RATES are above 0.
     """
     known = [rate for rate in rates.values() if rate]
     if len(known) < MIN_RATES or None in rates.values():
@@ -158,7 +159,7 @@ def believed_rates(rates: Mapping[PeerId, float | None]) -> dict[PeerId, float]:
 
     | positive rates | a rate counts |
     |---|---|
-    | three or more | as believed_claim says, by their upper median and MAX_TIMES_RATE |
+    | one, or three and more | as believed_claim says, by their upper median and MAX_TIMES_RATE |
     | two | up to MAX_TIMES_RATE times the smaller; beyond that, as the smaller |
     | none | as 1, like all others |
     """
@@ -245,8 +246,8 @@ def fair_size(own: float, tokens: float, planned: float, members: int) -> float:
 class MagnitudeBound:
     """Bounds the magnitude of a region's next mean by the region's earlier means and this peer's own values.
 
-    average, own_average: moving averages of the accepted means' magnitudes (root mean squares) and of this peer's own
-    in the rounds in which it had any; None before the first. max_ratio: MAX_RATIO, or MAX_RATIO_SYNCHRONOUS.
+    average, own_average: moving averages of the root mean squares of accepted means, and of this peer's own values in
+    rounds where it had any; None before the first. max_ratio: MAX_RATIO, or MAX_RATIO_SYNCHRONOUS.
     """
 
     average: float | None = None

@@ -98,7 +98,10 @@ class OuterOptimizer:
             self._layout.clear_padding(values)
 
     def restart(self, blocks: Tensor, snapshot: Tensor) -> None:
-        """snapshot: the only replica's weights in these blocks, float32 [n]."""
+        """Makes the snapshot the outer parameters in these blocks, with zero velocity.
+
+        snapshot: the only replica's weights there, float32 [n].
+        """
         self._blocks_of(OUTER_PARAMETERS)[blocks] = snapshot.view(-1, SLICE_BLOCK)
         self._blocks_of(VELOCITY)[blocks] = 0.0
 

@@ -113,9 +113,9 @@ class SpanTrainer:
 
         in_flight: microbatches that are usually between forward and backward; a forward beyond MAX_TIMES_IN_FLIGHT
         times as many is refused. on_step: called with each step event, on the device thread. compiler: None: layers are
-        not compiled; nor are those with dropout. live: what holds at each step; None: `manifest` at all. draws: False
-        leaves the weights zeros until `draw_initial_weights`, or until a state is loaded. dtype: of products; None: as
-        product_dtype says.
+        not compiled; nor are those with dropout. live: the manifest in force at each step; None: `manifest` at every
+        step. draws: False leaves the weights zeros until `draw_initial_weights`, or until a state is loaded. dtype: in
+        which matrix products are computed; None: as product_dtype says.
 
         Raises ManifestError for a model config that cannot be built, LocalError when this machine lacks a package or
         cannot read the weights.

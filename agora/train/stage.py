@@ -1,8 +1,4 @@
-"""One stage of a span: its weights, the gradient sum of its next step, the step itself, and its exchange with replicas.
-
-Used on the device thread; any thread may read `progress` and `layout`, and call
-`set_instructions`.
-"""
+"""One stage of a span: its weights, the gradient sum of its next step, the step, and its exchange with replicas."""
 
 from __future__ import annotations
 
@@ -110,7 +106,8 @@ class Stage:
     ) -> None:
         """module: gives the initial weights. on_step: called on the device thread after each step and closed share.
 
-        dtype: of products. live: what holds at each step; None: `manifest` at all.
+        live: the manifest in force at each step; None: `manifest` at every step. dtype: in which matrix products are
+        computed.
         """
         self._live = live = live or LiveManifest(manifest)
         self.number = number
@@ -223,7 +220,10 @@ class Stage:
         return WeightVersion(on_device, self.weights.layout, self.weights.current.module)
 
     def draw_initial_weights(self, fill: Callable[[StageModule], None]) -> None:
-        """fill: sets a module's trained parameters to their initial values; not called if they have some already."""
+        """Draws the initial weights of trained parameters that have no values yet.
+
+        fill: sets a module's trained parameters to their initial values.
+        """
         if not self.weights.fill(fill):
             return
         weights = self.weights.current.flat

@@ -20,8 +20,7 @@ class _RecentStep(NamedTuple):
 class TokenAccounts:
     """Counts what became of a stage's tokens here since the stage was loaded: totals, and sums over the last steps.
 
-    computed: tokens whose gradient was computed; `Stage` adds to it. Of steps, only the last
-    RECENT_STEPS are kept.
+    computed: tokens whose gradient was computed; `Stage` adds to it. Of steps, only the last RECENT_STEPS are kept.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,10 @@ class TokenAccounts:
         self._recent: deque[_RecentStep] = deque(maxlen=RECENT_STEPS)
 
     def record_step(self, own: int, in_mean: int | None, staleness: float) -> None:
-        """own: this peer's tokens. in_mean: all replicas', or None if the step was along this peer's own gradient."""
+        """Records one optimizer step.
+
+        own: this peer's tokens. in_mean: all replicas', or None if the step was along this peer's own gradient.
+        """
         self._counted += own
         self._recent.append(_RecentStep(own, in_mean, staleness))
 

@@ -67,7 +67,7 @@ def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
     for before, open_count, action in (None, 3, "open"), (2, 1, "open"), (2, 2, "wait"), (-1, 0, "wait"):
         opening = decide(seen=SendInputs(max_open_before_mean=before), open_count=open_count)
         assert opening.action == action
-    assert opening.reason == "its share of a step is opened, and the mean gradient awaited"
+    assert opening.reason == "all that may begin before the awaited mean is open"
 
 
 def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:
@@ -116,7 +116,7 @@ def test_send_window_covers_the_round_trip_with_a_safety_that_shrinks_relatively
     assert short.limit == 12
     assert long.limit == 140
     assert measured_window(10.0, 0.1, 4, 32).limit == 32
-    assert "bounded by 32" in measured_window(10.0, 0.1, 4, 32).reason
+    assert "limited to 32" in measured_window(10.0, 0.1, 4, 32).reason
     assert measured_window(None, None, 8, 3).limit == 3
     assert measured_window(1.0, 0.0, 1, 8).limit == 2
 
@@ -125,13 +125,13 @@ def test_an_origin_that_may_not_have_what_its_round_trip_would_use_says_which_se
     free, bounded = measured_window(0.4, 0.1, 2, 64), measured_window(0.4, 0.1, 2, 64, StalenessCeiling(2, 2))
     assert (free.limit, free.shortage) == (12, "")
     assert bounded.limit == 2
-    assert bounded.reason.endswith("bounded by 2 by schedule.staleness")
+    assert bounded.reason.endswith("limited to 2 by schedule.staleness")
     assert "would use 12 in flight, schedule.staleness allows it 2" in bounded.shortage
     assert "optimizer.target_tokens" in bounded.shortage
     assert measured_window(0.4, 0.1, 2, 64, StalenessCeiling(12, 24)).shortage == "", "it has all that it would use"
     assert measured_window(0.4, 0.1, 2, 8, StalenessCeiling(9, 9)).shortage == "", "memory bounds it before that"
     unmeasured = measured_window(None, None, 2, 64, StalenessCeiling(1, 2))
-    assert unmeasured.reason == "1: 2 per stage until the round trip is measured, bounded by 1 by schedule.staleness"
+    assert unmeasured.reason == "1: 2 per stage until the round trip is measured, limited to 1 by schedule.staleness"
 
 
 @pytest.mark.parametrize(

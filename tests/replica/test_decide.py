@@ -165,8 +165,11 @@ def test_a_share_of_an_all_reduce_step_is_complete_at_its_quota_and_the_step_goe
     own = StageView(at(5, 300), quota=400)
     action, reason = next_action(NOW, own, others((A, 5, 300)), ALL_REDUCES)
     assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
+    reason = next_action(NOW, replace(own, quota=0), others((A, 5, 300)), ALL_REDUCES)[1]
+    assert reason == "300 tokens are counted; the run has ended, or its share rounds to no microbatch"
     full = StageView(at(5, 400), quota=400)
-    assert next_action(NOW, full, others((A, 5, 300)), ALL_REDUCES)[0] == Action("step together", 5)
+    action, reason = next_action(NOW, full, others((A, 5, 300)), ALL_REDUCES)
+    assert action == Action("step together", 5) and reason == "this replica's share of step 5 is complete"
     assert next_action(NOW, full, others((A, 5, 300)), SYNCHRONOUS)[0] == Action("wait"), "all must have come"
     closed = StageView(at(5, 10, share=6), quota=400)
     assert next_action(NOW, closed, others((A, 5, 300)), ALL_REDUCES)[0] == Action("step together", 5)
