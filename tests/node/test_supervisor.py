@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agora.core.clock import loop_time
+from agora.node import daemon_registry, paths
 from agora.node.paths import Home
+from agora.node.process import supervisor
 from agora.node.process.supervisor import (
     FIRST_RESTART_DELAY_S,
     MAX_RESTART_DELAY_S,
     RESTART_WINDOW_S,
+    Supervisor,
     homes_of,
     parse_notice,
     restart_delay_s,
     settings_per_device,
 )
+from agora.node.runs import RunReference
 from agora.node.settings import Settings, load, without_settings
+from agora.node.startup import SystemdNotifier
+from agora.observe.events import Event
 
 HOME = Home(Path("/data/agora"))
 CARDS = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
@@ -107,3 +118,93 @@ def test_a_notice_is_its_fields_whatever_its_bytes_are() -> None:
     assert parse_notice(b"READY=1\nSTATUS=step=4\nnothing") == {"READY": "1", "STATUS": "step=4"}
     assert parse_notice(b"\xff\xfe=\x00") == {"\ufffd\ufffd": "\x00"}
     assert parse_notice(b"") == {}
+
+
+WATCHDOG_S = 1.0
+# Sends the notices of its first argument once, and then, for as long as it lives, those of the second again and again.
+FAKE_DAEMON = """
+import os, socket, sys, time
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+channel.connect(os.environ["NOTIFY_SOCKET"])
+for notice in sys.argv[1].split():
+    channel.send(notice.encode())
+while True:
+    for notice in sys.argv[2].split():
+        channel.send(notice.encode())
+    time.sleep(0.05)
+"""
+
+
+class KeptNotices(SystemdNotifier):
+    """Keeps when each field was sent to systemd, in loop times."""
+
+    def __init__(self) -> None:
+        super().__init__({"WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))})
+        self.sent: list[tuple[float, str]] = []
+
+    def send(self, **fields: str | int) -> None:
+        self.sent += [(loop_time(), name) for name in fields]
+
+
+class Supervised:
+    """What became of one daemon that sends `first` once and then `always`, watched for `seconds`."""
+
+    def __init__(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, always: str, seconds: float
+    ) -> None:
+        self.starts: list[float] = []
+        self.events: list[Event] = []
+        self.notifier = KeptNotices()
+        self._first, self._always = first, always
+        self._popen = subprocess.Popen
+        monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "run"))
+        monkeypatch.setattr(supervisor, "FIRST_RESTART_DELAY_S", 0.1)
+        monkeypatch.setattr(supervisor.subprocess, "Popen", self._start)
+        asyncio.run(self._watch(Home(tmp_path / "data"), seconds))
+
+    def _start(self, _: list[str], **chosen: Any) -> subprocess.Popen[bytes]:
+        self.starts.append(loop_time())
+        return self._popen([sys.executable, "-S", "-c", FAKE_DAEMON, self._first, self._always], **chosen)
+
+    async def _watch(self, home: Home, seconds: float) -> None:
+        home.root.mkdir()
+        entry = daemon_registry.socket_of(home).with_suffix(".json")
+        entry.parent.mkdir(mode=0o700)
+        entry.touch()
+        reference = RunReference("", "poems", file=Path("/poems.toml"))
+        daemons = Supervisor(reference, home, [Settings(device="cpu")], self.events.append, self.notifier)
+        running = asyncio.create_task(daemons.run())
+        await asyncio.wait([running], timeout=seconds)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled(), running
+
+    def longest_unfed_s(self) -> float:
+        fed = [at for at, name in self.notifier.sent if name == "WATCHDOG"]
+        return max(later - earlier for earlier, later in zip(fed, fed[1:], strict=False))
+
+
+def test_a_daemon_that_works_on_nothing_though_its_loop_runs_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Supervised(tmp_path, monkeypatch, "WATCHDOG=1 READY=1", "STATUS=unfed", 3 * WATCHDOG_S)
+    assert len(found.starts) >= 2, "it says STATUS, and does not feed its watchdog"
+    assert found.starts[1] - found.starts[0] > WATCHDOG_S
+    assert "no sign of progress" in found.events[0].describe()
+    assert found.longest_unfed_s() > WATCHDOG_S / 3, "systemd's watchdog gets no food of a daemon that stands still"
+
+
+@pytest.mark.parametrize(
+    ("first", "always"),
+    [
+        ("", "STATUS=starting EXTEND_TIMEOUT_USEC=1"),  # a start
+        ("WATCHDOG=1", "STATUS=working"),  # its first microbatch, before READY
+        ("READY=1", "WATCHDOG=1 STATUS=working"),
+    ],
+)
+def test_a_daemon_that_starts_or_feeds_its_watchdog_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, always: str
+) -> None:
+    found = Supervised(tmp_path, monkeypatch, first, always, 2.5 * WATCHDOG_S)
+    assert len(found.starts) == 1 and not found.events
+    assert found.longest_unfed_s() < WATCHDOG_S

@@ -42,7 +42,7 @@ POLL_INTERVAL_S: Final = 0.2
 FIRST_RESTART_DELAY_S: Final = 5.0  # doubled with each further end within RESTART_WINDOW_S
 MAX_RESTART_DELAY_S: Final = 300.0
 RESTART_WINDOW_S: Final = 3600.0
-# A daemon that has fed its watchdog, but not for this long, is killed and started again; under systemd its interval.
+# A daemon that has not fed its watchdog for this long is killed and started again; under systemd its interval.
 WATCHDOG_TIMEOUT_S: Final = 60.0
 # Seconds after which daemons that were told to leave are killed. They usually end before: see END_TIMEOUT_S in main.py.
 LEAVE_TIMEOUT_S: Final = 9.5
@@ -137,7 +137,7 @@ class _Child:
     exit_code: int | None = None  # of its last end
     is_ready: bool = False
     status: str = "starting"
-    fed_at: float | None = None  # loop time of its last sign; None before it has fed its watchdog
+    fed_at: float | None = None  # loop time when it last fed its watchdog; None before the first time
 
     @property
     def is_open(self) -> bool:
@@ -248,8 +248,7 @@ class Supervisor:
         await asyncio.sleep(POLL_INTERVAL_S)
         now = loop_time()
         for child in children:
-            is_hanging = child.fed_at is not None and now - child.fed_at > self._watchdog_s
-            if child.process is not None and is_hanging:
+            if child.process is not None and self._unfed_s(child) > self._watchdog_s:
                 told = f"the daemon of {child.device} is killed: no sign of progress for {self._watchdog_s:.0f} s"
                 self._report_event(events.OwnerTold(told))
                 child.process.kill()
@@ -264,6 +263,10 @@ class Supervisor:
         if self._leave_by is not None and now > self._leave_by:
             self._kill_all()
         self._notify_systemd()
+
+    @staticmethod
+    def _unfed_s(child: _Child) -> float:
+        return loop_time() - child.fed_at if child.fed_at is not None else 0.0
 
     def _schedule_restart(self, child: _Child, what: str) -> None:
         child.ends.append(loop_time())
@@ -291,8 +294,8 @@ class Supervisor:
         fields = parse_notice(channel.recv(MAX_NOTICE_BYTES))
         child.status = fields.get("STATUS", child.status)
         child.is_ready = child.is_ready or fields.get("READY") == "1"
-        # What a start takes has no limit here: it is watched from its first microbatch on.
-        if "WATCHDOG" in fields or child.fed_at is not None:
+        # Before READY, which follows its first microbatch, any notice will do: that one may take long, as may a start.
+        if "WATCHDOG" in fields or (child.fed_at is not None and not child.is_ready):
             child.fed_at = loop_time()
         if extension := fields.get("EXTEND_TIMEOUT_USEC", ""):
             self._notifier.send(EXTEND_TIMEOUT_USEC=extension)
@@ -301,7 +304,11 @@ class Supervisor:
         open_children = [child for child in self._children if child.is_open]
         if open_children and all(child.is_ready for child in open_children) and self._leave_by is None:
             self._notifier.send(READY=1)
-        self._notifier.send(WATCHDOG=1, STATUS="; ".join(f"{child.device}: {child.status}" for child in open_children))
+        # A daemon that stands still is killed after a whole interval. If that fails, systemd restarts all of them.
+        unfed = [child for child in open_children if child.process and self._unfed_s(child) > self._watchdog_s / 2]
+        if not unfed:
+            self._notifier.send(WATCHDOG=1)
+        self._notifier.send(STATUS="; ".join(f"{child.device}: {child.status}" for child in open_children))
 
 
 def parse_notice(datagram: bytes) -> dict[str, str]:
