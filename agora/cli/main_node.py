@@ -33,7 +33,8 @@ RUN_OR_NONE = Annotated[
 DEVICE = Annotated[
     str | None,
     typer.Option(
-        help="Where to compute: auto, cpu, cuda, cuda:1; all, or cuda:0,cuda:1: a peer for each card. Default auto."
+        help="Where to compute: auto, cpu, cuda, cuda:1, mps; all, or cuda:0,cuda:1: a peer for each card. "
+        "Default auto."
     ),
 ]
 STAGES = Annotated[str | None, typer.Option(metavar="auto|A-B", help="The stages to hold. Default auto.")]

@@ -96,7 +96,11 @@ SHARD_SIZE = Annotated[
 MERGE = Annotated[bool, typer.Option("--merge", help="Write the base model with the run's LoRA adapter added to it.")]
 BASE_MODEL_TO_MERGE = Annotated[
     Path | None,
-    typer.Option(metavar="DIR|ORG/NAME", help="The base model's folder or Hub id; --merge needs it."),
+    typer.Option(
+        metavar="DIR|ORG/NAME",
+        help="The base model's folder or Hub id; default AGORA_BASE_MODEL, then agora.toml, then what `agora-node "
+        "join` used.",
+    ),
 ]
 
 
@@ -310,8 +314,7 @@ def export(
     """Write the run's model as a Hugging Face folder.
 
     AutoModelForCausalLM.from_pretrained(DIR) loads it. Of a run that trains LoRA it writes the adapter, which
-    PeftModel.from_pretrained(base, DIR) loads onto the base model; with --merge the whole model. Without --base-model,
-    AGORA_BASE_MODEL or the data directory's agora.toml names the folder to merge into, as for a daemon.
+    PeftModel.from_pretrained(base, DIR) loads onto the base model; with --merge the whole model.
 
     A daemon of the run on this machine collects every stage from the swarm; without one, the newest whole checkpoints
     in the data directories are taken. Everything is checked against the manifest before anything is written. With
@@ -531,7 +534,9 @@ def sample(
     base_model: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR|ORG/NAME", help="The base model's folder or Hub id; a run that trains LoRA needs it."
+            metavar="DIR|ORG/NAME",
+            help="The base model's folder or Hub id; default AGORA_BASE_MODEL, then agora.toml, then what `agora-node "
+            "join` used.",
         ),
     ] = None,
     directories: console.CHECKPOINTS = None,
@@ -541,8 +546,7 @@ def sample(
 
     The weights come from where `swarm export` takes them: a daemon of the run on this machine collects every stage from
     the swarm, while it trains on; without one, the newest checkpoints are read. Sampled on this machine's processor.
-    Without --base-model, AGORA_BASE_MODEL or the data directory's agora.toml names the folder, as for a daemon. Exit
-    code: 4 when a stage is neither in the swarm nor on this machine.
+    Exit code: 4 when a stage is neither in the swarm nor on this machine.
 
     \b
     Examples:

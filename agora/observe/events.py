@@ -78,7 +78,7 @@ class FirstHopServed(Event, level="info", template="first microbatch through sta
 
 
 class OwnerTold(Event, level="warning", template="{text}"):
-    """Event: a note to the owner on this machine's clock, memory, disk, GPUs or limits. text: a sentence, advice."""
+    """Event: a sentence for the owner of this machine."""
 
     text: str
 
@@ -288,7 +288,10 @@ class GradientLate(Event, level="warning"):
 
 
 class GradientRefused(Event, level="warning", template="refused a gradient of stage {stage}: {reason}"):
-    """Event: a gradient was not finite and was dropped; no weight changed. `microbatch`: "" for a whole sum."""
+    """Event: a microbatch or a sum of gradients was refused: a value was not finite, or the loss was too large.
+
+    No weight changed. `microbatch`: "" for a sum.
+    """
 
     stage: int
     microbatch: str
@@ -490,7 +493,8 @@ class AmendmentTaken(
 class AmendmentDropped(
     Event,
     level="warning",
-    template="amendment {number}, from step {from_step} on, counts no more ({changes}): another goes before it",
+    template="amendment {number}, from step {from_step} on, counts no more ({changes}): another of its "
+    "number goes before it, or its signer was banned",
 ):
     """Event: an amendment that counted does not any more: another of its number goes first, or its delegate is banned.
 

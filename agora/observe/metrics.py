@@ -198,7 +198,7 @@ EVENT_METRICS: Final = (
     EventMetric(
         "agora_gradients_refused_total",
         events.GradientRefused,
-        "Gradients dropped because they were not finite or not plausible.",
+        "Microbatches and sums of gradients refused: a value was not finite, or the loss was too large.",
         ("stage",),
     ),
     EventMetric("agora_rounds_total", events.RoundDone, "Averaging rounds that ended here.", ("stage", "what")),
@@ -259,12 +259,12 @@ EVENT_METRICS: Final = (
     EventMetric(
         "agora_stages_diverged_total",
         events.StageDiverged,
-        "Times that a stage differed from most of its replicas and fetched their state.",
+        "Times that a stage's history lost against its replicas' and it fetched their state.",
         ("stage",),
     ),
     EventMetric("agora_peers_seen_total", events.PeerSeen, "Peers that came or changed their claim.", ("state",)),
     EventMetric("agora_peers_gone_total", events.PeerGone, "Peers that left the view.", ("reason",)),
-    EventMetric("agora_moves_total", events.MoveChosen, "Moves of this peer to other stages."),
+    EventMetric("agora_moves_total", events.MoveChosen, "Moves that rebalancing chose, whether they succeeded or not."),
     EventMetric("agora_health_changes_total", events.HealthChanged, "Changes of the swarm's health.", ("state",)),
     EventMetric("agora_offences_total", events.OffenceRecorded, "What peers did and honest ones do not.", ("offence",)),
     EventMetric("agora_amendments_total", events.AmendmentTaken, "Amendments that came to count."),

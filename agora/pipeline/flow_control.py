@@ -205,7 +205,7 @@ def next_send(
     if not inputs.ready:
         return SendDecision("wait", "too few replicas serve the run", quota)
     if paused:
-        return SendDecision("wait", "paused by its owner", quota)
+        return SendDecision("wait", "draining: it opens nothing until `refill`", quota)
     if inputs.end == "over":
         return SendDecision("wait", "the run has taken its total_steps", quota)
     if inputs.end == "last" and open_count:  # one at a time, so that no stage goes far beyond the end

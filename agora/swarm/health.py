@@ -4,7 +4,7 @@ Steps count, not heartbeats: a swarm whose peers all answer but whose weights do
 
 | state | when |
 |---|---|
-| PAUSED | this peer is paused: by its owner, or it is outside its hours; see node/limits/pausing.py |
+| PAUSED | this peer is paused: by its owner, outside its hours, or while its machine is in use |
 | UNREACHABLE | the view is empty |
 | COMPLETED | every stage has taken `total_steps`, and this peer's owner has not chosen to go on |
 | STALLED | a stage has no serving peer, or took no step within its time limit |

@@ -64,7 +64,7 @@ class StageProgress:
     # Number of microbatches by how many steps old their gradient was; the last bin has all older ones.
     staleness: tuple[int, ...]
     tokens_predicted: int  # of those counted here, tokens whose gradient was computed at predicted weights
-    refused_nonfinite: int  # microbatches and sums refused for values that are not finite or plausible
+    refused_nonfinite: int  # microbatches and sums of gradients refused: see GradientRefused
     account: StageAccount  # what became of the tokens counted here
     sync_schedule: SyncSchedule  # which of the stage's steps are inner steps, with how many fragments
     history: Mapping[int, int]  # history hashes of the last agreed steps, by step; see extend_history

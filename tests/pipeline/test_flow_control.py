@@ -40,11 +40,11 @@ def decide(
     [
         ({"leaving": True, "paused": True}, "stop", "this peer is leaving"),
         ({"seen": SendInputs(ready=False), "paused": True}, "wait", "too few replicas serve the run"),
-        ({"paused": True}, "wait", "paused by its owner"),
+        ({"paused": True}, "wait", "draining: it opens nothing until `refill`"),
         ({"open_count": 4}, "wait", "4 microbatches are open; send window 4: measured"),
         ({"open_count": 3}, "open", "4: measured"),
         ({"seen": SYNCHRONOUS, "leaving": True}, "stop", "this peer is leaving"),
-        ({"seen": SYNCHRONOUS, "paused": True}, "wait", "paused by its owner"),
+        ({"seen": SYNCHRONOUS, "paused": True}, "wait", "draining: it opens nothing until `refill`"),
         ({"seen": SYNCHRONOUS}, "open", "4: measured"),
     ],
 )

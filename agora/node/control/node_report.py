@@ -84,7 +84,7 @@ class NodeReport:
     amendments: tuple[tuple[int, int, str], ...] = ()  # those that count: number, first step, new values in words
     software: Mapping[PeerId, str] = field(default_factory=dict)  # of each connected peer, and of this one
     admission: AdmissionSection = field(default_factory=AdmissionSection)  # as it was amended last
-    key_remark: str = ""  # a sentence that another machine has this one's key; "" while none has tried
+    key_remark: str = ""  # a sentence that another daemon has this one's key; "" while none has tried
 
     @property
     def empty_stages(self) -> list[int]:

@@ -76,7 +76,7 @@ def _format_minute(minute: int) -> str:
 class OwnersPause:
     """Whether the daemon is to be paused, and why: by its owner's command, the time of day, or the machine's use.
 
-    The owner's pause lasts until `resume`, even after a restart. changed: set at each pause and resume.
+    The owner's pause lasts until `resume`, even after a restart. changed: set whenever it may begin or end.
     """
 
     def __init__(

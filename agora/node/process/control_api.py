@@ -115,7 +115,10 @@ class ControlApi:
         return {"text": f"{text}. It stays so after a restart; go on with `agora-node resume`."}
 
     async def resume(self) -> Answer:
-        """Ends the owner's pause; answers immediately. The daemon joins the run again unless outside its hours."""
+        """Ends the owner's pause; answers immediately.
+
+        The daemon joins the run again, unless it is outside its hours or its machine is in use.
+        """
         reason = self._daemon.pause.resume()
         return {"text": f"resumed, but it is {reason}." if reason else "resumed: it joins again."}
 

@@ -78,7 +78,7 @@ class Daemon:
 
     `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
     open, and in a pause; `signed`, the manifest, until it is known. leave_reason: that of `leave`. run_is_over: whether
-    it leaves because the run has taken its steps. end: what follows then; None until the first span is served.
+    it leaves because the run has taken its steps. end_of_run: what follows then; None until the first span is served.
     """
 
     def __init__(self, startup: Startup, on_leave: Callable[[], None] = lambda: None) -> None:
@@ -157,7 +157,7 @@ class Daemon:
         self.leave(str(self._failure))
 
     def report_task_end(self, name: str, error: BaseException | None) -> str:
-        """Reports that a task has ended without which the daemon goes on; returns the reason in words."""
+        """Reports that a task has ended; returns the reason in words."""
         text = f"{type(error).__name__}: {error}" if error is not None else "it ended"
         self._report_event(events.TaskFailed(name, text))
         return text
