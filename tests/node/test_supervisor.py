@@ -159,7 +159,7 @@ class Supervised:
         self._popen = subprocess.Popen
         monkeypatch.setenv(paths.RUNTIME_VARIABLE, str(tmp_path / "run"))
         monkeypatch.setattr(supervisor, "FIRST_RESTART_DELAY_S", 0.1)
-        monkeypatch.setattr(supervisor.subprocess, "Popen", self._start)
+        monkeypatch.setattr(subprocess, "Popen", self._start)
         asyncio.run(self._watch(Home(tmp_path / "data"), seconds))
 
     def _start(self, _: list[str], **chosen: Any) -> subprocess.Popen[bytes]:
