@@ -82,7 +82,8 @@ def _rotate(x: Tensor, table: Tensor, direction: float) -> Tensor:
 
 def cast_once(x: Tensor) -> Tensor:
     """Returns x in autocast's dtype, or as it is without autocast: each product would convert it again."""
-    if not torch.is_autocast_enabled(x.device.type):
+    # Of meta tensors only shapes are computed, and autocast knows no such device.
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

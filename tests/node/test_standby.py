@@ -30,7 +30,7 @@ class Joiner:
         self.said: list[str] = []
         self.manifest = preset("tiny")
         self.capacity_probe = SimpleNamespace(
-            base_bytes=0, needs=equal_needs(2), machine=MachineCapacity(1.0, 0.0, longest)
+            base_bytes=0, needs=equal_needs(2), machine=MachineCapacity(1.0, 0.0, longest), dtype=None
         )
         self.membership = SimpleNamespace(claim_span=self._claim_span)
         self.startup = SimpleNamespace(
