@@ -16,7 +16,7 @@ BEHIND_RETRY_MS = 200  # a stage here has not taken the microbatch's step yet
 MAX_WAIT_FRACTION = 0.5
 # Step s opens only after s - 1 is counted. Two behind means that state was missed: waiting would not help, so refuse.
 MAX_STEPS_AHEAD = 1
-LOOK_INTERVAL_S = 0.05  # seconds between two checks of whether a mean is still awaited
+POLL_INTERVAL_S = 0.05  # seconds between two checks of whether a mean is still awaited
 
 
 class StepBarrier:
@@ -78,4 +78,4 @@ class MeanBarrier:
         until = loop_time() + MAX_WAIT_FRACTION * (deadline - loop_time())
         stages = range(request.stage, self._span.last + 1)
         while (now := loop_time()) < until and any(map(self._must_wait, stages)):
-            await self._changed.wait(min(until, now + LOOK_INTERVAL_S))
+            await self._changed.wait(min(until, now + POLL_INTERVAL_S))

@@ -13,11 +13,11 @@ from typing import Literal
 from agora.core.moving_average import MovingAverage
 from agora.cost.manifest_cost import PREDICTED_FACTOR
 
-SAFETY = 4.0  # x + SAFETY * sqrt(x) microbatches are in flight
-PER_STAGE = 2  # at least this many are in flight for each stage: one is computed while one travels
+SQUARE_ROOT_FACTOR = 4.0  # x + SQUARE_ROOT_FACTOR * sqrt(x) microbatches are in flight
+MIN_PER_STAGE = 2  # at least this many are in flight for each stage: one is computed while one travels
 MAX_GAP_PERIODS = 10.0  # a longer gap between two completions is a stall, not a pace
 # An origin of a synchronous run that has had nothing open for this many seconds opens its part of what the step lacks.
-GRACE_S = 3.0
+TOP_UP_AFTER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +48,26 @@ def measured_window(
     ceiling: int,
     staleness: StalenessCeiling = NO_CEILING,
 ) -> SendWindow:
-    """Returns a window of x + SAFETY * sqrt(x) microbatches, rounded up; x = round_trip_s / period_s.
+    """Returns a window of x + SQUARE_ROOT_FACTOR * sqrt(x) microbatches, rounded up; x = round_trip_s / period_s.
 
     The bounds, the strongest first: 1 at least; `ceiling` at most; `staleness.usual` at most, but x and up to
-    `staleness.at_most` if x is more; PER_STAGE for each stage at least. round_trip_s: seconds that a microbatch takes
-    if it never waits. period_s: mean seconds between two completions. Until both are measured, the window is
-    PER_STAGE for each stage, within these bounds.
+    `staleness.at_most` if x is more; MIN_PER_STAGE for each stage at least. round_trip_s: seconds that a microbatch
+    takes if it never waits. period_s: mean seconds between two completions. Until both are measured, the window is
+    MIN_PER_STAGE for each stage, within these bounds.
     """
     is_bounded_by_staleness = staleness.usual <= ceiling
     slots, ceiling = ceiling, max(1, min(ceiling, staleness.usual))
     setting = " by schedule.staleness" if is_bounded_by_staleness else ""
-    least = min(PER_STAGE * stages, ceiling)
+    least = min(MIN_PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
-        bound = f", limited to {ceiling}{setting}" if least < PER_STAGE * stages else ""
-        return SendWindow(least, f"{least}: {PER_STAGE} per stage until the round trip is measured{bound}")
+        bound = f", limited to {ceiling}{setting}" if least < MIN_PER_STAGE * stages else ""
+        return SendWindow(least, f"{least}: {MIN_PER_STAGE} per stage until the round trip is measured{bound}")
     load = round_trip_s / period_s
-    wanted = math.ceil(min(load + SAFETY * math.sqrt(load), 1e9))
+    wanted = math.ceil(min(load + SQUARE_ROOT_FACTOR * math.sqrt(load), 1e9))
     limit = max(least, min(wanted, ceiling))
     reason = (
-        f"round trip {round_trip_s:.3f} s / period {period_s:.3f} s = {load:.1f}, and {SAFETY:g} times its square root"
+        f"round trip {round_trip_s:.3f} s / period {period_s:.3f} s = {load:.1f}, "
+        f"and {SQUARE_ROOT_FACTOR:g} times its square root"
     )
     if wanted <= ceiling:
         return SendWindow(limit, f"{limit}: {reason}")
@@ -164,13 +165,13 @@ class StepAllotment:
     left: int = 0
     idle_since: float | None = None  # when this origin was first seen with none left and none open
 
-    def next_quota(self, now: float, state: StepState) -> StepAllotment:
-        """Returns the next quota; to be called when nothing is left of this one and no microbatch is open."""
+    def next_allotment(self, now: float, state: StepState) -> StepAllotment:
+        """Returns the next allotment; to be called when nothing is left of this one and no microbatch is open."""
         if state.step != self.step:
             return StepAllotment(state.step, equal_part(state.microbatches, state.position, state.origins))
         if self.idle_since is None:
             return replace(self, idle_since=now)
-        if now - self.idle_since < GRACE_S:
+        if now - self.idle_since < TOP_UP_AFTER_S:
             return self
         # When origins come and go, their quotas do not add up to a step. Then each opens an equal part of what lacks.
         return StepAllotment(self.step, math.ceil(state.lacking / state.origins))
@@ -178,17 +179,17 @@ class StepAllotment:
 
 @dataclass(frozen=True, slots=True)
 class SendDecision:
-    """The decision of next_send and its reason in words. quota: the origin's quota after the decision."""
+    """The decision of next_send and its reason in words. allotment: the origin's after the decision."""
 
     action: Literal["open", "wait", "stop"]
     reason: str
-    quota: StepAllotment
+    allotment: StepAllotment
     awaits_mean: bool = False  # whether it waits until the replicas' mean, or a synchronous run's step, is applied
 
 
 def next_send(
     now: float,
-    quota: StepAllotment,
+    allotment: StepAllotment,
     window: SendWindow,
     inputs: SendInputs,
     open_count: int,
@@ -198,25 +199,27 @@ def next_send(
 ) -> SendDecision:
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or stops.
 
-    The first rule that holds decides. The decision has the quota that follows.
+    The first rule that holds decides. The decision has the allotment that follows.
     """
     if leaving:
-        return SendDecision("stop", "this peer is leaving", quota)
+        return SendDecision("stop", "this peer is leaving", allotment)
     if not inputs.ready:
-        return SendDecision("wait", "too few replicas serve the run", quota)
+        return SendDecision("wait", "too few replicas serve the run", allotment)
     if paused:
-        return SendDecision("wait", "draining: it opens nothing until `refill`", quota)
+        return SendDecision("wait", "draining: it opens nothing until `refill`", allotment)
     if inputs.end == "over":
-        return SendDecision("wait", "the run has taken its total_steps", quota)
+        return SendDecision("wait", "the run has taken its total_steps", allotment)
     if inputs.end == "last" and open_count:  # one at a time, so that no stage goes far beyond the end
-        return SendDecision("wait", "the last stages take their last step", quota)
-    if inputs.step is not None and not quota.left and not open_count:
-        quota = quota.next_quota(now, inputs.step)
-    if inputs.step is not None and not quota.left:
-        return SendDecision("wait", f"this origin's quota of step {quota.step} is opened", quota, awaits_mean=True)
+        return SendDecision("wait", "the last stages take their last step", allotment)
+    if inputs.step is not None and not allotment.left and not open_count:
+        allotment = allotment.next_allotment(now, inputs.step)
+    if inputs.step is not None and not allotment.left:
+        return SendDecision(
+            "wait", f"this origin's quota of step {allotment.step} is opened", allotment, awaits_mean=True
+        )
     if inputs.max_open_before_mean is not None and open_count >= inputs.max_open_before_mean:
         reason = "all that may begin before the awaited mean is open"
-        return SendDecision("wait", reason, quota, awaits_mean=True)
+        return SendDecision("wait", reason, allotment, awaits_mean=True)
     if open_count >= window.limit:
-        return SendDecision("wait", f"{open_count} microbatches are open; send window {window.reason}", quota)
-    return SendDecision("open", window.reason, replace(quota, left=max(0, quota.left - 1), idle_since=None))
+        return SendDecision("wait", f"{open_count} microbatches are open; send window {window.reason}", allotment)
+    return SendDecision("open", window.reason, replace(allotment, left=max(0, allotment.left - 1), idle_since=None))

@@ -88,10 +88,10 @@ class PeerStats:
     acceptance_waits_s: deque[float] = field(default_factory=lambda: deque(maxlen=ACCEPTANCE_WAITS))  # since sending
     # Of the latest calls: seconds from acceptance to answer, and what of them the peer says its device did not need.
     worked_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
-    elsewhere_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
+    off_device_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEASURED_CALLS))
     work_lower_quartile_s: float = 0.0  # the lower quartile of worked_s: few of these calls have waited
     unqueued_call_s: float = math.inf  # from acceptance, how long a call takes if it need not wait
-    elsewhere_upper_quartile_s: float = 0.0  # the upper quartile of elsewhere_s
+    off_device_upper_quartile_s: float = 0.0  # the upper quartile of off_device_s
     sent_at: list[float] = field(default_factory=list)  # when each open call was made, in order
 
     @property
@@ -136,9 +136,9 @@ class PeerStats:
     def record_work(self, worked_s: float, reported_s: float) -> None:
         """Records how long an answered call took on the peer and behind it, and the device seconds that it reports."""
         self.worked_s.append(worked_s)
-        self.elsewhere_s.append(max(0.0, worked_s - reported_s))
+        self.off_device_s.append(max(0.0, worked_s - reported_s))
         self.work_lower_quartile_s = sorted(self.worked_s)[len(self.worked_s) // 4]
-        self.elsewhere_upper_quartile_s = sorted(self.elsewhere_s)[3 * len(self.elsewhere_s) // 4]
+        self.off_device_upper_quartile_s = sorted(self.off_device_s)[3 * len(self.off_device_s) // 4]
 
     def restart(self, incarnation: int) -> None:
         """The peer's daemon was restarted: forgives failures, forgets queue and limits, keeps the measured speed."""
@@ -537,9 +537,9 @@ def _bound_service_times(peers: Iterable[PeerStats]) -> None:
     if len(measured) < 2:
         return
     usual_s = median_high([stats.service_s for stats in measured])
-    elsewhere = sorted(stats.elsewhere_upper_quartile_s for stats in measured)
+    elsewhere = sorted(stats.off_device_upper_quartile_s for stats in measured)
     for stats in measured:
-        of_others_s = elsewhere[-2] if stats.elsewhere_upper_quartile_s == elsewhere[-1] else elsewhere[-1]
+        of_others_s = elsewhere[-2] if stats.off_device_upper_quartile_s == elsewhere[-1] else elsewhere[-1]
         # At most the usual time: what the peer has let wait for longer counts as its queue, not as its work.
         own_s = min(stats.work_lower_quartile_s - ELSEWHERE_FACTOR * of_others_s, usual_s)
         stats.least_service_s = max(usual_s / MAX_SPEED_RATIO, own_s)

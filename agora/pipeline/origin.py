@@ -37,7 +37,7 @@ TIMEOUT_FACTOR = 10.0  # an attempt may take this many times the usual, so that 
 MAX_TIMEOUT_S = MAX_DEADLINE_MS / 1000.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0  # pause after a failed attempt: the first one, which doubles, and the longest
 DRAW_RETRY_DELAY_S = 0.1  # seconds after which an origin asks its source again if the source had no microbatch
-LOOK_INTERVAL_S = 0.5  # seconds after which an origin looks again while it waits for what nobody tells it
+POLL_INTERVAL_S = 0.5  # seconds after which an origin looks again while it waits for what nobody tells it
 # Maximum number of rows whose reference is remembered, at about 200 bytes each. The first ones stay; for the others
 # every epoch asks again.
 MAX_ROWS: Final = 1 << 18
@@ -128,10 +128,10 @@ class Origin:
         self._changed = ChangeNotifier()
         self._paused = False
         self._leaving = False
-        self._quota = StepAllotment()
+        self._allotment = StepAllotment()
         self._pace = CompletionPace()
         # Grows by one with each completion, so it doubles at most once a round trip, as in TCP's slow start.
-        self._window_ceiling = flow_control.PER_STAGE * config.stage_count
+        self._window_ceiling = flow_control.MIN_PER_STAGE * config.stage_count
         self._attempt_s = MovingAverage(0.1)
         self.loss = MovingAverage(0.05)
         self.microbatch_tokens = MovingAverage(0.1)
@@ -158,7 +158,7 @@ class Origin:
         """
         async with asyncio.TaskGroup() as group:
             while (drawn := await self._draw_next()) is not None:
-                microbatch = self._new_microbatch(drawn.tokens, "train", max(self._quota.step, 0))
+                microbatch = self._new_microbatch(drawn.tokens, "train", max(self._allotment.step, 0))
                 task = group.create_task(
                     self._train(microbatch, drawn.number), name=f"microbatch {microbatch.id.hex()}"
                 )
@@ -243,7 +243,7 @@ class Origin:
                 return None
             drawn = self._source.draw() if decision.action == "open" else None
             if drawn is not None or decision.action != "open":
-                self._quota = decision.quota  # an opening that found nothing to draw does not count
+                self._allotment = decision.allotment  # an opening that found nothing to draw does not count
             if drawn is not None:
                 return drawn
             # Nobody tells this origin of new replicas, of others' steps or of means: it must look again by itself.
@@ -256,19 +256,19 @@ class Origin:
             if decision.action == "open":  # the source had nothing
                 await self._changed.wait(loop_time() + DRAW_RETRY_DELAY_S)
             else:
-                await self._changed.wait(loop_time() + LOOK_INTERVAL_S if depends_on_others else None)
+                await self._changed.wait(loop_time() + POLL_INTERVAL_S if depends_on_others else None)
 
     def _decide(self, inputs: SendInputs) -> tuple[SendDecision, SendWindow]:
         ceiling = self._config.ceiling
         is_synchronous = inputs.step is not None
         window = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_window(inputs)
         decision = flow_control.next_send(
-            loop_time(), self._quota, window, inputs, len(self._open), leaving=self._leaving, paused=self._paused
+            loop_time(), self._allotment, window, inputs, len(self._open), leaving=self._leaving, paused=self._paused
         )
         if not is_synchronous:
             return decision, window
-        if decision.action == "open" and not self._open:  # the window shows what was left when the quota began
-            left = decision.quota.left + 1
+        if decision.action == "open" and not self._open:  # the window shows what was left when the allotment began
+            left = decision.allotment.left + 1
             return decision, SendWindow(min(left, ceiling), f"{left} microbatches to the step")
         return decision, self.window
 

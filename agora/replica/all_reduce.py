@@ -43,7 +43,7 @@ from agora.replica.shard_codec import (
     WeightedValues,
     cut_into_shards,
 )
-from agora.replica.trust import MAX_PROGRESS_RATIO, after_accepted_weights, believed_weights
+from agora.replica.trust import MAX_PROGRESS_RATIO, believed_weights, update_accepted_fractions
 from agora.swarm.peer_score import ReportViolation, Violation
 
 MAX_RUNNING_SYNCS: Final = 4  # maximum number of fragment syncs that one replica may be running at the same time
@@ -104,11 +104,11 @@ class RoundContext:
 
     members: Members  # this peer included
     live_others: frozenset[PeerId]  # those that may keep the round's means
-    not_awaited: frozenset[PeerId]  # members whose contributions need not be waited for
+    do_not_wait_for: frozenset[PeerId]  # members whose contributions need not be waited for
     allowed_s: float  # seconds that the round may take
     # By member, the most tokens that can be behind its contribution; a member that is not in it has no bound.
     token_bounds: Mapping[PeerId, float] = field(default_factory=dict)
-    may_sign: bool = True  # whether this peer cannot have signed a mean of the round before a restart
+    cannot_have_signed: bool = True  # whether this peer cannot have signed a mean of the round before a restart
     numel: int = 0  # elements of the shard
     refusal: AgoraError | None = None  # why the shard is not averaged here now
 
@@ -120,9 +120,11 @@ class RoundResult:
     mean: Tensor  # float32 [n]; in a failed shard, this replica's own values until the shard is filled in
     averaged: list[bool]  # for each shard
     fragments: int  # how many the stage has in this round, ALL_REDUCE for a gradient
-    wanted: list[int]  # for each shard, how many its reducer wants later; of a failed shard the present number
+    wanted_fragments_by_shard: list[int]  # how many its reducer wants later; of a failed shard the present number
     contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
-    lost: float = 0.0  # this peer's tokens that were too late for this round and the one before: average over shards
+    lost_tokens: float = (
+        0.0  # this peer's tokens that were too late for this round and the one before: average over shards
+    )
     # For each averaged shard, the tokens that its mean was computed over, as its reducer reported.
     reported_weights: dict[int, float] = field(default_factory=dict)
     weight: float = 0.0  # the lower median of reported_weights, as far as it is believed
@@ -136,7 +138,8 @@ class RoundResult:
     @property
     def wanted_fragments(self) -> int:
         # The present number, unless the means of all shards want others: so no single reducer forces a change.
-        return max(self.wanted) if self.wanted and self.fragments not in self.wanted else self.fragments
+        wanted = self.wanted_fragments_by_shard
+        return max(wanted) if wanted and self.fragments not in wanted else self.fragments
 
     @classmethod
     def of_failed_shards(cls, own: Tensor, fragments: int) -> RoundResult:
@@ -148,10 +151,10 @@ class RepeatedContribution(ProtocolError):
     """Raised for a shard that the same peer has contributed before."""
 
 
-# A reducer's answer. lost: tokens of this peer that no mean will contain, see record_outcome.
+# A reducer's answer. lost_tokens: tokens of this peer that no mean will contain, see record_outcome.
 class _Answer(NamedTuple):
     message: Averaged
-    lost: float = 0.0
+    lost_tokens: float = 0.0
 
 
 # --- a member: sends each shard to its first or second reducer, and puts the means together
@@ -188,7 +191,9 @@ class Round:
             mean,
             averaged=[answer is not None for answer in answers],
             fragments=self.fragments,
-            wanted=[self.fragments if answer is None else answer.message.wanted_slices for answer in answers],
+            wanted_fragments_by_shard=[
+                self.fragments if answer is None else answer.message.wanted_slices for answer in answers
+            ],
             own_weight=self.weight,
         )
         if averaged := [answer for answer in answers if answer is not None]:
@@ -200,7 +205,7 @@ class Round:
             ]
             result.is_weight_confirmed = len({*near} - {""}) > 1
             result.contributors = sum(message.contributors for message in messages) / len(answers)
-            result.lost = sum(answer.lost for answer in averaged) / len(answers)
+            result.lost_tokens = sum(answer.lost_tokens for answer in averaged) / len(answers)
         self.all_reduce.report(
             events.RoundDone(
                 stage=self.stage,
@@ -211,7 +216,7 @@ class Round:
                 contributors=result.contributors,
                 members=len(self.members),
                 weight=self.weight,
-                lost=result.lost,
+                lost=result.lost_tokens,
                 seconds=loop_time() - started_at,
                 bytes_out=self._bytes_out,
             )
@@ -383,7 +388,7 @@ class AllReduce:
         self._gatherings: dict[Shard, _Gathering] = {}
         self._gathered_bytes = SharedCapacity(MAX_GATHERED_BYTES, MAX_GATHERED_FRACTION)
         self._rounds: dict[RoundKey, _RoundRecord] = {}
-        # By stage and kind, the fractions of all tokens that members contributed, see after_accepted_weights.
+        # By stage and kind, the fractions of all tokens that members contributed, see update_accepted_fractions.
         self._accepted_weights: defaultdict[tuple[int, RoundKind], dict[PeerId, float]] = defaultdict(dict)
 
     async def run(
@@ -508,7 +513,7 @@ class AllReduce:
         loop, context, record = asyncio.get_running_loop(), self.context_of(shard), self._record_of(shard)
         # Members that are not awaited may still be alive: they are waited for if there is nobody else.
         members = frozenset(context.members)
-        awaited = members - context.not_awaited
+        awaited = members - context.do_not_wait_for
         expected = awaited if len(awaited) > 1 else members
         expected -= record.unresponsive
         expected -= record.contributed[shard.position] - {peer}  # they got the mean of one alone
@@ -545,7 +550,9 @@ class AllReduce:
         me, record = self.config.me, self._record_of(shard)
         planned, accepted = self.config.planned_tokens(shard), self._accepted_weights[shard.stage, shard.kind]
         weights = believed_weights(gathering.weights, planned, self.context_of(shard).token_bounds, accepted)
-        self._accepted_weights[shard.stage, shard.kind] = after_accepted_weights(accepted, gathering.weights, planned)
+        self._accepted_weights[shard.stage, shard.kind] = update_accepted_fractions(
+            accepted, gathering.weights, planned
+        )
         values, center = list(gathering.values.values()), gathering.values[me] if weights.get(me, 0.0) > 0 else None
         wanted = self._wanted_fragments(shard.fragments)
 
@@ -563,7 +570,7 @@ class AllReduce:
         # A mean of one contribution is not signed, since later ones may give another; nor is one that a recalled mean
         # has overtaken.
         is_signed = mean.message.contributors > 1 and self._gatherings.get(shard) is gathering
-        if is_signed and shard not in record.signed and self.context_of(shard).may_sign:
+        if is_signed and shard not in record.signed and self.context_of(shard).cannot_have_signed:
             record.signed.add(shard)
             mean = replace(mean, message=replace(mean.message, reducer=me, signature=self._sign(statement)))
         return mean
@@ -769,7 +776,7 @@ class AllReduce:
             if not result.failed_shards or len(self.context_of(first_shard).members) == 1:
                 return
 
-    async def _recall_believed(
+    async def _recall_shard(
         self, shard: Shard, sources: Sequence[PeerId], own: WeightedValues, members: int, deadline: float
     ) -> ShardMean | None:
         # | the mean is | it is believed |
@@ -839,10 +846,10 @@ class AllReduce:
             async with free_calls:
                 weighted = WeightedValues(own, result.own_weight)
                 order = [*sources[turn:], *sources[:turn]]
-                if (mean := await self._recall_believed(shard, order, weighted, members, deadline)) is not None:
+                if (mean := await self._recall_shard(shard, order, weighted, members, deadline)) is not None:
                     await off_loop(partial(own.copy_, mean.values))
                     result.averaged[index] = True
-                    result.wanted[index] = mean.message.wanted_slices
+                    result.wanted_fragments_by_shard[index] = mean.message.wanted_slices
                     if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
                         result.reported_weights[index] = mean.message.weight
 

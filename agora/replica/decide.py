@@ -282,17 +282,17 @@ def step_together(situation: Situation) -> Decision:
     return Decision(Action("step together", step), reason)
 
 
-def step_instructions(situation: Situation, *, by_device: bool = True) -> StepInstructions:
+def step_instructions(situation: Situation, *, device_closes_share: bool = True) -> StepInstructions:
     """Returns the device thread's instructions for the open step: when it takes the step or closes its share.
 
     | the step is | own_tokens | closes_share |
     |---|---|---|
     | synchronous, or there are no other members (`alone`) | the target less the tokens of the live, at least 1 | no |
     | an inner step | quota, or the target if the quota is 0 | no |
-    | an all-reduce | quota | if by_device, and the quota is not 0 |
+    | an all-reduce | quota | if device_closes_share, and the quota is not 0 |
 
-    by_device: False where origins wait for means and open nothing before: there the microbatches in progress still
-    belong to the share, so that `decide` closes it, and not the device thread.
+    device_closes_share: False where origins wait for means and open nothing before: there the microbatches in progress
+    still belong to the share, so that `decide` closes it, and not the device thread.
     """
     view, target = situation.view, situation.settings.target_tokens
     step, quota, alone = view.counts.open_step, view.quota, not situation.members
@@ -300,4 +300,4 @@ def step_instructions(situation: Situation, *, by_device: bool = True) -> StepIn
         return StepInstructions(target, True, step, missing_tokens(situation.live, step, target), alone)
     if view.sync_schedule.is_inner(step):
         return StepInstructions(target, True, step, quota or target)
-    return StepInstructions(target, True, step, quota, closes_share=quota > 0 and by_device)
+    return StepInstructions(target, True, step, quota, closes_share=quota > 0 and device_closes_share)

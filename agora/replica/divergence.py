@@ -14,7 +14,7 @@ from agora_protocol.ids import PeerId
 
 # Number of steps for which another replica must have shared this one's history to have a vote.
 VOTE_STEPS: Final = 50
-MAX_STANDINGS: Final = 1024  # maximum number of replicas that are remembered; those that were equal last stay
+MAX_SHARED_HISTORIES: Final = 1024  # maximum number of replicas that are remembered; those that were equal last stay
 
 
 class HistoryReport(NamedTuple):
@@ -28,7 +28,7 @@ class HistoryReport(NamedTuple):
     start_step: int = 0
 
 
-class Standing(NamedTuple):
+class SharedHistory(NamedTuple):
     """The first and the last step at which another replica had this one's history.
 
     at: when that was last seen, in seconds. step_s: how long a step took then, None if unknown.
@@ -41,42 +41,44 @@ class Standing(NamedTuple):
 
 
 def with_reports(
-    standings: Mapping[PeerId, Standing],
+    shared_histories: Mapping[PeerId, SharedHistory],
     history: Mapping[int, int],
     reports: Mapping[PeerId, HistoryReport],
     now: float = 0.0,
     step_s: float | None = None,
-) -> Mapping[PeerId, Standing]:
-    """Returns the standings after `reports` of live replicas at `now`. history: see replicas_to_fetch_from."""
-    found = dict(standings)
+) -> Mapping[PeerId, SharedHistory]:
+    """Returns the shared histories after `reports` of live replicas at `now`. history: see replicas_to_fetch_from."""
+    found = dict(shared_histories)
     for peer, report in reports.items():
         if report.digest and history.get(report.step) == report.digest:
             known = found.get(peer)
             if known is None or report.step > known.last:
-                found[peer] = Standing(known.first if known else report.step, report.step, now, step_s)
-    if len(found) <= MAX_STANDINGS:
+                found[peer] = SharedHistory(known.first if known else report.step, report.step, now, step_s)
+    if len(found) <= MAX_SHARED_HISTORIES:
         return found
-    return dict(sorted(found.items(), key=lambda item: (item[1].last, -item[1].first))[-MAX_STANDINGS:])
+    return dict(sorted(found.items(), key=lambda item: (item[1].last, -item[1].first))[-MAX_SHARED_HISTORIES:])
 
 
 @dataclass(frozen=True, slots=True)
 class Electorate:
     """Determines which live replicas have a vote. Peer ids cost nothing, so that their number alone decides nothing.
 
-    began: steps of this replica's state when it came to those that it shares its history with. reports: of the other
-    live replicas. networks: asked only where histories differ: the public networks of peers, this one included; one
-    that is left out, as in a LAN, is of this peer's network.
+    joined_history_at_step: steps of this replica's state when it came to those that it shares its history with.
+    reports: of the other live replicas. networks: asked only where histories differ: the public networks of peers, this
+    one included; one that is left out, as in a LAN, is of this peer's network.
     """
 
     me: PeerId
-    began: int
+    joined_history_at_step: int
     reports: Mapping[PeerId, HistoryReport]
-    standings: Mapping[PeerId, Standing]
+    shared_histories: Mapping[PeerId, SharedHistory]
     networks: Callable[[], Mapping[PeerId, str]] = dict
 
     def knows_nobody(self, step: int) -> bool:
         """Returns whether this replica, at `step`, is too new to know whose reports count: then all count."""
-        return step - self.began < VOTE_STEPS and not self.standings.keys() & self.reports.keys()
+        return (
+            step - self.joined_history_at_step < VOTE_STEPS and not self.shared_histories.keys() & self.reports.keys()
+        )
 
     def voters(self, step: int) -> set[PeerId]:
         """Returns the replicas that have a vote by what was seen up to `step`; this one may be among them.
@@ -85,10 +87,10 @@ class Electorate:
         this one's state did. Of them only those count that began as long ago, as they report it: so a newcomer sees as
         those see it that do not know it yet, and both sides of a split stage count the same replicas.
         """
-        shared = {p: min(it.last, step) - it.first for p, it in self.standings.items() if p in self.reports}
+        shared = {p: min(it.last, step) - it.first for p, it in self.shared_histories.items() if p in self.reports}
         if self.knows_nobody(step):
             shared = dict.fromkeys(self.reports, VOTE_STEPS)
-        needed = min(VOTE_STEPS, max(step - self.began, *shared.values(), 0) // 2)
+        needed = min(VOTE_STEPS, max(step - self.joined_history_at_step, *shared.values(), 0) // 2)
         entitled = {self.me, *(peer for peer, steps in shared.items() if steps >= needed)}
         needed = min(VOTE_STEPS, (step - min(map(self.start_of, entitled))) // 2)
         return {peer for peer in entitled if self.start_of(peer) <= step - needed}
@@ -101,13 +103,13 @@ class Electorate:
         """
         if self.knows_nobody(step):
             return None
-        last = {peer: it.last for peer, it in self.standings.items() if peer in self.reports}
+        last = {peer: it.last for peer, it in self.shared_histories.items() if peer in self.reports}
         voters = {at: self.voters(at) for at in set(last.values())}
         return {peer for peer, at in last.items() if peer in voters[at]}
 
     def start_of(self, peer: PeerId) -> int:
         """Returns the steps of the state that a live replica began with, as it reports them."""
-        return self.began if peer == self.me else self.reports[peer].start_step
+        return self.joined_history_at_step if peer == self.me else self.reports[peer].start_step
 
 
 def replicas_to_fetch_from(
@@ -140,7 +142,9 @@ def replicas_to_fetch_from(
     if not groups:
         return ()
     last_shared = [
-        electorate.standings[p].last for group in groups.values() for p in group & electorate.standings.keys()
+        electorate.shared_histories[p].last
+        for group in groups.values()
+        for p in group & electorate.shared_histories.keys()
     ]
     voters = electorate.voters(max(last_shared, default=max(history, default=0)))
     networks = electorate.networks()

@@ -63,7 +63,7 @@ class FragmentSyncs:
         self._division_of = division_of
         self._report = report
         self._step_tokens: deque[int] = deque(maxlen=most_fragments * every)
-        self._last_begun = -1
+        self._last_begun_sync = -1
         self._last_contributed = -1
         self._running: dict[int, asyncio.Task[None]] = {}
 
@@ -80,7 +80,7 @@ class FragmentSyncs:
 
         agreed_step: the step of the last sync whose mean was applied.
         """
-        number = max(self._last_begun, agreed_step // self._every) + 1
+        number = max(self._last_begun_sync, agreed_step // self._every) + 1
         if number > step // self._every:
             return None
         count = self._division_of(number).count
@@ -90,7 +90,7 @@ class FragmentSyncs:
 
     def begin(self, number: int, step: int) -> None:
         """Starts sync `number` as a background task. step: steps taken here by now; they show how late it begins."""
-        self._last_begun = number
+        self._last_begun_sync = number
         previous = self._running.get(number - 1)
         work = self._sync(number, previous, rounds_late=step // self._every - number)
         task = self._running[number] = start_reported(work, self._report, f"fragment sync {number}")
@@ -103,8 +103,8 @@ class FragmentSyncs:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # One that begins again only asks others for its means: this peer may have contributed some shards.
-        self._last_contributed = max(self._last_contributed, self._last_begun)
-        self._last_begun = -1
+        self._last_contributed = max(self._last_contributed, self._last_begun_sync)
+        self._last_begun_sync = -1
 
     async def _sync(self, number: int, previous: asyncio.Task[None] | None, rounds_late: int) -> None:
         division = self._division_of(number)
@@ -129,18 +129,21 @@ class FragmentSyncs:
         result = RoundResult.of_failed_shards(await off_loop(difference.clone), fragments)
         # A sync whose fragment is due again takes part only if contributions wait here: they show which rounds the
         # others are in. Without that, replicas that are all late might take part in different rounds forever.
-        is_superseded = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first_shard)
+        skips_round = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first_shard)
         # The others may be done with a late round, and keep its means.
         if rounds_late >= min(RECALL_FIRST, fragments):
             await self._all_reduce.recall_failed_shards(first_shard, result)
-        if result.failed_shards and number > self._last_contributed and not is_superseded:
+        if result.failed_shards and number > self._last_contributed and not skips_round:
             weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
             recalled = result
             result = await self._all_reduce.run(self._stage, "fragment", number, difference, weight, fragments)
             for index, cut in enumerate(cuts):
                 if recalled.averaged[index]:  # the mean that others have taken in, whatever this round gave
                     await off_loop(partial(result.mean[cut].copy_, recalled.mean[cut]))
-                    result.averaged[index], result.wanted[index] = True, recalled.wanted[index]
+                    result.averaged[index], result.wanted_fragments_by_shard[index] = (
+                        True,
+                        recalled.wanted_fragments_by_shard[index],
+                    )
         # When the fragment is due again, a failed sync must end at once: else this replica comes late to all later
         # ones.
         is_due_again = self._worker.step_of(self._stage) // self._every - number >= fragments

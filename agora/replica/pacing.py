@@ -123,12 +123,12 @@ class StepPacing:
     # The sum of the believed rates, of which unknown ones count as the median; 0 while all are unknown.
     total_rate: float = 0.0
     shares: Shares | None = None  # None before the first update_quota
-    believed: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
+    believed_rates: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
     _are_rates_known: bool = False  # of most replicas
     _open: tuple[int, float] = (-1, -math.inf)  # the open step, and since when it is open
     _closed_at: float | None = None
     _steps: int = 0
-    _waits_from: int = 0  # the step from which origins wait for means
+    _wait_again_at_step: int = 0  # the step from which origins wait for means
     _skipped_waits: int = 0  # steps without a wait after the last mean that came too late, halved by each in time
     _measured: tuple[float, int] | None = None
     _stepped_at: float | None = None
@@ -159,7 +159,7 @@ class StepPacing:
         """
         own, target = self.rate.per_second, self.batch_size.target
         reported = {**others, me: own}
-        self.believed = rates = believed_rates(reported)
+        self.believed_rates = rates = believed_rates(reported)
         total = sum(rates.values()) or 1.0
         is_known = None not in reported.values() and any(reported.values())
         self.expected_s = target / total if is_known else 0.0
@@ -196,16 +196,17 @@ class StepPacing:
         """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
         self.batch_size = self.batch_size.after_step(tokens)
 
-    def record_told_step(self, told: float, own_tokens: int, reported: Mapping[PeerId, int]) -> None:
-        """Corrects `batch_size` after an all-reduce by its tokens, as its reducers have `told`, as far as believed.
+    def record_reported_step(self, reported_total: float, own_tokens: int, reported: Mapping[PeerId, int]) -> None:
+        """Corrects `batch_size` after an all-reduce by its tokens, as far as they are believed.
 
-        own_tokens: of this replica in the step. reported: by the live replicas. See believed_step_tokens.
+        reported_total: by its reducers. own_tokens: of this replica in the step. reported: by the live replicas. See
+        believed_step_tokens.
         """
         if self.shares is not None and self._are_rates_known:
-            told = believed_step_tokens(
-                told, reported, self.shares.others, own_tokens, self.shares.own, self.microbatch_tokens
+            reported_total = believed_step_tokens(
+                reported_total, reported, self.shares.others, own_tokens, self.shares.own, self.microbatch_tokens
             )
-        self.record_step(told)
+        self.record_step(reported_total)
 
     def record_inner_step(self, tokens: int) -> None:
         """Corrects `batch_size` by the tokens that an inner step had beyond the target, or lacked.
@@ -227,7 +228,7 @@ class StepPacing:
         the next one. They wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. If one mean comes later
         than that, they skip the next wait; if means stay late, the next 2, 4, 8 ... MAX_SKIPPED_WAITS.
         """
-        may_wait = self._steps >= self._waits_from
+        may_wait = self._steps >= self._wait_again_at_step
         return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)
 
     @property
@@ -240,12 +241,12 @@ class StepPacing:
         If origins waited for this step's mean and the mean came too late, sets for how many steps they do not wait; a
         mean in time halves that number for the next time.
         """
-        waited = self._steps >= self._waits_from
+        waited = self._steps >= self._wait_again_at_step
         self._steps += 1
         if self._closed_at is not None and waited:
             if now - self._closed_at > self._max_wait_s:
                 self._skipped_waits = min(max(1, 2 * self._skipped_waits), MAX_SKIPPED_WAITS)
-                self._waits_from = self._steps + self._skipped_waits
+                self._wait_again_at_step = self._steps + self._skipped_waits
             else:
                 self._skipped_waits //= 2
         self._closed_at = None

@@ -61,7 +61,7 @@ class RoundContexts:
         self._seed = manifest.seed
         self._averaging = manifest.averaging
         self._synchronous = manifest.schedule.kind == "synchronous"
-        self._live = live
+        self._live_manifest = live
         self._change_rule = SyncChangeRule.from_manifest(manifest)
         self._worker = worker
         self._gossip = gossip
@@ -95,11 +95,11 @@ class RoundContexts:
         """Returns what this peer knows of the shard's round now."""
         now, members = loop_time(), self.members()
         known, listed = self._gossip.known_progress(), self._gossip.others_in_view()
-        not_awaited = unreachable_replicas(known, members, now)
+        do_not_wait_for = unreachable_replicas(known, members, now)
         if not self._synchronous:
             is_gradient = shard.kind == "gradient"
             step = shard.round if is_gradient else shard.round * self._averaging.every - MAX_REPORT_LAG
-            not_awaited |= lagging_or_unheard_replicas(known, members.keys() - {self._me}, step)
+            do_not_wait_for |= lagging_or_unheard_replicas(known, members.keys() - {self._me}, step)
         numel, refusal = self._check(shard)
         step = shard.round * (self._averaging.every if shard.fragments else 1)
         live = live_replicas(known, listed, now)
@@ -108,10 +108,11 @@ class RoundContexts:
             # A replica that began with a later state keeps no mean of this round; that it has none must not count
             # against what others keep.
             frozenset(peer for peer, progress in live.items() if progress.direct.start_step <= step),
-            frozenset(not_awaited),
+            frozenset(do_not_wait_for),
             self.allowed_s(),
             token_bounds=self._token_bounds(shard, members, known),
-            may_sign=may_sign(step, self._start_step) or not any(rate is not None for rate in members.values()),
+            cannot_have_signed=may_sign(step, self._start_step)
+            or not any(rate is not None for rate in members.values()),
             numel=numel,
             refusal=refusal,
         )
@@ -121,7 +122,7 @@ class RoundContexts:
         rates[self._me] = self._pacing.rate.per_second
         steps = self._averaging.every * shard.fragments or 1
         step = shard.round if shard.kind == "gradient" else max(shard.round * self._averaging.every - 1, 0)
-        bounds = token_bounds(rates, self._live.target_tokens(step), self._pacing.microbatch_tokens)
+        bounds = token_bounds(rates, self._live_manifest.target_tokens(step), self._pacing.microbatch_tokens)
         return {peer: steps * bound for peer, bound in bounds.items()}
 
     def _check(self, shard: Shard) -> tuple[int, AgoraError | None]:

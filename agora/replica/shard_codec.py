@@ -30,7 +30,7 @@ from agora.codec import is_all_finite
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE
 from agora.replica.number_formats import NORMAL_BITS, NumberFormat
-from agora.replica.trust import MAX_RATIO, MAX_RATIO_SYNCHRONOUS, MagnitudeBound, fair_size
+from agora.replica.trust import MAX_MEAN_RATIO, MAX_MEAN_RATIO_SYNCHRONOUS, MagnitudeBound, fair_size
 
 Aggregation = Literal["mean", "clip"]
 RoundKind = Literal["gradient", "fragment"]  # what a round averages: all gradients, or the differences of one fragment
@@ -236,7 +236,7 @@ class ShardCodec:
         self._residuals: dict[Region, Tensor] = {}
         self._late_gradients: dict[Region, WeightedValues] = {}
         self._mean_residuals: dict[Region, Tensor] = {}
-        bound = MagnitudeBound(max_ratio=MAX_RATIO_SYNCHRONOUS if config.synchronous else MAX_RATIO)
+        bound = MagnitudeBound(max_ratio=MAX_MEAN_RATIO_SYNCHRONOUS if config.synchronous else MAX_MEAN_RATIO)
         self._bounds: defaultdict[Region, MagnitudeBound] = defaultdict(lambda: bound)
 
     # --- formats
@@ -414,7 +414,7 @@ def aggregate(
         return None
     values = [value for value, _ in weighted]
     tokens = [weight for _, weight in weighted]
-    values = shorten(values, tokens, MAX_RATIO_SYNCHRONOUS if exact else MAX_TIMES_LONGER, usual_length)
+    values = shorten(values, tokens, MAX_MEAN_RATIO_SYNCHRONOUS if exact else MAX_TIMES_LONGER, usual_length)
     limited = tokens if exact else cap_weights(tokens)
     fractions = [weight / sum(limited) for weight in limited]
     mean = _mean(values, fractions) if aggregation == "mean" else _clip(values, fractions, center)

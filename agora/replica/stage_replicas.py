@@ -31,7 +31,7 @@ from agora.cost.manifest_cost import PREDICTED_FACTOR
 from agora.observe import events
 from agora.replica.all_reduce import AllReduce, RoundResult, off_loop
 from agora.replica.decide import Action, Situation, StepSettings, decide, step_instructions
-from agora.replica.divergence import Electorate, Standing, replicas_to_fetch_from, with_reports
+from agora.replica.divergence import Electorate, SharedHistory, replicas_to_fetch_from, with_reports
 from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
@@ -49,7 +49,7 @@ from agora.replica.stage_view import (
 from agora.replica.stage_worker import StageWorker
 from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
-from agora.replica.trust import INNER_STEPS_LEAD, LEAD, MAX_STATE_AGE_S, PlausibleStepBound
+from agora.replica.trust import MAX_INNER_LEAD, MAX_LEAD, MAX_STATE_AGE_S, PlausibleStepBound
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.gradients import GradientShare
 from agora.train.stage import StageProgress
@@ -94,7 +94,7 @@ class StageReplicas:
         They share its uplink. live: the manifest in force at each step; None: the signed one at every step.
         """
         manifest, me = signed.manifest, identity.peer
-        self._live = live = live or LiveManifest(manifest)
+        self._live_manifest = live = live or LiveManifest(manifest)
         self._stage = stage
         self._me = me
         self._worker = worker
@@ -103,7 +103,7 @@ class StageReplicas:
         self._averaging = manifest.averaging
         # The fraction of a share that may begin before the awaited mean is applied: the same fraction of a step that
         # may be in flight where means come late.
-        self._ahead = min(1.0, PREDICTED_FACTOR * manifest.schedule.staleness)
+        self._ahead_fraction = min(1.0, PREDICTED_FACTOR * manifest.schedule.staleness)
         self._settings = StepSettings.from_manifest(live.at(worker.progress_of(stage).open_step))
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
@@ -115,8 +115,8 @@ class StageReplicas:
         self._networks = swarm.networks
         self._has_ended = swarm.has_ended
         self._fetch = fetch_state
-        self._standings: Mapping[PeerId, Standing] = {}
-        self._began = step  # see Electorate
+        self._shared_histories: Mapping[PeerId, SharedHistory] = {}
+        self._joined_history_at_step = step  # see Electorate
         # By replica, the step from which its means are compared with own ones again, and the steps to the time after.
         self._next_comparison: dict[PeerId, tuple[int, int]] = {}
         self._comparison: asyncio.Task[None] | None = None
@@ -183,7 +183,7 @@ class StageReplicas:
         self.gossip.tick()
         self.consider()
 
-    def on_microbatch_left(self, in_progress: int) -> None:
+    def on_microbatch_finished(self, in_progress: int) -> None:
         """Called when a training microbatch has left. in_progress: how many are still in progress at this peer."""
         self._in_progress = in_progress
         if self._origins_wait() and self.counts().tokens >= self.pacing.quota_now:
@@ -220,13 +220,13 @@ class StageReplicas:
     def consider(self) -> None:
         """Decides what the stage does next and starts it; also sets the device thread's instructions."""
         now = loop_time()
-        self._settings = StepSettings.from_manifest(self._live.at(self._progress().open_step))
+        self._settings = StepSettings.from_manifest(self._live_manifest.at(self._progress().open_step))
         view = self._look(now)
         self._compare_means()
         situation = Situation.of(view, now, self._settings)
         # Without work ahead of the mean, what is in progress here still belongs to the share.
-        by_device = not self._origins_wait() or self._tokens_ahead() > 0
-        instructions = step_instructions(situation, by_device=by_device)
+        device_closes_share = not self._origins_wait() or self._tokens_ahead() > 0
+        instructions = step_instructions(situation, device_closes_share=device_closes_share)
         self._worker.set_step_instructions(self._stage, instructions)
         action, self.reason = decide(situation)
         self._perform(action, view.counts.step)
@@ -249,7 +249,7 @@ class StageReplicas:
         return self._worker.progress_of(self._stage)
 
     def _uplinks(self) -> list[ReplicaUplink]:
-        rates = self.pacing.believed
+        rates = self.pacing.believed_rates
         uplinks = [
             ReplicaUplink(None if each.direct.rate.per_second is None else rates.get(peer), each.counts.bytes_carried)
             for peer, each in self.gossip.live_progress().items()
@@ -291,11 +291,11 @@ class StageReplicas:
         takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
         behind_at, behind_since = self._behind_at or (-1, None)
         reports = {peer: last.direct.history for peer, last in live.items()}
-        self._standings = with_reports(
-            self._standings, progress.history, reports, time_with_suspend(), self.pacing.step_s.value
+        self._shared_histories = with_reports(
+            self._shared_histories, progress.history, reports, time_with_suspend(), self.pacing.step_s.value
         )
         networks = partial(self._networks, self._stage)
-        electorate = Electorate(self._me, self._began, reports, self._standings, networks)
+        electorate = Electorate(self._me, self._joined_history_at_step, reports, self._shared_histories, networks)
         return StageView(
             own,
             known,
@@ -472,21 +472,21 @@ class StageReplicas:
         Raises Unavailable if none has `at_least` steps.
         """
         await self._fragment_syncs.stop()
-        was_alone = not self._standings.keys() & self.gossip.live_progress().keys()
+        was_alone = not self._shared_histories.keys() & self.gossip.live_progress().keys()
         await self._fetch(self._stage, sources, at_least)
         if was_alone:
-            self._began = self._worker.step_of(self._stage)
+            self._joined_history_at_step = self._worker.step_of(self._stage)
         self.all_reduce.codec.drop_stage(self._stage)
 
-    def _record_step(self, told: float, share: GradientShare | None) -> None:
-        # told: the step's tokens as its reducers reported them. share: this replica's share if only one reducer
-        # reported that number, so that it must be checked; else None.
+    def _record_step(self, reported_total: float, share: GradientShare | None) -> None:
+        # reported_total: the step's tokens as its reducers reported them. share: this replica's share if only one
+        # reducer reported that number, so that it must be checked; else None.
         if share is None or self._settings.synchronous:
-            self.pacing.record_step(told)
+            self.pacing.record_step(reported_total)
         else:
             live = self.gossip.live_progress()
             reported = {peer: progress.tokens_of(share.step) for peer, progress in live.items()}
-            self.pacing.record_told_step(told, share.tokens, reported)
+            self.pacing.record_reported_step(reported_total, share.tokens, reported)
 
     # --- what gossip asks
 
@@ -495,12 +495,12 @@ class StageReplicas:
         now, step = time_with_suspend(), self._worker.step_of(self._stage)
         furthest = self.gossip.furthest_step()
         self._step_bound = self._step_bound.with_step(step, now, self.pacing.step_s.value, furthest)
-        lead = INNER_STEPS_LEAD if self._progress().sync_schedule.is_inner(step) else LEAD
+        lead = MAX_INNER_LEAD if self._progress().sync_schedule.is_inner(step) else MAX_LEAD
         target_tokens = self._settings.target_tokens
         highest = self._step_bound.highest_plausible_step(now, target_tokens, lead)
-        if peer is None or (standing := self._standings.get(peer)) is None:
+        if peer is None or (shared := self._shared_histories.get(peer)) is None:
             return highest
-        return max(highest, self._step_bound.highest_since(standing, now, target_tokens, lead))
+        return max(highest, self._step_bound.highest_since(shared, now, target_tokens, lead))
 
     def _report_implausible(self, peer: PeerId, step: int) -> None:
         highest = self.highest_plausible_step(peer)
@@ -523,7 +523,7 @@ class StageReplicas:
             live = dict(cap_reported_tokens(live, own, self.pacing.shares))
         return max(0, self._settings.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
-    def holds_microbatches(self, in_progress: int) -> bool:
+    def must_hold_next(self, in_progress: int) -> bool:
         """Returns whether the next microbatch must wait for the mean of a closed share.
 
         in_progress: training microbatches that are already at work here.
@@ -533,7 +533,7 @@ class StageReplicas:
             return False
         return own.tokens + in_progress * self.pacing.microbatch_tokens >= self._tokens_ahead()
 
-    def tokens_until_origins_wait(self) -> int | None:
+    def max_tokens_in_flight_before_mean(self) -> int | None:
         """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit."""
         own = self.counts()
         if not self._origins_wait():
@@ -543,7 +543,7 @@ class StageReplicas:
 
     def _tokens_ahead(self) -> int:
         # At weights that are not predicted it would cost too much loss (docs/notes/averaging.md).
-        return self.pacing.tokens_ahead(self._ahead) if self._worker.predicts_weights else 0
+        return self.pacing.tokens_ahead(self._ahead_fraction) if self._worker.predicts_weights else 0
 
     def _origins_wait(self) -> bool:
         if self._settings.synchronous or self._takes_inner_step_now():

@@ -11,23 +11,23 @@ from typing import Final
 
 from agora_protocol.ids import PeerId
 
-from agora.replica.divergence import Standing
+from agora.replica.divergence import SharedHistory
 
 NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving averages
 # A mean may be this many times as large as the average of earlier means, or as the peer's own values.
-MAX_RATIO: Final = 4.0
+MAX_MEAN_RATIO: Final = 4.0
 # As much in synchronous runs, where a rejected mean costs a step and a mean of honest gradients cannot be shortened.
 # Honest gradients are 4 times as large as before in one step of a thousand, most often in the first ones; a gradient is
 # clipped before its step (`optimizer.clip`): one that is 32 times as large moves the weights no further.
-MAX_RATIO_SYNCHRONOUS: Final = 32.0
+MAX_MEAN_RATIO_SYNCHRONOUS: Final = 32.0
 FIRST_RATIO: Final = 8.0  # as much before the first mean is known: few values of one replica say little
 # The average of earlier means counts up to this many times the average of the peer's own values: what others sent is
 # not believed because they have sent as much before.
 MAX_OWN_RATIO: Final = 2.0
 # Steps by which others may lead at any time where all take each step together: two closed shares, and one step.
-LEAD: Final = 3
+MAX_LEAD: Final = 3
 # Steps by which others may lead during inner steps. A replica that is further behind fetches a state.
-INNER_STEPS_LEAD: Final = 20
+MAX_INNER_LEAD: Final = 20
 MAX_SPEED_UP: Final = 4.0  # how many times as fast as before others may go on stepping without this replica
 # Seconds for which a busy machine may stand still without noticing it, while honest replicas go on.
 STALL_ALLOWANCE_S: Final = 10.0
@@ -110,7 +110,7 @@ def believed_weights(
     """Returns how many tokens each contribution to one shard counts as. claimed: what their senders claim.
 
     planned: tokens that they should have together. bounds: see token_bounds; a replica without one has
-    none. accepted: see `after_accepted_weights`.
+    none. accepted: see `update_accepted_fractions`.
 
     | the sum of the claimed weights is | each counts |
     |---|---|
@@ -127,7 +127,7 @@ def believed_weights(
     }
 
 
-def after_accepted_weights(
+def update_accepted_fractions(
     accepted: Mapping[PeerId, float], claimed: Mapping[PeerId, float], planned: float
 ) -> dict[PeerId, float]:
     """Returns the average fractions of `planned` that contributors had, after a round in which they `claimed` theirs.
@@ -136,7 +136,7 @@ def after_accepted_weights(
     """
     if not claimed or sum(claimed.values()) > MAX_SURPLUS * planned or math.isinf(planned):
         return dict(accepted)
-    return {peer: _moved(accepted.get(peer), weight / planned) for peer, weight in claimed.items()}
+    return {peer: _moving_average(accepted.get(peer), weight / planned) for peer, weight in claimed.items()}
 
 
 # --- tokens of others
@@ -190,9 +190,9 @@ def believed_tokens(
 
     reported: tokens by replica. shares: what each is expected to count, by its believed rate; own_share: of this peer.
     """
-    ways = [tokens / shares[peer] for peer, tokens in reported.items() if shares[peer] > 0]
-    ways += [own / own_share] if own_share > 0 else []
-    furthest = max(1.0, statistics.median_low(ways)) if ways else 1.0
+    fractions_counted = [tokens / shares[peer] for peer, tokens in reported.items() if shares[peer] > 0]
+    fractions_counted += [own / own_share] if own_share > 0 else []
+    furthest = max(1.0, statistics.median_low(fractions_counted)) if fractions_counted else 1.0
     return {
         peer: min(tokens, math.ceil(furthest * shares[peer]) + microbatch_tokens) for peer, tokens in reported.items()
     }
@@ -220,12 +220,13 @@ def believed_step_tokens(
     """
     if len(shares) < 2 or own_share <= 0:
         return claimed
-    ways = [reported.get(peer, 0) / share for peer, share in shares.items() if share > 0]
-    way = statistics.median_low([own / own_share, *(each for each in ways if each > 0)])
+    fractions_counted = [reported.get(peer, 0) / share for peer, share in shares.items() if share > 0]
+    fraction_counted = statistics.median_low([own / own_share, *(each for each in fractions_counted if each > 0)])
     counted = float(own)
     for peer, share in shares.items():
-        least, most = way * share / MAX_PROGRESS_RATIO - slack, way * share * MAX_PROGRESS_RATIO + slack
-        counted += min(max(reported.get(peer) or way * share, least), most)
+        expected = fraction_counted * share
+        least, most = expected / MAX_PROGRESS_RATIO - slack, expected * MAX_PROGRESS_RATIO + slack
+        counted += min(max(reported.get(peer) or expected, least), most)
     return claimed if counted / MAX_PROGRESS_RATIO <= claimed <= counted * MAX_PROGRESS_RATIO else counted
 
 
@@ -247,12 +248,12 @@ class MagnitudeBound:
     """Bounds the magnitude of a region's next mean by the region's earlier means and this peer's own values.
 
     average, own_average: moving averages of the root mean squares of accepted means, and of this peer's own values in
-    rounds where it had any; None before the first. max_ratio: MAX_RATIO, or MAX_RATIO_SYNCHRONOUS.
+    rounds where it had any; None before the first. max_ratio: MAX_MEAN_RATIO, or MAX_MEAN_RATIO_SYNCHRONOUS.
     """
 
     average: float | None = None
     own_average: float | None = None
-    max_ratio: float = MAX_RATIO
+    max_ratio: float = MAX_MEAN_RATIO
 
     @property
     def usual(self) -> float:
@@ -280,12 +281,12 @@ class MagnitudeBound:
         """Returns the bound after a mean of magnitude `mean` was accepted; unchanged where `own` is 0."""
         if not own:
             return self
-        own_average = _moved(self.own_average, own)
-        average = _moved(self.average, min(mean, MAX_OWN_RATIO * own_average))
+        own_average = _moving_average(self.own_average, own)
+        average = _moving_average(self.average, min(mean, MAX_OWN_RATIO * own_average))
         return replace(self, average=average, own_average=own_average)
 
 
-def _moved(average: float | None, value: float) -> float:
+def _moving_average(average: float | None, value: float) -> float:
     # MovingAverage is not used: it would give the second value a weight of one half.
     return value if average is None else average + NEW_WEIGHT * (value - average)
 
@@ -308,7 +309,7 @@ def _moved(average: float | None, value: float) -> float:
 class PlausibleStepBound:
     """How far this replica is with a stage, and how fast it steps; bounds what other replicas can have reached.
 
-    own_step: the last step that this replica took itself while it was level with the others (at most LEAD behind).
+    own_step: the last step that this replica took itself while it was level with the others (at most MAX_LEAD behind).
     own_step_at: the time in seconds when it took that step.
     present_step: the step that it is at now, which it may have taken over from another replica.
     step_s: average duration of its steps in seconds, None if unknown.
@@ -323,10 +324,10 @@ class PlausibleStepBound:
         """Returns the bound after this replica was seen at `step` at time `now`: with present_step and step_s replaced.
 
         own_step and own_step_at become `step` and `now` only if this replica took exactly one step and is level with
-        the others (at most LEAD behind): one that replays takes many steps quickly, which must not raise the bound.
+        the others (at most MAX_LEAD behind): one that replays takes many steps quickly, which must not raise the bound.
         furthest_step: the highest plausible step that another replica has reported.
         """
-        if step == self.present_step + 1 and furthest_step <= step + LEAD:
+        if step == self.present_step + 1 and furthest_step <= step + MAX_LEAD:
             return PlausibleStepBound(step, now, step, step_s)
         return PlausibleStepBound(self.own_step, self.own_step_at, step, step_s)
 
@@ -334,19 +335,19 @@ class PlausibleStepBound:
         """Returns the highest step that another replica can have taken by now.
 
         That is max(present_step + 1, own_step + lead + n), with n = MAX_SPEED_UP * (STALL_ALLOWANCE_S + now -
-        own_step_at) / step_s, rounded down. lead: LEAD or INNER_STEPS_LEAD. target_tokens: tokens of a step; while
+        own_step_at) / step_s, rounded down. lead: MAX_LEAD or MAX_INNER_LEAD. target_tokens: tokens of a step; while
         step_s is unknown, target_tokens / FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
         """
         most_steps = _most_steps(now - self.own_step_at, self.step_s, target_tokens)
         return max(self.present_step + 1, self.own_step + lead + most_steps)
 
-    def highest_since(self, standing: Standing, now: float, target_tokens: int, lead: int) -> int:
-        """Returns the highest step that a replica can have taken which had this one's history until `standing.last`.
+    def highest_since(self, shared: SharedHistory, now: float, target_tokens: int, lead: int) -> int:
+        """Returns the highest step that a replica can have taken which had this one's history until `shared.last`.
 
         Here each half of a stage that was split goes on at its own pace.
         """
-        step_s = min(filter(None, (standing.step_s, self.step_s)), default=None)
-        return standing.last + lead + _most_steps(now - standing.at, step_s, target_tokens)
+        step_s = min(filter(None, (shared.step_s, self.step_s)), default=None)
+        return shared.last + lead + _most_steps(now - shared.at, step_s, target_tokens)
 
 
 def _most_steps(seconds: float, step_s: float | None, target_tokens: int) -> int:

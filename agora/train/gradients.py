@@ -15,12 +15,13 @@ from torch import Tensor
 from agora.state.layout import Layout
 from agora.train.weight_versions import tensor_in
 
-# One gradient of size 1e30 would outweigh all others in the sum of a step. So a gradient may be at most MAX_RATIO times
-# as large as the median of the last WINDOW. A rejected one is remembered with the size of the limit: if most gradients
-# are larger, the limit rises to them, but a peer that sends less than half of a stage's gradients cannot raise it.
+# One gradient of size 1e30 would outweigh all others in the sum of a step. So a gradient may be at most
+# MAX_RECEIVED_RATIO times as large as the median of the last WINDOW. A rejected one is remembered with the size of the
+# limit: if most gradients are larger, the limit rises to them, but a peer that sends less than half of a stage's
+# gradients cannot raise it.
 WINDOW: Final = 65
 MIN_SAMPLES: Final = 5
-MAX_RATIO: Final = 100.0
+MAX_RECEIVED_RATIO: Final = 100.0
 # The limit before MIN_SAMPLES gradients were seen: the gradient of a sum of token losses is far smaller.
 FIRST_LIMIT: Final = 1e4
 
@@ -33,7 +34,7 @@ class GradientMagnitudeBound:
 
     @property
     def limit(self) -> float:
-        return MAX_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
+        return MAX_RECEIVED_RATIO * median(self._sizes) if len(self._sizes) >= MIN_SAMPLES else FIRST_LIMIT
 
     def record_and_check(self, size: float) -> bool:
         """Returns whether a gradient of root mean square `size` may be used; False for NaN. Counts for later limits."""
@@ -102,11 +103,11 @@ class SumTotals:
     loss: float = 0.0
     microbatches: int = 0
     predicted_tokens: int = 0  # of those whose gradient was computed at predicted weights
-    forward_steps: int = 0  # sum of the step counts that the weights had at their forwards
+    sum_of_forward_steps: int = 0  # sum of the step counts that the weights had at their forwards
 
     def staleness(self, step: int) -> float:
         """Returns the microbatches' mean age, in steps, at step number `step`; 0 without microbatches."""
-        return step - self.forward_steps / self.microbatches if self.microbatches else 0.0
+        return step - self.sum_of_forward_steps / self.microbatches if self.microbatches else 0.0
 
 
 class ClosedShare(NamedTuple):

@@ -130,7 +130,7 @@ class SpanTrainer:
         self.compiler = None if manifest.model.dropout else compiler
         self._report = report
         self.dtype = dtype or product_dtype(device)
-        self.scale = LossScale(self.dtype)
+        self.loss_scale = LossScale(self.dtype)
         self.graphs = GraphBudget(manifest.schedule.activations, device)
         self.stashed = StashedForwards(MAX_TIMES_IN_FLIGHT * in_flight)
         self.stages = StagesByNumber()
@@ -231,7 +231,7 @@ class SpanTrainer:
             loss, metrics, versions = self._run_to_loss(work)
             gradients = self._compute_gradients(StashedForward(work, tokens, steps, loss, versions))
             results = [loss.detach(), *metrics]
-            if self.scale.accepts(gradients.norm):
+            if self.loss_scale.accepts(gradients.norm):
                 break
             del gradients, loss
         before_adding(gradients.of_entry)
@@ -279,7 +279,7 @@ class SpanTrainer:
                 with torch.enable_grad():
                     forward.output, forward.versions = self._run_for_gradients(forward.work, keeps_last_layer=True)
             gradients = self._compute_gradients(forward, gradient)
-            while not self.scale.accepts(gradients.norm):
+            while not self.loss_scale.accepts(gradients.norm):
                 gradients = self._compute_gradients(forward, gradient)
             before_adding(gradients.of_entry)
             received, norm = torch.stack([torch.linalg.vector_norm(gradient), gradients.norm]).tolist()
@@ -348,7 +348,7 @@ class SpanTrainer:
         stage = self.stages[self.span.last]
         module = (versions[-1] if versions else stage.evaluation_weights).module
         with self._autocast(), self._mode_for(module, work, stage.number):
-            yield Head(module.logits, module.head_modules(), self._vocabulary, self.scale.value)
+            yield Head(module.logits, module.head_modules(), self._vocabulary, self.loss_scale.value)
 
     @contextmanager
     def _mode_for(self, module: StageModule, work: DecodedWork, stage: int) -> Iterator[None]:
@@ -397,7 +397,7 @@ class SpanTrainer:
         assert output is not None
         parameters = [parameter for version in forward.versions for parameter in version.parameters]
         inputs = [work.entry, *parameters] if work.entry_stage > 0 else parameters
-        if self.scale.is_used:
+        if self.loss_scale.is_used:
             return self._compute_scaled(forward, torch.ones_like(output) if gradient is None else gradient, inputs)
         received = None if gradient is None else [gradient.to(output.dtype)]
         computed = list(torch.autograd.grad([output], inputs, received))
@@ -407,7 +407,7 @@ class SpanTrainer:
     def _compute_scaled(self, forward: StashedForward, gradient: Tensor, inputs: Sequence[Tensor]) -> _Gradients:
         # In fp16. The gradients by parameters are still multiplied by the scale. The graph is kept, to be gone through
         # once more should they have overflowed; whoever has it drops it with `forward`.
-        scale, output = self.scale.value, forward.output
+        scale, output = self.loss_scale.value, forward.output
         assert output is not None
         received = gradient.to(output.dtype) * scale
         computed = list(torch.autograd.grad([output], inputs, [received], retain_graph=True))

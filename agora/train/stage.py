@@ -109,7 +109,7 @@ class Stage:
         live: the manifest in force at each step; None: `manifest` at every step. dtype: in which matrix products are
         computed.
         """
-        self._live = live = live or LiveManifest(manifest)
+        self._live_manifest = live = live or LiveManifest(manifest)
         self.number = number
         self.weights = StageWeights(module, offload.device, module.hidden_matrices(), stashed, dtype)
         layout, flat = self.weights.layout, self.weights.current.flat
@@ -134,7 +134,7 @@ class Stage:
         self._average = None if average is None else WeightVersion(average, layout, module)
         self.prediction: WeightPrediction | None = None
         self.gradient_sum = GradientSum(layout, offload.device)
-        self._instructions = StepInstructions(self._live.target_tokens(0))
+        self._instructions = StepInstructions(self._live_manifest.target_tokens(0))
         self.step = 0
         self._history = {0: INITIAL_HASH}
         self._is_torn = False
@@ -186,7 +186,7 @@ class Stage:
         totals.loss += loss
         totals.microbatches += 1
         totals.predicted_tokens += tokens if is_predicted else 0
-        totals.forward_steps += self._open_step - staleness
+        totals.sum_of_forward_steps += self._open_step - staleness
         self._accounts.computed += tokens
         self._tokens_predicted += tokens if is_predicted else 0
         self._staleness[min(staleness, STALENESS_BINS - 1)] += 1
@@ -282,8 +282,8 @@ class Stage:
 
     def _tokens_needed(self, step: int) -> int:
         # The instructions may be of a step before an amendment: then the whole target of this step holds.
-        if self._live.number_at(step) != self._live.number_at(max(self._instructions.step, 0)):
-            return self._live.target_tokens(step)
+        if self._live_manifest.number_at(step) != self._live_manifest.number_at(max(self._instructions.step, 0)):
+            return self._live_manifest.target_tokens(step)
         return self._instructions.tokens_needed(step)
 
     def catch_up(self, step: int) -> None:
@@ -367,7 +367,7 @@ class Stage:
         self._count_step(totals, result, tokens or None, checksum)
 
     def _record_fragment_sync(self, step: int, checksum: int, wanted_fragments: int) -> None:
-        amended = self._live.hash_at(step - 1)
+        amended = self._live_manifest.hash_at(step - 1)
         self._history = extend_history(self._history, step, checksum, last=self.progress.agreed_step, amended=amended)
         self.sync_schedule = self._change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
         self._update_progress()
@@ -445,10 +445,10 @@ class Stage:
         now = time.monotonic()
         staleness = totals.staleness(self.step)
         if not self.sync_schedule.is_inner(self.step):
-            amended = self._live.hash_at(self.step)
+            amended = self._live_manifest.hash_at(self.step)
             self._history = extend_history(self._history, self.step + 1, checksum, amended=amended)
         self.step += 1
-        if (number := self._live.number_at(self.step)) != self._live.number_at(self.step - 1):
+        if (number := self._live_manifest.number_at(self.step)) != self._live_manifest.number_at(self.step - 1):
             self._report(AmendmentInForce(self.number, self.step, number))
         if self.sync_schedule.is_inner(self.step) and self.outer is None:
             self.outer, self._spare_outer = self._spare_outer or self._new_outer(), None

@@ -200,7 +200,7 @@ class Peer:
 
     def _on_trained(self) -> None:
         for stage in self.replicas.stages.values():
-            stage.on_microbatch_left(self.hop.training_count)
+            stage.on_microbatch_finished(self.hop.training_count)
 
     async def follow_steps(self) -> None:
         """Tells the replicas what the device thread has done: it closed its share of a step, or took the step."""

@@ -9,7 +9,7 @@ from agora_protocol.errors import Busy
 from agora_protocol.ids import Span, microbatch_id
 from agora_protocol.messages import Process
 
-from agora.pipeline.barriers import BEHIND_RETRY_MS, LOOK_INTERVAL_S, MAX_WAIT_FRACTION, MeanBarrier, StepBarrier
+from agora.pipeline.barriers import BEHIND_RETRY_MS, MAX_WAIT_FRACTION, POLL_INTERVAL_S, MeanBarrier, StepBarrier
 from tests.pipeline.world import peer_id
 from tests.virtual_time import VirtualLoop, run
 
@@ -182,7 +182,7 @@ def test_microbatches_wait_for_a_mean_in_their_stages_until_it_is_in_or_not_awai
         again = asyncio.create_task(barrier.hold(entering(2), began + 10.0))
         await asyncio.sleep(0.1)
         awaited.clear()
-        await asyncio.sleep(1.1 * LOOK_INTERVAL_S)
+        await asyncio.sleep(1.1 * POLL_INTERVAL_S)
         assert again.done(), "the time is over for which it is awaited, of which nobody tells"
 
     run(work())

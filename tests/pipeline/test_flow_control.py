@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agora.pipeline.flow_control import (
-    GRACE_S,
+    TOP_UP_AFTER_S,
     CompletionPace,
     SendDecision,
     SendInputs,
@@ -30,9 +30,13 @@ NONE = StepAllotment()
 
 
 def decide(
-    now: float = 100.0, quota: StepAllotment = NONE, seen: SendInputs = ASYNCHRONOUS, open_count: int = 0, **flags: bool
+    now: float = 100.0,
+    allotment: StepAllotment = NONE,
+    seen: SendInputs = ASYNCHRONOUS,
+    open_count: int = 0,
+    **flags: bool,
 ) -> SendDecision:
-    return next_send(now, quota, SendWindow(4, "4: measured"), seen, open_count, **flags)
+    return next_send(now, allotment, SendWindow(4, "4: measured"), seen, open_count, **flags)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def decide(
 def test_the_first_row_that_holds_decides(state: dict[str, Any], action: str, reason: str) -> None:
     opening = decide(**state)
     assert (opening.action, opening.reason) == (action, reason)
-    assert opening.quota == NONE or action == "open", "waiting uses nothing up"
+    assert opening.allotment == NONE or action == "open", "waiting uses nothing up"
 
 
 def test_after_the_last_step_nothing_is_opened_and_until_others_have_taken_it_one_at_a_time() -> None:
@@ -71,18 +75,18 @@ def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
 
 
 def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:
-    quota, opened = NONE, 0
-    while (opening := decide(quota=quota, seen=SYNCHRONOUS, open_count=min(opened, 3))).action == "open":
-        quota, opened = opening.quota, opened + 1
-    assert opened == 5 and quota.step == 7, "the first of two origins opens five of nine"
+    allotment, opened = NONE, 0
+    while (opening := decide(allotment=allotment, seen=SYNCHRONOUS, open_count=min(opened, 3))).action == "open":
+        allotment, opened = opening.allotment, opened + 1
+    assert opened == 5 and allotment.step == 7, "the first of two origins opens five of nine"
     assert opening.reason == "this origin's quota of step 7 is opened"
 
 
 def test_a_quota_is_not_renewed_before_everything_opened_is_back() -> None:
     used_up = StepAllotment(6, 0)
-    waiting = decide(quota=used_up, seen=SYNCHRONOUS, open_count=1)
-    assert (waiting.action, waiting.quota) == ("wait", used_up)
-    assert decide(quota=used_up, seen=SYNCHRONOUS).quota == StepAllotment(7, 4)
+    waiting = decide(allotment=used_up, seen=SYNCHRONOUS, open_count=1)
+    assert (waiting.action, waiting.allotment) == ("wait", used_up)
+    assert decide(allotment=used_up, seen=SYNCHRONOUS).allotment == StepAllotment(7, 4)
 
 
 def test_an_origin_with_a_quota_of_nothing_waits() -> None:
@@ -91,23 +95,23 @@ def test_an_origin_with_a_quota_of_nothing_waits() -> None:
 
 def test_what_a_step_lacks_is_opened_in_parts_after_a_grace_period() -> None:
     seen = SendInputs(step=StepState(7, 9, 3, 0, 2))
-    first = decide(quota=StepAllotment(7, 0), seen=seen)
-    assert (first.action, first.quota.idle_since) == ("wait", 100.0)
-    before = decide(100.0 + GRACE_S - 0.01, first.quota, seen)
-    assert before.action == "wait" and before.quota == first.quota
-    after = decide(100.0 + GRACE_S, first.quota, seen)
-    assert (after.action, after.quota) == ("open", StepAllotment(7, 1)), "half of three, rounded up"
+    first = decide(allotment=StepAllotment(7, 0), seen=seen)
+    assert (first.action, first.allotment.idle_since) == ("wait", 100.0)
+    before = decide(100.0 + TOP_UP_AFTER_S - 0.01, first.allotment, seen)
+    assert before.action == "wait" and before.allotment == first.allotment
+    after = decide(100.0 + TOP_UP_AFTER_S, first.allotment, seen)
+    assert (after.action, after.allotment) == ("open", StepAllotment(7, 1)), "half of three, rounded up"
 
 
 def test_a_step_that_lacks_nothing_is_not_topped_up_and_the_grace_period_begins_again() -> None:
     seen = SendInputs(step=StepState(7, 9, 0, 0, 2))
-    after = decide(100.0 + GRACE_S, StepAllotment(7, 0, idle_since=100.0), seen)
-    assert (after.action, after.quota) == ("wait", StepAllotment(7))
+    after = decide(100.0 + TOP_UP_AFTER_S, StepAllotment(7, 0, idle_since=100.0), seen)
+    assert (after.action, after.allotment) == ("wait", StepAllotment(7))
 
 
 def test_a_new_step_ends_the_grace_period() -> None:
     opening = decide(101.0, StepAllotment(6, 0, idle_since=100.0), SYNCHRONOUS)
-    assert (opening.action, opening.quota) == ("open", StepAllotment(7, 4))
+    assert (opening.action, opening.allotment) == ("open", StepAllotment(7, 4))
 
 
 def test_send_window_covers_the_round_trip_with_a_safety_that_shrinks_relatively() -> None:

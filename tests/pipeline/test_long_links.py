@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from agora.net.shaping.link import LinkSpec
-from agora.pipeline.flow_control import SAFETY
+from agora.pipeline.flow_control import SQUARE_ROOT_FACTOR
 from agora.pipeline.load_balancer import ACCEPTANCE_WAITS, PeerStats
 from agora.pipeline.origin import Origin
 from tests.pipeline.test_load_balancer import A, sent, table_of
@@ -60,7 +60,7 @@ async def completed(origin: Origin, count: int) -> float:
 
 def enough(latency_s: float, period_s: float) -> int:
     load = latency_s / period_s
-    return math.ceil(load + SAFETY * math.sqrt(load))
+    return math.ceil(load + SQUARE_ROOT_FACTOR * math.sqrt(load))
 
 
 @pytest.mark.parametrize("rtt", [0.0, 0.05, 0.1, 0.2])

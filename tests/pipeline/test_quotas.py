@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from agora_protocol.messages import Processed
 
-from agora.pipeline.flow_control import GRACE_S, SendInputs, StepState, equal_part
-from agora.pipeline.origin import LOOK_INTERVAL_S, Origin, OriginConfig
+from agora.pipeline.flow_control import TOP_UP_AFTER_S, SendInputs, StepState, equal_part
+from agora.pipeline.origin import POLL_INTERVAL_S, Origin, OriginConfig
 from agora.pipeline.process_call import HopAnswer, ProcessCall
 from tests.pipeline.world import TOKENS, Source, peer_id
 from tests.virtual_time import run
@@ -99,14 +99,14 @@ def test_quotas_that_add_up_make_each_step_of_exactly_its_microbatches_without_a
 def test_what_quotas_leave_open_is_opened_after_a_grace_period_by_who_has_nothing_to_do() -> None:
     async def work() -> None:
         stage = Stage([(1, 3), (2, 3)])  # nobody is the first of the three: 3 + 2 of 8 are opened
-        await asyncio.sleep(1.0 + GRACE_S - 0.1)
+        await asyncio.sleep(1.0 + TOP_UP_AFTER_S - 0.1)
         assert stage.step == 0 and stage.opened[0] == 5, "not before"
-        await asyncio.sleep(0.1 + LOOK_INTERVAL_S)
+        await asyncio.sleep(0.1 + POLL_INTERVAL_S)
         assert stage.opened[0] == 7, "a third of the three that lack, each"
         while stage.step < 3:
             await asyncio.sleep(0.1)
         assert all(stage.opened[step] <= STEP + 1 for step in range(3))
-        assert all(it < stage.seconds + 2 * (GRACE_S + LOOK_INTERVAL_S + stage.seconds) for it in stage.took)
+        assert all(it < stage.seconds + 2 * (TOP_UP_AFTER_S + POLL_INTERVAL_S + stage.seconds) for it in stage.took)
         await stage.close()
 
     run(work())
@@ -131,8 +131,8 @@ def test_an_origin_that_dies_costs_grace_periods_until_the_others_see_it_and_not
         await stage.kill(1)
         while stage.step < 7:
             await asyncio.sleep(0.1)
-        least = stage.seconds + 3 * (GRACE_S + stage.seconds)
-        longest = least + 3 * LOOK_INTERVAL_S
+        least = stage.seconds + 3 * (TOP_UP_AFTER_S + stage.seconds)
+        longest = least + 3 * POLL_INTERVAL_S
         assert least - 0.1 < stage.took[-1] < longest + 0.1, "its own 4, then halves of what lacks: 2, 1, 1"
         assert stage.by_origin[6, 0] == STEP
         stage.ranks[0] = (0, 1)
@@ -148,7 +148,7 @@ def test_a_step_that_lacks_nothing_is_not_topped_up_however_long_it_takes() -> N
     async def work() -> None:
         stage = Stage([(0, 2), (1, 2)])
         stage.count = lambda: setattr(stage, "tokens", stage.tokens + TOKENS)
-        await asyncio.sleep(100 * GRACE_S)
+        await asyncio.sleep(100 * TOP_UP_AFTER_S)
         assert stage.step == 0 and stage.opened == {0: STEP}, "all is counted: the step is only being taken"
         await stage.close()
 
@@ -157,9 +157,9 @@ def test_a_step_that_lacks_nothing_is_not_topped_up_however_long_it_takes() -> N
 
 def test_an_origin_with_something_open_tops_nothing_up() -> None:
     async def work() -> None:
-        stage = Stage([(0, 2), (0, 2)], seconds=10 * GRACE_S)
+        stage = Stage([(0, 2), (0, 2)], seconds=10 * TOP_UP_AFTER_S)
         stage.ready[1] = False
-        await asyncio.sleep(10 * GRACE_S - 0.1)
+        await asyncio.sleep(10 * TOP_UP_AFTER_S - 0.1)
         assert stage.opened == {0: STEP // 2}
         await stage.close()
 

@@ -103,7 +103,7 @@ class FakeStage:
             self.counted += int(self.rate * TICK_S)
             self._take_due_step()
             if self.group is not None:
-                self.group.stages[0].on_microbatch_left(in_progress=0)
+                self.group.stages[0].on_microbatch_finished(in_progress=0)
 
     def _take_due_step(self) -> None:
         """As train.Stage.step_or_close_share."""

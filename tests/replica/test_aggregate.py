@@ -18,14 +18,14 @@ from agora.replica.shard_codec import (
     shorten,
 )
 from agora.replica.trust import (
+    MAX_MEAN_RATIO,
+    MAX_MEAN_RATIO_SYNCHRONOUS,
     MAX_OWN_RATIO,
-    MAX_RATIO,
-    MAX_RATIO_SYNCHRONOUS,
     MagnitudeBound,
-    after_accepted_weights,
     believed_weights,
     fair_size,
     token_bounds,
+    update_accepted_fractions,
 )
 from tests.replica.world import identities
 
@@ -61,7 +61,7 @@ def test_one_contribution_however_long_moves_the_mean_by_no_more_than_a_bound(sc
     size = magnitude(alone)
     assert not MagnitudeBound(size, size).why_implausible(magnitude(beside), magnitude(others[0]))
     exact = averaged([*others, honest(3) * scale], exact=True).values
-    assert magnitude(exact) < (MAX_RATIO_SYNCHRONOUS / 4 + 1.5) * magnitude(alone)
+    assert magnitude(exact) < (MAX_MEAN_RATIO_SYNCHRONOUS / 4 + 1.5) * magnitude(alone)
 
 
 def test_a_synchronous_mean_is_exact_where_one_honest_contribution_is_as_long_as_usual_and_the_others_are_short() -> (
@@ -74,7 +74,7 @@ def test_a_synchronous_mean_is_exact_where_one_honest_contribution_is_as_long_as
     usual = aggregate(values, weights, "mean", center=None, exact=True, usual_length=2.4)
     assert usual is not None and torch.allclose(usual.values, plain, rtol=1e-5, atol=1e-7)
     size, own = 2.4 / SIZE**0.5, 0.679 / SIZE**0.5
-    bound = MagnitudeBound(size, size, MAX_RATIO_SYNCHRONOUS)
+    bound = MagnitudeBound(size, size, MAX_MEAN_RATIO_SYNCHRONOUS)
     assert not bound.why_implausible(magnitude(usual.values), own), "nor do the others refuse it"
     absurd = aggregate(
         [values[0], values[1] * 1e6, values[2]], weights, "mean", center=None, exact=True, usual_length=2.4
@@ -157,10 +157,10 @@ def test_what_a_fast_machine_had_while_weights_were_right_is_not_lost_by_the_lie
     assert believed_weights(honest, 1000.0, bounds, {}) == honest, "together they are right, so each is"
     accepted: dict[str, float] = {}
     for _ in range(8):
-        accepted = after_accepted_weights(accepted, honest, 1000.0)
+        accepted = update_accepted_fractions(accepted, honest, 1000.0)
     for claimed in (1e4, 1e9):
         told = honest | {liar: claimed}
-        assert after_accepted_weights(accepted, told, 1000.0) == accepted, "such a round teaches nothing"
+        assert update_accepted_fractions(accepted, told, 1000.0) == accepted, "such a round teaches nothing"
         believed = believed_weights(told, 1000.0, bounds, accepted)
         assert {peer: believed[peer] for peer in (fast, slow, other)} == {fast: 960.0, slow: 15.0, other: 15.0}
         assert believed[liar] == bounds[liar] <= 750.0
@@ -173,7 +173,7 @@ def test_who_claims_as_much_as_goes_unnoticed_is_never_believed_more_than_that()
     accepted: dict[str, float] = {}
     for _ in range(100):
         told = dict.fromkeys(honest, 250.0) | {liar: 500.0}
-        accepted = after_accepted_weights(accepted, told, 1000.0)
+        accepted = update_accepted_fractions(accepted, told, 1000.0)
         believed = believed_weights(told | {liar: 1e6}, 1000.0, bounds, accepted)
         assert believed[liar] == bounds[liar] and all(believed[peer] == 250.0 for peer in honest)
 
@@ -316,9 +316,9 @@ def test_one_attacker_moves_a_clip_by_its_share_of_the_radius_in_each_round() ->
 
 def test_a_mean_may_be_four_times_as_large_as_the_usual_or_as_the_own() -> None:
     bound = MagnitudeBound().after_accepted_mean(0.01, 0.02)
-    assert not bound.why_implausible(0.99 * MAX_RATIO * 0.01, 0.0)
-    assert "the mean has a root mean square of 0.0404" in bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.0)
-    assert not bound.why_implausible(1.01 * MAX_RATIO * 0.01, 0.02)
+    assert not bound.why_implausible(0.99 * MAX_MEAN_RATIO * 0.01, 0.0)
+    assert "the mean has a root mean square of 0.0404" in bound.why_implausible(1.01 * MAX_MEAN_RATIO * 0.01, 0.0)
+    assert not bound.why_implausible(1.01 * MAX_MEAN_RATIO * 0.01, 0.02)
 
 
 def test_what_is_not_a_number_is_rejected() -> None:
@@ -343,7 +343,7 @@ def test_means_at_the_edge_of_what_is_accepted_never_raise_it_beyond_a_bound(own
         bound = bound.after_accepted_mean(1e-3, 1e-3)
     for _ in range(1000):
         limit = bound.limit(own)
-        assert limit <= MAX_RATIO * MAX_OWN_RATIO * 1e-3
+        assert limit <= MAX_MEAN_RATIO * MAX_OWN_RATIO * 1e-3
         bound = bound.after_accepted_mean(0.99 * limit, own)
 
 

@@ -69,9 +69,13 @@ def next_action(now: float, own: StageView, others: Others, run: Run) -> tuple[A
     return rules.decide(Situation.of(view, now, run.config))
 
 
-def step_instructions(step: int, replicas: Any, live: Any, quota: int, run: Run, **by_device: bool) -> StepInstructions:
+def step_instructions(
+    step: int, replicas: Any, live: Any, quota: int, run: Run, **device_closes_share: bool
+) -> StepInstructions:
     view = StageView(at(step, 0), quota=quota, sync_schedule=run.sync_schedule)
-    return rules.step_instructions(Situation(view, NOW, run.config, replicas, live, len(replicas), step), **by_device)
+    return rules.step_instructions(
+        Situation(view, NOW, run.config, replicas, live, len(replicas), step), **device_closes_share
+    )
 
 
 def at(step: int, tokens: int, share: int | None = None) -> ReplicaCounts:
@@ -184,7 +188,9 @@ def test_where_origins_wait_for_means_a_share_is_complete_when_nothing_of_it_is_
     assert next_action(NOW, own, others((A, 5, 600)), ALL_REDUCES)[0] == Action("step together", 5), (
         "all tokens are counted"
     )
-    assert not step_instructions(5, {A}, others((A, 5, 300)).known, 400, ALL_REDUCES, by_device=False).closes_share
+    assert not step_instructions(
+        5, {A}, others((A, 5, 300)).known, 400, ALL_REDUCES, device_closes_share=False
+    ).closes_share
 
 
 def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:

@@ -14,11 +14,11 @@ from agora_protocol.messages import GossipedSteps, GossipSteps
 
 from agora.observe.events import StageDiverged
 from agora.replica.divergence import (
-    MAX_STANDINGS,
+    MAX_SHARED_HISTORIES,
     VOTE_STEPS,
     Electorate,
     HistoryReport,
-    Standing,
+    SharedHistory,
     replicas_to_fetch_from,
     with_reports,
 )
@@ -160,54 +160,54 @@ def test_a_replica_that_has_taken_half_a_step_follows_any_other_group_and_is_fol
 STEP = 200
 HISTORY = {step: 1000 + step for step in range(STEP - 31, STEP + 1)}
 SAME, OTHERS = HistoryReport(STEP, HISTORY[STEP]), HistoryReport(STEP, 7)
-LONG = Standing(first=0, last=STEP)
-APART = Standing(first=0, last=STEP - 50)  # a stage that was split since then
-NEW = Standing(first=STEP - VOTE_STEPS + 1, last=STEP)
+LONG = SharedHistory(first=0, last=STEP)
+APART = SharedHistory(first=0, last=STEP - 50)  # a stage that was split since then
+NEW = SharedHistory(first=STEP - VOTE_STEPS + 1, last=STEP)
 
 
 def fetched_from(
     reports: dict[PeerId, HistoryReport],
-    standings: dict[PeerId, Standing],
+    shared: dict[PeerId, SharedHistory],
     networks: dict[PeerId, str] | None = None,
     *,
     me: PeerId = ME,
     began: int = 0,
 ) -> tuple[PeerId, ...]:
     found = networks if networks is not None else {peer: peer for peer in (*reports, me)}
-    return replicas_to_fetch_from(HISTORY, Electorate(me, began, reports, standings, lambda: found))
+    return replicas_to_fetch_from(HISTORY, Electorate(me, began, reports, shared, lambda: found))
 
 
 def test_any_number_of_ids_that_never_shared_the_history_decides_nothing() -> None:
     honest, strangers = [PeerId(f"h{n}") for n in range(3)], [PeerId(f"a{n}") for n in range(50)]
     reports = dict.fromkeys(honest, SAME) | dict.fromkeys(strangers, OTHERS)
-    standings = dict.fromkeys(honest, LONG)
-    assert fetched_from(reports, standings) == ()
-    assert fetched_from(reports, standings | dict.fromkeys(strangers, NEW)) == (), "a few steps are not enough"
+    shared = dict.fromkeys(honest, LONG)
+    assert fetched_from(reports, shared) == ()
+    assert fetched_from(reports, shared | dict.fromkeys(strangers, NEW)) == (), "a few steps are not enough"
     assert fetched_from(dict.fromkeys(strangers, OTHERS), {}) == (), "a lone replica follows no strangers either"
     assert fetched_from(dict.fromkeys(strangers, OTHERS), dict.fromkeys(strangers, NEW)) == (), "nor when all are new"
 
 
 def test_the_larger_group_of_those_that_have_shared_the_history_is_right() -> None:
-    standings = dict.fromkeys((A, B, C), LONG)
-    assert fetched_from({A: SAME, B: OTHERS, C: OTHERS}, standings) == ()
-    assert fetched_from({A: OTHERS, B: OTHERS, C: SAME}, {**standings, C: NEW}) == (A, B)
-    assert fetched_from({A: OTHERS, B: OTHERS, C: OTHERS, D: OTHERS}, standings) == (A, B, C), "voters are asked, not D"
+    shared = dict.fromkeys((A, B, C), LONG)
+    assert fetched_from({A: SAME, B: OTHERS, C: OTHERS}, shared) == ()
+    assert fetched_from({A: OTHERS, B: OTHERS, C: SAME}, {**shared, C: NEW}) == (A, B)
+    assert fetched_from({A: OTHERS, B: OTHERS, C: OTHERS, D: OTHERS}, shared) == (A, B, C), "voters are asked, not D"
 
 
 def test_those_of_one_network_have_one_vote() -> None:
-    standings = dict.fromkeys((A, B, C, D), LONG)
+    shared = dict.fromkeys((A, B, C, D), LONG)
     reports = {A: OTHERS, B: OTHERS, C: OTHERS, D: SAME}
-    assert fetched_from(reports, standings) == (A, B, C)
-    assert fetched_from(reports, standings, {A: "n", B: "n", C: "n", D: "d", ME: "me"}) == ()
+    assert fetched_from(reports, shared) == (A, B, C)
+    assert fetched_from(reports, shared, {A: "n", B: "n", C: "n", D: "d", ME: "me"}) == ()
     # In a LAN nobody's network is known: there ids of long standing decide.
-    assert fetched_from(reports, standings, {}) == (A, B, C)
+    assert fetched_from(reports, shared, {}) == (A, B, C)
 
 
 def test_both_sides_of_a_split_stage_choose_the_same_one_whoever_joined_meanwhile() -> None:
     """Two are on this side with one that joined it; three are on the other."""
-    standings = {A: LONG, B: NEW, C: APART, D: APART}
+    shared = {A: LONG, B: NEW, C: APART, D: APART}
     three = {C: OTHERS, D: OTHERS, PeerId("zzz"): OTHERS}
-    assert fetched_from({A: SAME, B: SAME, **three}, {**standings, PeerId("zzz"): APART}) == (C, D, "zzz")
+    assert fetched_from({A: SAME, B: SAME, **three}, {**shared, PeerId("zzz"): APART}) == (C, D, "zzz")
     # As the three see it, of whom one is `C`.
     seen = {D: LONG, PeerId("zzz"): LONG, ME: APART, A: APART}
     reports = {D: SAME, PeerId("zzz"): SAME, ME: OTHERS, A: OTHERS, B: OTHERS}
@@ -216,7 +216,7 @@ def test_both_sides_of_a_split_stage_choose_the_same_one_whoever_joined_meanwhil
 
 @pytest.mark.parametrize("started", [0, STEP - 60])
 def test_equal_halves_choose_the_one_that_began_first_and_then_the_least_id(started: int) -> None:
-    apart = Standing(first=started, last=STEP)
+    apart = SharedHistory(first=started, last=STEP)
     assert fetched_from({A: OTHERS._replace(start_step=started)}, {A: apart}) == (() if started else (A,))
     assert fetched_from({ME: OTHERS}, {ME: apart}, me=A, began=started) == ((ME,) if started else ())
 
@@ -224,14 +224,14 @@ def test_equal_halves_choose_the_one_that_began_first_and_then_the_least_id(star
 @pytest.mark.parametrize("age", [STEP, 45], ids=["an old stage", "a young stage"])
 def test_more_newcomers_than_there_are_replicas_of_long_standing_choose_as_those_do(age: int) -> None:
     """Two were there from the beginning; three came twenty steps ago and have another history."""
-    before, start, began = STEP - age, STEP - 20, Standing(STEP - 18, STEP)
+    before, start, began = STEP - age, STEP - 20, SharedHistory(STEP - 18, STEP)
     young, old = HistoryReport(STEP, SAME.digest, start), OTHERS._replace(start_step=before)
     third = PeerId("n")
     assert fetched_from(
         {A: old, B: old, C: young, third: young}, dict.fromkeys((A, B, C, third), began), began=start
     ) == (A, B)
     theirs = dict.fromkeys((C, D, third), young._replace(digest=7))
-    long = Standing(before, STEP)
+    long = SharedHistory(before, STEP)
     seen = {B: long, **dict.fromkeys(theirs, began)}
     assert fetched_from({B: SAME._replace(start_step=before), **theirs}, seen, me=A, began=before) == ()
 
@@ -243,15 +243,15 @@ def test_who_has_just_begun_and_shares_nobodys_history_follows_the_others() -> N
     assert fetched_from(reports, {}, began=STEP - VOTE_STEPS) == ()
 
 
-def test_a_standing_grows_with_steps_and_not_with_reports() -> None:
-    standings: Mapping[PeerId, Standing] = {}
+def test_a_shared_history_grows_with_steps_and_not_with_reports() -> None:
+    shared: Mapping[PeerId, SharedHistory] = {}
     for step in (STEP - 3, STEP - 3, STEP - 2, STEP - 3, STEP):
         reports = {A: HistoryReport(step, HISTORY[step]), B: HistoryReport(step, 1), C: HistoryReport(step, 0)}
-        standings = with_reports(standings, HISTORY, reports)
-    assert standings == {A: Standing(STEP - 3, STEP)}
-    many = {PeerId(f"p{n}"): Standing(0, n) for n in range(MAX_STANDINGS)}
+        shared = with_reports(shared, HISTORY, reports)
+    assert shared == {A: SharedHistory(STEP - 3, STEP)}
+    many = {PeerId(f"p{n}"): SharedHistory(0, n) for n in range(MAX_SHARED_HISTORIES)}
     kept = with_reports(many, HISTORY, {A: SAME})
-    assert len(kept) == MAX_STANDINGS and A in kept and PeerId("p0") not in kept
+    assert len(kept) == MAX_SHARED_HISTORIES and A in kept and PeerId("p0") not in kept
 
 
 def lies_of_history(liar: GroupPeer, ahead: int) -> None:

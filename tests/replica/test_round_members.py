@@ -31,7 +31,7 @@ def test_nobody_waits_for_a_replica_that_is_listed_and_has_never_reported() -> N
         assert step > NEWCOMER_STEPS
         view = first.group.stages[0].round_contexts.context_of(Shard(0, "gradient", step, 0))
         assert view.members == {first.peer: 0.0, second.peer: 0.0, silent.peer: None}
-        assert view.not_awaited == {silent.peer}
+        assert view.do_not_wait_for == {silent.peer}
         await first.stop()
         await second.stop()
 
@@ -45,10 +45,10 @@ def test_a_replica_that_fetches_a_state_is_no_member_of_the_steps_meanwhile_and_
             await asyncio.sleep(10.0)
             loop, shard = first.group.stages[0], Shard(0, "gradient", first.stage.step, 0)
             view = loop.round_contexts.context_of(shard)
-            assert {*view.members} == {first.peer, behind.peer} and not view.not_awaited
+            assert {*view.members} == {first.peer, behind.peer} and not view.do_not_wait_for
             first.stage.step += 3
             later = loop.round_contexts.context_of(shard._replace(round=first.stage.step))
-            assert {*later.members} - later.not_awaited == {first.peer} == {*loop.round_contexts.members()}
+            assert {*later.members} - later.do_not_wait_for == {first.peer} == {*loop.round_contexts.members()}
 
     run(main())
 

@@ -118,13 +118,13 @@ def test_where_weights_are_predicted_a_quarter_of_a_share_begins_before_the_mean
             while first.stage.share is None:
                 await asyncio.sleep(0.01)
             allowed = pacing.tokens_ahead(0.25) if predicts else 0
-            assert replicas.tokens_until_origins_wait() == allowed - first.stage.tokens
+            assert replicas.max_tokens_in_flight_before_mean() == allowed - first.stage.tokens
             in_progress = max(0, math.ceil((allowed - first.stage.tokens) / pacing.microbatch_tokens))
-            assert replicas.holds_microbatches(in_progress)
-            assert not in_progress or not replicas.holds_microbatches(in_progress - 1)
+            assert replicas.must_hold_next(in_progress)
+            assert not in_progress or not replicas.must_hold_next(in_progress - 1)
             while first.stage.share is not None:
                 await asyncio.sleep(0.01)
-            assert not replicas.holds_microbatches(100), "no mean is awaited"
+            assert not replicas.must_hold_next(100), "no mean is awaited"
             await asyncio.sleep(20.0)
             await at_one_step(*world.all)
             assert_equal_bits(*world.all)

@@ -11,14 +11,14 @@ import pytest
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.messages import GossipSteps
 
-from agora.replica.divergence import Standing
+from agora.replica.divergence import SharedHistory
 from agora.replica.pacing import BatchSizeCorrection, StepPacing, TokenRate
 from agora.replica.reducers import reducers_of, reducing_bandwidths
 from agora.replica.shard_codec import Shard
 from agora.replica.trust import (
     FASTEST_TOKENS_PER_S,
-    INNER_STEPS_LEAD,
-    LEAD,
+    MAX_INNER_LEAD,
+    MAX_LEAD,
     MAX_PROGRESS_RATIO,
     MAX_SPEED_UP,
     STALL_ALLOWANCE_S,
@@ -37,37 +37,37 @@ from tests.virtual_time import run
 
 def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
     pace = PlausibleStepBound(own_step=100, own_step_at=50.0, present_step=100, step_s=10.0)
-    at_once = 100 + LEAD + int(STALL_ALLOWANCE_S / 10.0 * MAX_SPEED_UP)
-    assert pace.highest_plausible_step(50.0, 1000, LEAD) == at_once
-    assert pace.highest_plausible_step(50.0 + 25.0, 1000, LEAD) == at_once + int(2.5 * MAX_SPEED_UP)
-    assert pace.highest_plausible_step(40.0, 1000, LEAD) == at_once, "a clock that went back allows nothing"
-    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, INNER_STEPS_LEAD)
-    assert hour == at_once - LEAD + INNER_STEPS_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
+    at_once = 100 + MAX_LEAD + int(STALL_ALLOWANCE_S / 10.0 * MAX_SPEED_UP)
+    assert pace.highest_plausible_step(50.0, 1000, MAX_LEAD) == at_once
+    assert pace.highest_plausible_step(50.0 + 25.0, 1000, MAX_LEAD) == at_once + int(2.5 * MAX_SPEED_UP)
+    assert pace.highest_plausible_step(40.0, 1000, MAX_LEAD) == at_once, "a clock that went back allows nothing"
+    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, MAX_INNER_LEAD)
+    assert hour == at_once - MAX_LEAD + MAX_INNER_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
 
 
 def test_a_replica_that_was_level_with_this_one_may_have_gone_on_at_the_pace_of_then() -> None:
     pace = PlausibleStepBound(own_step=400, own_step_at=1000.0, present_step=400, step_s=8.0)
-    parted = Standing(first=0, last=100, at=500.0, step_s=1.0)
-    at_once = 100 + LEAD + int(STALL_ALLOWANCE_S * MAX_SPEED_UP)
-    assert pace.highest_since(parted, 500.0, 1000, LEAD) == at_once
-    assert pace.highest_since(parted, 1000.0, 1000, LEAD) == at_once + 500 * MAX_SPEED_UP
+    parted = SharedHistory(first=0, last=100, at=500.0, step_s=1.0)
+    at_once = 100 + MAX_LEAD + int(STALL_ALLOWANCE_S * MAX_SPEED_UP)
+    assert pace.highest_since(parted, 500.0, 1000, MAX_LEAD) == at_once
+    assert pace.highest_since(parted, 1000.0, 1000, MAX_LEAD) == at_once + 500 * MAX_SPEED_UP
     assert (
-        pace.highest_since(parted._replace(step_s=None), 500.0, 1000, LEAD)
-        == 100 + LEAD + STALL_ALLOWANCE_S / 8 * MAX_SPEED_UP
+        pace.highest_since(parted._replace(step_s=None), 500.0, 1000, MAX_LEAD)
+        == 100 + MAX_LEAD + STALL_ALLOWANCE_S / 8 * MAX_SPEED_UP
     )
 
 
 def test_a_machine_that_stood_still_for_seconds_accepts_those_who_went_on() -> None:
     pace = PlausibleStepBound(own_step=30, own_step_at=0.0, present_step=30, step_s=0.16)
-    assert pace.highest_plausible_step(0.0, 1000, LEAD) >= 30 + STALL_ALLOWANCE_S / 0.16
+    assert pace.highest_plausible_step(0.0, 1000, MAX_LEAD) >= 30 + STALL_ALLOWANCE_S / 0.16
 
 
 def test_before_a_step_was_measured_the_fastest_machines_are_the_bound() -> None:
     pace = PlausibleStepBound(own_step=0, own_step_at=0.0, present_step=0)
-    assert pace.highest_plausible_step(1.0, 65_536, LEAD) == LEAD + int(
+    assert pace.highest_plausible_step(1.0, 65_536, MAX_LEAD) == MAX_LEAD + int(
         (1.0 + STALL_ALLOWANCE_S) * FASTEST_TOKENS_PER_S / 65_536
     )
-    assert pace.highest_plausible_step(60.0, 65_536, LEAD) < 10**4
+    assert pace.highest_plausible_step(60.0, 65_536, MAX_LEAD) < 10**4
 
 
 def test_the_time_counts_from_the_last_step_that_was_taken_level_with_the_others() -> None:
@@ -81,9 +81,9 @@ def test_the_time_counts_from_the_last_step_that_was_taken_level_with_the_others
 
 def test_whoever_is_followed_cannot_lead_on_at_once() -> None:
     pace, now = PlausibleStepBound(100, 0.0, 100, 10.0), 1.0
-    first = pace.highest_plausible_step(now, 1000, LEAD)
+    first = pace.highest_plausible_step(now, 1000, MAX_LEAD)
     followed = pace.with_step(first, now, 10.0, furthest_step=first)
-    assert followed.highest_plausible_step(now, 1000, LEAD) == first + 1
+    assert followed.highest_plausible_step(now, 1000, MAX_LEAD) == first + 1
 
 
 # --- claimed bandwidths

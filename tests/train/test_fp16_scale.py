@@ -69,9 +69,9 @@ def test_gradients_of_a_middle_stage_are_those_of_float32(
     """Gradients of 1e-9 are nothing in fp16, but for the scale."""
     exact, _ = trainer_in(torch.float32, monkeypatch, 0, activations)
     scaled, _ = trainer_in(torch.float16, monkeypatch, 0, activations)
-    assert exact.scale.value == 1.0 and scaled.scale.value == FIRST_SCALE
+    assert exact.loss_scale.value == 1.0 and scaled.loss_scale.value == FIRST_SCALE
     if size < 1e-6:
-        scaled.scale.value = MOST_SCALE
+        scaled.loss_scale.value = MOST_SCALE
     backward(exact, size)
     backward(scaled, size)
     error = relative_error(sum_of(scaled), sum_of(exact))
@@ -102,7 +102,7 @@ def test_a_backward_pass_that_overflows_is_repeated_with_half_the_scale_and_noth
     usual, _ = trainer_in(torch.float16, monkeypatch, stage, activations)
     run(usual)
     too_high, events = trainer_in(torch.float16, monkeypatch, stage, activations)
-    too_high.scale.value = 2.0**20
+    too_high.loss_scale.value = 2.0**20
     passes = []
     real = LossScale.accepts
 
@@ -114,7 +114,7 @@ def test_a_backward_pass_that_overflows_is_repeated_with_half_the_scale_and_noth
     monkeypatch.setattr(LossScale, "accepts", count)
     run(too_high)
     assert passes == [2.0 ** (20 - number) for number in range(len(passes))] and 1 < len(passes) <= MAX_HALVINGS
-    assert too_high.scale.value == passes[-1] and not events.of(GradientRefused)
+    assert too_high.loss_scale.value == passes[-1] and not events.of(GradientRefused)
     assert relative_error(sum_of(too_high), sum_of(usual)) < 2e-3
     assert too_high.stages[stage].progress.tokens_in_share == usual.stages[stage].progress.tokens_in_share > 0
     assert not too_high.stashed
@@ -129,7 +129,7 @@ def test_gradients_that_no_scale_makes_finite_are_refused_and_leave_scale_and_su
         trainer.stages[0].weights.current.parameters[0].fill_(float("nan"))
     with pytest.raises(NonFinite):
         trainer.backward(ForwardKey(microbatch_id(0), 0), torch.ones(MANIFEST.boundary_shape()))
-    assert trainer.scale.value == FIRST_SCALE and not sum_of(trainer).any()
+    assert trainer.loss_scale.value == FIRST_SCALE and not sum_of(trainer).any()
     assert len(events.of(GradientRefused)) == 1
 
 

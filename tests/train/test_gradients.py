@@ -10,14 +10,14 @@ import pytest
 from agora_protocol.errors import ProtocolError
 
 from agora.core.span_work import ForwardKey, SpanWork
-from agora.train.gradients import FIRST_LIMIT, MAX_RATIO, MIN_SAMPLES, GradientMagnitudeBound
+from agora.train.gradients import FIRST_LIMIT, MAX_RECEIVED_RATIO, MIN_SAMPLES, GradientMagnitudeBound
 from tests.train.support import batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire
 
 
 def test_a_gradient_may_be_a_hundred_times_the_median_and_no_larger() -> None:
     bound = GradientMagnitudeBound()
     assert all(bound.record_and_check(size) for size in (1.0, 2.0, 3.0, 2.0, 2.0))
-    assert bound.limit == 2.0 * MAX_RATIO
+    assert bound.limit == 2.0 * MAX_RECEIVED_RATIO
     assert not bound.record_and_check(1e30) and not bound.record_and_check(math.inf)
     assert bound.record_and_check(150.0) and bound.record_and_check(0.0)
 
@@ -35,7 +35,7 @@ def test_a_minority_of_huge_gradients_does_not_move_the_limit_for_long_and_a_maj
             assert number < 3 or not bound.record_and_check(1e30)
         else:
             assert bound.record_and_check(1.0)
-    assert bound.limit == MAX_RATIO
+    assert bound.limit == MAX_RECEIVED_RATIO
     for _ in range(200):
         bound.record_and_check(1000.0)
     assert bound.record_and_check(1000.0), "the model's gradients have become larger: it goes on"

@@ -94,7 +94,7 @@ class LoadedSpan:
             self._barrier = StepBarrier(worker.span, worker.step_of)
         else:
             self._barrier = MeanBarrier(
-                worker.span, lambda number: stages[number].holds_microbatches(self.hop.training_count)
+                worker.span, lambda number: stages[number].must_hold_next(self.hop.training_count)
             )
         self.hop = Hop(
             worker,
@@ -200,7 +200,7 @@ class LoadedSpan:
 
     def _gather_asynchronous_inputs(self, ready: bool) -> SendInputs:
         latency_s = self.hop.latency_s()
-        if (lacking_tokens := self.replicas.stages[0].tokens_until_origins_wait()) is not None:
+        if (lacking_tokens := self.replicas.stages[0].max_tokens_in_flight_before_mean()) is not None:
             max_open_before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
             return SendInputs(ready, None, latency_s, max_open_before_mean=max_open_before_mean)
         position, count = self._position_among_origins()
@@ -323,7 +323,7 @@ class LoadedSpan:
 
     def _on_trained(self) -> None:
         for stage in self.replicas.stages.values():
-            stage.on_microbatch_left(self.hop.training_count)
+            stage.on_microbatch_finished(self.hop.training_count)
 
     async def follow_steps(self) -> None:
         """Notifies replicas, keeper, barrier and origin of each step that the device thread takes, until cancelled.

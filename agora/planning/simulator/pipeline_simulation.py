@@ -395,7 +395,7 @@ class OriginSimulation:
         self._origins = origins
 
     def begin(self, peer: SimulatedPeer) -> None:
-        peer.origin = OriginState(flow_control.PER_STAGE * self._rules.stages)
+        peer.origin = OriginState(flow_control.MIN_PER_STAGE * self._rules.stages)
         if self._rules.traffic:
             self._open(peer)
 
@@ -408,7 +408,7 @@ class OriginSimulation:
                 staleness=self._staleness_ceiling(peer),
             )
             state.window = self._window(state, inputs)
-            decision = flow_control.next_send(now, state.quota, state.window, inputs, state.open_count)
+            decision = flow_control.next_send(now, state.allotment, state.window, inputs, state.open_count)
             if decision.action != "open":
                 return
             state.open_count += 1

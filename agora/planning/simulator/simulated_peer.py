@@ -46,7 +46,7 @@ class OriginState:
     open_count: int = 0  # how many microbatches are in flight
     pace: CompletionPace = field(default_factory=CompletionPace)  # how often a microbatch is completed
     # How many microbatches the origin may open for the present step.
-    quota: StepAllotment = field(default_factory=StepAllotment)
+    allotment: StepAllotment = field(default_factory=StepAllotment)
     # How many microbatches the origin may have in flight.
     window: SendWindow = field(default_factory=lambda: SendWindow(1, "not measured yet"))
     # Mean seconds of the attempts that were completed.
