@@ -72,7 +72,7 @@ def amend(run: str, from_step: int | None, sets: Sequence[str], directory: Path 
         console.print_json({"schema": 1, "run_id": found.signed.run_id} | about)
     else:
         text = f"amendment {added.amendment.number} is in force from step {from_step} on, the run is at {known.step}"
-        console.print_to_stderr(f"{text}: {describe_changes(added.amendment)}; {', '.join(receivers)} passes it on")
+        console.print_to_stderr(f"{text}: {describe_changes(added.amendment)}; passed on by {', '.join(receivers)}")
     return console.EXIT_DONE
 
 
@@ -80,7 +80,7 @@ def list_amendments(run: str, directory: Path | None, *, as_json: bool) -> int:
     """Prints the amendments that are known: to a daemon of this machine, to a peer of the run, or on this disk."""
     found = find_run(run, [directory] if directory else [])
     known = _gather(run, found, None)
-    rows = [(each, True) for each in known.book.chain] + [(each, False) for each in known.book.rivals]
+    rows = [(each, True) for each in known.book.chain] + [(each, False) for each in known.book.not_counting]
     if as_json:
         listed = [_as_json(each, counts=counts, step=known.step) for each, counts in rows]
         console.print_json({"schema": 1, "run_id": found.signed.run_id, "step": known.step, "amendments": listed})

@@ -180,8 +180,8 @@ def join(
 
     The daemon checks this machine, finds the other peers, claims the stages that the swarm needs most and computes
     microbatches for them. The first to join a manifest signs it with its own key if it is unsigned, and prints the
-    invite for the others. Stop it with Ctrl-C, SIGTERM or `agora-node leave`: it finishes what it holds and ends within
-    10 seconds.
+    invite for the others. Stop it with Ctrl-C, SIGTERM or `agora-node leave`: it finishes what it can, hands back the
+    rest, and ends within 10 seconds.
 
     \b
     Examples:
@@ -259,7 +259,9 @@ def leave(run: RUN_OR_NONE = None, directory: console.DIRECTORY = None, as_json:
     if supervisor := entries[0].supervisor:
         with suppress(ProcessLookupError):
             os.kill(supervisor, signal.SIGTERM)
-        answer: Mapping[str, Any] = {"text": f"leaving: all {len(entries)} daemons of this machine end within 10 s."}
+        answer: Mapping[str, Any] = {
+            "text": f"leaving: the {len(entries)} daemons of this run, one for each device, end within 10 s."
+        }
     else:
         answer = _ask_to_leave(entries[0])
     if not as_json:
@@ -402,7 +404,7 @@ def _ask_all(question: Literal["pause", "resume"], run: str | None, directory: P
     entries = _find_daemons(run, directory)
     if entries[0].supervisor:
         # One that is being started again obeys as well, and answers nothing yet.
-        for home in daemon_registry.homes_of_machine(entries[0]):
+        for home in daemon_registry.homes_of_devices(entries[0]):
             if question == "pause":
                 home.paused.touch(mode=0o600)
             else:
@@ -419,7 +421,7 @@ def _print_answer(answer: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _find_daemons(run: str | None, directory: Path | None) -> list[daemon_registry.DaemonEntry]:
-    # One daemon, or those of all devices of a machine.
+    # One daemon, or those of all devices of one run.
     entries = _entries_in(directory)
     if run is not None:
         from agora.node import runs

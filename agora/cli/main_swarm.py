@@ -18,7 +18,8 @@ PRESET = Annotated[
     str | None, typer.Option(help="The model: tiny, small, 150m, 1b or 8b. Default tiny.", show_default=False)
 ]
 START = Annotated[
-    str | None, typer.Option(help="What to start from; see the list below. Default tiny.", show_default=False)
+    str | None,
+    typer.Option("--preset", help="What to start from; see the list below. Default tiny.", show_default=False),
 ]
 DATA = Annotated[
     list[Path] | None,
@@ -107,7 +108,7 @@ BASE_MODEL_TO_MERGE = Annotated[
 @app.command()
 def new(
     path: Annotated[Path, typer.Argument(metavar="run.toml", help="The file to write.")],
-    preset: START = None,
+    start: START = None,
     base_model: BASE_MODEL_TO_TRAIN = None,
     adapter: ADAPTER = None,
     data: DATA = None,
@@ -150,7 +151,7 @@ def new(
 
     reading = data_command.ReadingChoice(columns, roles, role_order, skip_bad, too_long, chat_template, bad_report)
     choice = new_command.TuningChoice(tuple(data or ()), objective, train, frozen_as, epochs, reading, adapter)
-    new_command.run(path, preset, base_model, name, choice, as_json=as_json)
+    new_command.run(path, start, base_model, name, choice, as_json=as_json)
 
 
 @app.command()
@@ -417,7 +418,8 @@ def amend(
     directory: console.DIRECTORY = None,
     as_json: console.JSON = False,
 ) -> None:
-    """Change a live run: its learning rate, its end, the tokens of a step.
+    """Change a live run: its learning rate, its end, the tokens of a step, the weights of its texts, the oldest version
+    that takes part.
 
     Signed with the founder's key, or a delegate's, and handed to a daemon here or to any peer of the run. All peers
     take the values at the same step, which must be at least 20 ahead. What no amendment may change needs a new run.

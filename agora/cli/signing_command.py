@@ -114,7 +114,7 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
         console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": receivers})
     else:
         console.print_to_stderr(
-            f"{peer} is banned from run {found.signed.run_id[:12]}; {', '.join(receivers)} passes it on"
+            f"{peer} is banned from run {found.signed.run_id[:12]}; passed on by {', '.join(receivers)}"
         )
     return console.EXIT_DONE
 

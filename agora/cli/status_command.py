@@ -224,8 +224,8 @@ def _machine_lines(machine: Mapping[str, Any]) -> list[str]:
         watched = [name for name, state in idle["observers"].items() if state == "watched"]
         others = [f"{name} ({state})" for name, state in idle["observers"].items() if state != "watched"]
         lines.append(
-            f"machine works when idle for {idle['idle_minutes']:g} min; watched: {', '.join(watched) or 'nothing'}"
-            + (f"; not watched: {', '.join(others)}" if others else "")
+            f"idle    the daemon works once nobody has used this machine for {idle['idle_minutes']:g} min; "
+            f"it watches {', '.join(watched) or 'nothing'}" + (f"; not watched: {', '.join(others)}" if others else "")
         )
     if queue := machine.get("queue"):
         done = [f"{one['run']} ({one['why']})" for one in queue["done"]]

@@ -57,7 +57,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def homes_of_machine(entry: DaemonEntry) -> list[Home]:
+def homes_of_devices(entry: DaemonEntry) -> list[Home]:
     """Returns the data directories of all devices' daemons of the machine, that of `entry` included."""
     root = Path(entry.root)
     main = Home(root.parent.parent if root.parent.name == "devices" else root)

@@ -96,8 +96,8 @@ class ResultExported(Event, level="info", template="the run's result is in {fold
     folder: str
 
 
-class TaskFailed(Event, level="error", template="task {task} failed: {error}"):
-    """Event: a task of this daemon failed; `error` is what went wrong, mostly the error's type and text."""
+class TaskFailed(Event, level="error", template="{task} failed: {error}"):
+    """Event: a task or an action of this daemon failed. error: what went wrong, mostly the error's type and text."""
 
     task: str
     error: str
@@ -573,7 +573,9 @@ class DeviceUsed(Event):
 
     def in_words(self) -> str:
         mfu = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
-        idle = f", idle for {self.idle_in_jobs:.0%} of its jobs" if self.idle_in_jobs is not None else ""
+        idle = (
+            f", idle for {self.idle_in_jobs:.0%} of the time within its jobs" if self.idle_in_jobs is not None else ""
+        )
         precision = f", {self.precision}" if self.precision else ""
         return (
             f"{self.name}{precision}, {self.memory_used / 2**30:.1f} of {self.memory_total / 2**30:.1f} GiB{mfu}{idle}"

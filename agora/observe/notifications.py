@@ -56,16 +56,16 @@ class DesktopNotifier:
         del at_unix
         match event:
             case events.StateChanged("completed", reason):
-                self._show("is completed", reason)
+                self._show(" is completed", reason)
             case events.StateChanged("left", reason):
-                self._show("is left", reason)
+                self._show(": the daemon has ended", reason)
             case events.ResultExported(folder):
-                self._show("has a result", f"The result is in {folder}")
+                self._show(" has a result", f"The result is in {folder}")
 
     def _show(self, what: str, body: str) -> None:
         # Not waited for: the event may be the last thing that this process does. Peers wrote parts of the texts, and
         # servers read the body as markup.
-        title = one_line(printable(f"Run {self._run or 'unnamed'} {what}"), MAX_BODY_CHARACTERS)
+        title = one_line(printable(f"Run {self._run or 'unnamed'}{what}"), MAX_BODY_CHARACTERS)
         command = self._compose(title, html.escape(one_line(printable(body), MAX_BODY_CHARACTERS), quote=False))
         self._shown = [process for process in self._shown if process.poll() is None]
         quiet = subprocess.DEVNULL

@@ -34,7 +34,7 @@ def choose_chain(known: Collection[SealedAmendment], run: RunId, founder: PeerId
     | the one that leads to the highest number that the founder has signed, itself included | he has confirmed it |
     | then the one with the lowest hash | one must be chosen, by all peers alike |
 
-    A delegate's, whom the founder has banned, does not count unless the founder has signed one that follows it.
+    An amendment of a delegate that the founder has banned counts only if the founder has signed one that follows it.
     known: each of which may follow the one that it names.
     """
     successors = defaultdict[bytes, list[SealedAmendment]](list)
@@ -64,7 +64,7 @@ class ChainChange:
 
 
 class AmendmentBook:
-    """The amendments of a run that this peer knows, those that count (`chain`), and the others (`rivals`)."""
+    """The amendments of a run that this peer knows, those that count (`chain`), and the others (`not_counting`)."""
 
     def __init__(self, run: RunId, core: Manifest, is_banned: IsBanned = lambda _: False) -> None:
         self.chain: Chain = ()
@@ -75,7 +75,7 @@ class AmendmentBook:
         self._known: dict[bytes, SealedAmendment] = {}
 
     @property
-    def rivals(self) -> Chain:
+    def not_counting(self) -> Chain:
         counting = {each.hash for each in self.chain}
         return tuple(each for each in self._in_order() if each.hash not in counting)
 

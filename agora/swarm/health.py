@@ -84,7 +84,7 @@ def assess_health(
     empty = [stage for stage in range(stage_count) if not view.replicas(stage)]
     if not empty and has_ended(view, stage_count, total_steps, own_steps):
         why = f"the run has taken its {total_steps:,} steps, and trains no more"
-        found = Health(COMPLETED, why, "export it with `swarm export RUN --out DIR`; its peers may leave then")
+        found = Health(COMPLETED, why, "export it with `swarm export RUN --out DIR`, before its peers leave")
         return replace(found, stages=(found,) * stage_count)
     worst, found = max(judged, key=lambda pair: pair[0])  # of equals, the first stage
     if len(empty) > 1:

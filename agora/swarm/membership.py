@@ -39,7 +39,7 @@ VERIFY_ALL_TIMEOUT_S = 15.0
 MANY_UNREACHABLE = 16
 # Minimum number of seconds, at random up to twice this, for others to see a claim before collisions are judged.
 SETTLE_DELAY_S = 1.0
-# Seconds that a record outlives its peer in the directory; a killed peer leaves the views of peers without a
+# Seconds after its last publication for which a record is valid; a killed peer leaves the views of peers without a
 # connection to it after this + `linger_s`.
 LIFETIME_S = 20.0
 LEAVING_LIFETIME_S = 10.0

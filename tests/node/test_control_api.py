@@ -23,7 +23,7 @@ def answers_of(home: Path, banned_now: list[PeerId] | None = None, pause_reason:
     """The answers of a daemon that works and bans into `banned_now`; without that, one that starts or is paused."""
     daemon = SimpleNamespace(
         startup=SimpleNamespace(home=Home(home)),
-        pause=SimpleNamespace(reason=pause_reason),
+        pausing=SimpleNamespace(reason=pause_reason),
         describe_state=lambda: pause_reason or "still starting",
         local_peer=None,
     )

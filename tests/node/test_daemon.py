@@ -98,10 +98,10 @@ def test_a_move_that_a_pause_ends_leaves_no_move_behind(tmp_path: Path) -> None:
 def test_a_paused_or_leaving_daemon_does_not_promise_to_move(tmp_path: Path) -> None:
     async def main() -> None:
         daemon = LoadsNothing(tmp_path)
-        daemon.pause.pause()
+        daemon.pausing.pause()
         with pytest.raises(LocalError, match="paused by its owner"):
             await asyncio.wait_for(daemon.move(Span(1, 1)), 5)
-        daemon.pause.resume()
+        daemon.pausing.resume()
         daemon.leave("asked to")
         with pytest.raises(LocalError, match="is leaving"):
             await asyncio.wait_for(daemon.move(Span(1, 1)), 5)
@@ -123,15 +123,15 @@ def test_a_pause_that_ends_while_the_work_is_being_cancelled_still_closes_what_w
             if self.happened.count("opened") == 2:
                 self.leave("asked to")
             else:
-                self.pause.pause()
+                self.pausing.pause()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                self.pause.resume()
+                self.pausing.resume()
                 raise
 
         async def _stay_paused(self) -> None:
-            assert not self.pause.reason
+            assert not self.pausing.reason
             self.happened.append("closed")
 
     async def main() -> None:
@@ -167,7 +167,7 @@ def test_a_task_that_ends_while_no_span_is_held_ends_the_daemon_which_says_which
         daemon = StandsBy(tmp_path)
         running = asyncio.create_task(daemon.run())
         await daemon.stands_by.wait()
-        BackgroundTasks(daemon.note_task_end).start("membership", fail())
+        BackgroundTasks(daemon.fail_since_task_ended).start("membership", fail())
         with pytest.raises(LocalError, match="Its task membership failed .ZeroDivisionError: a bug.; please report"):
             await asyncio.wait_for(running, 20)
         assert events.TaskFailed("membership", "ZeroDivisionError: a bug") in daemon.reported
@@ -188,7 +188,7 @@ class Hangs(StandsBy):
             SimpleNamespace(
                 span=Span(0, 0),
                 collector=SimpleNamespace(close=lambda: None),
-                tasks=BackgroundTasks(self.note_task_end),
+                tasks=BackgroundTasks(self.fail_since_task_ended),
                 origin=SimpleNamespace(leave=lambda within_s: hang("origin")),
                 write_checkpoints=lambda within_s: hang("checkpoints", within_s),
             ),
@@ -252,10 +252,10 @@ def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch
     async def main() -> None:
         monkeypatch.setattr(joining, "register_paused", lambda *_: None)
         daemon = StandsBy(tmp_path)
-        daemon.pause.pause()
+        daemon.pausing.pause()
         running = asyncio.create_task(daemon.run())
         await asyncio.sleep(0)
-        BackgroundTasks(daemon.note_task_end).start("metrics server", fail())
+        BackgroundTasks(daemon.fail_since_task_ended).start("metrics server", fail())
         with pytest.raises(LocalError, match="Its task metrics server failed"):
             await asyncio.wait_for(running, 20)
 

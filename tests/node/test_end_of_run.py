@@ -45,7 +45,7 @@ def test_the_founder_exports_and_without_one_the_first_peer_of_stage_0(
 
 
 @pytest.mark.parametrize(
-    ("since_end_s", "since_given_s", "is_needed", "may"),
+    ("since_end_s", "since_last_fetch_s", "is_needed", "may"),
     [
         (LEAVE_DELAY_S - 1, None, False, False),
         (LEAVE_DELAY_S, None, False, True),
@@ -57,9 +57,9 @@ def test_the_founder_exports_and_without_one_the_first_peer_of_stage_0(
     ],
 )
 def test_a_peer_leaves_once_nobody_needs_its_state(
-    since_end_s: float, since_given_s: float | None, is_needed: bool, may: bool
+    since_end_s: float, since_last_fetch_s: float | None, is_needed: bool, may: bool
 ) -> None:
-    assert may_leave(since_end_s, since_given_s, is_needed=is_needed) is may
+    assert may_leave(since_end_s, since_last_fetch_s, is_needed=is_needed) is may
 
 
 STATUS = {

@@ -1,4 +1,4 @@
-"""Claims about when a daemon stands back for whoever uses its machine, and what each observer sees or cannot tell."""
+"""Claims about when a daemon makes way for whoever uses its machine, and what each observer sees or cannot tell."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from agora.node.limits.machine_use import (
     processors_observer,
     read_load,
 )
-from agora.node.limits.pausing import BY_OWNER, Hours, OwnersPause
+from agora.node.limits.pausing import BY_OWNER, Hours, Pausing
 
-NOBODY = (Observation("gpu"), Observation("person", missing="loginctl is not installed"))
+NOBODY = (Observation("gpu"), Observation("person", why_unknown="loginctl is not installed"))
 SOMEBODY = (Observation("gpu", "blender on the GPU (pid 7)"), Observation("person", "alice is at it"))
 IDLE_S = 600.0
-UNUSED, IN_USE = MachineUse(), MachineUse("alice is at it", "alice is at it", 1000.0, stands_back=True)
-WAS_USED = MachineUse("", "alice is at it", 1000.0, stands_back=True)
+UNUSED, IN_USE = MachineUse(), MachineUse("alice is at it", "alice is at it", 1000.0, makes_way=True)
+WAS_USED = MachineUse("", "alice is at it", 1000.0, makes_way=True)
 
 
 @pytest.mark.parametrize(
-    ("former", "observations", "now", "stands_back"),
+    ("former", "observations", "now", "makes_way"),
     [
         (UNUSED, NOBODY, 5.0, False),  # it begins at once where nobody was seen
         (UNUSED, (), 5.0, False),
@@ -52,21 +52,21 @@ WAS_USED = MachineUse("", "alice is at it", 1000.0, stands_back=True)
         (WAS_USED, NOBODY, 1600.0, False),
         (WAS_USED, SOMEBODY, 1599.0, True),
         # Who cannot tell any more sees nobody: the daemon is not kept away for good.
-        (IN_USE, (Observation("person", missing="loginctl cannot be asked"),), 1600.0, False),
+        (IN_USE, (Observation("person", why_unknown="loginctl cannot be asked"),), 1600.0, False),
     ],
 )
-def test_it_stands_back_while_somebody_uses_the_machine_and_some_minutes_longer(
-    former: MachineUse, observations: Sequence[Observation], now: float, stands_back: bool
+def test_it_makes_way_while_somebody_uses_the_machine_and_some_minutes_longer(
+    former: MachineUse, observations: Sequence[Observation], now: float, makes_way: bool
 ) -> None:
     judged = judge_use(former, observations, now, IDLE_S)
-    assert judged.stands_back is stands_back
-    assert bool(judged.pause_reason(now, IDLE_S)) is stands_back
+    assert judged.makes_way is makes_way
+    assert bool(judged.pause_reason(now, IDLE_S)) is makes_way
 
 
 def test_each_new_use_begins_the_minutes_anew() -> None:
     use = judge_use(WAS_USED, SOMEBODY, 1500.0, IDLE_S)
-    assert judge_use(use, NOBODY, 2099.0, IDLE_S).stands_back
-    assert not judge_use(use, NOBODY, 2100.0, IDLE_S).stands_back
+    assert judge_use(use, NOBODY, 2099.0, IDLE_S).makes_way
+    assert not judge_use(use, NOBODY, 2100.0, IDLE_S).makes_way
 
 
 def test_the_reason_says_who_and_when_it_goes_on_and_tells_others_no_name() -> None:
@@ -81,7 +81,7 @@ def test_the_reason_says_who_and_when_it_goes_on_and_tells_others_no_name() -> N
 
 def test_the_owners_pause_and_the_hours_are_named_before_the_use(tmp_path: Path) -> None:
     now = [1000.0]
-    pause = OwnersPause(tmp_path / "paused", Hours(), time.time, IDLE_S, lambda: now[0])
+    pause = Pausing(tmp_path / "paused", Hours(), time.time, IDLE_S, lambda: now[0])
     assert not pause.reason
     pause.note_use(IN_USE)
     assert pause.reason == "paused while its machine is in use" and "alice" in pause.full_reason
@@ -171,7 +171,7 @@ def test_an_observer_that_cannot_tell_says_why(
 ) -> None:
     monkeypatch.delenv("DISPLAY", raising=False)
     seen = observer()
-    assert not seen.use and why in seen.missing
+    assert not seen.use and why in seen.why_unknown
 
 
 def session(**properties: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from agora.cli.status_command import lines_of
 from agora.node.limits.machine_use import Observation
-from agora.node.limits.pausing import Hours, OwnersPause
+from agora.node.limits.pausing import Hours, Pausing
 from agora.node.process.machine_watch import DayEstimate, MachineWatch, estimate_day, observers_of
 from agora.node.settings import Settings
 from agora.observe import events
@@ -36,9 +36,9 @@ def test_a_day_is_estimated_by_what_has_been_since_the_start_pauses_included(
 
 
 def test_a_look_pauses_tells_who_and_counts_only_working_time(tmp_path: Path) -> None:
-    now, seen = [0.0], [Observation("command"), Observation("person", missing="loginctl is not installed")]
+    now, seen = [0.0], [Observation("command"), Observation("person", why_unknown="loginctl is not installed")]
     settings = Settings(when_idle=True, idle_minutes=1, watts=100.0, price_per_kwh=0.5)
-    pause = OwnersPause(tmp_path / "paused", Hours(), time.time, 60.0, lambda: now[0])
+    pause = Pausing(tmp_path / "paused", Hours(), time.time, 60.0, lambda: now[0])
     told: list[events.Event] = []
     observers = [lambda: seen[0], lambda: seen[1]]
     watch = MachineWatch(settings, pause, told.append, observers, lambda: "", lambda: now[0])
@@ -63,8 +63,8 @@ def test_a_look_pauses_tells_who_and_counts_only_working_time(tmp_path: Path) ->
 
 def test_an_owner_whose_machine_tells_nothing_is_told_so_once(tmp_path: Path) -> None:
     told: list[events.Event] = []
-    pause = OwnersPause(tmp_path / "paused", Hours(), time.time)
-    observers = [lambda: Observation("gpu", missing="nvidia-smi is not installed")]
+    pause = Pausing(tmp_path / "paused", Hours(), time.time)
+    observers = [lambda: Observation("gpu", why_unknown="nvidia-smi is not installed")]
     watch = MachineWatch(Settings(when_idle=True), pause, told.append, observers, lambda: "")
     asyncio.run(watch.look())
     asyncio.run(watch.look())
@@ -102,6 +102,6 @@ def test_the_status_says_that_the_day_is_estimated_and_what_is_not_watched() -> 
     }
     text = "\n".join(lines_of(status))
     assert "an estimated 2.00 GB sent, 3.00 GB received, 7.20 kWh at 300 W by the GPU, 2.16 at 0.3 per kWh" in text
-    assert "works when idle for 10 min; watched: gpu; not watched: person (no logind)" in text
+    assert "works once nobody has used this machine for 10 min; it watches gpu; not watched: person (no logind)" in text
     status["machine"] = {"when_idle": None, "day": None}
     assert "machine" not in "\n".join(lines_of(status)).replace("its machine", "")

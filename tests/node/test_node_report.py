@@ -64,8 +64,8 @@ SPAN = SpanReport(
     loss=3.5,
     metrics={},
     send_window="8: twice what is on its way",
-    shortage="",
-    correction="",
+    window_limit_note="",
+    staleness_excess_note="",
 )
 
 
@@ -140,7 +140,7 @@ def test_progress_tells_others_what_became_of_tokens_what_stages_wait_for_and_re
 
 
 def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_device_waiting() -> None:
-    span = dataclasses.replace(SPAN, behind={0: 3, 1: 1}, shortage="schedule.staleness allows it 1")
+    span = dataclasses.replace(SPAN, behind={0: 3, 1: 1}, window_limit_note="schedule.staleness allows it 1")
     assert notes_of(report(span=span)) == [
         "stage 0 is 3 steps behind its replicas: 96 tokens are missing",
         "its device works 51% of the time: schedule.staleness allows it 1",
@@ -177,7 +177,7 @@ def test_a_note_says_why_a_stage_is_behind_and_which_setting_keeps_an_idle_devic
         "stage 1 takes inner steps since step 3",
         "stage 0 sends gradients as normal2: too slow",
     ]
-    corrected = dataclasses.replace(SPAN, behind={}, correction="it has 4 in flight, at predicted weights")
+    corrected = dataclasses.replace(SPAN, behind={}, staleness_excess_note="it has 4 in flight, at predicted weights")
     assert notes_of(report(span=corrected)) == ["it has 4 in flight, at predicted weights"]
     local = dataclasses.replace(short, span=Span(1, 1), stages=(second,), gradient_wires={1: slow})
     assert notes_of(report(span=local)) == ["stage 1 takes inner steps since step 3"], "no gradients are sent"
@@ -206,7 +206,7 @@ def test_status_says_how_the_asked_peers_device_is_used_and_a_note_tells_it_of_e
         "mfu": 0.3125,
         "idle_in_jobs": 0.0625,
     }
-    words = "NVIDIA H100, bf16, 20.0 of 80.0 GiB, MFU 31.2%, idle for 6% of its jobs"
+    words = "NVIDIA H100, bf16, 20.0 of 80.0 GiB, MFU 31.2%, idle for 6% of the time within its jobs"
     assert f"device  {peer_name(ME)}: {words}" in status_command.lines_of(status)
     assert report_json(report(span=span))["device"]["mfu"] == 0.3125
     record = progress_record(report(span=span))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError
 
-from agora.node.limits.pausing import BY_OWNER, DAY_MINUTES, Hours, OwnersPause
+from agora.node.limits.pausing import BY_OWNER, DAY_MINUTES, Hours, Pausing
 
 
 @pytest.mark.parametrize(
@@ -51,18 +51,18 @@ def at(hour: int) -> float:
 
 def test_a_pause_stands_until_resume_also_for_the_next_start(tmp_path: Path) -> None:
     file = tmp_path / "paused"
-    pause = OwnersPause(file, Hours(), lambda: at(3))
+    pause = Pausing(file, Hours(), lambda: at(3))
     assert pause.reason == ""
     pause.pause()
     assert pause.reason == BY_OWNER and "agora-node resume" in pause.remedy
-    assert OwnersPause(file, Hours(), lambda: at(3)).reason == BY_OWNER
+    assert Pausing(file, Hours(), lambda: at(3)).reason == BY_OWNER
     assert pause.resume() == "" and pause.resume() == ""
-    assert OwnersPause(file, Hours(), lambda: at(3)).reason == ""
+    assert Pausing(file, Hours(), lambda: at(3)).reason == ""
 
 
 def test_outside_its_hours_it_rests_and_says_until_when(tmp_path: Path) -> None:
     now = [at(8)]
-    pause = OwnersPause(tmp_path / "paused", Hours.parse("22-07"), lambda: now[0])
+    pause = Pausing(tmp_path / "paused", Hours.parse("22-07"), lambda: now[0])
     assert pause.reason == "outside its hours 22:00-07:00 until 22:00"
     assert "outside its hours" in pause.resume()
     now[0] = at(23)
@@ -71,7 +71,7 @@ def test_outside_its_hours_it_rests_and_says_until_when(tmp_path: Path) -> None:
 
 def test_whoever_waits_for_a_pause_hears_of_it_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
-        pause = OwnersPause(tmp_path / "paused", Hours(), time.time)
+        pause = Pausing(tmp_path / "paused", Hours(), time.time)
         waiting = asyncio.create_task(pause.wait_until(paused=True))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -84,7 +84,7 @@ def test_whoever_waits_for_a_pause_hears_of_it_at_once(tmp_path: Path) -> None:
 
 
 def test_a_pause_that_cannot_be_remembered_holds_and_says_so(tmp_path: Path) -> None:
-    pause = OwnersPause(tmp_path / "missing" / "paused", Hours(), time.time)
+    pause = Pausing(tmp_path / "missing" / "paused", Hours(), time.time)
     with pytest.raises(DiskError, match="only until a restart"):
         pause.pause()
     assert pause.reason == BY_OWNER

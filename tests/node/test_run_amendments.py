@@ -186,7 +186,9 @@ def test_two_halves_of_a_split_have_one_chain_once_they_meet(tmp_path: Path) -> 
             left.amendments.send_all(right.peer.id)
             right.amendments.send_all(left.peer.id)
             both = (left.amendments.book, right.amendments.book)
-            await until(lambda: all((book.chain, book.rivals) == ((of_founder,), (of_delegate,)) for book in both))
+            await until(
+                lambda: all((book.chain, book.not_counting) == ((of_founder,), (of_delegate,)) for book in both)
+            )
             assert left.events(events.AmendmentDropped) and not right.events(events.AmendmentDropped)
             await until(lambda: run_files.read_amendments(left.home, RUN) == run_files.read_amendments(right.home, RUN))
 

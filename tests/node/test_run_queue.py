@@ -23,7 +23,7 @@ from agora_protocol.manifest import preset
 from agora.core.optional_packages import PackageMissing
 from agora.node.paths import Home
 from agora.node.process.joining import RunUnreachable
-from agora.node.process.run_queue import check_queue, done_before, refuses_machine
+from agora.node.process.run_queue import another_run_may_succeed, check_queue, runs_left_before
 from agora.node.settings import DONE_VARIABLE, Settings, SettingsError, load
 from agora.node.span.load_span import RunFull
 from agora.swarm.key_use import KeyInUse
@@ -54,7 +54,7 @@ from agora.tuning.base.store import BaseModelError
 def test_the_next_run_is_joined_when_the_run_refuses_the_machine_and_not_when_the_machine_fails(
     error: AgoraError, refuses: bool
 ) -> None:
-    assert refuses_machine(error) is refuses
+    assert another_run_may_succeed(error) is refuses
 
 
 def test_every_queued_run_is_looked_up_before_the_first_begins(tmp_path: Path) -> None:
@@ -82,5 +82,5 @@ def test_runs_cross_an_environment_with_their_spaces_and_commas(tmp_path: Path) 
 
 @pytest.mark.parametrize("text", ["", "[", "7", '[["a"]]', "null"])
 def test_a_damaged_note_of_former_runs_is_none(text: str) -> None:
-    assert done_before({DONE_VARIABLE: text}) == ()
-    assert done_before({DONE_VARIABLE: '[["poems", "over"]]'}) == (("poems", "over"),)
+    assert runs_left_before({DONE_VARIABLE: text}) == ()
+    assert runs_left_before({DONE_VARIABLE: '[["poems", "over"]]'}) == (("poems", "over"),)

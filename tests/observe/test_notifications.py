@@ -45,7 +45,11 @@ def test_only_ends_are_shown_and_texts_of_others_are_no_markup(tmp_path: Path) -
         events.StateChanged("left", "the daemon has ended: <a href='x'>look</a>\n" + 500 * "x"),
     ):
         notifier.take(event, 0.0)
-    assert [title for title, _ in shown] == ["Run poems? is completed", "Run poems? has a result", "Run poems? is left"]
+    assert [title for title, _ in shown] == [
+        "Run poems? is completed",
+        "Run poems? has a result",
+        "Run poems?: the daemon has ended",
+    ]
     assert shown[0][1] == "the run has taken its 40 steps"
     assert "&lt;a href" in shown[2][1] and "<" not in shown[2][1] and len(shown[2][1]) < 400
 
@@ -57,7 +61,10 @@ def test_notify_send_gets_the_title_and_the_body(tmp_path: Path, monkeypatch: py
     assert compose is not None and not why
     monkeypatch.setenv("PATH", environment["PATH"])
     DesktopNotifier("poems", compose).take(events.StateChanged("left", "asked to leave"), 0.0)
-    assert until_it_has(tmp_path / "shown", "leave|") == "--app-name=Agora|--|Run poems is left|asked to leave|"
+    assert (
+        until_it_has(tmp_path / "shown", "leave|")
+        == "--app-name=Agora|--|Run poems: the daemon has ended|asked to leave|"
+    )
 
 
 def test_without_a_session_or_a_program_the_owner_is_told_what_to_do(tmp_path: Path) -> None:

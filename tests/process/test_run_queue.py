@@ -37,7 +37,7 @@ def test_a_queue_goes_from_a_run_that_is_over_past_one_that_refuses_to_one_that_
         assert began_first["run"] != began_last["run"] == founder.events("PeerStarted")[0]["run"]
         assert "has taken its 3 steps" in guest.events("StateChanged", state="completed")[0]["reason"]
         queue = guest.ask("status", WAIT_S)["machine"]["queue"]
-        assert queue["next"] == [] and queue["done"][0] == {"run": "short", "why": "over"}
+        assert queue["next"] == [] and queue["done"][0] == {"run": "short", "why": "it has taken its steps"}
         assert queue["done"][1]["run"] == "closed" and "is not one of them" in queue["done"][1]["why"]
         made.until(lambda: len(founder.ask("status")["peers"]) == 2, "the founder to see it")
         command = Path(f"/proc/{guest.process.pid}/cmdline").read_text()
@@ -63,7 +63,9 @@ def test_the_daemons_of_several_devices_go_to_the_next_run_together(tmp_path: Pa
         for device in (machine, second):
             made.until(lambda each=device: each.events("PeerStarted", run=run), "each device to serve the last run")
             assert [event["run"] == run for event in device.events("PeerStarted")] == [False, True]
-            assert device.ask("status", WAIT_S)["machine"]["queue"]["done"] == [{"run": "short", "why": "over"}]
+            assert device.ask("status", WAIT_S)["machine"]["queue"]["done"] == [
+                {"run": "short", "why": "it has taken its steps"}
+            ]
         made.until(lambda: len(founder.ask("status")["peers"]) == 3, "the founder to see both")
         machine.end_is_intended = True
         machine.kill(signal.SIGTERM)

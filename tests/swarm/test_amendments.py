@@ -65,7 +65,7 @@ def test_a_chain_grows_by_the_founder_and_by_delegates() -> None:
     first = made()
     second = made(DELEGATE, first, rate=0.002)
     book = book_of([first, second])
-    assert book.chain == (first, second) and book.rivals == ()
+    assert book.chain == (first, second) and book.not_counting == ()
     assert book.next_amendment() == (3, second.hash)
     assert book.add(first.sealed, NOW) is None
 
@@ -114,7 +114,7 @@ def test_the_founder_overrules_a_delegate_and_of_two_delegates_the_lower_hash_go
     lower, higher = sorted((of_delegate, of_other), key=lambda each: each.hash)
     for order in itertools.permutations((of_founder, of_delegate, of_other)):
         assert book_of(order).chain == (of_founder,)
-        assert set(book_of(order).rivals) == {lower, higher}
+        assert set(book_of(order).not_counting) == {lower, higher}
     assert book_of([higher, lower]).chain == (lower,)
     change = (book := book_of([lower])).add(of_founder.sealed, NOW) and book.choose()
     assert change and (change.added, change.dropped) == ((of_founder,), (lower,))

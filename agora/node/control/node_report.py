@@ -52,8 +52,8 @@ class SpanReport:
     loss: float | None  # the origin's average; None without an origin
     metrics: Mapping[str, float]  # the origin's averages; {} without an origin
     send_window: str  # in words, how many microbatches the origin may have in flight
-    shortage: str  # the setting that allows it fewer than it could use, in words; "" for none
-    correction: str  # that it has more in flight than schedule.staleness, in words; "" if it has not
+    window_limit_note: str  # the setting that allows it fewer than it could use, in words; "" for none
+    staleness_excess_note: str  # that it has more in flight than schedule.staleness, in words; "" if it has not
     device_remark: str = ""  # why a GPU of the machine stays unused, in words; "" if none does
     compile_problem: str = ""  # why layers are not compiled, in words; "" if they need not be
     device: DeviceUsed | None = None  # how the device is used
@@ -195,15 +195,15 @@ def notes_of(report: NodeReport) -> list[str]:
     for stage, wire in span.gradient_wires.items():
         if wire.is_limited and stage not in inner_stages:
             notes.append(f"stage {stage} sends gradients as {wire.reason}")
-    if span.correction:
-        notes.append(span.correction)
+    if span.staleness_excess_note:
+        notes.append(span.staleness_excess_note)
     return notes + _idle_notes(span)
 
 
 def _idle_notes(span: SpanReport) -> list[str]:
     notes = []
-    if span.shortage and span.busy_fraction < IDLE_BELOW:
-        notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.shortage}")
+    if span.window_limit_note and span.busy_fraction < IDLE_BELOW:
+        notes.append(f"its device works {span.busy_fraction:.0%} of the time: {span.window_limit_note}")
     recent = span.recent_device_time
     if recent.busy < IDLE_BELOW * recent.seconds and (waits := recent.describe()):
         notes.append(f"in the last minute its device waited {waits}")

@@ -260,7 +260,7 @@ def _check_use(readings: Readings) -> list[Check]:
     if readings.mfu >= MIN_MFU:
         return [Check("use", "pass", value, limit)]
     if readings.idle_in_jobs is not None and readings.idle_in_jobs > MAX_IDLE_IN_JOBS:
-        value += f", and it is idle for {readings.idle_in_jobs:.0%} of its jobs"
+        value += f", and it is idle for {readings.idle_in_jobs:.0%} of the time within its jobs"
         remedy = (
             "its layers are too small for it: hold more stages (--stages), look whether they are compiled (notes of "
             "`swarm status` say why not), or found runs with larger `schedule.microbatch` or width"

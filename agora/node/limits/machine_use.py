@@ -24,7 +24,9 @@ INPUT_S: Final = 120.0  # a person is at the machine until so many seconds after
 LOAD_WINDOW_S: Final = 60.0  # seconds over which the load of others is averaged: a short peak is no use
 MIN_LOAD_SPAN_S: Final = 15.0  # seconds that the first average covers at least
 MIN_OTHERS_LOAD: Final = 0.25  # the share of all processors' time from which others use the machine
-MIN_DRAWING_PERCENT: Final = 20  # a desktop draws a little all the time; what takes more of a GPU is a game or a film
+MIN_DRAWING_PERCENT: Final = (
+    20  # of any kind: a desktop draws a little all the time; what takes more is a game or a film
+)
 MAX_USE_CHARACTERS: Final = 160
 
 Observer = Callable[[], "Observation"]
@@ -33,48 +35,48 @@ RunCommand = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]  # rais
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one observer sees. use: who or what uses the machine, "" for nobody. missing: why it cannot tell, or ""."""
+    """What one observer sees. use: who or what uses the machine, "" for nobody. why_unknown: it cannot tell; or ""."""
 
     observer: str
     use: str = ""
-    missing: str = ""
+    why_unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineUse:
-    """Whether the daemon stands back for whoever uses the machine. use: at the last look, "" for nobody.
+    """Whether the daemon makes way for whoever uses the machine. present_use: at the last look, "" for nobody.
 
-    last_use: the latest use that made it stand back, seen last at `seen_at`, in seconds of any clock that only grows.
+    cause: the latest use that made it make way, seen last at `seen_at`, in seconds of any clock that only grows.
     """
 
-    use: str = ""
-    last_use: str = ""
+    present_use: str = ""
+    cause: str = ""
     seen_at: float = 0.0
-    stands_back: bool = False
+    makes_way: bool = False
 
     def pause_reason(self, now: float, idle_s: float, *, in_full: bool = False) -> str:
         """Returns the end of "this peer is ..."; "" if the daemon works.
 
         in_full: with the use in words, which names persons and programs of this machine: for its owner only.
         """
-        if not self.stands_back:
+        if not self.makes_way:
             return ""
-        what = f" ({self.last_use})" if in_full else ""
-        if self.use:
+        what = f" ({self.cause})" if in_full else ""
+        if self.present_use:
             return f"paused while its machine is in use{what}"
         ago, left = now - self.seen_at, max(0.0, self.seen_at + idle_s - now)
         return f"paused, since its machine was in use until {_duration(ago)} ago{what}; it goes on in {_duration(left)}"
 
 
 def judge_use(former: MachineUse, observations: Sequence[Observation], now: float, idle_s: float) -> MachineUse:
-    """Returns the use after a look at `now`: it stands back while anybody uses the machine, and idle_s seconds longer.
+    """Returns the use after a look at `now`: it makes way while anybody uses the machine, and idle_s seconds longer.
 
     An observer that cannot tell counts as one that sees nobody.
     """
     uses = [one.use for one in observations if one.use]
     if uses:
-        return MachineUse(use := "; ".join(uses), use, now, stands_back=True)
-    return MachineUse("", former.last_use, former.seen_at, former.stands_back and now - former.seen_at < idle_s)
+        return MachineUse(use := "; ".join(uses), use, now, makes_way=True)
+    return MachineUse("", former.cause, former.seen_at, former.makes_way and now - former.seen_at < idle_s)
 
 
 def _duration(seconds: float) -> str:
@@ -118,7 +120,7 @@ def _observe(observer: str, look: Callable[[], str]) -> Observation:
     try:
         return Observation(observer, one_line(look(), MAX_USE_CHARACTERS))
     except (_CannotTell, AgoraError, OSError, psutil.Error) as error:
-        return Observation(observer, missing=one_line(str(error), MAX_USE_CHARACTERS))
+        return Observation(observer, why_unknown=one_line(str(error), MAX_USE_CHARACTERS))
 
 
 # --- programs on the GPU
@@ -143,7 +145,9 @@ def parse_gpu_processes(text: str) -> Iterator[GpuProcess]:
 
 
 def foreign_gpu_use(processes: Sequence[GpuProcess], own: Collection[int], is_known: Callable[[int], bool]) -> str:
-    """Returns the first process in words that is not one of `own` and computes, or draws much; "" for none.
+    """Returns the first process in words that is not one of `own`, and is of kind C or takes a fifth of the GPU.
+
+    "" for none.
 
     is_known: whether this machine's kernel shows a process of that number here. In a container the driver names
     processes by numbers from outside it, this daemon's own too: those say nothing.

@@ -73,7 +73,7 @@ def _format_minute(minute: int) -> str:
     return f"{minute // 60:02d}:{minute % 60:02d}"
 
 
-class OwnersPause:
+class Pausing:
     """Whether the daemon is to be paused, and why: by its owner's command, the time of day, or the machine's use.
 
     The owner's pause lasts until `resume`, even after a restart. changed: set whenever it may begin or end.
@@ -125,7 +125,7 @@ class OwnersPause:
         return "it goes on by itself; `hours` in agora.toml says when"
 
     def note_use(self, use: MachineUse) -> None:
-        """Pauses the daemon while it stands back for whoever uses the machine, and ends that pause."""
+        """Pauses the daemon while it makes way for whoever uses the machine, and ends that pause."""
         self._use = use
         self.changed.set()
 

@@ -80,7 +80,7 @@ class ControlApi:
         """
         daemon, end = self._daemon, self._daemon.end_of_run
         report = daemon.sample_node_report()
-        if reason := daemon.pause.full_reason:
+        if reason := daemon.pausing.full_reason:
             report = replace(report, health=replace(report.health, why=f"this peer is {reason}"))
         result = asdict(end.result) if end else None
         machine = daemon.machine.describe(report.traffic) | {"queue": self._describe_queue()}
@@ -110,7 +110,7 @@ class ControlApi:
         Within 10 s the daemon has ended its work and closed all connections to peers. The control socket, the metrics
         and the page stay.
         """
-        self._daemon.pause.pause()
+        self._daemon.pausing.pause()
         text = "paused: it finishes what it holds, withdraws its claim and closes all connections within 10 s"
         return {"text": f"{text}. It stays so after a restart; go on with `agora-node resume`."}
 
@@ -119,7 +119,7 @@ class ControlApi:
 
         The daemon joins the run again, unless it is outside its hours or its machine is in use.
         """
-        reason = self._daemon.pause.resume()
+        reason = self._daemon.pausing.resume()
         return {"text": f"resumed, but it is {reason}." if reason else "resumed: it joins again."}
 
     async def leave(self) -> Answer:
@@ -148,7 +148,7 @@ class ControlApi:
         banned.txt when it joins again. Raises InputError for what is not a peer id, DiskError when banned.txt cannot be
         written; LocalError while the daemon starts, and then adds nothing.
         """
-        is_closed = self._daemon.local_peer is None and self._daemon.pause.reason
+        is_closed = self._daemon.local_peer is None and self._daemon.pausing.reason
         bans = None if is_closed else self._require_bans()
         banned = run_files.add_banned(self._daemon.startup.home, peer)
         if bans is not None:

@@ -25,7 +25,7 @@ from agora.core.moving_average import WindowedRate
 from agora.core.tasks import BackgroundTasks, wait_for_any
 from agora.net.p2pd.host import Host
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, add_traffic
-from agora.node.limits.pausing import OwnersPause
+from agora.node.limits.pausing import Pausing
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
 from agora.node.process.end_of_run import EndOfRun
@@ -45,8 +45,8 @@ from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
 
-# Seconds from the request to leave, or to pause, until all is closed: 10 s in texts for users. The timeouts below are
-# parts of them. The last parts are reserved first: work that nobody needs any more must not delay the goodbye.
+# Seconds from the request to leave, or to pause, until all is closed (users are told 10 s). The timeouts below divide
+# it; time for checkpoints and closing is set aside before unfinished work gets any.
 LEAVE_TIMEOUT_S = 9.0
 STOP_TIMEOUT_S = 3.0  # seconds that a start, or a move, has to end when it is cancelled
 ANNOUNCE_TIMEOUT_S = 1.5  # seconds that storing the claim that says `leaving` in the directory may take
@@ -88,10 +88,10 @@ class Daemon:
         self.local_peer: LocalPeer | None = None
         self.loaded: LoadedSpan | None = None
         chosen = startup.settings
-        self.pause = OwnersPause(startup.home.paused, chosen.work_hours, startup.clock.unix, 60.0 * chosen.idle_minutes)
+        self.pausing = Pausing(startup.home.paused, chosen.work_hours, startup.clock.unix, 60.0 * chosen.idle_minutes)
         gpu = functools.cache(partial(gpu_id_of, chosen.device))
         observers = observers_of(chosen, gpu, time.time)
-        self.machine = MachineWatch(chosen, self.pause, startup.report_event, observers, gpu)
+        self.machine = MachineWatch(chosen, self.pausing, startup.report_event, observers, gpu)
         self._stop = asyncio.Event()
         self.leave_reason = ""
         self.run_is_over = False
@@ -107,7 +107,7 @@ class Daemon:
         self._move: _MoveRequest | None = None
         self._move_wanted = asyncio.Event()
         self.end_of_run: EndOfRun | None = None
-        self._tasks = BackgroundTasks(self.note_task_end)
+        self._tasks = BackgroundTasks(self.fail_since_task_ended)
         self._past_traffic = NO_TRAFFIC
         self._peer_closing = AsyncExitStack()
         self._span_closing = AsyncExitStack()
@@ -119,7 +119,7 @@ class Daemon:
             await wait_for_any(self._stop.wait(), self.machine.look())  # before anything is claimed
             self._tasks.start("machine", self.machine.run())
             while not self.is_leaving:
-                if not self.pause.reason:
+                if not self.pausing.reason:
                     await self._serve_until_stopped()
                 if not self.is_leaving:  # also if the pause has ended by now: what was opened must be closed first
                     await self._stay_paused()
@@ -143,7 +143,7 @@ class Daemon:
         self.run_is_over = not self.is_leaving
         self.leave(reason)
 
-    def note_task_end(self, name: str, error: BaseException | None) -> None:
+    def fail_since_task_ended(self, name: str, error: BaseException | None) -> None:
         """Makes `run` leave in order and then raise LocalError, since a task of this daemon has ended before its time.
 
         A daemon without one of its tasks, or without p2pd, looks alive and is not. See BackgroundTasks.
@@ -184,8 +184,8 @@ class Daemon:
 
     def describe_state(self) -> str:
         """Returns the end of "this daemon is ..." while no span is held: why it is paused, or it starts or moves."""
-        if self.pause.reason:
-            return self.pause.reason
+        if self.pausing.reason:
+            return self.pausing.reason
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"
 
     def invite(self) -> Invite:
@@ -219,7 +219,7 @@ class Daemon:
             run=run,
             state=claim.state if claim else "joining",
             start_phase=startup.phases.current,
-            pause_reason=self.pause.reason,
+            pause_reason=self.pausing.reason,
             link=link.spec.text if link is not None else startup.settings.link,
             health=self._assess_health(view, run.stage_count, now_unix),
             now_unix=now_unix,
@@ -237,11 +237,11 @@ class Daemon:
         )
 
     def _assess_health(self, view: View, stage_count: int, now_unix: float) -> Health:
-        if self.pause.reason:
-            return Health(health.PAUSED, f"this peer is {self.pause.reason}", self.pause.remedy)
+        if self.pausing.reason:
+            return Health(health.PAUSED, f"this peer is {self.pausing.reason}", self.pausing.remedy)
         if self.loaded is None:
-            step = self.startup.phases.current or "serve"
-            return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {step}", "wait until it serves")
+            phase = self.startup.phases.current or "serve"
+            return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {phase}", "wait until it serves")
         ends = self.startup.settings.at_end != "go-on"
         total_steps = self.local_peer.live.total_steps if self.local_peer is not None and ends else 0
         return health.assess_health(
@@ -260,7 +260,7 @@ class Daemon:
 
     async def _serve_until_stopped(self) -> None:
         serving = asyncio.create_task(self._start_and_serve(), name="serve")
-        await wait_for_any(serving, self._stop.wait(), self.pause.wait_until(paused=True))
+        await wait_for_any(serving, self._stop.wait(), self.pausing.wait_until(paused=True))
         if serving.done() and not self.is_leaving:
             serving.result()
         serving.cancel()  # closes nothing: the span is still wanted for leaving in order
@@ -269,12 +269,12 @@ class Daemon:
             serving.exception()  # retrieved: leaving was first
 
     async def _stay_paused(self) -> None:
-        self._report_event(events.StateChanged("paused", self.pause.full_reason or "resumed meanwhile"))
+        self._report_event(events.StateChanged("paused", self.pausing.full_reason or "resumed meanwhile"))
         until = loop_time() + LEAVE_TIMEOUT_S
         await self._wind_down("paused", until)
         await self._close(until)  # all that talks to other peers; control socket, metrics and page stay
         joining.register_paused(self.startup, self.signed)
-        await wait_for_any(self._stop.wait(), self.pause.wait_until(paused=False))
+        await wait_for_any(self._stop.wait(), self.pausing.wait_until(paused=False))
         if not self.is_leaving:
             self.startup = joining.startup_after_pause(self.startup, self.signed)
 
@@ -316,7 +316,7 @@ class Daemon:
         # Before a draft is signed: its port may be taken.
         host, self._addresses = await joining.open_host(startup)
         closing.push_async_callback(host.close)
-        watching = BackgroundTasks(self.note_task_end)
+        watching = BackgroundTasks(self.fail_since_task_ended)
         closing.push_async_callback(watching.close)
         watching.start("p2pd", _watch_p2pd(host))
         if host.rate_limiter is not None:
@@ -327,10 +327,12 @@ class Daemon:
         if self.signed is None:
             self.signed = await joining.fetch_manifest(startup, host, others)
         with startup.phases.enter("doctor") as note:
-            note.text = await asyncio.to_thread(joining.check_room, startup, self.signed.manifest)
+            note.text = await asyncio.to_thread(joining.check_disk_room, startup, self.signed.manifest)
         proof = joining.own_proof(startup, self.signed.run_id)
         with startup.phases.enter("directory"):
-            local_peer = LocalPeer(startup, self.signed, host, proof, self.sample_node_report, self.note_task_end)
+            local_peer = LocalPeer(
+                startup, self.signed, host, proof, self.sample_node_report, self.fail_since_task_ended
+            )
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
         self.local_peer = local_peer
@@ -358,8 +360,8 @@ class Daemon:
 
         If loading fails, serves the former stages again and raises the error. Cancelling does not stop the move.
         """
-        if self.is_leaving or self.pause.reason:
-            raise LocalError(f"This daemon is {self.pause.reason or 'leaving'}, and does not move.")
+        if self.is_leaving or self.pausing.reason:
+            raise LocalError(f"This daemon is {self.pausing.reason or 'leaving'}, and does not move.")
         if self._move is not None:
             raise LocalError(f"This daemon is moving to stages {self._move.span} already; wait until it serves them.")
         held = self.serving_span().span

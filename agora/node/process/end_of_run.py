@@ -28,7 +28,7 @@ LOOK_INTERVAL_S: Final = 1.0
 # Seconds from the run's end until a daemon may leave. Until then its records show the last steps: the others must read
 # them before the stage has no peer.
 LEAVE_DELAY_S: Final = 15.0
-# Seconds since another peer has fetched a part of the state, after which it has all of it.
+# Seconds without a fetch after which those that fetched are taken to have all of the state.
 FETCH_IDLE_TIMEOUT_S: Final = 15.0
 # Seconds for which a leaving daemon keeps its stages for the exporting peer, if nobody fetches them. An export fetches
 # the stages one by one, so this daemon's may come late.
@@ -61,21 +61,24 @@ def choose_exporter(view: View, founder: PeerId) -> PeerId | None:
     return min((replica.peer for replica in view.replicas(0)), default=None)
 
 
-def may_leave(since_end_s: float, since_given_s: float | None, *, is_needed: bool) -> bool:
+def may_leave(since_end_s: float, since_last_fetch_s: float | None, *, is_needed: bool) -> bool:
     """Returns whether a daemon that leaves at the end may do so now, some seconds after it.
 
-    since_given_s: since another peer has fetched a part of the state that is held here; None if none has since the end.
+    since_last_fetch_s: since another peer fetched a part of the state held here; None if none has since the end.
     is_needed: whether another peer is to export, and this one's state may be a part of that.
     """
     if since_end_s < LEAVE_DELAY_S:
         return False
-    if since_given_s is not None:
-        return since_given_s >= FETCH_IDLE_TIMEOUT_S
+    if since_last_fetch_s is not None:
+        return since_last_fetch_s >= FETCH_IDLE_TIMEOUT_S
     return not is_needed or since_end_s >= MAX_SERVE_S
 
 
 class EndOfRun:
-    """Watches for the run's end, and does what the owner has chosen for it. `result`: of the export."""
+    """Watches for the run's end, and does what the owner has chosen for it.
+
+    result: where the export lies, or why there is none.
+    """
 
     def __init__(
         self, local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], leave: Callable[[str], None]
@@ -132,11 +135,11 @@ class EndOfRun:
     async def _wait_for_others(self, ended_at: float, exporter: PeerId | None) -> None:
         while True:
             loaded, now = self._held_span(), loop_time()
-            given_at = loaded.keeper.last_given_at if loaded is not None else None
-            since_given_s = now - given_at if given_at is not None and given_at >= ended_at else None
+            fetched_at = loaded.keeper.last_fetched_at if loaded is not None else None
+            since_last_fetch_s = now - fetched_at if fetched_at is not None and fetched_at >= ended_at else None
             seen = self._local_peer.view.peers.get(exporter) if exporter is not None else None
             is_needed = seen is not None and seen.state == "serving"
-            if may_leave(now - ended_at, since_given_s, is_needed=is_needed):
+            if may_leave(now - ended_at, since_last_fetch_s, is_needed=is_needed):
                 return
             await asyncio.sleep(LOOK_INTERVAL_S)
 

@@ -34,7 +34,7 @@ from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.peer.run_admission import load_admission_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
-from agora.node.span.load_span import check_machine
+from agora.node.span.load_span import check_stages_fit
 from agora.node.span.training_data import check_draft, remember_files
 from agora.node.startup import Startup, next_incarnation
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
@@ -59,10 +59,10 @@ async def read_manifest(startup: Startup) -> SignedManifest:
     this peer signs the file as founder, unless another process does so at this moment.
 
     Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file,
-    DiskError if the data directory cannot be written, and before it signs what check_machine and check_draft raise.
+    DiskError if the data directory cannot be written, and before it signs what check_stages_fit and check_draft raise.
     """
     reference = startup.reference
-    adopt = partial(_adopt_manifest, startup)
+    adopt = partial(_accept_and_register, startup)
     with startup.phases.enter("manifest") as note:
         found, note.text = reference.signed, "signed"
         for entry in daemon_registry.find_running_daemons():
@@ -82,12 +82,12 @@ async def read_manifest(startup: Startup) -> SignedManifest:
 
 def _check_before_signing(startup: Startup, draft: Manifest) -> None:
     # What a start would refuse after it: a signed manifest cannot be edited any more, so that it suits this machine.
-    check_room(startup, draft)
-    check_machine(draft, startup.settings, startup.home.root)
+    check_disk_room(startup, draft)
+    check_stages_fit(draft, startup.settings, startup.home.root)
     check_draft(startup, draft)
 
 
-def check_room(startup: Startup, manifest: Manifest) -> str:
+def check_disk_room(startup: Startup, manifest: Manifest) -> str:
     """Returns a text about the free disk space. Raises DiskError if a daemon cannot start with it. Blocks."""
     free = check_disk(startup.home.root)
     DiskGuard(startup.home, startup.settings.disk_bytes).make_room(manifest, None, MIN_FREE_BYTES)
@@ -104,7 +104,7 @@ async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str])
     with startup.phases.enter("manifest") as note:
         gate = Gate(startup.me, run, SOFTWARE, proof=own_proof(startup, run))
         signed = await _ask_peers_in_turn(Network(host, gate, _refuse_while_joining), run, addresses)
-        _adopt_manifest(startup, signed)
+        _accept_and_register(startup, signed)
         note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
     return signed
 
@@ -142,7 +142,7 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
     raise LocalError("This peer is still joining.")
 
 
-def _adopt_manifest(startup: Startup, signed: SignedManifest) -> None:
+def _accept_and_register(startup: Startup, signed: SignedManifest) -> None:
     home = startup.home
     proof = own_proof(startup, signed.run_id)
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))

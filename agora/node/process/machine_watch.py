@@ -24,7 +24,7 @@ from agora.node.limits.machine_use import (
     person_observer,
     processors_observer,
 )
-from agora.node.limits.pausing import OwnersPause
+from agora.node.limits.pausing import Pausing
 from agora.node.settings import Settings
 from agora.observe import events
 
@@ -69,7 +69,7 @@ class MachineWatch:
     def __init__(
         self,
         settings: Settings,
-        pause: OwnersPause,
+        pause: Pausing,
         report_event: events.Report,
         observers: Sequence[Observer],
         gpu: Callable[[], str],
@@ -112,8 +112,8 @@ class MachineWatch:
         self._observations = await run_in_thread(lambda: [observe() for observe in self._observers])
         self._use = judge_use(self._use, self._observations, self._clock(), self._idle_s)
         self._pause.note_use(self._use)
-        if is_first and all(one.missing for one in self._observations):
-            missing = "; ".join(f"{one.observer}: {one.missing}" for one in self._observations)
+        if is_first and all(one.why_unknown for one in self._observations):
+            missing = "; ".join(f"{one.observer}: {one.why_unknown}" for one in self._observations)
             self._report_event(
                 events.OwnerTold(
                     f"nothing here can tell whether the machine is in use ({missing}), so that it works always; "
@@ -143,11 +143,11 @@ class MachineWatch:
             return None
         left = self._use.seen_at + self._idle_s - self._clock()
         return {
-            "in_use": self._use.use,
-            "last_use": self._use.last_use,
-            "resumes_in_s": round(max(0.0, left), 1) if self._use.stands_back and not self._use.use else None,
+            "in_use": self._use.present_use,
+            "last_use": self._use.cause,
+            "resumes_in_s": round(max(0.0, left), 1) if self._use.makes_way and not self._use.present_use else None,
             "idle_minutes": self._settings.idle_minutes,
-            "observers": {one.observer: one.missing or "watched" for one in self._observations},
+            "observers": {one.observer: one.why_unknown or "watched" for one in self._observations},
         }
 
     def _describe_day(self, traffic: events.Traffic) -> dict[str, Any] | None:

@@ -66,17 +66,17 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     chosen = settings.load(home.root / "agora.toml", flags)
     queued = run_queue.check_queue(chosen.queue, home)
     reference = runs.resolve(text, home)
-    why_next = "over"
+    why_next = "it has taken its steps"
     try:
         code = _run_one(reference, home, chosen, queued, clock, began_ns, began_s)
     except AgoraError as error:
-        if not queued or not run_queue.refuses_machine(error):
+        if not queued or not run_queue.another_run_may_succeed(error):
             raise
-        code, why_next = run_queue.NEXT_RUN, str(error)
-    if code != run_queue.NEXT_RUN or os.environ.get(daemon_registry.SUPERVISOR_VARIABLE):
+        code, why_next = run_queue.EXIT_FOR_NEXT_RUN, str(error)
+    if code != run_queue.EXIT_FOR_NEXT_RUN or os.environ.get(daemon_registry.SUPERVISOR_VARIABLE):
         return code
     return run_queue.join_next(
-        home, chosen, (*run_queue.done_before(), (reference.name or reference.run[:12], why_next))
+        home, chosen, (*run_queue.runs_left_before(), (reference.name or reference.run[:12], why_next))
     )
 
 
@@ -89,7 +89,7 @@ def _run_one(
     began_ns: int,
     began_s: float,
 ) -> int:
-    # Returns NEXT_RUN if the run is over while others are queued.
+    # Returns EXIT_FOR_NEXT_RUN if the run is over while others are queued.
     if chosen.names_several_devices:
         from agora.node.process import supervisor
 
@@ -137,11 +137,11 @@ def _run_one(
             phases=phases,
             began_s=began_s,
             queued=queued,
-            queue_done=run_queue.done_before(),
+            queue_done=run_queue.runs_left_before(),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             is_over = runner.run(_run_until_left(startup, counted, partial(_end_if_late, startup)))
-    return run_queue.NEXT_RUN if is_over and queued else 0
+    return run_queue.EXIT_FOR_NEXT_RUN if is_over and queued else 0
 
 
 def _end_if_late(startup: Startup) -> None:
@@ -177,7 +177,7 @@ async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Cal
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
     control = ControlSocket(daemon_registry.socket_of(startup.home), ControlApi(daemon).questions())
     metrics = DaemonMetrics(counted, startup.home.root, daemon.sample_node_report, startup.report_event)
-    tasks = BackgroundTasks(daemon.note_task_end)
+    tasks = BackgroundTasks(daemon.fail_since_task_ended)
     page_tasks = BackgroundTasks(daemon.report_task_end)
     await control.start()
     try:

@@ -17,16 +17,18 @@ from agora.node import paths, runs
 from agora.node.settings import DONE_VARIABLE, Settings, without_settings
 
 # The exit code of a device's daemon whose run is over, or refuses it, while others are queued: read by its supervisor.
-NEXT_RUN: Final = 5
+EXIT_FOR_NEXT_RUN: Final = 5
 MAX_WHY_CHARACTERS: Final = 200
 # The codes of errors that this machine cannot help in this run, and that another run may be without.
 CODES_OF_RUNS: Final = ("unreachable", "run-full", "base-model")
 
-Done = tuple[tuple[str, str], ...]  # of each run that was left: its name, and why the next one was joined
+LeftRuns = tuple[tuple[str, str], ...]  # of each run that was left: its name, and why the next one was joined
 
 
-def refuses_machine(error: AgoraError) -> bool:
-    """Returns whether an error at the start is one of the run, which another run may be without, or of this machine."""
+def another_run_may_succeed(error: AgoraError) -> bool:
+    """Returns whether another run may be joined after this error: True if it comes from the run, False if from this
+    machine.
+    """
     if isinstance(error, LocalError):
         return isinstance(error, OutOfMemory | PackageMissing) or error.code in CODES_OF_RUNS
     return True
@@ -43,7 +45,7 @@ def check_queue(queued: Sequence[str], home: paths.Home) -> tuple[str, ...]:
     return tuple(reference.name or reference.run[:12] for reference in found)
 
 
-def done_before(environment: Mapping[str, str] = os.environ) -> Done:
+def runs_left_before(environment: Mapping[str, str] = os.environ) -> LeftRuns:
     """Returns the runs that this process has left before, as `join_next` has noted them."""
     try:
         return tuple((str(name), str(why)) for name, why in json.loads(environment.get(DONE_VARIABLE, "[]")))
@@ -51,7 +53,7 @@ def done_before(environment: Mapping[str, str] = os.environ) -> Done:
         return ()
 
 
-def join_next(home: paths.Home, chosen: Settings, done: Done) -> NoReturn:
+def join_next(home: paths.Home, chosen: Settings, done: LeftRuns) -> NoReturn:
     """Replaces this process, with its number, by the daemon of the first of `chosen.queue`. Raises OSError.
 
     Not a loop: torch keeps memory and threads of the former run.

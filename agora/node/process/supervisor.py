@@ -29,7 +29,7 @@ from agora.core.machine_limits import least_memory, usable_threads
 from agora.net.shaping.bandwidth import MIN_RATE, parse_rate
 from agora.node import daemon_registry, paths, runs
 from agora.node.process.main import SIGNALS, handled_signals, lock_file
-from agora.node.process.run_queue import NEXT_RUN
+from agora.node.process.run_queue import EXIT_FOR_NEXT_RUN
 from agora.node.settings import Settings, without_settings
 from agora.node.startup import SystemdNotifier
 from agora.observe import events
@@ -47,7 +47,7 @@ WATCHDOG_TIMEOUT_S: Final = 60.0
 # Seconds after which daemons that were told to leave are killed. They usually end before: see END_TIMEOUT_S in main.py.
 LEAVE_TIMEOUT_S: Final = 9.5
 # Exit codes: it has left in order, its arguments are wrong, or its run is over or refuses it and another one follows.
-NEVER_RESTARTED: Final = (0, 2, NEXT_RUN)
+NEVER_RESTARTED: Final = (0, 2, EXIT_FOR_NEXT_RUN)
 MAX_NOTICE_BYTES: Final = 4096
 
 
@@ -165,8 +165,8 @@ class Supervisor:
         self._leave_by: float | None = None  # loop time; None until they are told to leave
 
     async def run(self) -> int:
-        """Returns the exit code: 0, or that of the first daemon that has failed for good; NEXT_RUN if none has, and one
-        has ended with it.
+        """Returns the exit code: 0, or that of the first daemon that has failed for good; EXIT_FOR_NEXT_RUN if none
+        has, and one has ended with it.
         """
         for number in handled_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._leave_or_kill, number)
@@ -185,7 +185,7 @@ class Supervisor:
             while any(child.is_open for child in self._children):
                 await self._look_after(self._children, restarts=True)
         codes = [child.exit_code for child in self._children if child.exit_code]
-        return next((code for code in codes if code != NEXT_RUN), codes[0] if codes else 0)
+        return next((code for code in codes if code != EXIT_FOR_NEXT_RUN), codes[0] if codes else 0)
 
     def _leave_or_kill(self, number: signal.Signals) -> None:
         if self._leave_by is not None:  # the second signal

@@ -47,7 +47,8 @@ def may_feed(
 class Watchdog:
     """Takes a report of the node every second: feeds systemd's watchdog unless open work stands still; reports events.
 
-    The events are changes of health, the traffic, what the device waits for, and the first microbatch served.
+    The events are changes of health, the traffic, how the device is used, what it waits for, and the first microbatch
+    served.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ async def load_span(local_peer: LocalPeer, wanted: Span | None) -> AsyncIterator
         yield span
 
 
-def check_machine(manifest: Manifest, settings: Settings, root: Path) -> None:
+def check_stages_fit(manifest: Manifest, settings: Settings, root: Path) -> None:
     """Checks whether this machine can hold the stages that its owner wants, or any stage if placement is to choose.
 
     root: the data directory. Raises InputError for stages that the run has not, DeviceError for the device, OutOfMemory
