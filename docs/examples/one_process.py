@@ -43,7 +43,7 @@ from agora.pipeline.process_call import ProcessCall, WireRules
 from agora.pipeline.router import Router
 from agora.pipeline.work_ledger import WorkLedger
 from agora.replica.gossip import SwarmQueries
-from agora.replica.stage_replicas import SpanReplicas
+from agora.replica.span_replicas import SpanReplicas
 from agora.swarm.peer_score import PeerScore
 from agora.swarm.view import PeerView, View
 from agora.train.device import DeviceOptions

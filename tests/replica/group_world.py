@@ -24,7 +24,7 @@ from agora.core.step_instructions import StepInstructions
 from agora.core.step_schedule import SyncChangeRule, first_sync_schedule
 from agora.observe.events import Event
 from agora.replica.gossip import SwarmQueries
-from agora.replica.stage_replicas import SpanReplicas
+from agora.replica.span_replicas import SpanReplicas
 from agora.state.layout import Layout, lay_out
 from agora.swarm.peer_score import PeerScore, Violation
 from agora.train.diloco import OuterOptimizer

@@ -32,7 +32,7 @@ from agora.observe.events import PartFailed, RoundDone, StepTaken
 from agora.replica.all_reduce import RepeatedContribution
 from agora.replica.gossip import SwarmQueries
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
-from agora.replica.stage_replicas import SpanReplicas
+from agora.replica.span_replicas import SpanReplicas
 from agora.swarm.peer_score import PeerScore, ReportViolation
 from agora.train.device_worker import DeviceWorker
 from tests.train.support import Events, batches_for, microbatch_id, pipeline_of, small_manifest, tokens_of, wire

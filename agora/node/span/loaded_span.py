@@ -31,7 +31,7 @@ from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.hop import Hop
 from agora.pipeline.origin import MicrobatchSource, Origin, OriginConfig
 from agora.replica.gossip import SwarmQueries
-from agora.replica.stage_replicas import SpanReplicas
+from agora.replica.span_replicas import SpanReplicas
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
 from agora.swarm.health import has_ended
