@@ -29,6 +29,7 @@ from agora_protocol.packing import pack_canonical
 from agora import SOFTWARE
 from agora.cli import console
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
+from agora.cli.handing_in import homes_not_told, tell_daemons
 from agora.cli.signing_command import Signer, find_signer, known_addresses
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import run_files
@@ -61,11 +62,12 @@ def amend(run: str, from_step: int | None, sets: Sequence[str], directory: Path 
             EXIT_STALLED,
         )
     sealed = _sign(found, signer, known, from_step, values)
-    receivers = _tell_daemons(found, sealed)
+    receivers = tell_daemons(found, "amend", refusal="bad-amendment", amendment=sealed.hex())
     if not receivers:
         _tell_peer(run, found, known.book, signer)
         receivers = ["a peer of the run"]
-    _keep(found, known.book, receivers)
+    for home in homes_not_told(found, receivers):
+        run_files.write_amendments(home, found.signed.run_id, known.book.sealed())
     (added,) = known.book.chain[-1:]
     if as_json:
         about = {"told": receivers, "step": known.step, "amendment": _as_json(added, counts=True, step=known.step)}
@@ -220,20 +222,6 @@ def _as_the_manifest_has_them(manifest: Manifest, values: Mapping[str, Any]) -> 
     return {key: dumped[section][name] for key, (section, _, name) in sections.items()}
 
 
-def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
-    receivers = []
-    for entry in found.daemons:
-        with contextlib.suppress(control_client.DaemonUnreachable):
-            try:
-                control_client.ask(Path(entry.socket), "amend", amendment=sealed.hex())
-            except control_client.DaemonRefused as error:
-                if error.code == "bad-amendment":
-                    raise Failure(str(error)) from None
-                continue
-            receivers.append(f"the daemon in {entry.root}")
-    return receivers
-
-
 def _tell_peer(run: str, found: FoundRun, book: AmendmentBook, signer: Signer) -> None:
     from agora.net.dht import status_client
 
@@ -245,13 +233,6 @@ def _tell_peer(run: str, found: FoundRun, book: AmendmentBook, signer: Signer) -
         raise Failure(f"nobody could be told ({error}), so nothing is amended; try again", EXIT_STALLED) from None
     if took.refused:
         raise Failure(f"the peer that was asked does not accept it: {took.why}")
-
-
-def _keep(found: FoundRun, book: AmendmentBook, receivers: Sequence[str]) -> None:
-    for home in found.homes:
-        # A daemon that was told keeps its own file.
-        if home.manifest(found.signed.run_id).is_file() and f"the daemon in {home.root}" not in receivers:
-            run_files.write_amendments(home, found.signed.run_id, book.sealed())
 
 
 def _as_json(each: SealedAmendment, *, counts: bool, step: int | None) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from agora_protocol.tickets import (
 
 from agora.cli import console
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
+from agora.cli.handing_in import homes_not_told, tell_daemons
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import run_files, runs
 from agora.node.control import control_client
@@ -106,8 +107,10 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     signer = find_signer(found)
     revocation = Revocation(signer.identity.peer, PeerId(peer), int(time.time()), signer.proof)
     sealed = seal_revocation(revocation, found.signed.run_id, signer.identity)
-    receivers = _tell_daemons(found, sealed)
-    _store_for_next_start(found, sealed, receivers)
+    receivers = tell_daemons(found, "revoke", revocation=sealed.hex())
+    for home in homes_not_told(found, receivers):
+        kept = run_files.read_revocations(home, found.signed.run_id)
+        run_files.write_revocations(home, found.signed.run_id, [*kept, sealed])
     if not receivers:
         receivers = tell_peer(run, found, sealed, signer)
     if as_json:
@@ -179,22 +182,6 @@ def known_addresses(run: str, found: FoundRun) -> tuple[str, ...]:
         if manifest.is_file():
             known |= dict.fromkeys(runs.resolve(str(manifest), home).addresses)
     return tuple(known)[:MAX_ADDRESSES]
-
-
-def _tell_daemons(found: FoundRun, sealed: bytes) -> list[str]:
-    receivers = []
-    for entry in found.daemons:
-        with contextlib.suppress(control_client.DaemonUnreachable, control_client.DaemonRefused):
-            control_client.ask(Path(entry.socket), "revoke", revocation=sealed.hex())
-            receivers.append(f"the daemon in {entry.root}")
-    return receivers
-
-
-def _store_for_next_start(found: FoundRun, sealed: bytes, receivers: list[str]) -> None:
-    run = found.signed.run_id
-    for home in found.homes:
-        if home.manifest(run).is_file() and f"the daemon in {home.root}" not in receivers:
-            run_files.write_revocations(home, run, [*run_files.read_revocations(home, run), sealed])
 
 
 def tell_peer(run: str, found: FoundRun, sealed: bytes, signer: Signer) -> list[str]:
