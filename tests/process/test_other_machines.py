@@ -48,7 +48,20 @@ def without_reader(arguments: Sequence[str], environment: Mapping[str, str], log
     reading, writing = os.pipe()
     os.close(reading)
     with log.open("wb") as errors, open(writing, "wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=errors, env=dict(environment), start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=errors,
+            env=dict(environment),
+            start_new_session=True,
+            preexec_fn=_obey_signals,
+        )
+
+
+def _obey_signals() -> None:
+    # What a shell starts in the background ignores SIGQUIT, and so do these tests then, and what they start.
+    for number in (signal.SIGUSR1, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT])
