@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 import pytest
 import torch
@@ -100,35 +99,6 @@ def test_what_was_in_progress_at_the_end_of_the_run_makes_no_further_step() -> N
             first.stage.rate = second.stage.rate = 4000.0
             await asyncio.sleep(20.0)
             assert first.stage.step > last + 5
-
-    run(main())
-
-
-@pytest.mark.parametrize("predicts", [True, False])
-def test_where_weights_are_predicted_a_quarter_of_a_share_begins_before_the_mean_is_applied(predicts: bool) -> None:
-    """It keeps the device busy while the mean is formed. Without prediction nothing does, since it would be stale."""
-
-    async def main() -> None:
-        async with GroupWorld([4000.0] * 4, target=8192, **ALL_REDUCES) as world:
-            for peer in world.all:
-                peer.stage.predicts_weights = predicts
-            first = world.all[0]
-            replicas = first.group.stages[0]
-            pacing = replicas.pacing
-            await asyncio.sleep(10.0)
-            while first.stage.share is None:
-                await asyncio.sleep(0.01)
-            allowed = pacing.tokens_ahead(0.25) if predicts else 0
-            assert replicas.max_tokens_in_flight_before_mean() == allowed - first.stage.tokens
-            in_progress = max(0, math.ceil((allowed - first.stage.tokens) / pacing.microbatch_tokens))
-            assert replicas.must_hold_next(in_progress)
-            assert not in_progress or not replicas.must_hold_next(in_progress - 1)
-            while first.stage.share is not None:
-                await asyncio.sleep(0.01)
-            assert not replicas.must_hold_next(100), "no mean is awaited"
-            await asyncio.sleep(20.0)
-            await at_one_step(*world.all)
-            assert_equal_bits(*world.all)
 
     run(main())
 
