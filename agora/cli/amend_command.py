@@ -29,7 +29,7 @@ from agora_protocol.packing import pack_canonical
 from agora import SOFTWARE
 from agora.cli import console
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
-from agora.cli.handing_in import homes_not_told, tell_daemons
+from agora.cli.handing_in import homes_not_told, in_words, tell_daemons
 from agora.cli.signing_command import Signer, find_signer, known_addresses
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import run_files
@@ -62,11 +62,11 @@ def amend(run: str, from_step: int | None, sets: Sequence[str], directory: Path 
             EXIT_STALLED,
         )
     sealed = _sign(found, signer, known, from_step, values)
-    receivers = tell_daemons(found, "amend", refusal="bad-amendment", amendment=sealed.hex())
-    if not receivers:
+    told = tell_daemons(found, "amend", refusal="bad-amendment", amendment=sealed.hex())
+    if not told:
         _tell_peer(run, found, known.book, signer)
-        receivers = ["a peer of the run"]
-    for home in homes_not_told(found, receivers):
+    receivers = in_words(told) or ["a peer of the run"]
+    for home in homes_not_told(found, told):
         run_files.write_amendments(home, found.signed.run_id, known.book.sealed())
     (added,) = known.book.chain[-1:]
     if as_json:

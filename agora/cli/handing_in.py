@@ -13,12 +13,13 @@ from agora.node.control import control_client
 from agora.node.paths import Home
 
 
-def tell_daemons(found: FoundRun, question: str, *, refusal: str = "", **signed: Any) -> list[str]:
-    """Asks each daemon of the run on this machine to take what was signed; returns those that have, in words.
+def tell_daemons(found: FoundRun, question: str, *, refusal: str = "", **signed: Any) -> list[Path]:
+    """Asks each daemon of the run on this machine to take what was signed; returns the data directories of those that
+    have.
 
     refusal: the code of a refusal that says that what was signed is wrong: raises Failure. Others are passed over.
     """
-    receivers = []
+    told = []
     for entry in found.daemons:
         with contextlib.suppress(control_client.DaemonUnreachable):
             try:
@@ -27,11 +28,15 @@ def tell_daemons(found: FoundRun, question: str, *, refusal: str = "", **signed:
                 if error.code == refusal:
                     raise Failure(str(error)) from None
                 continue
-            receivers.append(f"the daemon in {entry.root}")
-    return receivers
+            told.append(Path(entry.root))
+    return told
 
 
-def homes_not_told(found: FoundRun, receivers: Sequence[str]) -> list[Home]:
-    """Returns the data directories that know the run and whose daemons are not among `receivers`: those keep it."""
-    known = [home for home in found.homes if home.manifest(found.signed.run_id).is_file()]
-    return [home for home in known if f"the daemon in {home.root}" not in receivers]
+def homes_not_told(found: FoundRun, told: Sequence[Path]) -> list[Home]:
+    """Returns the data directories that know the run, without those in `told`: what was signed is to be kept there."""
+    return [home for home in found.homes if home.manifest(found.signed.run_id).is_file() and home.root not in told]
+
+
+def in_words(told: Sequence[Path]) -> list[str]:
+    """Returns the daemons of the data directories in words."""
+    return [f"the daemon in {root}" for root in told]

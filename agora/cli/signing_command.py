@@ -32,7 +32,7 @@ from agora_protocol.tickets import (
 
 from agora.cli import console
 from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
-from agora.cli.handing_in import homes_not_told, tell_daemons
+from agora.cli.handing_in import homes_not_told, in_words, tell_daemons
 from agora.cli.stage_sources import FoundRun, find_run
 from agora.node import run_files, runs
 from agora.node.control import control_client
@@ -107,12 +107,11 @@ def ban(run: str, peer: str, directory: Path | None, *, as_json: bool) -> int:
     signer = find_signer(found)
     revocation = Revocation(signer.identity.peer, PeerId(peer), int(time.time()), signer.proof)
     sealed = seal_revocation(revocation, found.signed.run_id, signer.identity)
-    receivers = tell_daemons(found, "revoke", revocation=sealed.hex())
-    for home in homes_not_told(found, receivers):
+    told = tell_daemons(found, "revoke", revocation=sealed.hex())
+    for home in homes_not_told(found, told):
         kept = run_files.read_revocations(home, found.signed.run_id)
         run_files.write_revocations(home, found.signed.run_id, [*kept, sealed])
-    if not receivers:
-        receivers = tell_peer(run, found, sealed, signer)
+    receivers = in_words(told) or tell_peer(run, found, sealed, signer)
     if as_json:
         console.print_json({"schema": 1, "run_id": found.signed.run_id, "banned": peer, "told": receivers})
     else:

@@ -59,8 +59,9 @@ def import_tuning(module: str) -> Any:
 
 
 def import_optional(module: str, purpose: str, extra: str) -> Any:
-    """Imports and returns `module` of a package of `extra`. Raises PackageMissing: `purpose`, such as "Publishing",
-    needs it.
+    """Imports and returns `module` of a package of `extra`. Raises PackageMissing.
+
+    purpose: what needs the package, such as "Publishing", for the error.
     """
     try:
         return importlib.import_module(module)

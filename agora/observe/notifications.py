@@ -46,6 +46,8 @@ def _by_busctl(title: str, body: str) -> Sequence[str]:
 class DesktopNotifier:
     """A reporter's sink that shows that the run is completed, that its result is written, and that the daemon ends."""
 
+    path = "a notification on the desktop"  # as the reporter names what cannot be written
+
     def __init__(self, run: str, compose: Compose) -> None:
         """run: its name."""
         self._run = run

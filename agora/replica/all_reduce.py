@@ -122,9 +122,8 @@ class RoundResult:
     fragments: int  # how many the stage has in this round, ALL_REDUCE for a gradient
     wanted_fragments_by_shard: list[int]  # how many its reducer wants later; of a failed shard the present number
     contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
-    lost_tokens: float = (
-        0.0  # this peer's tokens that were too late for this round and the one before: average over shards
-    )
+    # This peer's tokens that were too late for this round and the one before: average over shards.
+    lost_tokens: float = 0.0
     # For each averaged shard, the tokens that its mean was computed over, as its reducer reported.
     reported_weights: dict[int, float] = field(default_factory=dict)
     weight: float = 0.0  # the lower median of reported_weights, as far as it is believed
@@ -199,7 +198,7 @@ class Round:
         if averaged := [answer for answer in answers if answer is not None]:
             messages = [answer.message for answer in averaged]
             result.reported_weights = {at: answer.message.weight for at, answer in enumerate(answers) if answer}
-            reported = self.all_reduce.count_tokens(Shard(self.stage, self.kind, self.number, 0), result)
+            reported = self.all_reduce.set_weight(Shard(self.stage, self.kind, self.number, 0), result)
             near = [
                 message.reducer for message in messages if reported <= message.weight <= MAX_PROGRESS_RATIO * reported
             ]
@@ -821,8 +820,8 @@ class AllReduce:
             return "invalid", b""
         return signer, self.codec.signed_bytes(shard, mean)
 
-    def count_tokens(self, first_shard: Shard, result: RoundResult) -> float:
-        """Sets the weight of a round with averaged shards; returns it as reported. first_shard: of the round."""
+    def set_weight(self, first_shard: Shard, result: RoundResult) -> float:
+        """Sets `result.weight` of a round with averaged shards; returns it as reported. first_shard: of the round."""
         # The median: whoever reduces fewer than half of the shards cannot choose it.
         reported = statistics.median_low(result.reported_weights.values())
         result.weight = self.config.believed_weight(first_shard, reported)
@@ -855,4 +854,4 @@ class AllReduce:
 
         await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))
         if result.reported_weights:
-            self.count_tokens(first_shard, result)
+            self.set_weight(first_shard, result)

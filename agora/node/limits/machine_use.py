@@ -24,9 +24,9 @@ INPUT_S: Final = 120.0  # a person is at the machine until so many seconds after
 LOAD_WINDOW_S: Final = 60.0  # seconds over which the load of others is averaged: a short peak is no use
 MIN_LOAD_SPAN_S: Final = 15.0  # seconds that the first average covers at least
 MIN_OTHERS_LOAD: Final = 0.25  # the share of all processors' time from which others use the machine
-MIN_DRAWING_PERCENT: Final = (
-    20  # of any kind: a desktop draws a little all the time; what takes more is a game or a film
-)
+# The part of a GPU's time from which a program that draws uses the machine: a desktop draws a little all the time; what
+# takes more is a game or a film.
+MIN_DRAWING_PERCENT: Final = 20
 MAX_USE_CHARACTERS: Final = 160
 
 Observer = Callable[[], "Observation"]
@@ -145,10 +145,9 @@ def parse_gpu_processes(text: str) -> Iterator[GpuProcess]:
 
 
 def foreign_gpu_use(processes: Sequence[GpuProcess], own: Collection[int], is_known: Callable[[int], bool]) -> str:
-    """Returns the first process in words that is not one of `own`, and is of kind C or takes a fifth of the GPU.
+    """Returns the first process, in words, that is not of `own` and computes, or takes MIN_DRAWING_PERCENT of the GPU.
 
-    "" for none.
-
+    Returns "" if there is none.
     is_known: whether this machine's kernel shows a process of that number here. In a container the driver names
     processes by numbers from outside it, this daemon's own too: those say nothing.
     """

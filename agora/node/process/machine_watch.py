@@ -69,17 +69,17 @@ class MachineWatch:
     def __init__(
         self,
         settings: Settings,
-        pause: Pausing,
+        pausing: Pausing,
         report_event: events.Report,
         observers: Sequence[Observer],
         gpu: Callable[[], str],
         clock: Callable[[], float] = boot_time,
     ) -> None:
         """observers: see observers_of. gpu: the id of the daemon's GPU for NVML, "" for none; may block. clock: that of
-        `pause`.
+        `pausing`.
         """
         self._settings = settings
-        self._pause = pause
+        self._pausing = pausing
         self._report_event = report_event
         self._observers = observers
         self._gpu = gpu
@@ -103,7 +103,7 @@ class MachineWatch:
 
     async def look(self) -> None:
         """Asks all observers, if the daemon is to work only when idle, and pauses it or lets it go on."""
-        now, is_working = self._clock(), not self._pause.reason
+        now, is_working = self._clock(), not self._pausing.reason
         self._worked_s += now - self._looked_at if is_working else 0.0
         self._looked_at = now
         if not self._observers:
@@ -111,7 +111,7 @@ class MachineWatch:
         is_first = not self._observations
         self._observations = await run_in_thread(lambda: [observe() for observe in self._observers])
         self._use = judge_use(self._use, self._observations, self._clock(), self._idle_s)
-        self._pause.note_use(self._use)
+        self._pausing.note_use(self._use)
         if is_first and all(one.why_unknown for one in self._observations):
             missing = "; ".join(f"{one.observer}: {one.why_unknown}" for one in self._observations)
             self._report_event(
@@ -127,7 +127,7 @@ class MachineWatch:
             return gpu_power_w(card) if card else None
 
         watts = await run_in_thread(read)
-        if watts is not None and not self._pause.reason:
+        if watts is not None and not self._pausing.reason:
             self._measured_w = watts
 
     @property
