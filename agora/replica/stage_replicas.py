@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-import torch
-from agora_protocol.errors import ProtocolError, Unavailable
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
@@ -26,14 +24,15 @@ from agora.core.live_manifest import LiveManifest
 from agora.core.step_instructions import StepInstructions
 from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events
-from agora.replica.all_reduce import AllReduce, RoundResult, off_loop
+from agora.replica.all_reduce import AllReduce
 from agora.replica.decide import Action, Situation, StepSettings, decide, step_instructions
 from agora.replica.divergence import Electorate, SharedHistory, replicas_to_fetch_from, with_reports
 from agora.replica.fragment_syncs import FragmentSyncs, start_reported
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
+from agora.replica.gradient_steps import GradientSteps
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
 from agora.replica.round_contexts import RoundContexts
-from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, cut_into_shards
+from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
 from agora.replica.stage_view import (
     ReplicaCounts,
     StageView,
@@ -47,7 +46,6 @@ from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
 from agora.replica.trust import MAX_INNER_LEAD, MAX_LEAD, MAX_STATE_AGE_S, PlausibleStepBound
 from agora.swarm.peer_score import ReportViolation, Violation
-from agora.train.gradients import GradientShare
 from agora.train.stage import StageProgress
 
 # Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
@@ -56,9 +54,6 @@ MAX_CARRIED: Final = 1_000_000
 # more, catches up with anybody: it or the voters were asleep.
 AWAY_S: Final = 60.0
 AWAY_STEPS: Final = 10
-FETCH_RETRY_DELAY_S: Final = 1.0  # seconds of pause after a failed fetch of a state
-# After this many failed fetches of a state the member with the least id takes the step itself.
-FETCH_TRIES: Final = 3
 
 # Fetches a stage's state of at least some steps from sources and replaces the stage's state with it; returns a
 # description. Raises Unavailable when no source has such a state.
@@ -163,6 +158,18 @@ class StageReplicas:
             self.all_reduce,
             self.round_contexts.division_of,
             report,
+        )
+        self._gradient_steps = GradientSteps(
+            stage,
+            me,
+            synchronous=self._settings.synchronous,
+            worker=worker,
+            all_reduce=self.all_reduce,
+            pacing=self.pacing,
+            members=self.round_contexts.members,
+            live_progress=self.gossip.live_progress,
+            fetch_state=self.fetch_state,
+            report=report,
         )
         worker.set_step_instructions(stage, StepInstructions(self._settings.target_tokens, averages=True))
 
@@ -355,105 +362,16 @@ class StageReplicas:
             case "step":
                 work = self._worker.catch_up(stage, step + 1)
             case "replay":
-                work = self._replay(action.number)
+                work = self._gradient_steps.replay(action.number)
             case "step together":
-                work = self._step_together(action.number)
+                work = self._gradient_steps.step_together(action.number)
             case "fetch":
                 if action.sources:
                     self._report(events.StageDiverged(stage, step, ", ".join(action.sources)))
                 else:
                     self._report(events.StageFellBehind(stage, step, action.number))
-                work = self._fetch_or_catch_up(action.at_least, action.number, action.sources)
+                work = self._gradient_steps.fetch_or_catch_up(action.at_least, action.number, action.sources)
         self._task = start_reported(work, self._report)
-
-    # --- steps along mean gradients, and fetches of a state
-
-    async def _step_together(self, step: int) -> None:
-        # A mean that did not come is recalled from the replicas that keep it. If nobody has it, an asynchronous step
-        # takes 0 for that shard and keeps the own values for the next round; a synchronous stage fetches a state.
-        stage = self._stage
-        share = await self._worker.close_share(stage)
-        if share.step != step:
-            return
-        result = await self.all_reduce.run(stage, "gradient", step, share.values, float(share.tokens))
-        nonzero_fraction = 1.0
-        if result.failed_shards and not self._settings.synchronous:
-            # It steps along the mean that another replica keeps, or along 0.
-            nonzero_fraction = await self._fill_failed_shards(share, result)
-        elif result.failed_shards and await self._fetch_until_taken(step + 1):
-            return  # the fetched state has taken the step; without any other replica it is taken along the own gradient
-        tokens = round(nonzero_fraction * max(share.tokens, result.weight))
-        try:
-            await self._worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
-        except ProtocolError:
-            if self._settings.synchronous:
-                raise
-            # The step counts, but changes nothing.
-            await self._worker.step_with_gradient(stage, step, share.values, 0, ALL_REDUCE)
-        else:
-            if not result.failed_shards:
-                self._record_step(result.weight, None if result.is_weight_confirmed else share)
-
-    async def _fill_failed_shards(self, share: GradientShare, result: RoundResult) -> float:
-        # Returns the fraction of all shards whose mean is not 0.
-        failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
-        first_shard, codec = Shard(self._stage, "gradient", share.step, 0), self.all_reduce.codec
-        await self.all_reduce.recall_repeatedly(first_shard, result)
-        if len(self.round_contexts.members()) == 1:  # no other replica could have another mean: the own values are it
-            return 1.0
-        cuts = cut_into_shards(len(result.mean))
-        zeros = 0
-        for index in failed:
-            shard, cut = first_shard._replace(position=index), cuts[index]
-            own, mean = share.values[cut], result.mean[cut]
-            if not result.averaged[index]:  # nobody keeps one: it is 0 for everybody, also for others that ask later
-                zero_mean = await off_loop(partial(codec.make_zero_mean, shard, len(own)))
-                self.all_reduce.keep_mean(shard, zero_mean)
-                await off_loop(partial(mean.copy_, zero_mean.values))
-            if not await off_loop(mean.any):
-                zeros += 1
-                codec.carry_over(shard, own, float(share.tokens))
-        return 1 - zeros / len(cuts)
-
-    async def _replay(self, step: int) -> None:
-        # Takes a step that the other replicas have taken, along the mean that they keep. The tokens in this replica's
-        # open share stay there, for a later step.
-        stage = self._stage
-        zeros = await off_loop(partial(torch.zeros, self._worker.layout(stage).numel))
-        result = RoundResult.of_failed_shards(zeros, ALL_REDUCE)
-        await self.all_reduce.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
-        if result.failed_shards:
-            await self._fetch_or_catch_up(step + 1, step + 1)
-            return
-        tokens = max(1, round(result.weight)) if await off_loop(result.mean.any) else 0
-        await self._worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)
-        self._record_step(result.weight, None)
-
-    async def _fetch_or_catch_up(self, at_least: int, reached: int, sources: Collection[PeerId] = ()) -> None:
-        # Without `sources` from any live replica. If none has such a state, an asynchronous run counts up to `reached`.
-        try:
-            await self.fetch_state(sorted(sources or self.gossip.live_progress()), at_least)
-        except Unavailable as error:
-            self._report(events.TaskFailed("fetch state", str(error)))
-            await asyncio.sleep(FETCH_RETRY_DELAY_S)
-            if not self._settings.synchronous:
-                await self._worker.catch_up(self._stage, reached)
-
-    async def _fetch_until_taken(self, at_least: int) -> bool:
-        # Tries until a member gives a state; False when no other member is left, or when FETCH_TRIES have failed and
-        # this peer has the least id of all: then it takes the step itself, and the other members fetch its state.
-        tries = 0
-        while others := sorted(self.round_contexts.members().keys() - {self._me}):
-            tries += 1
-            try:
-                await self.fetch_state(others, at_least)
-                return True
-            except Unavailable as error:
-                self._report(events.TaskFailed("fetch state", str(error)))
-            if tries >= FETCH_TRIES and self._me < others[0]:
-                return False
-            await asyncio.sleep(FETCH_RETRY_DELAY_S)
-        return False
 
     async def fetch_state(self, sources: Sequence[PeerId], at_least: int) -> None:
         """Stops the fragment syncs and replaces the state by a source's.
@@ -466,16 +384,6 @@ class StageReplicas:
         if was_alone:
             self._joined_history_at_step = self._worker.step_of(self._stage)
         self.all_reduce.codec.drop_stage(self._stage)
-
-    def _record_step(self, reported_total: float, share: GradientShare | None) -> None:
-        # reported_total: the step's tokens as its reducers reported them. share: this replica's share if only one
-        # reducer reported that number, so that it must be checked; else None.
-        if share is None or self._settings.synchronous:
-            self.pacing.record_step(reported_total)
-        else:
-            live = self.gossip.live_progress()
-            reported = {peer: progress.tokens_of(share.step) for peer, progress in live.items()}
-            self.pacing.record_reported_step(reported_total, share.tokens, reported)
 
     # --- what gossip asks
 

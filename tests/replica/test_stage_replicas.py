@@ -12,9 +12,9 @@ from agora_protocol.messages import Contribute, GossipSteps, Recall
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
 from agora.replica import all_reduce
 from agora.replica.decide import STAGE_CATCH_UP_AFTER_S
+from agora.replica.gradient_steps import FETCH_TRIES
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
 from agora.replica.span_replicas import LEADING_STEP_INTERVAL_S
-from agora.replica.stage_replicas import FETCH_TRIES
 from agora.replica.stage_view import GONE_AFTER_S, SILENCE_TIMEOUT_S
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
