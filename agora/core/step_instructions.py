@@ -24,6 +24,8 @@ class StepInstructions:
     | uses the mean gradient of all replicas   | if all-reduce, averages, unless `alone` | if all-reduce, averages  |
     | closes its share when it has the tokens  | closes_share, if it uses the mean       | no                  |
 
+    A stage that has taken `stops_at` steps takes and closes none: what is counted then stays in its sum.
+
     The stage's SyncSchedule, which changes on the device thread, says whether a step is an all-reduce or an inner step.
     """
 
@@ -33,6 +35,11 @@ class StepInstructions:
     own_tokens: int = 0  # how many this replica must count so that all reach `target_tokens`, with those it has counted
     alone: bool = False  # no other replica holds the stage
     closes_share: bool = False
+    stops_at: int = 0  # how many steps the run has; 0: no end
+
+    def are_over(self, step: int) -> bool:
+        """Returns whether step `step` is after the run's end."""
+        return 0 < self.stops_at <= step
 
     def tokens_needed(self, step: int) -> int:
         """Returns how many tokens this replica must count for step `step` before it steps or closes its share.

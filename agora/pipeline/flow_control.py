@@ -18,6 +18,9 @@ MIN_PER_STAGE = 2  # at least this many are in flight for each stage: one is com
 MAX_GAP_PERIODS = 10.0  # a longer gap between two completions is a stall, not a pace
 # An origin of a synchronous run that has had nothing open for this many seconds opens its part of what the step lacks.
 TOP_UP_AFTER_S = 3.0
+# Seconds after which an origin whose stage 0 has taken the run's last step believes that another stage still lacks
+# tokens for it: the directory needs about as long to show that a stage has taken its last step.
+LACKS_AFTER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +162,12 @@ class SendInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepAllotment:
-    """How many microbatches of a synchronous run's `step` this origin still has to open (`left`)."""
+    """How many microbatches of a synchronous run's `step`, or after the run's end, this origin still has to open."""
 
     step: int = -1
     left: int = 0
     idle_since: float | None = None  # when this origin was first seen with none left and none open
+    opens_next: int = 0  # how many it opens next after the run's end, if a stage still lacks them; 0: no end was seen
 
     def next_allotment(self, now: float, state: StepState) -> StepAllotment:
         """Returns the next allotment; to be called when nothing is left of this one and no microbatch is open."""
@@ -175,6 +179,21 @@ class StepAllotment:
             return self
         # When origins come and go, their quotas do not add up to a step. Then each opens an equal part of what lacks.
         return StepAllotment(self.step, math.ceil(state.lacking / state.origins))
+
+    def after_end(self, now: float) -> StepAllotment:
+        """Returns the next allotment after stage 0 has taken the run's last step; to be called while none is open.
+
+        How many tokens another stage lacks is not known, so each allotment has twice as many as the one before.
+        """
+        if not self.opens_next:
+            return StepAllotment(self.step, 0, now, opens_next=1)
+        if self.left:
+            return self
+        if self.idle_since is None:
+            return replace(self, idle_since=now)
+        if now - self.idle_since < LACKS_AFTER_S:
+            return self
+        return StepAllotment(self.step, self.opens_next, opens_next=2 * self.opens_next)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +228,12 @@ def next_send(
         return SendDecision("wait", "draining: it opens nothing until `refill`", allotment)
     if inputs.end == "over":
         return SendDecision("wait", "the run has taken its total_steps", allotment)
-    if inputs.end == "last" and open_count:  # one at a time, so that no stage goes far beyond the end
-        return SendDecision("wait", "the last stages take their last step", allotment)
+    if inputs.end == "last":
+        allotment = allotment if open_count else allotment.after_end(now)
+        if not allotment.left or not allotment.opens_next:
+            return SendDecision("wait", "the last stages take their last step", allotment)
+    elif allotment.opens_next:  # an amendment has the run go on
+        allotment = replace(allotment, opens_next=0)
     if inputs.step is not None and not allotment.left and not open_count:
         allotment = allotment.next_allotment(now, inputs.step)
     if inputs.step is not None and not allotment.left:

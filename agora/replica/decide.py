@@ -152,6 +152,7 @@ def decide(situation: Situation) -> Decision:
         or replay_if_behind(situation)
         or catch_up_with_replicas(situation)
         or catch_up_with_leading_stage(situation)
+        or wait_at_end(situation)
         or wait_for_tokens(situation)
         or step_alone(situation)
         or wait_for_answers(situation)
@@ -227,6 +228,13 @@ def catch_up_with_leading_stage(situation: Situation) -> Decision | None:
     )
 
 
+def wait_at_end(situation: Situation) -> Decision | None:
+    stops_at = situation.view.stops_at
+    if not 0 < stops_at <= situation.step or situation.reached > situation.step:
+        return None
+    return Decision(WAIT, f"the run has taken its {stops_at} steps")
+
+
 def wait_for_tokens(situation: Situation) -> Decision | None:
     """Waits while this replica still counts tokens for its step.
 
@@ -254,7 +262,7 @@ def wait_for_tokens(situation: Situation) -> Decision | None:
     if is_late or (0 < view.quota <= tokens and not view.in_progress):
         return None
     if not view.quota:
-        return Decision(WAIT, f"{tokens} tokens are counted; the run has ended, or its share rounds to no microbatch")
+        return Decision(WAIT, f"{tokens} tokens are counted; its share of a step rounds to no microbatch")
     return Decision(WAIT, f"{tokens} of the {view.quota} tokens of its share are counted")
 
 
@@ -295,9 +303,10 @@ def step_instructions(situation: Situation, *, device_closes_share: bool = True)
     still belong to the share, so that `decide` closes it, and not the device thread.
     """
     view, target = situation.view, situation.settings.target_tokens
-    step, quota, alone = view.counts.open_step, view.quota, not situation.members
+    step, quota, alone, end = view.counts.open_step, view.quota, not situation.members, view.stops_at
     if situation.settings.synchronous or alone:
-        return StepInstructions(target, True, step, missing_tokens(situation.live, step, target), alone)
+        return StepInstructions(target, True, step, missing_tokens(situation.live, step, target), alone, stops_at=end)
     if view.sync_schedule.is_inner(step):
-        return StepInstructions(target, True, step, quota or target)
-    return StepInstructions(target, True, step, quota, closes_share=quota > 0 and device_closes_share)
+        return StepInstructions(target, True, step, quota or target, stops_at=end)
+    closes = quota > 0 and device_closes_share
+    return StepInstructions(target, True, step, quota, closes_share=closes, stops_at=end)

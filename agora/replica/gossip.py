@@ -48,7 +48,8 @@ class SwarmQueries:
     uplink_bytes_per_s: of this peer, measured while data waits for it; None otherwise.
     steps_of_run: for each stage of the run, the steps that each of its replicas has taken.
     networks: of a stage's serving replicas, the public networks that they are seen in, this peer's own included.
-    has_ended: whether every stage has taken the run's steps, and this peer's owner has not chosen to go on.
+    stops_at: the number of steps that this peer's stages take at most; 0: no end, because this peer's owner, or another
+    one, has chosen to go on after the run's end.
     """
 
     replicas_in_view: Callable[[int], Collection[PeerId]]
@@ -57,7 +58,7 @@ class SwarmQueries:
     uplink_bytes_per_s: Callable[[], float | None]
     steps_of_run: Callable[[], Collection[Collection[int]]]
     networks: Callable[[int], Mapping[PeerId, str]] = lambda stage: {}
-    has_ended: Callable[[], bool] = lambda: False
+    stops_at: Callable[[], int] = lambda: 0
 
 
 class StepGossip:

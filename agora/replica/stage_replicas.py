@@ -34,6 +34,7 @@ from agora.replica.pacing import BatchSizeCorrection, StepPacing
 from agora.replica.round_contexts import RoundContexts
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
 from agora.replica.stage_view import (
+    KnownReplicas,
     ReplicaCounts,
     StageView,
     cap_reported_tokens,
@@ -99,7 +100,7 @@ class StageReplicas:
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
         self._networks = swarm.networks
-        self._has_ended = swarm.has_ended
+        self._stops_at = swarm.stops_at
         self._fetch = fetch_state
         self._shared_histories: Mapping[PeerId, SharedHistory] = {}
         self._joined_history_at_step = step  # see Electorate
@@ -280,10 +281,6 @@ class StageReplicas:
         self.pacing.set_target(self._settings.target_tokens)
         self.pacing.measure(now, own.tokens_counted, own.open_step)
         quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
-        if self._has_ended():
-            # After the end no share is closed: the microbatches still in progress could fill a quota, even more so that
-            # of a peer that joins later.
-            quota = 0
         takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
         behind_at, behind_since = self._behind_at or (-1, None)
         reports = {peer: last.direct.history for peer, last in live.items()}
@@ -299,6 +296,7 @@ class StageReplicas:
             self._leading_step,
             sync_schedule,
             quota,
+            self._present_end(live),
             # Not in synchronous runs: if the replicas believed different token counts, they would wait for each other
             # forever.
             shares=None if self._settings.synchronous else self.pacing.shares,
@@ -312,6 +310,12 @@ class StageReplicas:
             voters=self._find_voters(electorate, own.agreed_step),
             in_progress=self._in_progress if self._origins_wait() else 0,
         )
+
+    def _present_end(self, live: KnownReplicas) -> int:
+        # A replica that counts for a step after the end belongs to an owner who goes on: it needs the others' shares.
+        stops_at = self._stops_at()
+        goes_on = any(last.direct.open_step > stops_at for last in live.values())
+        return 0 if goes_on else stops_at
 
     def _find_voters(self, electorate: Electorate, step: int) -> set[PeerId] | None:
         voters = electorate.others_to_follow(step)

@@ -201,9 +201,9 @@ class StageView:
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
     # Which of the stage's steps are inner steps; all others are all-reduces.
     sync_schedule: SyncSchedule = ONLY_ALL_REDUCE
-    # Tokens at which its share of a step is closed. 0: no share is closed by tokens, because the run has ended or this
-    # replica's part of a step rounds to no microbatch.
+    # Tokens at which its share of a step is closed. 0: none is, because its part of a step rounds to no microbatch.
     quota: int = 0
+    stops_at: int = 0  # how many steps the stage takes at most, because the run then ends; 0: no end
     shares: Shares | None = None  # bound what others say to have counted; None: nothing does
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     open_fraction: float = 1.0  # the part of a step for which its share has been open, see StepPacing.open_fraction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agora.pipeline.flow_control import (
+    LACKS_AFTER_S,
     TOP_UP_AFTER_S,
     CompletionPace,
     SendDecision,
@@ -58,13 +60,34 @@ def test_the_first_row_that_holds_decides(state: dict[str, Any], action: str, re
     assert opening.allotment == NONE or action == "open", "waiting uses nothing up"
 
 
-def test_after_the_last_step_nothing_is_opened_and_until_others_have_taken_it_one_at_a_time() -> None:
+def test_after_the_last_step_nothing_is_opened() -> None:
     for open_count in (0, 3):
         over = decide(seen=SendInputs(end="over"), open_count=open_count)
         assert (over.action, over.reason) == ("wait", "the run has taken its total_steps")
-    assert decide(seen=SendInputs(end="last"), open_count=0).action == "open"
-    assert decide(seen=SendInputs(end="last"), open_count=1).action == "wait"
     assert decide(seen=SendInputs(end="over"), leaving=True).action == "stop"
+
+
+def test_while_other_stages_have_not_been_seen_to_take_the_last_step_few_are_opened() -> None:
+    """A stage that lacks tokens gets twice as many at each time; those that were lacking nothing get next to none."""
+    last, opened, now = SendInputs(end="last"), [], 0.0
+    decision = decide(now, replace(NONE, step=8, left=3), last, open_count=2)
+    assert decision.action == "wait", "what is open may be all that lacks"
+    while now < 6 * LACKS_AFTER_S:
+        decision = decide(now, decision.allotment, last)
+        if decision.action == "open":
+            opened.append(now)
+        else:
+            now += 0.5
+    assert opened[0] == pytest.approx(LACKS_AFTER_S, abs=0.5)
+    per_time = [sum(at <= time < at + 0.1 for time in opened) for at in sorted(set(opened))]
+    assert per_time[:4] == [1, 2, 4, 8]
+
+
+def test_an_amended_run_goes_on_at_once_and_its_next_end_begins_as_the_first() -> None:
+    ended = replace(NONE, opens_next=8, idle_since=90.0)
+    goes_on = decide(allotment=ended)
+    assert goes_on.action == "open" and not goes_on.allotment.opens_next
+    assert decide(allotment=goes_on.allotment, seen=SendInputs(end="last")).allotment.opens_next == 1
 
 
 def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:

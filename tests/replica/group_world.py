@@ -108,6 +108,8 @@ class FakeStage:
         """As train.Stage.step_or_close_share."""
         if self.share is not None or not 0 < self.tokens >= self.instructions.tokens_needed(self.step):
             return
+        if self.instructions.are_over(self.step):
+            return
         if not self.instructions.uses_mean_gradient(self.step, self.sync_schedule):
             self._step_alone()
         elif self.instructions.must_close(self.step, self.sync_schedule):
@@ -202,6 +204,8 @@ class GroupPeer:
         self.alone_in: set[int] = set()
         self.sees: list[PeerId] | None = None
         self.uplink_rate: float | None = None
+        self.goes_on = False
+        """Whether its owner goes on after the run's end."""
         self.events: list[Event] = []
         self.fetches: list[int] = []
         self.violations: list[tuple[PeerId, Violation, str]] = []
@@ -217,7 +221,7 @@ class GroupPeer:
                 has_connections=self.has_connections,
                 uplink_bytes_per_s=self.uplink_bytes_per_s,
                 steps_of_run=lambda: self.world.run_steps,
-                has_ended=lambda: self.world.has_ended,
+                stops_at=lambda: 0 if self.goes_on else self.world.stops_at,
             ),
             fetch_state=self.fetch,
             report=self.events.append,
@@ -301,7 +305,8 @@ class GroupWorld:
         self.failing: set[type[Message]] = set()
         self.calls: Counter[str] = Counter()
         self.run_steps: list[list[int]] = [[0]]
-        self.has_ended = False
+        self.stops_at = 0
+        """How many steps the run has; 0: no end."""
         self.bandwidths: dict[PeerId, float] = {}
         self.transfer_s = 0.0  # seconds from a source's snapshot of its state to the end of the transfer
         self.suspends = False  # whether peers refuse those that they have suspended

@@ -170,7 +170,7 @@ def test_a_share_of_an_all_reduce_step_is_complete_at_its_quota_and_the_step_goe
     action, reason = next_action(NOW, own, others((A, 5, 300)), ALL_REDUCES)
     assert action == Action("wait") and reason == "300 of the 400 tokens of its share are counted"
     reason = next_action(NOW, replace(own, quota=0), others((A, 5, 300)), ALL_REDUCES)[1]
-    assert reason == "300 tokens are counted; the run has ended, or its share rounds to no microbatch"
+    assert reason == "300 tokens are counted; its share of a step rounds to no microbatch"
     full = StageView(at(5, 400), quota=400)
     action, reason = next_action(NOW, full, others((A, 5, 300)), ALL_REDUCES)
     assert action == Action("step together", 5) and reason == "this replica's share of step 5 is complete"
@@ -249,6 +249,20 @@ def test_the_device_closes_a_share_only_where_its_quota_is_known() -> None:
     )
     assert step_instructions(5, {A}, heard.known, 0, INNER_STEPS) == StepInstructions(1000, True, 5, 1000)
     assert step_instructions(5, set(), {}, 400, ALL_REDUCES) == StepInstructions(1000, True, 5, 1000, alone=True)
+
+
+@RUNS
+def test_after_the_end_no_step_is_taken_but_those_of_others(run: Run) -> None:
+    ended = StageView(at(5, 1000), stops_at=5, quota=400)
+    assert next_action(NOW, ended, others((A, 5, 1000)), run) == (Action("wait"), "the run has taken its 5 steps")
+    assert next_action(NOW, ended, others(), run)[0] == Action("wait")
+    assert next_action(NOW, replace(ended, stops_at=6), others((A, 5, 1000)), run)[0] != Action("wait")
+    assert next_action(NOW, replace(ended, stops_at=6), others(), run)[0] != Action("wait")
+    assert next_action(NOW, StageView(at(4, 0, share=5), stops_at=5), others((A, 4, 0)), run)[0] != Action("wait"), (
+        "the last step"
+    )
+    behind = next_action(NOW, ended, others((A, 7, 0), (B, 7, 0)), run)[0]
+    assert behind != Action("wait"), "others have gone on"
 
 
 def test_a_complete_step_is_taken_by_a_replica_that_has_counted_something() -> None:

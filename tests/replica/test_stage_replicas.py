@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
 
 ALL_REDUCES = {"averaging": {"gradient_wire": "float32", "round_s": 3.0}}
+INNER_STEPS = {"averaging": {"exact_steps": 5, "round_s": 3.0}}
 SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"round_s": 3.0}}
 
 
@@ -79,26 +81,34 @@ def test_asynchronous_all_reduce_steps_hold_their_target_and_no_token_is_lost(ra
     run(main())
 
 
-def test_what_was_in_progress_at_the_end_of_the_run_makes_no_further_step() -> None:
+@pytest.mark.parametrize(
+    "sections", [ALL_REDUCES, INNER_STEPS, SYNCHRONOUS], ids=["all-reduces", "inner", "synchronous"]
+)
+@pytest.mark.parametrize("rates", [[4000.0], [4000.0, 4000.0], [2000.0, 8000.0, 1000.0]], ids=len)
+def test_a_stage_takes_exactly_the_steps_of_the_run_whatever_is_still_sent(rates: list[float], sections: Any) -> None:
     async def main() -> None:
-        async with GroupWorld([4000.0, 4000.0], target=4096, **ALL_REDUCES) as world:
-            first, second = world.all
-            await asyncio.sleep(20.0)
-            stages = (first.stage, second.stage)
-            while first.stage.step != second.stage.step or any(each.share or each.tokens > 500 for each in stages):
-                await asyncio.sleep(0.01)
-            world.has_ended = True
-            first.stage.rate = second.stage.rate = 0.0
-            last = first.stage.step
-            first.stage.tokens = 3000  # more than its quota of 2048; not a step, with those of the other one
-            first.group.stages[0].consider()
+        async with GroupWorld(rates, target=4096, **sections) as world:
+            world.stops_at = 12
+            await asyncio.sleep(120.0)
+            assert [peer.stage.step for peer in world.all] == [12] * len(rates)
+            assert all("has taken its 12 steps" in peer.group.stages[0].reason for peer in world.all)
+            world.stops_at = 30  # an amendment has the run go on
+            for peer in world.all:
+                peer.stage.tokens = 0
+            await asyncio.sleep(180.0)
+            assert [peer.stage.step for peer in world.all] == [30] * len(rates)
+
+    run(main())
+
+
+@pytest.mark.parametrize("sections", [ALL_REDUCES, INNER_STEPS], ids=["exact", "inner"])
+def test_replicas_that_would_stop_step_with_one_that_goes_on(sections: Any) -> None:
+    async def main() -> None:
+        async with GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **sections) as world:
+            world.stops_at, world.all[1].goes_on = 12, True
             await asyncio.sleep(60.0)
-            assert first.stage.step == second.stage.step == last
-            world.has_ended = False  # an amendment has the run go on
-            first.group.stages[0].consider()
-            first.stage.rate = second.stage.rate = 4000.0
-            await asyncio.sleep(20.0)
-            assert first.stage.step > last + 5
+            assert min(peer.stage.step for peer in world.all) > 24
+            assert not any(peer.fetches for peer in world.all)
 
     run(main())
 

@@ -228,6 +228,29 @@ def test_a_replayed_step_leaves_what_was_counted_for_the_step_after() -> None:
     with_stage_0(test)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_device_takes_no_step_after_the_end_whatever_is_counted(alone: bool) -> None:
+    async def test(worker: DeviceWorker) -> None:
+        until_1 = StepInstructions(32, True, 0, 32, alone=alone, closes_share=not alone, stops_at=1)
+        worker.set_step_instructions(0, until_1)
+        await one_microbatch(worker, 0)
+        if not alone:
+            share = await worker.close_share(0)
+            await worker.step_with_gradient(0, 0, share.values, share.tokens)
+        await read_steps(worker, 1)
+        worker.set_step_instructions(0, replace(until_1, step=1))
+        for number in range(1, 4):
+            await one_microbatch(worker, number)
+        progress = worker.progress_of(0)
+        assert (progress.step, progress.open_step, progress.tokens_in_share) == (1, 1, 96)
+        worker.set_step_instructions(0, replace(until_1, step=1, stops_at=0))
+        await one_microbatch(worker, 4)
+        await worker.export_state(0)  # a job after what that microbatch set off
+        assert worker.progress_of(0).open_step == 2, "an amendment has the run go on"
+
+    with_stage_0(test)
+
+
 def test_a_stage_that_waits_for_its_replicas_counts_on_until_its_share_is_taken() -> None:
     async def test(worker: DeviceWorker) -> None:
         worker.set_step_instructions(0, StepInstructions(32, True, step=1, own_tokens=32, alone=True))

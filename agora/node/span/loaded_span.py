@@ -74,7 +74,7 @@ class LoadedSpan:
                 uplink_bytes_per_s=local_peer.uplink_bytes_per_s,
                 steps_of_run=local_peer.steps_of_run,
                 networks=local_peer.networks,
-                has_ended=self._is_over,
+                stops_at=self._stops_at,
             ),
             fetch_state=keeper.fetch,
             report=startup.report_event,
@@ -231,6 +231,17 @@ class LoadedSpan:
         view, own = self._local_peer.view, self.own_steps
         others = (stage for stage in range(self._local_peer.manifest.stage_count) if stage not in own)
         return any(not any(seen.steps for seen in view.replicas(stage)) for stage in others)
+
+    def _stops_at(self) -> int:
+        # Origins send on until they see that all stages have ended, which takes the directory some seconds: the stages
+        # must not step along that. Of peers of the run only those whose owners go on take more steps.
+        local_peer, total_steps = self._local_peer, self._local_peer.live.total_steps
+        if local_peer.startup.settings.at_end == "go-on":
+            return 0
+        if self._is_synchronous:  # replicas step together or not at all, so none could show that it goes on
+            return 0 if self._is_over() else total_steps
+        goes_on = any(step > total_steps for seen in local_peer.view.peers.values() for step in seen.steps)
+        return 0 if goes_on else total_steps
 
     def _is_over(self) -> bool:
         local_peer = self._local_peer
