@@ -26,7 +26,14 @@ from agora.tuning.chat.data_survey import DataSurvey, survey
 from agora.tuning.chat.hub_data import fetch_data_set
 from agora.tuning.chat.model_tokenizer import ModelTokenizer, open_model_tokenizer, read_chat_template
 from agora.tuning.chat.sample_file import SampleFile, SampleFiles, open_samples
-from agora.tuning.chat.sample_formats import OBJECTIVES, Objective, ReadingRules, parse_columns, parse_roles
+from agora.tuning.chat.sample_formats import (
+    MESSAGE_FIELDS,
+    OBJECTIVES,
+    Objective,
+    ReadingRules,
+    parse_columns,
+    parse_roles,
+)
 from agora.tuning.chat.supervision import TokenSequence
 
 if TYPE_CHECKING:
@@ -92,6 +99,21 @@ class ReadingChoice:
         """Returns the source of the chosen chat template; "" for the model's own."""
         return read_chat_template(self.chat_template, base_model) if self.chat_template else ""
 
+    def check(self, files: SampleFiles) -> None:
+        """Raises Failure for flags that have no effect on these files: what they ask for would not happen."""
+        has_messages = any(each.reader.format.may_have_messages for each in files.files)
+        about_messages = {"--roles": self.roles, "--role-order": self.role_order}
+        about_messages |= {f"--columns {name}": files.rules.columns.get(name) for name in MESSAGE_FIELDS}
+        formats = [each.reader.format.name for each in files.files]
+        for flags, matters, what in (
+            (about_messages, has_messages, f"is about messages, and {files.name} has none (format: {formats[0]})"),
+            ({"--too-long": self.too_long}, files.objective != "lm", "is for samples, not for text learnt whole"),
+            ({"--chat-template": self.chat_template}, set(formats) != {"text"}, "is for samples, not for plain text"),
+        ):
+            for flag, value in flags.items():
+                if value and not matters:
+                    raise Failure(f"{flag} {what}; leave it out", EXIT_USAGE)
+
 
 USUAL_READING: Final = ReadingChoice()
 
@@ -120,6 +142,7 @@ def run(options: DataOptions, *, as_json: bool) -> int:
     tokenizer = open_model_tokenizer(options.base_model, datetime.now(), options.reading.template(options.base_model))
     context = _choose_context(options.context, tokenizer)
     file = open_samples(options.files, rules, objective)
+    options.reading.check(file)
     with console.ProgressDisplay("reading samples") as display:
         found = survey(
             file, tokenizer, context, SHOWN_SAMPLES, lambda count: display.show(count, f"{count:,} samples read")

@@ -52,6 +52,7 @@ TARGET_TOKENS: Final = 16_384
 ROWS_OF_A_STEP: Final = 32
 FEWER_ROWS_OF_A_STEP: Final = 16
 MANY_STEPS: Final = 100
+MANY_TIMES_ASKED: Final = 1.25  # steps that see the data so many times as often as was asked are said
 FULL_RATE, LORA_RATE, LORA_DPO_RATE = 2e-5, 2e-4, 2e-5
 WARMUP_SHARE: Final = 0.05
 MAX_WARMUP_STEPS: Final = 100
@@ -208,6 +209,10 @@ class TuningManifest:
             return begins
         optimizer = self.manifest.optimizer
         times = "once" if self.epochs == 1 else f"{self.epochs:g} times"
+        rows = self.data.rows * (1.0 - heldout_share(self.data))
+        tokens = rows * tokens_of_row(self.data, self.manifest.model.context)
+        if (seen := optimizer.total_steps * optimizer.target_tokens / tokens) > MANY_TIMES_ASKED * self.epochs:
+            times = f"{seen:,.3g} times, since a step has more tokens than the data"
         held = f"{optimizer.target_tokens:,} {'supervised tokens' if self.data.objective == 'sft' else 'tokens'}"
         heldout = [] if self.manifest.data.heldout else ["held out     nothing: the data is too little for it"]
         return [
@@ -343,11 +348,16 @@ def step_values(data: TrainingData, context: int, epochs: float) -> dict[str, An
         rows = optimizer_values("all", "lm", context)["target_tokens"] // context
     else:
         rows = ROWS_OF_A_STEP if trained_rows >= MANY_STEPS * ROWS_OF_A_STEP else FEWER_ROWS_OF_A_STEP
-    tokens_of_a_row = data.found.supervised / data.rows if data.objective == "sft" else context
+    tokens_of_a_row = tokens_of_row(data, context)
     target = max(1, round(rows * tokens_of_a_row))
     steps = max(1, math.ceil(trained_rows * tokens_of_a_row / target))
     warmup = min(MAX_WARMUP_STEPS, math.ceil(WARMUP_SHARE * steps), steps - 1)
     return {"target_tokens": target, "total_steps": steps, "warmup_steps": warmup}
+
+
+def tokens_of_row(data: TrainingData, context: int) -> float:
+    """Returns how many tokens of a row count for target_tokens: for sft the mean number of its supervised ones."""
+    return data.found.supervised / data.rows if data.objective == "sft" else float(context)
 
 
 def heldout_share(data: TrainingData) -> float:

@@ -90,9 +90,10 @@ def read_training_data(
     """
     paths = tuple(path.expanduser().absolute() for path in named)
     file = open_samples(paths, reading.rules(), objective)
+    reading.check(file)
     if file.objective == "lm":
-        if reading.skip_bad or reading.too_long or reading.chat_template:
-            raise Failure("--skip-bad, --too-long and --chat-template are for samples, not for a corpus", EXIT_USAGE)
+        if reading.skip_bad:
+            raise Failure("--skip-bad is for samples, not for a corpus; leave it out", EXIT_USAGE)
         for each in file.files:
             _require_readable_corpus(each)
     template = reading.template(base_model)

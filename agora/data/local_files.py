@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agora_protocol.errors import LocalError
@@ -47,6 +47,22 @@ class LocalFiles:
         else:
             changes["corpus"] = tuple(self._find_all(data.corpus))
         return data.model_copy(update=changes)
+
+    def unused_places(self, data: DataSection) -> list[Path]:
+        """Returns the chosen places from which nothing of the section is read; [] where one of its files is nowhere."""
+        try:
+            found = self.localise(data)
+        except LocalError:
+            return []
+        read = [Path(source) for source in (found.tokenizer, *(found.sample_paths or found.corpus))]
+        return [place for place in self.chosen if not any(path == place or place in path.parents for path in read)]
+
+    def needs_base_model(self, data: DataSection) -> bool:
+        """Returns whether a file that the section names lies in the folder of the base model, or around it."""
+        try:
+            return replace(self, base_model=None).localise(data) != self.localise(data)
+        except LocalError:
+            return True
 
     def find_tokenizer(self, source: str) -> str:
         """Returns a path of this machine for [data] tokenizer. Raises LocalError if it is nowhere."""

@@ -14,6 +14,7 @@ import pytest
 
 from agora.cli import console, data_command
 from agora.cli.data_command import DataOptions, ReadingChoice
+from agora.cli.run_data import read_training_data
 from agora.tuning.chat.data_survey import DataSurvey
 from agora.tuning.chat.sample_formats import ReadingCounts
 from agora.tuning.chat.sample_rows import open_sample_rows
@@ -236,6 +237,39 @@ def test_wrong_flags_of_reading_say_what_is_right(run: Run) -> None:
     ):
         with pytest.raises(console.Failure, match=says):
             run([{"messages": CHAT}], **flags)
+
+
+TEXT = [{"text": "A text without messages. " * 20}]
+ALPACA = [{"instruction": "2 + 2?", "output": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "says"),
+    [
+        (
+            TEXT,
+            {"roles": "customer=user"},
+            "--roles is about messages, and .*x.jsonl has none .format: text",
+        ),
+        (TEXT, {"role_order": "any"}, "--role-order is about messages"),
+        (ALPACA, {"columns": "role=from"}, "--columns role is about messages, and .* has none .format: Alpaca"),
+        (ALPACA, {"role_order": "any"}, "--role-order is about messages"),
+        (TEXT, {"too_long": "drop"}, "--too-long is for samples, not for text learnt whole"),
+        (TEXT, {"chat_template": "chatml"}, "--chat-template is for samples, not for plain text"),
+        (TEXT, {"chat_template": "chatml", "objective": "sft"}, "--chat-template is for samples, not for plain text"),
+    ],
+)
+def test_flags_that_have_no_effect_on_this_data_are_refused(
+    run: Run, tmp_path: Path, rows: list[dict[str, Any]], flags: dict[str, str], says: str
+) -> None:
+    with pytest.raises(console.Failure, match=says):
+        run(rows, **flags)
+    reading = ReadingChoice(**{key: value for key, value in flags.items() if key != "objective"})
+    folder = write_folder(tmp_path / "base", CHATML)
+    with pytest.raises(console.Failure, match=says):
+        read_training_data([tmp_path / "x.jsonl"], folder, reading, flags.get("objective"), 16)
+    assert run([{"messages": CHAT}], roles="customer=user", role_order="any", chat_template="chatml")
+    assert run([{"prompt": CHAT[:1], "completion": CHAT[1:]}], roles="customer=user", columns="role=role")
 
 
 def test_standard_input_several_files_and_a_template_are_read_by_the_command(tmp_path: Path) -> None:

@@ -102,6 +102,12 @@ def test_the_steps_see_the_training_rows_once_per_epoch(base: Path, tmp_path: Pa
     assert "which see the data 3 times" in thrice.summary_lines()[-1]
 
 
+def test_data_that_is_less_than_a_step_is_said_to_be_seen_as_often_as_it_will_be(base: Path, tmp_path: Path) -> None:
+    few = made(base, chats(tmp_path / "few.jsonl", 4)).summary_lines()
+    (steps,) = (line for line in few if line.startswith("steps"))
+    assert "since a step has more tokens than the data" in steps and "once" not in steps
+
+
 def test_a_large_file_has_larger_steps_and_a_single_sample_still_makes_one(base: Path, tmp_path: Path) -> None:
     one = read_training_data([chats(tmp_path / "one.jsonl", 1)], base, USUAL_READING, None, CONTEXT)
     few, many = step_values(one, CONTEXT, 1.0), step_values(one, CONTEXT, 100_000.0)
@@ -268,7 +274,7 @@ def test_one_sample_of_many_that_are_left_out_counts_as_one(base: Path, tmp_path
 def test_text_for_less_than_a_row_is_refused_and_for_one_row_is_not_held_out(base: Path, tmp_path: Path) -> None:
     with pytest.raises(Failure, match="has 21 tokens, and a row has 65"):
         made(base, write(tmp_path / "short.jsonl", [{"text": "x" * 20}]))
-    with pytest.raises(Failure, match="--skip-bad, --too-long and --chat-template are for samples"):
+    with pytest.raises(Failure, match="--skip-bad is for samples, not for a corpus"):
         made(base, write(tmp_path / "bad.jsonl", [{"text": "x" * 70}]), skip_bad=True)
     one = made(base, write(tmp_path / "one.jsonl", [{"text": "x" * 70}])).manifest
     assert one.data.heldout == 0

@@ -21,6 +21,7 @@ from agora.core.optional_packages import PackageMissing
 from agora.node import paths, runs
 from agora.node.process.joining import read_manifest
 from agora.node.settings import Settings
+from agora.node.span.training_data import format_times
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "answer"}]}
 
@@ -34,21 +35,26 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> paths.Home:
 
 def found(
     home: paths.Home,
-    draft: Manifest,
+    draft: Manifest | str,
     *data: Path,
     span: Span | None = None,
     base: Path | None = None,
     adapter: Path | None = None,
+    told: list[str] | None = None,
+    queued: tuple[str, ...] = (),
     **more: Any,
 ) -> str:
-    """Joins a draft as founder; returns the manifest's text after that. more: further settings."""
+    """Joins a draft as founder; returns the manifest's text after that. more: further settings. told: gets what the
+    owner is told, and the note of the phase."""
     paths.make_private(home.root)
     file = home.root.parent / "run.toml"
-    file.write_text(draft.to_toml())
+    file.write_text(draft.to_toml() if isinstance(draft, Manifest) else draft)
+    says = told if told is not None else []
 
     @contextlib.contextmanager
     def enter(name: str) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(text="")
+        yield (note := SimpleNamespace(text=""))
+        says.append(note.text)
 
     startup = SimpleNamespace(
         reference=runs.resolve(str(file), home),
@@ -63,6 +69,9 @@ def found(
             **more,
         ),
         phases=SimpleNamespace(enter=enter, report_progress=lambda text: None),
+        report_event=lambda event: says.append(event.text),
+        queued=queued,
+        queue_done=(),
     )
     asyncio.run(read_manifest(cast(Any, startup)))
     return file.read_text()
@@ -208,3 +217,70 @@ def test_a_place_of_data_that_is_not_there_is_said_before_another_file_is_read_i
     with pytest.raises(LocalError, match="There is no .*/poemz.txt, which --data names"):
         found(home, reading(corpus=["poems.txt"]), tmp_path / "poemz.txt")
     assert not is_signed((tmp_path / "run.toml").read_text(), "")
+
+
+def test_a_base_model_and_data_that_the_run_has_no_use_for_are_refused_before_it_is_signed(
+    home: paths.Home, tmp_path: Path
+) -> None:
+    (tmp_path / "poems.txt").write_text("Roses are red. " * 500)
+    (tmp_path / "base").mkdir()
+    (more := tmp_path / "chats.jsonl").write_text(json.dumps(CHAT))
+    draft = reading(corpus=["poems.txt"])
+    with pytest.raises(LocalError, match="--base-model .*base has no effect: .* with no base model; leave it out"):
+        found(home, draft, base=tmp_path / "base")
+    with pytest.raises(LocalError, match="--data .*chats.jsonl has no effect: .* trains on other text"):
+        found(home, draft, tmp_path / "poems.txt", more)
+    with pytest.raises(LocalError, match="--data .*chats.jsonl has no effect"):
+        found(home, reading(corpus=["stdlib"]), more, span=Span(1, 1))
+    assert not is_signed((tmp_path / "run.toml").read_text(), "")
+    told: list[str] = []
+    signed = found(home, draft, base=tmp_path / "base", queued=("another run",), told=told)
+    assert is_signed(signed, ""), "another run of the queue may have a use for it"
+    assert any("begins with no base model" in text for text in told)
+
+
+def test_what_a_signed_run_has_no_use_for_is_said_and_what_it_reads_is_not(home: paths.Home, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    for name in ("poems.txt", "kept/poems.txt"):
+        (tmp_path / name).write_text("Roses are red. " * 500)
+    signed = found(home, reading(corpus=["poems.txt"]))
+    told: list[str] = []
+    found(home, signed, tmp_path / "kept", base=tmp_path / "kept", told=told)
+    assert [text for text in told if "has no effect" in text] == [
+        f"--base-model {tmp_path}/kept has no effect: tiny begins with no base model"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "microbatches", "warning"),
+    [(10, 1, ""), (4000, 1, "after some 20 times a model learns it by heart"), (2, 64, "a single step sees it")],
+    ids=["usual", "many steps", "a large step"],
+)
+def test_how_often_a_run_sees_its_data_is_said_before_it_is_signed(
+    home: paths.Home, tmp_path: Path, steps: int, microbatches: int, warning: str
+) -> None:
+    (tmp_path / "poems.txt").write_text("Roses are red. " * 500)  # 7,501 tokens
+    draft = reading(corpus=["poems.txt"])
+    target = microbatches * draft.tokens_per_microbatch
+    draft = draft.with_values(optimizer={"total_steps": steps, "target_tokens": target, "warmup_steps": 1})
+    epochs = format_times(steps * target / (7501 * (1 - draft.data.heldout)))
+    told: list[str] = []
+    found(home, draft, told=told)
+    *warned, note = told
+    assert f"its {steps:,} steps of {target:,} tokens see the data {epochs}" in note
+    assert [warning in text and epochs in text for text in warned] == [True] * bool(warning)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_of_samples_the_tokens_that_count_are_compared_with_a_step(home: paths.Home, tmp_path: Path, kind: str) -> None:
+    from tests.model.tiny_models import make_model, manifest_of, save
+
+    base = save(make_model("llama"), tmp_path / "base")
+    record = CHAT if kind == "sft" else {"prompt": "q", "chosen": "a", "rejected": "b"}
+    (tmp_path / "taught.jsonl").write_text((json.dumps(record) + "\n") * 20)
+    data = {"samples": "taught.jsonl", "heldout": 0.0}
+    steps = {"total_steps": 3, "target_tokens": 99_984, "warmup_steps": 1}
+    draft = manifest_of(base, model={"trained": "lora"}, data=data, objective={"kind": kind}, optimizer=steps)
+    told: list[str] = []
+    found(home, draft, base=base, told=told)
+    assert "a single step sees it" in told[0] and "see the data" in told[-1]

@@ -35,8 +35,9 @@ from agora.node.peer.run_admission import load_admission_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
 from agora.node.span.load_span import check_stages_fit
-from agora.node.span.training_data import check_draft, remember_files
+from agora.node.span.training_data import DataUse, check_draft, explain_unused, remember_files
 from agora.node.startup import Startup, next_incarnation
+from agora.observe import events
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
 
@@ -71,20 +72,24 @@ async def read_manifest(startup: Startup) -> SignedManifest:
                 found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
         if found is None and reference.draft is not None:
             startup.phases.report_progress("reading what the run trains on, before it is signed")
-            await asyncio.to_thread(_check_before_signing, startup, reference.draft)
+            use = await asyncio.to_thread(_check_before_signing, startup, reference.draft)
         if found is None:
             signed, note.text = await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
+            note.text += f"; {use.sentence()}" if use else ""
         else:
             adopt(signed := found)
         note.text += f", run {signed.run_id[:12]} ({signed.manifest.name})"
     return signed
 
 
-def _check_before_signing(startup: Startup, draft: Manifest) -> None:
+def _check_before_signing(startup: Startup, draft: Manifest) -> DataUse | None:
     # What a start would refuse after it: a signed manifest cannot be edited any more, so that it suits this machine.
     check_disk_room(startup, draft)
     check_stages_fit(draft, startup.settings, startup.home.root)
-    check_draft(startup, draft)
+    use = check_draft(startup, draft)
+    if use is not None and (warning := use.warning()):
+        startup.report_event(events.OwnerTold(warning))
+    return use
 
 
 def check_disk_room(startup: Startup, manifest: Manifest) -> str:
@@ -150,6 +155,8 @@ def _accept_and_register(startup: Startup, signed: SignedManifest) -> None:
         raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
     run_files.remember_manifest(home, signed)
     remember_files(startup, signed.manifest)
+    for sentence in explain_unused(startup, signed.manifest):
+        startup.report_event(events.OwnerTold(sentence))
     if proof:
         run_files.write_proof(home, signed.run_id, proof)
     _register(startup, signed.run_id, signed.manifest.name, signed.founder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId
@@ -25,6 +26,9 @@ from agora.tuning.adapters.peft_folder import check_adapter, not_from_an_adapter
 from agora.tuning.base.store import BaseModelError
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
 from agora.tuning.epochs.batches import EpochFile
+
+# Times that a run sees its data from which on its founder is warned: people tune for 1 to 5, pretrain for fewer.
+MANY_EPOCHS: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +80,82 @@ def is_own_manifest(startup: Startup, founder: PeerId) -> bool:
     return any(entry.peer == founder == entry.founder for entry in daemon_registry.find_running_daemons())
 
 
-def check_draft(startup: Startup, draft: Manifest) -> None:
+def check_draft(startup: Startup, draft: Manifest) -> DataUse | None:
     """Reads what a manifest trains on before its founder signs it: what a start would refuse later is refused now.
 
-    Blocks, and may take long; rows and tokens stay cached for the start. No data is read if the founder's own
-    `--stages` leave out stage 0. Raises what open_training_data raises, and BaseModelError without the base model.
+    Returns how often its steps see the data; None if no data is read, because the founder's own `--stages` leave out
+    stage 0. Blocks, and may take long; rows and tokens stay cached for the start. Raises what open_training_data
+    raises, BaseModelError without the base model, and LocalError for a base model or data that the run has no use for.
     """
     settings = startup.settings
     stored = startup.home.root / "base" / getattr(draft.model, "tensors_hash", "")  # fetched for an earlier run
     if settings.named_base_model is not None or not stored.is_dir() or stored.name == "base":
         family_of(draft.model).check_machine(settings.named_base_model)
     _check_adapter(startup, draft)
+    is_queued = bool(settings.queue or startup.queued or startup.queue_done)  # what one run has no use for, another has
+    if not is_queued and (unused := explain_unused(startup, draft)):
+        raise LocalError(f"{unused[0]}; leave it out, or make another manifest with `swarm new`. Nothing was signed.")
     if settings.span is not None and 0 not in settings.span:
-        return
+        return None
     data = _localise(startup, draft)
-    if draft.has_marks:
-        _load_samples(startup, draft, data)
-    else:
-        _load_corpus(startup, draft, data)
+    if not draft.has_marks:
+        _, tokens = _load_corpus(startup, draft, data)
+        return DataUse.of(draft, tokens * (1.0 - draft.data.heldout))
+    summary = _load_samples(startup, draft, data).summary
+    is_dpo = draft.objective.kind == "dpo"  # each position of its rows counts
+    return DataUse.of(draft, summary.rows * draft.model.context if is_dpo else summary.supervised)
+
+
+@dataclass(frozen=True, slots=True)
+class DataUse:
+    """How often a run sees its data. step_epochs: in one step."""
+
+    steps: int
+    target_tokens: int
+    epochs: float
+    step_epochs: float
+
+    @classmethod
+    def of(cls, manifest: Manifest, trained_tokens: float) -> DataUse:
+        """trained_tokens: of the data, those that count for `target_tokens` and are not held out."""
+        optimizer = manifest.optimizer
+        step_epochs = optimizer.target_tokens / max(trained_tokens, 1.0)
+        return cls(optimizer.total_steps, optimizer.target_tokens, optimizer.total_steps * step_epochs, step_epochs)
+
+    def sentence(self) -> str:
+        return f"its {self.steps:,} steps of {self.target_tokens:,} tokens see the data {format_times(self.epochs)}"
+
+    def warning(self) -> str:
+        """Returns what the founder should know before it signs; "" if the run sees its data a usual number of times."""
+        if self.step_epochs > 1.0:
+            problem = f"a single step sees it {format_times(self.step_epochs)}"
+        elif self.epochs > MANY_EPOCHS:
+            problem = f"after some {MANY_EPOCHS:.0f} times a model learns it by heart"
+        else:
+            return ""
+        return (
+            f"the data is little for this run: {self.sentence()}, and {problem}. If that is not meant, end this daemon "
+            "and make another manifest, with smaller total_steps or target_tokens in [optimizer]"
+        )
+
+
+def format_times(epochs: float) -> str:
+    """Returns how often, in words: "once", "0.25 times", "1,300 times"."""
+    if epochs == 1.0:
+        return "once"
+    return f"{epochs:,.0f} times" if epochs >= 100.0 else f"{epochs:.3g} times"
+
+
+def explain_unused(startup: Startup, manifest: Manifest) -> list[str]:
+    """Returns a sentence, without a full stop, for each file that the owner names and the run has no use for."""
+    settings, files = startup.settings, _local_files(startup)
+    unused = []
+    is_from_base = isinstance(manifest.model, HfSection) or files.needs_base_model(manifest.data)
+    if settings.named_base_model is not None and not is_from_base:
+        unused.append(f"--base-model {settings.base_model} has no effect: {manifest.name} begins with no base model")
+    for place in files.unused_places(manifest.data):
+        unused.append(f"--data {place} has no effect: {manifest.name} trains on other text, which its [data] names")
+    return unused
 
 
 def _check_adapter(startup: Startup, draft: Manifest) -> None:

@@ -128,6 +128,7 @@ class RecordFormat:
     read: Callable[[FormatRecord], Sample]  # turns the columns of a record into a sample
     objectives: tuple[Objective, ...] = ("sft", "lm")  # that can use such samples; the first one is the default
     optional: tuple[str, ...] = ()  # names of columns
+    may_have_messages: bool = True  # whether a column of it may be a list of messages
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -497,6 +498,7 @@ FORMATS: Final = (
         _read_alpaca_preference,
         ("dpo",),
         ("input", "system", "history"),
+        may_have_messages=False,
     ),
     RecordFormat(
         "ShareGPT preference",
@@ -513,6 +515,12 @@ FORMATS: Final = (
     RecordFormat(
         "prompt and completion", ("prompt", "completion"), _read_completion, optional=("input", "system", "tools")
     ),
-    RecordFormat("Alpaca", ("instruction", "output"), _read_alpaca, optional=("input", "system", "history")),
-    RecordFormat("text", ("text",), lambda row: PlainText(row.text("text")), ("lm", "sft")),
+    RecordFormat(
+        "Alpaca",
+        ("instruction", "output"),
+        _read_alpaca,
+        optional=("input", "system", "history"),
+        may_have_messages=False,
+    ),
+    RecordFormat("text", ("text",), lambda row: PlainText(row.text("text")), ("lm", "sft"), may_have_messages=False),
 )
