@@ -19,11 +19,8 @@ from agora.replica.stage_view import (
     cap_reported_tokens,
     closing_times,
     count_tokens,
-    live_replicas,
     missing_tokens,
     reached_step,
-    round_members,
-    unreachable_replicas,
 )
 
 # A replica of an asynchronous run that is more steps than this behind the others fetches their state.
@@ -98,7 +95,7 @@ class Situation:
     now: seconds on the clock of the times in `view`.
     members: the other replicas that belong to the step.
     live: those of them that have reported and are live, with their tokens as far as they are believed.
-    reachable: how many of the members are not unreachable.
+    reachable: how many of the members are not suspected.
     reached: the step that the others have reached, or this replica's own.
     """
 
@@ -112,18 +109,18 @@ class Situation:
 
     @classmethod
     def of(cls, view: StageView, now: float, settings: StepSettings) -> Situation:
-        members = round_members(view.known, view.listed, now)
-        live = cap_reported_tokens(live_replicas(view.known, members, now), view.counts, view.shares)
-        unreachable = unreachable_replicas(view.known, members, now)
-        listed_live = cap_reported_tokens(live_replicas(view.known, view.listed, now), view.counts, view.shares)
+        membership = view.membership
+        members, suspected = frozenset(membership.members), membership.suspected
+        live = cap_reported_tokens(membership.live, view.counts, view.shares)
+        listed_live = cap_reported_tokens(membership.listed_live, view.counts, view.shares)
         # Replicas that never shared this one's history cannot make it catch up, however many there are; only the tokens
         # that they report count, within bounds.
         voters = {peer: it for peer, it in listed_live.items() if view.voters is None or peer in view.voters}
         rest = {peer: it for peer, it in listed_live.items() if peer not in voters}
         voting = members if view.voters is None else members.intersection(view.voters)
         step, tokens = view.counts.step, view.counts.tokens + count_tokens(rest, view.counts.step)
-        reached = reached_step(voters, len(voting - unreachable), step, tokens, settings.target_tokens)
-        return cls(view, now, settings, members, live, len(members - unreachable), reached)
+        reached = reached_step(voters, len(voting.difference(suspected)), step, tokens, settings.target_tokens)
+        return cls(view, now, settings, members, live, len(members.difference(suspected)), reached)
 
     @property
     def step(self) -> int:

@@ -17,6 +17,7 @@ from agora.core.clock import loop_time
 from agora.observe import faults
 from agora.replica.stage_view import (
     KnownReplicas,
+    Membership,
     ReplicaCounts,
     choose_targets,
     compose_gossip,
@@ -130,6 +131,10 @@ class StepGossip:
         A replica that no gossip has reported is among them only if a call to it failed; its counts are 0 then.
         """
         return self._known
+
+    def membership(self) -> Membership:
+        """Returns which of the stage's other replicas take part in its step now."""
+        return Membership.of(self.known_progress(), self.others_in_view(), loop_time())
 
     def live_progress(self) -> KnownReplicas:
         """Returns the last known progress of those other replicas in the view that are live now."""

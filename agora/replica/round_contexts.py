@@ -9,7 +9,6 @@ from agora_protocol.errors import AgoraError, ProtocolError, Refused
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import Manifest
 
-from agora.core.clock import loop_time
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule
 from agora.replica.all_reduce import RoundContext
@@ -20,13 +19,11 @@ from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_view import (
     NEWCOMER_STEPS,
     KnownReplicas,
+    Membership,
     lagging_or_unheard_replicas,
     lagging_replicas,
-    live_replicas,
     may_sign,
     newcomers,
-    round_members,
-    unreachable_replicas,
 )
 from agora.replica.stage_worker import StageWorker
 from agora.replica.trust import token_bounds
@@ -72,9 +69,11 @@ class RoundContexts:
 
     def members(self) -> Members:
         """Returns the members of the stage's next round, this peer included."""
-        known, listed = self._gossip.known_progress(), self._gossip.others_in_view()
+        return self._members(self._gossip.membership())
+
+    def _members(self, membership: Membership) -> Members:
+        known, others = membership.known, set(membership.members)
         progress = self._worker.progress_of(self._stage)
-        others = round_members(known, listed, loop_time())
         if not progress.sync_schedule.is_inner(progress.step) and not self._synchronous:
             # These replay all-reduces.
             others -= lagging_replicas(known, others, progress.step)
@@ -93,16 +92,16 @@ class RoundContexts:
 
     def context_of(self, shard: Shard) -> RoundContext:
         """Returns what this peer knows of the shard's round now."""
-        now, members = loop_time(), self.members()
-        known, listed = self._gossip.known_progress(), self._gossip.others_in_view()
-        do_not_wait_for = unreachable_replicas(known, members, now)
+        membership = self._gossip.membership()
+        members = self._members(membership)
+        do_not_wait_for = members.keys() & membership.suspected
         if not self._synchronous:
             is_gradient = shard.kind == "gradient"
             step = shard.round if is_gradient else shard.round * self._averaging.every - MAX_REPORT_LAG
-            do_not_wait_for |= lagging_or_unheard_replicas(known, members.keys() - {self._me}, step)
+            do_not_wait_for |= lagging_or_unheard_replicas(membership.known, members.keys() - {self._me}, step)
         numel, refusal = self._check(shard)
         step = shard.round * (self._averaging.every if shard.fragments else 1)
-        live = live_replicas(known, listed, now)
+        live = membership.listed_live
         return RoundContext(
             members,
             # A replica that began with a later state keeps no mean of this round; that it has none must not count
@@ -110,7 +109,7 @@ class RoundContexts:
             frozenset(peer for peer, progress in live.items() if progress.direct.start_step <= step),
             frozenset(do_not_wait_for),
             self.allowed_s(),
-            token_bounds=self._token_bounds(shard, members, known),
+            token_bounds=self._token_bounds(shard, members, membership.known),
             cannot_have_signed=may_sign(step, self._start_step)
             or not any(rate is not None for rate in members.values()),
             numel=numel,

@@ -35,12 +35,11 @@ from agora.replica.round_contexts import RoundContexts
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
 from agora.replica.stage_view import (
     KnownReplicas,
+    Membership,
     ReplicaCounts,
     StageView,
     cap_reported_tokens,
     count_tokens,
-    live_replicas,
-    round_members,
 )
 from agora.replica.stage_worker import StageWorker
 from agora.replica.sync_choice import SyncChoice
@@ -220,8 +219,9 @@ class StageReplicas:
         """Decides what the stage does next and starts it; also sets the device thread's instructions."""
         now = loop_time()
         self._settings = StepSettings.from_manifest(self._live_manifest.at(self._progress().open_step))
-        view = self._look(now)
-        self._compare_means()
+        membership = self.gossip.membership()
+        view = self._look(membership, now)
+        self._compare_means(membership)
         situation = Situation.of(view, now, self._settings)
         instructions = step_instructions(situation, device_closes_share=not self._origins_wait())
         self._worker.set_step_instructions(self._stage, instructions)
@@ -273,30 +273,34 @@ class StageReplicas:
             start_reported(self._fragment_syncs.stop(), self._report, "end of fragment syncs")
         self._sync_schedule, self._present_fragments = sync_schedule, fragments
 
-    def _look(self, now: float) -> StageView:
-        own, progress = self.counts(), self._progress()
-        sync_schedule = progress.sync_schedule
-        known, listed = self.gossip.known_progress(), self.gossip.others_in_view()
-        live = live_replicas(known, round_members(known, listed, now), now)
+    def _update_quota(self, own: ReplicaCounts, membership: Membership, now: float) -> int:
         self.pacing.set_target(self._settings.target_tokens)
         self.pacing.measure(now, own.tokens_counted, own.open_step)
-        quota = self.pacing.update_quota(self._me, {peer: last.direct.rate.per_second for peer, last in live.items()})
-        takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
-        behind_at, behind_since = self._behind_at or (-1, None)
-        reports = {peer: last.direct.history for peer, last in live.items()}
+        rates = {peer: last.direct.rate.per_second for peer, last in membership.live.items()}
+        return self.pacing.update_quota(self._me, rates)
+
+    def _update_electorate(self, membership: Membership) -> Electorate:
+        reports = {peer: last.direct.history for peer, last in membership.live.items()}
         self._shared_histories = with_reports(
-            self._shared_histories, progress.history, reports, time_with_suspend(), self.pacing.step_s.value
+            self._shared_histories, self._progress().history, reports, time_with_suspend(), self.pacing.step_s.value
         )
         networks = partial(self._networks, self._stage)
-        electorate = Electorate(self._me, self._joined_history_at_step, reports, self._shared_histories, networks)
+        return Electorate(self._me, self._joined_history_at_step, reports, self._shared_histories, networks)
+
+    def _look(self, membership: Membership, now: float) -> StageView:
+        own, progress = self.counts(), self._progress()
+        quota = self._update_quota(own, membership, now)
+        electorate = self._update_electorate(membership)
+        sync_schedule = progress.sync_schedule
+        takes_inner_steps = sync_schedule.is_inner(own.step - 1) and sync_schedule.is_inner(own.step)
+        behind_at, behind_since = self._behind_at or (-1, None)
         return StageView(
             own,
-            known,
-            listed,
+            membership,
             self._leading_step,
             sync_schedule,
             quota,
-            self._present_end(live),
+            self._present_end(membership.live),
             # Not in synchronous runs: if the replicas believed different token counts, they would wait for each other
             # forever.
             shares=None if self._settings.synchronous else self.pacing.shares,
@@ -323,20 +327,21 @@ class StageReplicas:
         is_away = time_with_suspend() - self._step_bound.own_step_at > away_s
         return None if is_away and not voters else voters
 
-    def _compare_means(self) -> None:
+    def _compare_means(self, membership: Membership) -> None:
         # Replicas whose histories differ have applied other means: perhaps one reducer has sent them different ones.
         if self._comparison is not None and not self._comparison.done():
             return
         history = self._progress().history
-        for peer, progress in self.gossip.live_progress().items():
+        for peer, progress in membership.listed_live.items():
             step, their_hash = progress.direct.agreed_step, progress.direct.history_hash
             differs = their_hash and history.get(step, 0) not in (0, their_hash)
             next_step, pause = self._next_comparison.get(peer, (1, 1))
             if differs and step >= next_step:
                 # Each comparison transfers the bytes of a few rounds; the doubling pause keeps a peer that reports a
                 # new history at every step from costing more.
-                known = self.gossip.known_progress().keys()
-                self._next_comparison = {each: at for each, at in self._next_comparison.items() if each in known}
+                self._next_comparison = {
+                    each: at for each, at in self._next_comparison.items() if each in membership.known
+                }
                 self._next_comparison[peer] = step + pause, 2 * pause
                 work = self._expose_equivocation(peer, step)
                 self._comparison = start_reported(work, self._report, "comparison of means")
@@ -417,11 +422,9 @@ class StageReplicas:
         own = self.counts()
         if own.open_step > own.step:
             return 0
-        known, listed = self.gossip.known_progress(), self.gossip.others_in_view()
-        now = loop_time()
-        live = live_replicas(known, round_members(known, listed, now), now)
+        live = self.gossip.membership().live
         if not self._settings.synchronous:
-            live = dict(cap_reported_tokens(live, own, self.pacing.shares))
+            live = cap_reported_tokens(live, own, self.pacing.shares)
         return max(0, self._settings.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
     def must_hold_next(self) -> bool:

@@ -191,13 +191,33 @@ KnownReplicas = Mapping[PeerId, ReplicaProgress]  # what is known of the other r
 
 
 @dataclass(frozen=True, slots=True)
+class Membership:
+    """Which other replicas take part in a stage's step at one moment."""
+
+    # What the other replicas reported; zeros of one to which only a call has failed.
+    known: KnownReplicas = field(default_factory=dict)
+    listed: Collection[PeerId] = ()  # the other replicas that this peer's view of the run names
+    members: Collection[PeerId] = frozenset()  # those that belong to the step and its rounds, see round_members
+    live: KnownReplicas = field(default_factory=dict)  # the members that are live
+    suspected: Collection[PeerId] = frozenset()  # the members to which a call failed after their last report
+
+    @classmethod
+    def of(cls, known: KnownReplicas, listed: Collection[PeerId], now: float) -> Membership:
+        members = round_members(known, listed, now)
+        live = live_replicas(known, members, now)
+        return cls(known, listed, members, live, unreachable_replicas(known, members, now))
+
+    @property
+    def listed_live(self) -> KnownReplicas:
+        return {peer: progress for peer, progress in self.live.items() if peer in self.listed}
+
+
+@dataclass(frozen=True, slots=True)
 class StageView:
     """What this peer knows of one of its stages at one moment; all that `decide` sees."""
 
     counts: ReplicaCounts  # how far this replica is
-    # What the other replicas reported; zeros of one to which only a call has failed.
-    known: KnownReplicas = field(default_factory=dict)
-    listed: Collection[PeerId] = ()  # the other replicas that this peer's view of the run names
+    membership: Membership = field(default_factory=Membership)
     leading_step: int = 0  # steps taken by the stage of the run that has taken the most
     # Which of the stage's steps are inner steps; all others are all-reduces.
     sync_schedule: SyncSchedule = ONLY_ALL_REDUCE

@@ -25,6 +25,7 @@ from agora.replica.stage_view import (
     SILENCE_TIMEOUT_S,
     DirectReport,
     KnownReplicas,
+    Membership,
     ReplicaCounts,
     ReplicaProgress,
     StageView,
@@ -63,9 +64,8 @@ class Others:
 
 
 def next_action(now: float, own: StageView, others: Others, run: Run) -> tuple[Action, str]:
-    view = replace(
-        own, known=others.known, listed=others.listed, leading_step=others.leading_step, sync_schedule=run.sync_schedule
-    )
+    membership = Membership.of(others.known, others.listed, now)
+    view = replace(own, membership=membership, leading_step=others.leading_step, sync_schedule=run.sync_schedule)
     return rules.decide(Situation.of(view, now, run.config))
 
 

@@ -30,9 +30,9 @@ from agora.replica.stage_view import (
     GOSSIP_FANOUT,
     MAX_DIRECT_TARGETS,
     SILENCE_TIMEOUT_S,
+    Membership,
     ReplicaCounts,
     StageView,
-    live_replicas,
     missing_tokens,
     unreachable_replicas,
 )
@@ -96,13 +96,12 @@ class Replica:
         return ReplicaCounts(self.step, self.step, self.tokens, self.counted + self.tokens)
 
     @property
-    def others(self) -> StageView:
-        known, listed = self.gossip.known_progress(), self.gossip.others_in_view()
-        return StageView(self.counts, known, listed, sync_schedule=SyncSchedule(20))
+    def others(self) -> Membership:
+        return self.gossip.membership()
 
     @property
     def heard(self) -> set[PeerId]:
-        return set(live_replicas(self.others.known, self.others.listed, now()))
+        return set(self.others.listed_live)
 
     @property
     def present(self) -> set[PeerId]:
@@ -110,12 +109,12 @@ class Replica:
         return {self.peer, *others.listed} - unreachable_replicas(others.known, others.listed, now())
 
     def to_go(self) -> int:
-        live = live_replicas(self.others.known, self.others.listed, now())
-        return missing_tokens(live, self.step, self.world.target)
+        return missing_tokens(self.others.listed_live, self.step, self.world.target)
 
     def decide(self) -> None:
         config = StepSettings(self.world.target, False, max_steps_behind=10**30)
-        action, _ = decide(Situation.of(self.others, now(), config))
+        view = StageView(self.counts, self.others, sync_schedule=SyncSchedule(20))
+        action, _ = decide(Situation.of(view, now(), config))
         self.actions.append(action)
         if self.tasks:
             self.carry_out(action)
