@@ -1,35 +1,36 @@
 """An all-reduce among the replicas of a stage: members send shards to their reducers, which answer with the means.
 
-In the order in which the bytes go: a member sends; a reducer gathers, averages and answers; means that were missed are
-asked for again. docs/understand/journeys.md has the sequence as a picture.
+In the order in which the bytes go: a member sends; a reducer gathers, averages and answers. Means that a member has
+missed it asks for later, see kept_means.py. docs/understand/journeys.md has the sequence as a picture.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, Literal, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from agora_protocol.codec_names import NumberFormatName
 from agora_protocol.errors import AgoraError, Busy, PeerFailed, ProtocolError, Refused
 from agora_protocol.ids import PeerId
-from agora_protocol.messages import Averaged, Contribute, Recall, Recalled
+from agora_protocol.messages import Averaged, Contribute
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.core.calls import ConnectionBroken, PeerCaller, Reply
+from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
 from agora.core.fair_shares import Requester, SharedCapacity
 from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events, faults
+from agora.replica.background import off_loop
+from agora.replica.kept_means import KeptMeans
 from agora.replica.reducers import Members, reducers_of
+from agora.replica.rounds import MAX_OPEN_SHARDS, NO_ANSWER, RECORD_LIFETIME_ROUNDS, RoundContext, RoundResult
 from agora.replica.shard_codec import (
     WIRE_KINDS,
     Contribution,
@@ -50,11 +51,7 @@ MAX_RUNNING_SYNCS: Final = 4  # maximum number of fragment syncs that one replic
 
 # Fraction of a round's remaining time for which a member waits for the first reducer before it asks the second.
 FIRST_REDUCER_FRACTION: Final = 0.6
-MAX_OPEN_SHARDS: Final = 8  # maximum number of shards that a peer sends, or asks for, at the same time
 MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no further reducer is asked
-# Codes of the errors with which a call ends when its peer is gone or hangs.
-NO_ANSWER: Final = (ConnectionBroken.code, "deadline")
-
 # Fraction of allowed_s for which a shard's first reducer waits for further contributions after the first one.
 FIRST_REDUCER_WINDOW: Final = 0.4
 # Fraction of allowed_s for which a shard's second reducer waits for further contributions after the first one.
@@ -69,81 +66,6 @@ MAX_GATHERED_BYTES: Final = 2**30
 # may be running, are half of that.
 MAX_GATHERED_FRACTION: Final = 2**-3
 CONTRIBUTION_BYTES: Final = 4096  # bytes that a contribution takes beside its values
-
-# Which reducer of a shard has signed a mean, as far as this peer knows the reducers. "nobody": the mean is unsigned, as
-# that of a newcomer, or the zeros of a shard that no reducer could average.
-Signer = Literal["first", "second", "other", "nobody", "invalid"]
-
-# A round is remembered for this many times round_s after it began here, for late contributions and for Recall.
-RECORD_LIFETIME_ROUNDS: Final = 10.0
-# Number of newest rounds of a stage and kind whose means are kept, whatever their size.
-MIN_KEPT_ROUNDS: Final = 4
-# Bytes of kept means of a stage and kind, beyond which the means of older rounds are dropped. Means are kept because a
-# replica that has just joined asks for the means of the steps that were taken while it fetched the state.
-MAX_KEPT_BYTES: Final = 2**28
-RECALL_PAUSE: Final = 0.0625  # pause before failed shards are asked for again, as a fraction of allowed_s
-MAX_RECALLS: Final = 8  # maximum number of times that failed shards are asked for: others may get the mean later
-
-T = TypeVar("T")
-# The work on a shard's values takes 2 to 5 ms, for which the event loop, and each microbatch's message, would wait. All
-# stages share these threads, so that rounds take at most so many cores from the device thread.
-_ARRAY_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="averaging")
-
-
-async def off_loop(work: Callable[[], T]) -> T:
-    """Runs work on arrays on one of the averaging threads; returns its result. It must not use state of the loop."""
-    return await asyncio.get_running_loop().run_in_executor(_ARRAY_THREADS, work)
-
-
-# --- what a round is given, and gives
-
-
-@dataclass(frozen=True, slots=True)
-class RoundContext:
-    """What this peer knows of a shard's round now."""
-
-    members: Members  # this peer included
-    live_others: frozenset[PeerId]  # those that may keep the round's means
-    do_not_wait_for: frozenset[PeerId]  # members whose contributions need not be waited for
-    allowed_s: float  # seconds that the round may take
-    # By member, the most tokens that can be behind its contribution; a member that is not in it has no bound.
-    token_bounds: Mapping[PeerId, float] = field(default_factory=dict)
-    cannot_have_signed: bool = True  # whether this peer cannot have signed a mean of the round before a restart
-    numel: int = 0  # elements of the shard
-    refusal: AgoraError | None = None  # why the shard is not averaged here now
-
-
-@dataclass(slots=True)
-class RoundResult:
-    """The result of a round for one member. Failed shards are filled in later, in place."""
-
-    mean: Tensor  # float32 [n]; in a failed shard, this replica's own values until the shard is filled in
-    averaged: list[bool]  # for each shard
-    fragments: int  # how many the stage has in this round, ALL_REDUCE for a gradient
-    wanted_fragments_by_shard: list[int]  # how many its reducer wants later; of a failed shard the present number
-    contributors: float = 0.0  # members that contributed in time: average over all shards, 0 for a failed one
-    # This peer's tokens that were too late for this round and the one before: average over shards.
-    lost_tokens: float = 0.0
-    # For each averaged shard, the tokens that its mean was computed over, as its reducer reported.
-    reported_weights: dict[int, float] = field(default_factory=dict)
-    weight: float = 0.0  # the lower median of reported_weights, as far as it is believed
-    is_weight_confirmed: bool = False  # whether two reducers have reported nearly that weight
-    own_weight: float = 0.0  # tokens that this replica's own values were computed over
-
-    @property
-    def failed_shards(self) -> int:
-        return self.averaged.count(False)
-
-    @property
-    def wanted_fragments(self) -> int:
-        # The present number, unless the means of all shards want others: so no single reducer forces a change.
-        wanted = self.wanted_fragments_by_shard
-        return max(wanted) if wanted and self.fragments not in wanted else self.fragments
-
-    @classmethod
-    def of_failed_shards(cls, own: Tensor, fragments: int) -> RoundResult:
-        shards = len(cut_into_shards(len(own)))
-        return cls(own, [False] * shards, fragments, [fragments] * shards)
 
 
 class RepeatedContribution(ProtocolError):
@@ -198,7 +120,7 @@ class Round:
         if averaged := [answer for answer in answers if answer is not None]:
             messages = [answer.message for answer in averaged]
             result.reported_weights = {at: answer.message.weight for at, answer in enumerate(answers) if answer}
-            reported = self.all_reduce.set_weight(Shard(self.stage, self.kind, self.number, 0), result)
+            reported = result.set_weight(Shard(self.stage, self.kind, self.number, 0), self.all_reduce.config)
             near = [
                 message.reducer for message in messages if reported <= message.weight <= MAX_PROGRESS_RATIO * reported
             ]
@@ -261,7 +183,7 @@ class Round:
                     # Reported only now: if both reducers' means were rejected, this replica's own values may be the
                     # outlier.
                     self.all_reduce.report_reducer(first, shard, f"{rejected}, and {reducer} answered otherwise")
-                self.all_reduce.keep_mean(shard, mean)
+                self.all_reduce.kept_means.keep(shard, mean)
                 return _Answer(mean.message, lost)
             await off_loop(partial(into.copy_, values))
         codec.record_outcome(shard, contribution, None)
@@ -334,30 +256,20 @@ class _Gathering:
         return self.recall is not None and not self.recall.done()
 
 
-# A shard's mean of `numel` elements as its reducer encoded it. Shards of other fragments have other elements.
-class _KeptMean(NamedTuple):
-    message: Averaged
-    tensors: Sequence[WireTensor]
-    numel: int
-    fragments: int
-
-
-# What a replica remembers of one round, above all as a reducer; some of it by position of the shard.
+# What a reducer remembers of one round; some of it by position of the shard.
 @dataclass(slots=True)
 class _RoundRecord:
     members: dict[PeerId, float | None] = field(default_factory=dict)  # with bandwidths as they first were
     unresponsive: set[PeerId] = field(default_factory=set)  # members that no shard waits for
     contributed: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
-    means: dict[int, _KeptMean] = field(default_factory=dict)
     signed: set[Shard] = field(default_factory=set)  # of which this peer has signed a mean, kept or not any more
-    nbytes: int = 0
 
 
 class AllReduce:
     """Both sides of the rounds of one stage: takes part in them, and reduces the shards assigned to this peer.
 
     A shard is averaged when every expected member has contributed, or when the window that its first contribution
-    opened is over. Means, also those of other reducers, are kept for a while, for late contributions and recalls.
+    opened is over. Means, also those of other reducers, are kept for late contributions and recalls, in `kept_means`.
     """
 
     def __init__(
@@ -381,6 +293,7 @@ class AllReduce:
         self._report_violation = report_violation
         self.inject_fault = inject_fault
         self.codec = codec
+        self.kept_means = KeptMeans(codec, peer_caller, context_of, self._known_reducers, report_violation)
         self.context_of = context_of
         self._wanted_fragments = wanted_fragments
         self._sign = sign
@@ -455,7 +368,7 @@ class AllReduce:
             await self.inject_fault("averaging.received")
             if (gathering := self._gatherings.get(shard)) and gathering.averaging:
                 await asyncio.wait([gathering.result], timeout=deadline - loop_time())
-            kept = self._find_kept_mean(shard)
+            kept = self.kept_means.find(shard)
             if kept:
                 mean = await off_loop(partial(self.codec.decode_mean, shard, kept.tensors, kept.numel, kept.message))
             else:
@@ -586,9 +499,34 @@ class AllReduce:
         else:
             # After the mean of one contribution alone, later ones are averaged again.
             if mean.message.contributors > 1:
-                self.keep_mean(shard, mean)
+                self.kept_means.keep(shard, mean)
             gathering.result.set_result(mean)
         gathering.values.clear()
+
+    async def _recall_mean(self, shard: Shard, gathering: _Gathering) -> None:
+        # This peer is the second reducer: some members may have the first one's mean already, which must win.
+        deadline = loop_time() + RECALL_FRACTION * self.context_of(shard).allowed_s
+        others = gathering.expected - {self.config.me}
+        calls = [
+            asyncio.create_task(self.kept_means.recall_from(peer, shard, gathering.numel, deadline)) for peer in others
+        ]
+        try:
+            for answer in asyncio.as_completed(calls):
+                with contextlib.suppress(AgoraError):
+                    mean = await answer
+                    # Only what the first reducer has signed: else any member could answer for it.
+                    if mean is None:
+                        continue
+                    find_signer = partial(self.codec.find_signer, shard, mean, self._known_reducers(shard))
+                    if await off_loop(find_signer) == "first":
+                        self._close_gathering(shard, gathering, mean)
+                        return
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        if gathering.is_complete:
+            self._average_and_close(shard, gathering)
 
     def mark_unresponsive(self, peer: PeerId, shard: Shard) -> None:
         """Records that a member does not answer: no shard of that round waits for it, until it contributes again."""
@@ -625,233 +563,7 @@ class AllReduce:
     def _first_reducer(self, shard: Shard) -> PeerId:
         return reducers_of(self.config.run, shard, self._remember_members(shard))[0]
 
-    def keep_mean(self, shard: Shard, mean: ShardMean) -> None:
-        """Keeps a shard's encoded mean for late contributions and recalls. Only a signed one replaces a kept one."""
-        record = self._record_of(shard)
-        kept = record.means.get(shard.position)
-        if mean.encoded is None or (kept and (kept.message.signature or not mean.message.signature)):
-            return
-        if kept:
-            record.nbytes -= sum(tensor.nbytes for tensor in kept.tensors)
-        record.means[shard.position] = _KeptMean(mean.message, mean.encoded.tensors, len(mean.values), shard.fragments)
-        record.nbytes += mean.encoded.nbytes
-        rounds = {number: kept for (*of, number), kept in self._rounds.items() if tuple(of) == shard[:2]}
-        numbers, total = sorted(rounds, reverse=True), 0
-        for number in numbers:
-            total += rounds[number].nbytes
-            if total > MAX_KEPT_BYTES and number <= numbers[0] - MIN_KEPT_ROUNDS:
-                # The rest of the record stays, so that a second contribution is still noticed.
-                rounds[number].means.clear()
-                rounds[number].nbytes = 0
-
-    def _find_kept_mean(self, shard: Shard) -> _KeptMean | None:
-        record = self._rounds.get(shard.round_key)
-        kept = record.means.get(shard.position) if record else None
-        return kept if kept is not None and kept.fragments == shard.fragments else None
-
-    # --- recalls: the means that other replicas keep
-
-    def answer_recall(self, request: Recall) -> Reply:
-        """Returns the shard's kept mean, or a message without tensors if none is kept here."""
-        kept = self._find_kept_mean(Shard.of_message(request))
-        if kept is None:
-            return Reply(Recalled(0, 0, 0.0, "float32"))
-        message = kept.message
-        recalled = Recalled(
-            in_mean=message.in_mean,
-            contributors=message.contributors,
-            weight=message.weight,
-            wire=message.wire,
-            wanted_slices=message.wanted_slices,
-            reducer=message.reducer,
-            signature=message.signature,
-        )
-        return Reply(recalled, list(kept.tensors))
-
-    async def recall_from(self, peer: PeerId, shard: Shard, numel: int, deadline: float) -> ShardMean | None:
-        """Returns the mean of `numel` elements that a member keeps of a shard, None if it keeps none.
-
-        Raises AgoraError if it does not answer in time, or not as it must.
-        """
-        request = Recall(
-            stage=shard.stage,
-            what=shard.wire_kind,
-            round=shard.round,
-            part=shard.position,
-            slices=shard.fragments,
-            deadline_ms=max(1, int(1000 * (deadline - loop_time()))),
-        )
-        reply = await self.peer_caller.call(peer, request, (), deadline=deadline)
-        recalled = reply.message
-        if not isinstance(recalled, Recalled) or not reply.tensors:
-            return None
-        message = Averaged(
-            in_mean=recalled.in_mean,
-            contributors=recalled.contributors,
-            weight=recalled.weight,
-            counted=True,
-            wire=recalled.wire,
-            wanted_slices=recalled.wanted_slices,
-            reducer=recalled.reducer,
-            signature=recalled.signature,
-        )
-        return await off_loop(partial(self.codec.decode_mean, shard, reply.tensors, numel, message))
-
-    async def _recall_mean(self, shard: Shard, gathering: _Gathering) -> None:
-        # This peer is the second reducer: some members may have the first one's mean already, which must win.
-        deadline = loop_time() + RECALL_FRACTION * self.context_of(shard).allowed_s
-        others = gathering.expected - {self.config.me}
-        calls = [asyncio.create_task(self.recall_from(peer, shard, gathering.numel, deadline)) for peer in others]
-        try:
-            for answer in asyncio.as_completed(calls):
-                with contextlib.suppress(AgoraError):
-                    mean = await answer
-                    # Only what the first reducer has signed: else any member could answer for it.
-                    if mean is None:
-                        continue
-                    if await off_loop(partial(self._find_signer, shard, mean, self._known_reducers(shard))) == "first":
-                        self._close_gathering(shard, gathering, mean)
-                        return
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-        if gathering.is_complete:
-            self._average_and_close(shard, gathering)
-
     def _known_reducers(self, shard: Shard) -> tuple[PeerId, PeerId | None]:
         record = self._rounds.get(shard.round_key)
         members = record.members if record and record.members else self.context_of(shard).members
         return reducers_of(self.config.run, shard, members)
-
-    def _find_signer(self, shard: Shard, mean: ShardMean, reducers: tuple[PeerId, PeerId | None]) -> Signer:
-        message = mean.message
-        if not message.contributors and mean.values.any():
-            return "invalid"
-        if not message.reducer and not message.signature:
-            return "nobody"
-        if not self.codec.is_signed(shard, mean):
-            return "invalid"
-        first, second = reducers
-        return "first" if message.reducer == first else "second" if message.reducer == second else "other"
-
-    async def expose_equivocation(self, peer: PeerId, first_shard: Shard) -> bool:
-        """Compares the means that this peer keeps of a round with those of another member whose history differs.
-
-        Reports a reducer that has signed two different means of a shard, and returns whether there is one.
-        first_shard: of the round.
-        """
-        record = self._rounds.get(first_shard.round_key)
-        deadline = loop_time() + self.context_of(first_shard).allowed_s
-        for position, kept in sorted(record.means.items()) if record else ():
-            shard = first_shard._replace(position=position)
-            reducer = PeerId(kept.message.reducer)
-            if kept.fragments != shard.fragments or not kept.message.signature or reducer == self.config.me:
-                continue
-            try:
-                other = await self.recall_from(peer, shard, kept.numel, deadline)
-            except AgoraError:
-                continue
-            if other is None or other.message.reducer != reducer:
-                continue
-            if await off_loop(partial(self._contradicts, shard, kept, other)):
-                text = f"signed two different means of shard {position} of {shard.wire_kind} {shard.round}"
-                dedup_key = f"stage {shard.stage}, two means of {shard.wire_kind} {shard.round}"
-                self._report_violation(reducer, Violation.EQUIVOCATION, text, dedup_key)
-                return True
-        return False
-
-    def _contradicts(self, shard: Shard, kept: _KeptMean, other: ShardMean) -> bool:
-        own = self.codec.decode_mean(shard, kept.tensors, kept.numel, kept.message)
-        is_signed = self.codec.is_signed(shard, other)
-        return is_signed and self.codec.signed_bytes(shard, own) != self.codec.signed_bytes(shard, other)
-
-    async def recall_repeatedly(self, first_shard: Shard, result: RoundResult) -> None:
-        """Calls recall_failed_shards up to MAX_RECALLS times, with pauses."""
-        for attempt in range(MAX_RECALLS):
-            if attempt:
-                await asyncio.sleep(RECALL_PAUSE * self.context_of(first_shard).allowed_s)
-            await self.recall_failed_shards(first_shard, result)
-            if not result.failed_shards or len(self.context_of(first_shard).members) == 1:
-                return
-
-    async def _recall_shard(
-        self, shard: Shard, sources: Sequence[PeerId], own: WeightedValues, members: int, deadline: float
-    ) -> ShardMean | None:
-        # | the mean is | it is believed |
-        # |---|---|
-        # | signed by the shard's first reducer | at once |
-        # | signed by anybody, or by nobody | if two replicas keep the same: their views of the reducers may differ |
-        # | signed by the second reducer | if nobody keeps another one |
-        # | any other | if only one replica answered: this one would have to believe its state as well |
-        found: dict[bytes, tuple[ShardMean, Signer]] = {}
-        answered = 0
-        for source in sources:
-            try:
-                mean = await self.recall_from(source, shard, len(own.values), deadline)
-            except AgoraError as error:
-                answered += getattr(error, "code", "") not in NO_ANSWER
-                continue
-            answered += 1
-            if mean is None:
-                continue
-            judge = partial(self._judge_recalled, shard, mean, self._known_reducers(shard), own, members)
-            signer, statement = await off_loop(judge)
-            if signer == "invalid":
-                continue
-            if signer == "first" or statement in found:
-                return mean
-            found[statement] = mean, signer
-        if len(found) != 1:
-            return None
-        ((mean, signer),) = found.values()
-        return mean if signer == "second" or answered == 1 else None
-
-    def _judge_recalled(
-        self,
-        shard: Shard,
-        mean: ShardMean,
-        reducers: tuple[PeerId, PeerId | None],
-        own: WeightedValues,
-        members: int,
-    ) -> tuple[Signer, bytes]:
-        signer = self._find_signer(shard, mean, reducers)
-        if signer == "invalid" or self.codec.why_implausible(shard, own, mean.values, members):
-            return "invalid", b""
-        return signer, self.codec.signed_bytes(shard, mean)
-
-    def set_weight(self, first_shard: Shard, result: RoundResult) -> float:
-        """Sets `result.weight` of a round with averaged shards; returns it as reported. first_shard: of the round."""
-        # The median: whoever reduces fewer than half of the shards cannot choose it.
-        reported = statistics.median_low(result.reported_weights.values())
-        result.weight = self.config.believed_weight(first_shard, reported)
-        return reported
-
-    async def recall_failed_shards(self, first_shard: Shard, result: RoundResult) -> None:
-        """Asks live replicas for the means of a round's failed shards, and puts plausible ones into `result`, in place.
-
-        Returns after at most allowed_s seconds, even if shards are still failed. first_shard: of the round.
-        """
-        context = self.context_of(first_shard)
-        sources, members = sorted(context.live_others), len(context.members)
-        cuts = cut_into_shards(len(result.mean))
-        deadline = loop_time() + context.allowed_s
-        free_calls = asyncio.Semaphore(MAX_OPEN_SHARDS)
-
-        async def recall(index: int) -> None:
-            shard = first_shard._replace(position=index)
-            own = result.mean[cuts[index]]
-            turn = index % max(1, len(sources))
-            async with free_calls:
-                weighted = WeightedValues(own, result.own_weight)
-                order = [*sources[turn:], *sources[:turn]]
-                if (mean := await self._recall_shard(shard, order, weighted, members, deadline)) is not None:
-                    await off_loop(partial(own.copy_, mean.values))
-                    result.averaged[index] = True
-                    result.wanted_fragments_by_shard[index] = mean.message.wanted_slices
-                    if mean.message.in_mean:  # not the zero mean of a shard that no reducer could average
-                        result.reported_weights[index] = mean.message.weight
-
-        await asyncio.gather(*(recall(index) for index, is_averaged in enumerate(result.averaged) if not is_averaged))
-        if result.reported_weights:
-            self.set_weight(first_shard, result)

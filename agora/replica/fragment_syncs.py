@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from agora_protocol.errors import AgoraError
 from torch import Tensor
 
 from agora.observe import events
-from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce, RoundResult, off_loop
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce
+from agora.replica.background import off_loop, start_reported
 from agora.replica.reducers import FragmentDivision
+from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_worker import StageWorker
 
 # In a fragment sync that begins this many rounds late or more, a replica first asks for the means, then takes part.
 RECALL_FIRST: Final = 2
-
-
-def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
-    """Starts work in a task that nobody awaits; reports an error in it as TaskFailed, "NAME: CODE: MESSAGE"."""
-
-    def report_failure(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            code = error.code if isinstance(error, AgoraError) else type(error).__name__
-            report(events.TaskFailed("averaging", ": ".join(filter(None, (name, code, str(error))))))
-
-    task = asyncio.create_task(work)
-    task.add_done_callback(report_failure)
-    return task
 
 
 class FragmentSyncs:
@@ -132,7 +120,7 @@ class FragmentSyncs:
         skips_round = rounds_late >= fragments and not self._all_reduce.has_waiting_contributions(first_shard)
         # The others may be done with a late round, and keep its means.
         if rounds_late >= min(RECALL_FIRST, fragments):
-            await self._all_reduce.recall_failed_shards(first_shard, result)
+            await self._all_reduce.kept_means.recall_failed_shards(first_shard, result)
         if result.failed_shards and number > self._last_contributed and not skips_round:
             weight = float(sum(list(self._step_tokens)[-fragments * self._every :]))
             recalled = result
@@ -148,7 +136,7 @@ class FragmentSyncs:
         # ones.
         is_due_again = self._worker.step_of(self._stage) // self._every - number >= fragments
         if result.failed_shards and not is_due_again:
-            await self._all_reduce.recall_repeatedly(first_shard, result)
+            await self._all_reduce.kept_means.recall_repeatedly(first_shard, result)
         # A failed shard changes nothing.
         for cut, is_averaged in zip(cuts, result.averaged, strict=True):
             if not is_averaged:

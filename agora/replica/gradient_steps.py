@@ -17,9 +17,11 @@ from agora_protocol.ids import PeerId
 
 from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events
-from agora.replica.all_reduce import AllReduce, RoundResult, off_loop
+from agora.replica.all_reduce import AllReduce
+from agora.replica.background import off_loop
 from agora.replica.pacing import StepPacing
 from agora.replica.reducers import Members
+from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_view import KnownReplicas
 from agora.replica.stage_worker import StageWorker
@@ -96,7 +98,7 @@ class GradientSteps:
         # Returns the fraction of all shards whose mean is not 0.
         failed = [index for index, is_averaged in enumerate(result.averaged) if not is_averaged]
         first_shard, codec = Shard(self._stage, "gradient", share.step, 0), self._all_reduce.codec
-        await self._all_reduce.recall_repeatedly(first_shard, result)
+        await self._all_reduce.kept_means.recall_repeatedly(first_shard, result)
         if len(self._members()) == 1:  # no other replica could have another mean: the own values are it
             return 1.0
         cuts = cut_into_shards(len(result.mean))
@@ -106,7 +108,7 @@ class GradientSteps:
             own, mean = share.values[cut], result.mean[cut]
             if not result.averaged[index]:  # nobody keeps one: it is 0 for everybody, also for others that ask later
                 zero_mean = await off_loop(partial(codec.make_zero_mean, shard, len(own)))
-                self._all_reduce.keep_mean(shard, zero_mean)
+                self._all_reduce.kept_means.keep(shard, zero_mean)
                 await off_loop(partial(mean.copy_, zero_mean.values))
             if not await off_loop(mean.any):
                 zeros += 1
@@ -121,7 +123,7 @@ class GradientSteps:
         stage = self._stage
         zeros = await off_loop(partial(torch.zeros, self._worker.layout(stage).numel))
         result = RoundResult.of_failed_shards(zeros, ALL_REDUCE)
-        await self._all_reduce.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
+        await self._all_reduce.kept_means.recall_failed_shards(Shard(stage, "gradient", step, 0), result)
         if result.failed_shards:
             await self.fetch_or_catch_up(step + 1, step + 1)
             return

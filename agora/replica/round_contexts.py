@@ -11,10 +11,10 @@ from agora_protocol.manifest import Manifest
 
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule
-from agora.replica.all_reduce import RoundContext
 from agora.replica.gossip import StepGossip
 from agora.replica.pacing import StepPacing
 from agora.replica.reducers import FragmentDivision, Members
+from agora.replica.rounds import RoundContext
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_view import (
     NEWCOMER_STEPS,

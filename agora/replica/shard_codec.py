@@ -34,6 +34,9 @@ from agora.replica.trust import MAX_MEAN_RATIO, MAX_MEAN_RATIO_SYNCHRONOUS, Magn
 
 Aggregation = Literal["mean", "clip"]
 RoundKind = Literal["gradient", "fragment"]  # what a round averages: all gradients, or the differences of one fragment
+# Which reducer of a shard has signed a mean, as far as this peer knows the reducers. "nobody": the mean is unsigned, as
+# that of a newcomer, or the zeros of a shard that no reducer could average.
+Signer = Literal["first", "second", "other", "nobody", "invalid"]
 MEAN_TAG: Final = b"agora mean 1\0"  # what a reducer's signature begins with
 WIRE_KINDS: Final[Mapping[RoundKind, str]] = {"gradient": "gradient", "fragment": "slice"}
 # Enough, since clipping begins near, at the reducer's own value: Karimireddy et al., ICML 2021.
@@ -327,6 +330,18 @@ class ShardCodec:
         """Returns whether the reducer that the mean names has signed it for this shard."""
         message = mean.message
         return verify(PeerId(message.reducer), self.signed_bytes(shard, mean), message.signature)
+
+    def find_signer(self, shard: Shard, mean: ShardMean, reducers: tuple[PeerId, PeerId | None]) -> Signer:
+        """Returns which reducer has signed the mean. reducers: the first and the second of the shard."""
+        message = mean.message
+        if not message.contributors and mean.values.any():
+            return "invalid"
+        if not message.reducer and not message.signature:
+            return "nobody"
+        if not self.is_signed(shard, mean):
+            return "invalid"
+        first, second = reducers
+        return "first" if message.reducer == first else "second" if message.reducer == second else "other"
 
     def check_signature(self, shard: Shard, mean: ShardMean, reducers: Collection[PeerId | None]) -> None:
         """Raises PeerFailed unless one of these reducers of the shard has signed the mean."""

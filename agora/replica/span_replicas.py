@@ -16,7 +16,7 @@ from agora_protocol.tensors import WireTensor
 from agora.core.calls import PeerCaller, Reply
 from agora.core.live_manifest import LiveManifest
 from agora.observe import events
-from agora.replica.fragment_syncs import start_reported
+from agora.replica.background import start_reported
 from agora.replica.gossip import SwarmQueries
 from agora.replica.stage_replicas import FetchState, StageReplicas
 from agora.replica.stage_view import leading_step
@@ -101,7 +101,7 @@ class SpanReplicas:
             case Contribute():
                 return await stage.all_reduce.answer_contribution(peer, message, tensors, deadline)
             case Recall():
-                return stage.all_reduce.answer_recall(message)
+                return stage.all_reduce.kept_means.answer_recall(message)
 
     def _replicated_numel(self) -> int:
         replicated = [number for number, stage in self.stages.items() if len(stage.round_contexts.members()) > 1]

@@ -25,9 +25,10 @@ from agora.core.step_instructions import StepInstructions
 from agora.core.step_schedule import ALL_REDUCE
 from agora.observe import events
 from agora.replica.all_reduce import AllReduce
+from agora.replica.background import start_reported
 from agora.replica.decide import Action, Situation, StepSettings, decide, step_instructions
 from agora.replica.divergence import Electorate, SharedHistory, replicas_to_fetch_from, with_reports
-from agora.replica.fragment_syncs import FragmentSyncs, start_reported
+from agora.replica.fragment_syncs import FragmentSyncs
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
 from agora.replica.gradient_steps import GradientSteps
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
@@ -354,7 +355,7 @@ class StageReplicas:
         else:
             rounds = [Shard(self._stage, "gradient", number, 0) for number in range(max(step - 3, 0), step)]
         for first in rounds:
-            if await self.all_reduce.expose_equivocation(peer, first):
+            if await self.all_reduce.kept_means.expose_equivocation(peer, first):
                 return
 
     def _perform(self, action: Action, step: int) -> None:

@@ -22,7 +22,8 @@ from agora_protocol.messages import Contribute, Recall
 from agora.core.calls import Reply
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
-from agora.replica.all_reduce import AllReduce, Round, RoundContext
+from agora.replica.all_reduce import AllReduce, Round
+from agora.replica.rounds import RoundContext
 from agora.replica.shard_codec import INT8_ROUNDS, RoundConfig, Shard, ShardCodec, cut_into_shards
 from agora.train.memory import keep_freed_memory
 from benchmarks.averaging_values import Holding
@@ -105,7 +106,7 @@ class Member:
     async def _answer(self, call: IncomingCall) -> Reply:
         assert self._reducer is not None
         if isinstance(call.message, Recall):
-            return self._reducer.answer_recall(call.message)
+            return self._reducer.kept_means.answer_recall(call.message)
         if not isinstance(call.message, Contribute):
             raise ProtocolError("bad-message", "Only rounds are answered here.")
         try:

@@ -40,9 +40,10 @@ from agora.pipeline.hop import Hop
 from agora.pipeline.process_call import ProcessCall
 from agora.pipeline.router import Router
 from agora.pipeline.work_ledger import WorkLedger
-from agora.replica.all_reduce import AllReduce, RoundContext
+from agora.replica.all_reduce import AllReduce
 from agora.replica.gossip import StepGossip, SwarmQueries
 from agora.replica.number_formats import NumberFormat
+from agora.replica.rounds import RoundContext
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, WeightedValues
 from agora.replica.stage_view import ReplicaCounts
 from agora.state.comparison import SketchedState, judge_source
@@ -258,10 +259,10 @@ class Receiver:
                 number = int(loop_time())
                 result = await self.all_reduce.run(STAGE, "gradient", number, torch.ones(NUMEL), 100.0)
                 assert result.mean.isfinite().all()
-                await self.all_reduce.recall_failed_shards(Shard(STAGE, "gradient", number, 0), result)
+                await self.all_reduce.kept_means.recall_failed_shards(Shard(STAGE, "gradient", number, 0), result)
                 assert result.mean.isfinite().all()
             case Recall():
-                recalled = self.all_reduce.answer_recall(message)
+                recalled = self.all_reduce.kept_means.answer_recall(message)
                 encode_frame(FrameType.ANSWER, 1, recalled.message, recalled.tensors)
             case messages.GossipEpochs() | messages.GossipedEpochs():
                 answered = self.epochs.answer(peer, messages.GossipEpochs(message.state))

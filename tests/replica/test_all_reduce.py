@@ -20,10 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from agora.core.calls import Reply
 from agora.observe.events import PartFailed, RoundDone
-from agora.replica import all_reduce
-from agora.replica.all_reduce import MAX_RUNNING_SYNCS, MIN_KEPT_ROUNDS, RECALL_FRACTION, RoundResult
+from agora.replica import all_reduce, kept_means
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, RECALL_FRACTION
+from agora.replica.kept_means import MIN_KEPT_ROUNDS
 from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import ROUNDS_PER_REDUCER, reducers_of
+from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import (
     INT8_ROUNDS,
     WIRE_KINDS,
@@ -386,7 +388,7 @@ def test_nobody_makes_a_first_reducer_ask_for_averages_that_it_has_not_given(lia
         liar = next(m for m in members if m is not first)
         false = torch.full((PART_ELEMENTS,), 3.0)
         encoded = EncodedShard("float32", NumberFormat("float32").encode(false))
-        liar.all_reduce.keep_mean(
+        liar.all_reduce.kept_means.keep(
             Shard(0, "fragment", 0, 0, 1), ShardMean(false, Averaged(4, 4, 4.0, True, "float32"), encoded)
         )
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(4)]
@@ -546,7 +548,7 @@ def keep_means(keeper: Member, first: Shard, weight: float) -> None:
         reducer, _ = reducers_of(keeper.all_reduce.config.run, part, keeper.view)
         mean = signed_by(reducer, keeper.all_reduce.codec, part, mean)
         is_last = index == len(cuts) - 1
-        keeper.all_reduce.keep_mean(
+        keeper.all_reduce.kept_means.keep(
             part, keeper.all_reduce.codec.make_zero_mean(part, len(values)) if is_last else mean
         )
 
@@ -565,7 +567,7 @@ def test_a_recalled_step_has_the_tokens_of_the_shards_that_were_averaged_but_no_
 
         cuts = cut_into_shards(SIZE)
         result = RoundResult.of_failed_shards(torch.zeros(SIZE), 0)
-        await asker.all_reduce.recall_failed_shards(first, result)
+        await asker.all_reduce.kept_means.recall_failed_shards(first, result)
         assert not result.failed_shards and not result.mean[cuts[-1]].any() and result.mean[cuts[0]].any()
         assert result.weight == counts_as == min(said, asker.all_reduce.config.max_weight)
         await world.close()
@@ -586,7 +588,7 @@ def test_the_tokens_of_a_step_are_the_median_of_all_its_shards_however_few_were_
         assert shards >= 3
         for position in range(1, shards):
             result.averaged[position], result.reported_weights[position] = True, 500.0
-        await asker.all_reduce.recall_failed_shards(first, result)
+        await asker.all_reduce.kept_means.recall_failed_shards(first, result)
         assert not result.failed_shards and result.reported_weights[0] == 900.0 and result.weight == 500.0
         await world.close()
 
@@ -608,7 +610,7 @@ def test_the_means_of_an_only_member_are_kept_for_who_comes_later(exact: bool) -
         assert not [event for event in keeper.events if isinstance(event, PartFailed)]
 
         recalled = RoundResult.of_failed_shards(torch.zeros(SIZE), 0)
-        await newcomer.all_reduce.recall_failed_shards(Shard(0, "gradient", 5, 0), recalled)
+        await newcomer.all_reduce.kept_means.recall_failed_shards(Shard(0, "gradient", 5, 0), recalled)
         assert not recalled.failed_shards and torch.equal(recalled.mean, taken.mean) and recalled.weight == 64.0
         await world.close()
 
@@ -676,11 +678,8 @@ def test_a_liar_that_reduces_every_shard_never_raises_what_is_accepted() -> None
 
 
 def kept_rounds(member: Member, kind: RoundKind) -> list[int]:
-    return [
-        number
-        for number in range(12)
-        if member.all_reduce.answer_recall(Recall(0, WIRE_KINDS[kind], number, 0, int(kind == "fragment"))).tensors
-    ]
+    recalls = [Recall(0, WIRE_KINDS[kind], number, 0, int(kind == "fragment")) for number in range(12)]
+    return [recall.round for recall in recalls if member.all_reduce.kept_means.answer_recall(recall).tensors]
 
 
 @pytest.mark.parametrize("kind", ["fragment", "gradient"])
@@ -689,7 +688,7 @@ def test_means_are_kept_up_to_a_limit_of_bytes(
     rounds_kept: int, kind: RoundKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        monkeypatch.setattr(all_reduce, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
+        monkeypatch.setattr(kept_means, "MAX_KEPT_BYTES", 4 * SIZE * rounds_kept)
         world = World(SIZE)
         members = world.add(*identities(2))
         for number in range(12):
@@ -823,7 +822,7 @@ def test_no_work_on_the_arrays_of_a_round_is_done_by_the_thread_of_the_event_loo
             on_loop.found.clear()
             results = await one_round(world, members, [1.0] * 3, number=INT8_ROUNDS, kind="gradient", values=values)
             recalled = RoundResult.of_failed_shards(late, 0)
-            await members[0].all_reduce.recall_failed_shards(Shard(0, "gradient", INT8_ROUNDS, 0), recalled)
+            await members[0].all_reduce.kept_means.recall_failed_shards(Shard(0, "gradient", INT8_ROUNDS, 0), recalled)
             done_on_loop = list(on_loop.found)
         assert not any(result.failed_shards for result in (*results, recalled))
         assert torch.equal(recalled.mean, results[0].mean)

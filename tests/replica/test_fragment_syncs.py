@@ -16,9 +16,11 @@ from agora_protocol.messages import Averaged
 
 from agora.core.calls import PeerCaller
 from agora.observe.events import PartFailed, Report, RoundDone, StageDiverged, StageFellBehind, StepsSkipped, TaskFailed
-from agora.replica.all_reduce import MAX_RECALLS, MAX_RUNNING_SYNCS, RECALL_PAUSE, AllReduce, RoundContext, RoundResult
+from agora.replica.all_reduce import MAX_RUNNING_SYNCS, AllReduce
 from agora.replica.fragment_syncs import RECALL_FIRST, FragmentSyncs
+from agora.replica.kept_means import MAX_RECALLS, RECALL_PAUSE
 from agora.replica.reducers import FragmentDivision
+from agora.replica.rounds import RoundContext, RoundResult
 from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec, ShardMean
 from agora.replica.stage_view import SILENCE_TIMEOUT_S
 from agora.state.layout import OUTER_PARAMETERS, VELOCITY
@@ -272,12 +274,16 @@ class SlowRounds(AllReduce):
             lambda event: None,
             lambda *violation: None,
         )
+        vars(self.kept_means)["recall_from"] = self.recall_from
         self.seconds = seconds
         self.waiting = waiting
         self.of = of
         self.weights: dict[int, float] = {}
 
     live_others: tuple[PeerId, ...] = ()
+
+    async def recall_from(self, peer: PeerId, shard: Shard, numel: int, deadline: float) -> ShardMean | None:
+        return None
 
     def has_waiting_contributions(self, first: Shard) -> bool:
         return first.round in self.waiting

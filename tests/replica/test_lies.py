@@ -19,9 +19,9 @@ from agora_protocol.tensors import WireTensor
 
 from agora.core.calls import Reply
 from agora.observe.events import RoundDone, StageDiverged
-from agora.replica.all_reduce import RoundResult
 from agora.replica.number_formats import NumberFormat
 from agora.replica.reducers import reducers_of
+from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import EncodedShard, Shard, ShardMean
 from agora.replica.stage_view import may_sign
 from agora.swarm.peer_score import Violation
@@ -128,7 +128,7 @@ def answers_recalls(liar: GroupPeer) -> None:
         recalled = Recalled(4, 4, 1024.0, "float32", reducer=liar.peer, signature=false.message.signature)
         return Reply(recalled, list(false.encoded.tensors))
 
-    liar.group.stages[0].all_reduce.answer_recall = answer
+    liar.group.stages[0].all_reduce.kept_means.answer_recall = answer
 
 
 def tells_another_history(liar: GroupPeer) -> None:
@@ -244,11 +244,11 @@ def test_a_recall_is_believed_if_the_reducer_signed_it_or_two_members_keep_the_s
             values = torch.full((PART_ELEMENTS,), value)
             encoded = EncodedShard("float32", NumberFormat("float32").encode(values))
             mean = ShardMean(values, Averaged(4, 4, 4.0, True, "float32"), encoded)
-            member.all_reduce.keep_mean(shard, signed_by(signer, member.all_reduce.codec, shard, mean))
+            member.all_reduce.kept_means.keep(shard, signed_by(signer, member.all_reduce.codec, shard, mean))
 
         async def recall() -> RoundResult:
             result = RoundResult.of_failed_shards(torch.zeros(PART_ELEMENTS), 0)
-            await asker.all_reduce.recall_failed_shards(shard, result)
+            await asker.all_reduce.kept_means.recall_failed_shards(shard, result)
             return result
 
         keep(liar, 1e30, liar.peer)
@@ -296,13 +296,13 @@ def test_what_the_only_other_replica_keeps_is_believed_and_what_another_could_co
                 mean = replace(mean, message=replace(mean.message, weight=4.0))
             return mean
 
-        keeper.all_reduce.keep_mean(shard, kept(1.0))
+        keeper.all_reduce.kept_means.keep(shard, kept(1.0))
         if other == "keeps another" and signed != "by nobody, and zero":
-            others[0].all_reduce.keep_mean(shard, kept(2.0))
+            others[0].all_reduce.kept_means.keep(shard, kept(2.0))
         if other == "is gone":
             world.network.dead.add(others[0].peer)
         result = RoundResult.of_failed_shards(torch.zeros(PART_ELEMENTS), 0)
-        await asker.all_reduce.recall_failed_shards(shard, result)
+        await asker.all_reduce.kept_means.recall_failed_shards(shard, result)
         is_believed = other in (None, "is gone") and signed != "falsely"
         assert result.failed_shards == (not is_believed)
         if is_believed:
@@ -348,7 +348,7 @@ def test_a_newcomer_that_others_take_for_a_reducer_signs_nothing_offends_nobody_
                 works.append(member.take_part(0, "gradient", number, values, 1.0, dict(member.view), deadline))
             for member, result in zip(members, await asyncio.gather(*works), strict=True):
                 assert not result.failed_shards and float(result.mean[0]) == 2.0
-                kept = member.all_reduce.answer_recall(Recall(0, "gradient", number, 0, 0)).message
+                kept = member.all_reduce.kept_means.answer_recall(Recall(0, "gradient", number, 0, 0)).message
                 assert isinstance(kept, Recalled) and kept.reducer in {other.peer for other in others}
                 assert not member.violations
         await world.close()
@@ -377,10 +377,10 @@ def test_a_reducer_that_keeps_its_mean_no_longer_signs_no_second_one() -> None:
             values = torch.ones(PART_ELEMENTS) * len(signatures)
             works = [it.take_part(0, "gradient", 0, values, 1.0, dict(it.view), deadline) for it in early]
             await asyncio.gather(*works)
-            kept = reducer.all_reduce.answer_recall(Recall(0, "gradient", 0, 0, 0)).message
+            kept = reducer.all_reduce.kept_means.answer_recall(Recall(0, "gradient", 0, 0, 0)).message
             assert isinstance(kept, Recalled) and kept.contributors == 2
             signatures.append(kept.signature)
-            for record in reducer.all_reduce._rounds.values():
+            for record in reducer.all_reduce.kept_means._rounds.values():
                 record.means.clear()
         assert len(signatures[0]) == 64 and not signatures[1]
         await world.close()
@@ -400,15 +400,15 @@ def test_a_signed_mean_takes_the_place_of_an_unsigned_one_and_no_other_takes_its
             return ShardMean(values, Averaged(4, 4, 4.0, True, "float32"), encoded)
 
         def kept() -> float:
-            reply = member.all_reduce.answer_recall(Recall(0, "gradient", 3, 0, 0))
+            reply = member.all_reduce.kept_means.answer_recall(Recall(0, "gradient", 3, 0, 0))
             return float(codec.decode(shard, EncodedShard("float32", reply.tensors), PART_ELEMENTS)[0])
 
-        member.all_reduce.keep_mean(shard, mean_of(1.0))
-        member.all_reduce.keep_mean(shard, mean_of(2.0))
+        member.all_reduce.kept_means.keep(shard, mean_of(1.0))
+        member.all_reduce.kept_means.keep(shard, mean_of(2.0))
         assert kept() == 1.0
-        member.all_reduce.keep_mean(shard, signed_by(member.peer, codec, shard, mean_of(3.0)))
-        member.all_reduce.keep_mean(shard, signed_by(member.peer, codec, shard, mean_of(4.0)))
-        member.all_reduce.keep_mean(shard, mean_of(5.0))
+        member.all_reduce.kept_means.keep(shard, signed_by(member.peer, codec, shard, mean_of(3.0)))
+        member.all_reduce.kept_means.keep(shard, signed_by(member.peer, codec, shard, mean_of(4.0)))
+        member.all_reduce.kept_means.keep(shard, mean_of(5.0))
         assert kept() == 3.0
         await world.close()
 

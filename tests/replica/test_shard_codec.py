@@ -283,7 +283,7 @@ def test_members_that_send_in_different_formats_get_the_same_bits_and_lose_nothi
         slices = world.fragments_in(kind)
         reducer, _ = reducers_of(members[0].all_reduce.config.run, Shard(0, kind, number, 0, slices), members[0].view)
         recall = Recall(0, WIRE_KINDS[kind], number, 0, slices)
-        recalled = [member.all_reduce.answer_recall(recall).message for member in members]
+        recalled = [member.all_reduce.kept_means.answer_recall(recall).message for member in members]
         kept = {answer.wire for answer in recalled if isinstance(answer, Recalled)}
         assert kept == {sends[reducer]}
         assert float((total - wanted).norm()) < 1.5 * float(gradient(0).norm())

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from agora.core.calls import Reply
 from agora.observe.events import Event
-from agora.replica.all_reduce import AllReduce, Round, RoundContext, RoundResult
+from agora.replica.all_reduce import AllReduce, Round
+from agora.replica.rounds import RoundContext, RoundResult
 from agora.replica.shard_codec import RoundConfig, RoundKind, Shard, ShardCodec, ShardMean, cut_into_shards
 from agora.swarm.peer_score import Violation
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
@@ -138,7 +139,7 @@ class Member:
     async def _answer(self, call: MemoryCall) -> Reply:
         try:
             if isinstance(call.message, Recall):
-                return self.all_reduce.answer_recall(call.message)
+                return self.all_reduce.kept_means.answer_recall(call.message)
             assert isinstance(call.message, Contribute)
             return await self.all_reduce.answer_contribution(call.peer, call.message, call.tensors, call.deadline)
         except ProtocolError as error:
