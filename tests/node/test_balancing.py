@@ -9,7 +9,7 @@ from typing import Any
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId, Span
 
-from agora.node.process.daemon import (
+from agora.node.process.balancing import (
     FAILED_MOVE_PAUSE_S,
     MEASURE_INTERVAL_S,
     keep_claimed_capacity_current,

@@ -18,6 +18,7 @@ from agora_protocol.manifest import SignedManifest, preset
 
 from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.paths import Home
+from agora.node.process.signing import sign_draft
 
 ADDRESS = "/ip4/203.0.113.5/tcp/4001/p2p/"
 
@@ -44,7 +45,7 @@ def write(tmp_path: Path, text: str = "") -> Path:
 def test_founding_signs_the_file_and_keeps_what_its_author_wrote(tmp_path: Path, home: Home) -> None:
     path = write(tmp_path, "# my own words\n\nname = 'poems'  # mine, too\n[optimizer]\nlearning_rate = 0.001\n")
     identity, told = Identity.generate(), []
-    signed, note = runs.sign(runs.resolve(str(path), home), identity, told.append)
+    signed, note = sign_draft(runs.resolve(str(path), home), identity, told.append)
     text = path.read_text()
     assert text.startswith("# my own words\n\nfounder = ") and "# mine, too" in text and "[signed]" in text
     assert SignedManifest.from_toml(text) == signed and told == [signed]
@@ -56,9 +57,9 @@ def test_founding_signs_the_file_and_keeps_what_its_author_wrote(tmp_path: Path,
 def test_two_who_found_from_one_file_found_one_run(tmp_path: Path, home: Home) -> None:
     path = write(tmp_path)
     draft = runs.resolve(str(path), home)
-    first, _ = runs.sign(draft, Identity.generate(), lambda signed: None)
+    first, _ = sign_draft(draft, Identity.generate(), lambda signed: None)
     stored: list[SignedManifest] = []
-    second, note = runs.sign(draft, Identity.generate(), stored.append)
+    second, note = sign_draft(draft, Identity.generate(), stored.append)
     assert second == first and "meanwhile" in note
     assert stored == [first], "the second stores the run and registers under it as well"
 
@@ -74,7 +75,7 @@ def test_a_read_only_file_stays_unsigned_and_the_run_is_founded_all_the_same(
         return opened(self, mode, *rest, **more)
 
     monkeypatch.setattr(Path, "open", read_only)
-    signed, note = runs.sign(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
+    signed, note = sign_draft(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
     signed.verify()
     assert "stays unsigned" in note and "[signed]" not in path.read_text()
 
@@ -94,7 +95,7 @@ def test_a_file_for_whose_signature_the_disk_has_no_room_keeps_its_text(tmp_path
     _, hard = former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(text) + 20, hard))
     try:
-        signed, note = runs.sign(reference, Identity.generate(), lambda signed: None)
+        signed, note = sign_draft(reference, Identity.generate(), lambda signed: None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
     signed.verify()
@@ -233,7 +234,7 @@ def test_a_bad_manifest_is_a_sentence_that_names_the_file(home: Home, tmp_path: 
 
 def test_a_changed_signed_manifest_is_refused(home: Home, tmp_path: Path) -> None:
     path = write(tmp_path)
-    runs.sign(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
+    sign_draft(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
     path.write_text(path.read_text().replace("seed = 0", "seed = 1"))
     with pytest.raises(AgoraError, match="signature"):
         runs.resolve(str(path), home)

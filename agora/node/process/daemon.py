@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +27,7 @@ from agora.node.control.node_report import NO_TRAFFIC, NodeReport, add_traffic
 from agora.node.limits.pausing import Pausing
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
+from agora.node.process.balancing import keep_claimed_capacity_current, rebalance_repeatedly
 from agora.node.process.end_of_run import EndOfRun
 from agora.node.process.machine_watch import MachineWatch, gpu_id_of, observers_of
 from agora.node.process.watchdog import Watchdog
@@ -39,8 +39,6 @@ from agora.pipeline.origin import Origin
 from agora.pipeline.work_ledger import MAX_ENDING_TIMEOUT_S
 from agora.swarm import health
 from agora.swarm.health import Health
-from agora.swarm.placement import Placement
-from agora.swarm.rebalancing import judge_move, rebalance_interval_s
 from agora.swarm.status import RunIdentity
 from agora.swarm.swarm_clock import clock_remark
 from agora.swarm.view import View
@@ -62,8 +60,6 @@ CLOSE_TIMEOUT_S = CLOSE_SPAN_TIMEOUT_S + 1.0 + CLOSE_PEER_TIMEOUT_S
 # Seconds that a move waits for this origin's own microbatches, and then for those of others.
 MOVE_FINISH_TIMEOUT_S = 30.0
 MOVE_CHECKPOINT_TIMEOUT_S = 60.0  # seconds that a move waits for the checkpoints of all stages
-MEASURE_INTERVAL_S = 4.0  # seconds between two measurements of how long microbatches take here
-FAILED_MOVE_PAUSE_S = 120.0  # seconds for which a peer whose move has failed does not try again
 
 
 # A request to serve the stages `span`. done: ends when they are served, or with the error that prevents it.
@@ -477,60 +473,3 @@ async def _run_origin(origin: Origin) -> None:
 async def _watch_p2pd(host: Host) -> None:
     await host.died.wait()
     raise LocalError("The network process p2pd ended by itself; start the daemon again and look at its memory.")
-
-
-async def keep_claimed_capacity_current(local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None]) -> None:
-    """Every MEASURE_INTERVAL_S, until cancelled, puts this machine's measured rate and uplink into its claim.
-
-    The claim's next publication has them. Does nothing until a microbatch has been measured. held_span: returns the
-    span that is held, None while none is.
-    """
-    while True:
-        loaded = held_span()
-        service_s = loaded.hop.service_s if loaded is not None else None
-        if loaded is not None and service_s is not None:
-            capacity = local_peer.capacity_probe.record_measurement(
-                loaded.span, service_s, local_peer.uplink_bytes_per_s()
-            )
-            local_peer.membership.update_capacity(capacity, local_peer.capacity_probe.machine.bandwidth)
-        await asyncio.sleep(MEASURE_INTERVAL_S)
-
-
-async def rebalance_repeatedly(
-    local_peer: LocalPeer, held_span: Callable[[], LoadedSpan | None], move: Callable[[Span], Awaitable[None]]
-) -> None:
-    """Decides at random moments, until cancelled, whether this peer should hold other stages, and if so moves there.
-
-    Each decision to move is reported as MoveChosen; after a failed move decides nothing for FAILED_MOVE_PAUSE_S.
-    held_span: returns the span that is held, None while the peer should not move. move: called to move; if that
-    fails, reports the failure itself and raises AgoraError.
-    """
-    rng = random.Random()
-    while True:
-        await asyncio.sleep(rebalance_interval_s(rng))
-        loaded = held_span()
-        placement = await _choose_move(local_peer, rng, loaded.loaded_at) if loaded is not None else None
-        if placement is None or placement.span is None or held_span() is None:
-            continue
-        span = placement.span
-        local_peer.startup.report_event(events.MoveChosen(span.first, span.last, placement.reason))
-        try:
-            await move(span)
-        except AgoraError:  # reported by the move itself
-            await asyncio.sleep(FAILED_MOVE_PAUSE_S)
-
-
-async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: float) -> Placement | None:
-    # Both decisions draw the same random numbers, so that deciding twice does not make a move less likely.
-    seed = rng.random()
-    placement = None
-    for is_fresh in (False, True):
-        if is_fresh:
-            await local_peer.membership.refresh()
-        own = local_peer.capacity_probe
-        view = local_peer.view
-        served_s = loop_time() - loaded_at
-        placement = judge_move(view, local_peer.startup.me, own.needs, own.machine, random.Random(seed), served_s)
-        if placement is None:
-            return None
-    return placement

@@ -33,6 +33,7 @@ from agora.node.control import control_client
 from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.peer.run_admission import load_admission_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
+from agora.node.process.signing import sign_draft
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
 from agora.node.span.load_span import check_stages_fit
 from agora.node.span.training_data import DataUse, check_draft, explain_unused, remember_files
@@ -63,23 +64,34 @@ async def read_manifest(startup: Startup) -> SignedManifest:
     DiskError if the data directory cannot be written, and before it signs what check_stages_fit and check_draft raise.
     """
     reference = startup.reference
-    adopt = partial(_accept_and_register, startup)
     with startup.phases.enter("manifest") as note:
-        found, note.text = reference.signed, "signed"
-        for entry in daemon_registry.find_running_daemons():
-            if found is None and reference.is_of(entry):
-                file = paths.Home(Path(entry.root)).manifest(entry.run)
-                found, note.text = runs.from_file(file, startup.home).signed, f"founded by the daemon {entry.pid}"
-        if found is None and reference.draft is not None:
-            startup.phases.report_progress("reading what the run trains on, before it is signed")
-            use = await asyncio.to_thread(_check_before_signing, startup, reference.draft)
-        if found is None:
-            signed, note.text = await asyncio.to_thread(runs.sign, reference, startup.identity, adopt)
-            note.text += f"; {use.sentence()}" if use else ""
+        signed, text = (reference.signed, "signed") if reference.signed is not None else _find_founded(startup)
+        if signed is not None:
+            _accept_and_register(startup, signed)
         else:
-            adopt(signed := found)
-        note.text += f", run {signed.run_id[:12]} ({signed.manifest.name})"
+            signed, text = await _sign_as_founder(startup)
+        note.text = f"{text}, run {signed.run_id[:12]} ({signed.manifest.name})"
     return signed
+
+
+def _find_founded(startup: Startup) -> tuple[SignedManifest | None, str]:
+    for entry in daemon_registry.find_running_daemons():
+        if startup.reference.is_of(entry):
+            file = paths.Home(Path(entry.root)).manifest(entry.run)
+            if (signed := runs.from_file(file, startup.home).signed) is not None:
+                return signed, f"founded by the daemon {entry.pid}"
+    return None, ""
+
+
+async def _sign_as_founder(startup: Startup) -> tuple[SignedManifest, str]:
+    draft = startup.reference.draft
+    assert draft is not None
+    startup.phases.report_progress("reading what the run trains on, before it is signed")
+
+    use = await asyncio.to_thread(_check_before_signing, startup, draft)
+    accept = partial(_accept_and_register, startup)
+    signed, text = await asyncio.to_thread(sign_draft, startup.reference, startup.identity, accept)
+    return signed, f"{text}; {use.sentence()}" if use else text
 
 
 def _check_before_signing(startup: Startup, draft: Manifest) -> DataUse | None:
