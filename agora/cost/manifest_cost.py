@@ -25,7 +25,7 @@ from agora_protocol.ids import Span
 from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_model import HfSection
-from agora_protocol.manifest_sections import ALL_STEPS
+from agora_protocol.manifest_sections import ALL_STEPS, PREDICTED_FACTOR
 
 from agora.cost.activation_bytes import (
     BF16_BYTES,
@@ -44,8 +44,6 @@ ACTIVATIONS_OF_SETTING: Final[Mapping[str, Activations]] = {"keep": "keep", "rec
 MIN_IN_FLIGHT: Final = 32  # microbatches that a peer is assumed to hold between forward and backward at least
 # Microbatches for each stage of the run that a peer is assumed to hold, if that is more than MIN_IN_FLIGHT.
 IN_FLIGHT_PER_STAGE: Final = 4
-# Where weights are predicted, this many times schedule.staleness may be in flight.
-PREDICTED_FACTOR: Final = 2
 NF4_BLOCK: Final = 64  # values of a matrix in NF4 that share a scale of one byte
 NF4_BLOCKS_OF_SCALE: Final = 256  # scales of an NF4 matrix that share a float32
 NF4_TABLE_BYTES: Final = 4 * (16 + 256 + 1)  # bytes of the tables that each NF4 matrix has

@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from agora_protocol.manifest_sections import PREDICTED_FACTOR
+
 from agora.core.moving_average import MovingAverage
-from agora.cost.manifest_cost import PREDICTED_FACTOR
 
 SQUARE_ROOT_FACTOR = 4.0  # x + SQUARE_ROOT_FACTOR * sqrt(x) microbatches are in flight
 MIN_PER_STAGE = 2  # at least this many are in flight for each stage: one is computed while one travels
@@ -58,8 +59,8 @@ def measured_window(
     takes if it never waits. period_s: mean seconds between two completions. Until both are measured, the window is
     MIN_PER_STAGE for each stage, within these bounds.
     """
-    is_bounded_by_staleness = staleness.usual <= ceiling
     slots, ceiling = ceiling, max(1, min(ceiling, staleness.usual))
+    is_bounded_by_staleness = staleness.usual <= slots
     setting = " by schedule.staleness" if is_bounded_by_staleness else ""
     least = min(MIN_PER_STAGE * stages, ceiling)
     if not round_trip_s or not period_s or round_trip_s <= 0 or period_s <= 0:
@@ -67,28 +68,36 @@ def measured_window(
         return SendWindow(least, f"{least}: {MIN_PER_STAGE} per stage until the round trip is measured{bound}")
     load = round_trip_s / period_s
     wanted = math.ceil(min(load + SQUARE_ROOT_FACTOR * math.sqrt(load), 1e9))
-    limit = max(least, min(wanted, ceiling))
     reason = (
         f"round trip {round_trip_s:.3f} s / period {period_s:.3f} s = {load:.1f}, "
         f"and {SQUARE_ROOT_FACTOR:g} times its square root"
     )
     if wanted <= ceiling:
+        limit = max(least, wanted)
         return SendWindow(limit, f"{limit}: {reason}")
     needed = min(math.ceil(load), slots)
-    corrected = max(limit, min(needed, staleness.at_most))
+    limit = max(ceiling, min(needed, staleness.at_most))
+    reason = f"{limit}: {reason}, limited to {limit}{setting}"
+    if not is_bounded_by_staleness:
+        return SendWindow(limit, reason)
     trip = f"its round trip ({round_trip_s:.2f} s, one microbatch completed every {period_s:.2f} s)"
-    correction = ""
-    if corrected > limit:
-        correction = (
-            f"{trip} needs {needed} in flight; it has {corrected}, more than schedule.staleness ({ceiling}), since "
-            "gradients are computed at predicted weights"
-        )
-    shortage = (
-        f"{trip} would use {wanted} in flight, schedule.staleness allows it {corrected}; a larger schedule.staleness "
+    return SendWindow(limit, reason, _shortage(trip, wanted, limit), _correction(trip, needed, limit, ceiling))
+
+
+def _shortage(trip: str, wanted: int, limit: int) -> str:
+    return (
+        f"{trip} would use {wanted} in flight, schedule.staleness allows it {limit}; a larger schedule.staleness "
         "or optimizer.target_tokens, in the manifest of a new run, allows more"
     )
-    reason = f"{corrected}: {reason}, limited to {corrected}{setting}"
-    return SendWindow(corrected, reason, shortage if is_bounded_by_staleness else "", correction)
+
+
+def _correction(trip: str, needed: int, limit: int, staleness_limit: int) -> str:
+    if limit <= staleness_limit:
+        return ""
+    return (
+        f"{trip} needs {needed} in flight; it has {limit}, more than schedule.staleness ({staleness_limit}), since "
+        "gradients are computed at predicted weights"
+    )
 
 
 def staleness_ceiling(

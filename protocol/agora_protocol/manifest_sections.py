@@ -106,6 +106,8 @@ class ScheduleSection(Section):
     )
 
 
+# Where `schedule.predict_weights` is set, this many times `schedule.staleness` may be in flight.
+PREDICTED_FACTOR: Final = 2
 ALL_STEPS: Final = 10**9  # as `averaging.exact_steps`: no step is an inner step
 
 
