@@ -11,7 +11,7 @@ from agora_protocol.errors import NotMyStage
 from agora_protocol.messages import Contribute, GossipSteps, Recall
 
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
-from agora.replica import all_reduce
+from agora.replica import kept_means
 from agora.replica.decide import STAGE_CATCH_UP_AFTER_S
 from agora.replica.gradient_steps import FETCH_TRIES
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
@@ -168,7 +168,7 @@ def test_a_replica_that_comes_too_late_for_the_kept_means_fetches_the_state_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        monkeypatch.setattr(all_reduce, "MAX_KEPT_BYTES", 0)
+        monkeypatch.setattr(kept_means, "MAX_KEPT_BYTES", 0)
         world = GroupWorld([4000.0, 4000.0, 4000.0], target=4096, **ALL_REDUCES)
         async with world:
             late = world.all[2]
