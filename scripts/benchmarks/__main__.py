@@ -105,7 +105,8 @@ def main() -> int:
         "--set SECTION.FIELD=VALUE (of the manifest, again and again); `wan` takes --losses --widths 64 128 --seeds 3; "
         "`tuning` takes --speeds or --losses, --codecs int8,int4h/int3h --stages 2 --steps 100 --seeds 3; "
         "`simulate` takes --churn, --fleets or --real: one of its parts, with a section of its own; `gpu` takes --part "
-        "machine,counts,stage,codec; `scaling` takes --machines 2,8 --stages 4 --link RATE,RTT --steps 24 --rounds 2 "
+        "and a list of machine, counts, stage, memory, head, step, codec, averaging, emulated, swarm, tuning, oom; "
+        "`scaling` takes --machines 2,8 --stages 4 --link RATE,RTT --steps 24 --rounds 2 "
         "--set SECTION.FIELD=VALUE.",
     )
     parser.add_argument("name", metavar="NAME", help=f"which comparison: {', '.join(BENCHES)}")

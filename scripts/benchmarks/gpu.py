@@ -1,7 +1,8 @@
 """`./scripts/bench gpu`: what this machine's GPU could do, and what the jobs of a daemon reach of it.
 
-Each part runs in a process of its own within a limit of time; what the earlier ones found is kept if one fails. Without
-a GPU the same parts run on the CPU, in small sizes: then only the counts, which no machine changes, mean something.
+Each part runs in a process of its own within a limit of time, and says what it found when it ends; that is kept if a
+later one fails or is interrupted. Without a GPU the same parts run on the CPU, in small sizes: then only the counts,
+which no machine changes, mean something.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -16,8 +18,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -39,13 +41,18 @@ from agora.cost.manifest_cost import microbatch_flops
 from agora.model import family_of
 from agora.train.device import DeviceOptions, choose_device, has_native_bf16
 from agora.train.device_worker import DeviceWorker
+from agora.train.span_trainer import SpanTrainer
+from agora.train.stage import Stage
 from benchmarks.averaging import whole_round
 from benchmarks.averaging_groups import OurGroup
 from benchmarks.children import SCRIPTS, ChildProcesses, start_node
 from benchmarks.gpu_counts import figures
+from benchmarks.gpu_figures import QUICK_REPEATS, WARM_UP, Figure, Found, median_s, now, stage_manifest
+from benchmarks.gpu_memory import GPU_WIDTHS, measure_head, measure_memory, measure_out_of_memory
+from benchmarks.gpu_swarm import measure_swarm, measure_tuning
 from benchmarks.machine import describe
 from benchmarks.optimizer import train_microbatch
-from benchmarks.report import Cell, Ratio, Report
+from benchmarks.report import Cell, Ratio, Report, show
 from benchmarks.scaling_settings import MICROBATCHES_PER_STEP, Fleet
 from benchmarks.scaling_swarm import FleetRun, share
 from benchmarks.task import prepare_corpus
@@ -55,11 +62,16 @@ LIMITS_S: Final[Mapping[str, float]] = {
     "machine": 60,
     "counts": 120,
     "stage": 180,
+    "memory": 90,
+    "head": 60,
+    "step": 90,
     "codec": 60,
     "averaging": 120,
     "emulated": 240,
+    "swarm": 300,
+    "tuning": 300,
+    "oom": 60,
 }
-QUICK_REPEATS: Final = 3
 EMULATED_MS: Final = 40.0
 # Boundaries of 4,096 x 1,792 as in the preset 8b, and few weights.
 EMULATED: Final[Mapping[str, Any]] = {
@@ -70,9 +82,10 @@ EMULATED: Final[Mapping[str, Any]] = {
     "optimizer": {"name": "adamw", "target_tokens": 1 << 20},
 }
 AVERAGED: Final = 50_000_000  # values of a round
-WARM_UP: Final = 3  # runs that are not timed
+# Of the measured steps: width and layers of the stage. On a GPU 50, 200 and 600 M parameters.
+GPU_STEPS: Final = ((2048, 1), (4096, 1), (4096, 3))
+CPU_STEPS: Final = ((64, 1),)
 # Of the stage's layers, shaped as the presets are: the widths that are measured, with the preset that has each.
-GPU_WIDTHS: Final[Mapping[int, str]] = {768: "150m", 2048: "1b", 4096: "8b"}
 CPU_WIDTHS: Final[Mapping[int, str]] = {64: "tiny sizes"}
 CODECS: Final = ("bf16", "int6/int3", "int5h/int2h")
 IN_FLIGHT: Final = 8
@@ -87,25 +100,12 @@ TARGETS: Final[Mapping[str, tuple[str, str]]] = {
     "mfu_8b": (">= 0.35", "of the layers alone, by the measured peak of products"),
     "emulated_busy": (">= 0.97", "of the time of two daemons with boundaries as 8b's, 40 ms forward, 80 backward"),
     "loop_ns_per_value": ("<= 5", "of a round, processor time of a replica's event loop"),
+    "peak_vs_plan": ("<= 1.15", "most memory of a middle stage by what the plan says, the worst of all ways"),
+    "small_daemon_vs_plain": (">= 0.8", "tokens/s of one daemon with all stages of `small` by the better plain loop"),
+    "nf4_vs_peft": (">= 1.0", "tokens/s of one daemon by peft's, frozen weights in NF4"),
+    "nf4_memory_vs_peft": ("<= 0.9", "what the GPU has in use with it, by that with peft"),
     "longest_callback_ms": ("<= 5", "of the event loop in a round, processor time"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One thing that was measured."""
-
-    what: str
-    value: float
-    unit: str
-
-
-@dataclass(slots=True)
-class Found:
-    """What a part found."""
-
-    figures: list[Figure]
-    ratios: dict[str, float]
 
 
 def run(quick: bool, folder: Path) -> Report:
@@ -127,19 +127,31 @@ def run_with_options(quick: bool, folder: Path, options: Sequence[str]) -> Repor
 
 
 def run_parts(quick: bool, parts: Sequence[str]) -> Report:
-    """Runs each part in a child process; one that fails or takes too long becomes a row that says so."""
+    """Runs each part in a child process; one that fails or takes too long becomes a row that says so.
+
+    An interrupt ends the running part, and those after it are left out.
+    """
     rows: list[dict[str, Cell]] = []
     ratios: dict[str, Ratio] = {}
     for part in parts:
         try:
             found = run_part(part, quick)
         except (subprocess.SubprocessError, ValueError) as error:
-            rows.append({"part": part, "what": f"failed: {error}"[:300], "value": None, "unit": ""})
+            new = [_row_without_value(part, f"failed: {error}"[:300])]
+        except KeyboardInterrupt:
+            rows.append(_row_without_value(part, "interrupted"))
+            break
         else:
-            rows += [{"part": part, **row} for row in found["figures"]]
+            new = [{"part": part, **row} for row in found["figures"]]
             ratios |= {name: Ratio(value, *TARGETS[name]) for name, value in found["ratios"].items()}
-        print(f"{part}: {len(rows)} rows so far", file=sys.stderr, flush=True)
+        rows += new
+        for row in new:
+            print(f"{part}: {row['what']} {show(row['value'])} {row['unit']}".rstrip(), file=sys.stderr, flush=True)
     return Report("gpu", "What a GPU reaches", describe(), rows, ratios, NOTES)
+
+
+def _row_without_value(part: str, what: str) -> dict[str, Cell]:
+    return {"part": part, "what": what, "value": None, "unit": ""}
 
 
 def run_part(part: str, quick: bool) -> dict[str, Any]:
@@ -148,6 +160,8 @@ def run_part(part: str, quick: bool) -> dict[str, Any]:
     Raises ValueError with the end of its error output, TimeoutExpired after its limit.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+    if not torch.cuda.is_available():
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of tiny sizes would spin most of the time
     command = [sys.executable, "-m", "benchmarks.gpu", part, *(["quick"] if quick else [])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMITS_S[part], check=False)
     if done.returncode:
@@ -165,18 +179,18 @@ def measure_machine(device: torch.device, repeats: int) -> Found:
     found = []
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("float32", torch.float32)):
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = _median_s(partial(torch.matmul, left, right), device, repeats)
+        seconds = median_s(partial(torch.matmul, left, right), device, repeats)
         found.append(Figure(f"{name} product of {size} x {size}", 2e-12 * size**3 / seconds, "TFLOP/s"))
     values = torch.zeros(1 << (28 if device.type == "cuda" else 22), device=device)
-    seconds = _median_s(lambda: values.add_(1.0), device, repeats)
+    seconds = median_s(lambda: values.add_(1.0), device, repeats)
     found.append(Figure("reading and writing memory", 2e-9 * values.nbytes / seconds, "GB/s"))
     if device.type == "cuda":
         found += _measure_transfers(device, repeats)
     one = torch.zeros(1, device=device)
     count = 1000
-    seconds = _median_s(lambda: [one.add_(1.0) for _ in range(count)], device, repeats)
+    seconds = median_s(lambda: [one.add_(1.0) for _ in range(count)], device, repeats)
     found.append(Figure("a small kernel, of many in a row", 1e6 * seconds / count, "us"))
-    found.append(Figure("reading one value", 1e6 * _median_s(lambda: float(one), device, 20 * repeats), "us"))
+    found.append(Figure("reading one value", 1e6 * median_s(lambda: float(one), device, 20 * repeats), "us"))
     return Found(found, {})
 
 
@@ -184,8 +198,8 @@ def _measure_transfers(device: torch.device, repeats: int) -> list[Figure]:
     found = []
     on_device = torch.zeros(1 << 24, device=device)
     for name, host in (("pageable", torch.zeros(1 << 24)), ("pinned", torch.zeros(1 << 24, pin_memory=True))):
-        up = _median_s(partial(on_device.copy_, host), device, repeats)
-        down = _median_s(partial(host.copy_, on_device), device, repeats)
+        up = median_s(partial(on_device.copy_, host), device, repeats)
+        down = median_s(partial(host.copy_, on_device), device, repeats)
         found.append(Figure(f"to the device, {name}", 1e-9 * host.nbytes / up, "GB/s"))
         found.append(Figure(f"to the host, {name}", 1e-9 * host.nbytes / down, "GB/s"))
     return found
@@ -203,16 +217,16 @@ def measure_stages(device: torch.device, repeats: int) -> Found:
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 512
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16 if has_native_bf16(device) else torch.float32)
-    peak = 2.0 * size**3 / _median_s(lambda: left @ left, device, repeats)
+    peak = 2.0 * size**3 / median_s(lambda: left @ left, device, repeats)
     for width, preset in (GPU_WIDTHS if on_gpu else CPU_WIDTHS).items():
         manifest = stage_manifest(width)
         stage = family_of(manifest.model).build_stage(manifest.layers_of(1), manifest.seed).to(device)
         batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
         flops = sum(microbatch_flops(decoder_sizes(manifest.model), manifest.layers_of(1), batch))
-        alone = {"eager": _median_s(partial(train_microbatch, stage, manifest, device), device, repeats)}
+        alone = {"eager": median_s(partial(train_microbatch, stage, manifest, device), device, repeats)}
         if on_gpu:
             stage.compile(dynamic=False)
-            alone["compiled"] = _median_s(partial(train_microbatch, stage, manifest, device), device, repeats)
+            alone["compiled"] = median_s(partial(train_microbatch, stage, manifest, device), device, repeats)
         for way, seconds in alone.items():
             found.append(Figure(f"{preset}: layer alone, {way}", manifest.tokens_per_microbatch / seconds, "tokens/s"))
             found.append(Figure(f"{preset}: MFU of it", 100 * flops / seconds / peak, "%"))
@@ -235,9 +249,9 @@ def measure_codecs(device: torch.device, repeats: int) -> Found:
     for name in CODECS:
         codec = BoundaryCodec(name, manifest.seed)
         wire = codec.encode(values, "forward")
-        seconds = _median_s(partial(codec.encode, values, "forward"), device, repeats)
+        seconds = median_s(partial(codec.encode, values, "forward"), device, repeats)
         found.append(Figure(f"{name}: encode", 1e-9 * values.nbytes / seconds, "GB/s"))
-        seconds = _median_s(partial(_decode, codec, wire, manifest.boundary_shape(), device), device, repeats)
+        seconds = median_s(partial(_decode, codec, wire, manifest.boundary_shape(), device), device, repeats)
         found.append(Figure(f"{name}: decode", 1e-9 * values.nbytes / seconds, "GB/s"))
     return Found(found, {})
 
@@ -297,29 +311,64 @@ class EmulatedFleet(Fleet):
         return EMULATED_MS
 
 
+def measure_steps(device: torch.device, repeats: int) -> Found:
+    """What the device thread spends on a stage between microbatches: steps, shares, the state that newcomers fetch."""
+    found = []
+    for width, layers in GPU_STEPS if device.type == "cuda" else CPU_STEPS:
+        for optimizer in ("adamw", "muon"):
+            for in_host in (False, True) if device.type == "cuda" and optimizer == "muon" else (False,):
+                manifest = stage_manifest(width, layers, optimizer={"name": optimizer})
+                trainer = SpanTrainer(
+                    manifest, Span(1, 1), device, report=lambda event: None, in_flight=1, state_in_host=in_host
+                )
+                stage = trainer.stages[1]
+                millions = sum(math.prod(slot.shape) for slot in stage.layout.slots) / 1e6
+                size = f"{millions:.3g} M, {optimizer}{', state in host memory' if in_host else ''}"
+                for what, seconds in _time_steps(stage, device, 1 + repeats // 4).items():
+                    found.append(Figure(f"{size}: {what}", 1e3 * seconds, "ms"))
+                del trainer, stage
+    return Found(found)
+
+
+def _time_steps(stage: Stage, device: torch.device, repeats: int) -> dict[str, float]:
+    # Seconds, the least of `repeats`: the first of each also allocates what it keeps.
+    seconds: dict[str, list[float]] = defaultdict(list)
+    mean = torch.full((stage.layout.numel,), 1e-4)
+    state = stage.export_state()
+
+    def timed(what: str, work: Callable[[], object]) -> None:
+        begin = now(device)
+        work()
+        seconds[what].append(now(device) - begin)
+
+    for _ in range(1 + repeats):
+        stage.gradient_sum.flat.fill_(1e-4)
+        stage.record_microbatch("", 1, 1.0, stage.step)
+        timed("close a share", stage.close_share)
+        timed("step along a mean", lambda: stage.step_with_gradient(stage.step, mean, 1))
+        flat = stage.weights.current.flat.clone()
+        gradient = torch.full_like(flat, 1e-4)
+        timed("predict a step", partial(stage.optimizer.preview, flat, gradient, stage.step))
+        del flat, gradient
+        timed("export the state", stage.export_state)
+        timed("load a state", partial(stage.load_state, state))
+    return {what: min(taken[1:]) for what, taken in seconds.items()}
+
+
 PARTS: Final[Mapping[str, Callable[[torch.device, int], Found]]] = {
     "machine": measure_machine,
     "counts": measure_counts,
     "stage": measure_stages,
+    "memory": measure_memory,
+    "head": measure_head,
+    "step": measure_steps,
     "codec": measure_codecs,
     "averaging": measure_averaging,
     "emulated": measure_emulated,
+    "swarm": measure_swarm,
+    "tuning": measure_tuning,
+    "oom": measure_out_of_memory,
 }
-
-
-def stage_manifest(width: int) -> Manifest:
-    """Returns a run whose stage 1 is one layer of this width, with microbatches of 2,048 tokens; of 64 below 128."""
-    context = 2048 if width >= 128 else 32
-    heads = max(2, width // 128)
-    model = {"width": width, "subspace": 7 * width // 16, "layers": 3, "heads": heads, "key_value_heads": heads}
-    values = {
-        "model": model | {"feed_forward": 11 * width // 4, "context": context},
-        "stages": {"count": 3},
-        "boundary": {"codec": "int6/int3"},
-        "schedule": {"microbatch": 1 if width >= 128 else 2, "activations": "keep"},
-        "optimizer": {"target_tokens": 1 << 40},
-    }
-    return Manifest.from_values(values, "benchmark")
 
 
 async def _time_worker(manifest: Manifest, device: torch.device, in_flight: int, repeats: int) -> float:
@@ -358,23 +407,6 @@ async def _time_worker(manifest: Manifest, device: torch.device, in_flight: int,
         await worker.close()
 
 
-def _median_s(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    seconds = []
-    for turn in range(WARM_UP + repeats):
-        begin = _now(device)
-        work()
-        ended = _now(device)
-        if turn >= WARM_UP:
-            seconds.append(ended - begin)
-    return statistics.median(seconds)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 NOTES: Final = [
     "The counts are made on a CPU that stands for a GPU with bf16, at a middle stage of one layer of width 256 with "
     "int6/int3 and kept graphs, and at the last stage; `pytest tests/train/test_gpu_counts.py` fails when one grows.",
@@ -386,11 +418,20 @@ NOTES: Final = [
     "`emulated`: real daemons over loopback, whose accelerators take 40 ms for a forward, 80 ms for a backward, and "
     "nothing of the processor: `benchmarks/emulated_node.py` has what is left out. A daemon is busy, or waits for "
     "microbatches, a mean gradient, the next peer or the wire.",
-    "Not built yet: memory beside the plan, steps, a whole swarm, tuning beside peft, out of memory.",
+    "`memory`: a middle stage of two layers with 6 microbatches in flight, beside what `swarm plan` counts for it. "
+    "`head`: the last stage, of one layer. `step`: the least of several turns, on the device thread.",
+    "`swarm`: the plain loop has no codec, no peers and no staleness; each daemon has its stages, and all share the "
+    "device. `tuning`: a Llama-like model of random weights and bytes as tokens, LoRA in all linear layers. Memory is "
+    "that of all processes of a contender: what the GPU has in use, or what is resident on a CPU.",
+    "`oom`: 6 forwards, their 6 backwards and a step, again and again, once with memory for all graphs, once without; "
+    "the CPU's is emulated.",
 ]
 
 
 if __name__ == "__main__":
-    measured = PARTS[sys.argv[1]](choose_device("auto"), QUICK_REPEATS if "quick" in sys.argv[2:] else 20)
+    chosen = choose_device("auto")
+    if chosen.type == "cpu":
+        torch.set_num_threads(1)  # of tiny tensors, more of them mostly wait for each other
+    measured = PARTS[sys.argv[1]](chosen, QUICK_REPEATS if "quick" in sys.argv[2:] else 20)
     rows = [{"what": f.what, "value": f.value, "unit": f.unit} for f in measured.figures]
     print(json.dumps({"figures": rows, "ratios": measured.ratios}))

@@ -56,6 +56,14 @@ class PlainLoop:
     def sequences(self) -> int:
         return self._manifest.optimizer.target_tokens // self._manifest.model.context
 
+    @property
+    def step_tokens(self) -> int:
+        return self.sequences * self._manifest.model.context
+
+    def compile(self) -> None:
+        """Compiles the model for the steps from here on; the first one takes as long as that does."""
+        self._module.compile(dynamic=False)
+
     def draw(self, first: int, count: int) -> Tensor:
         """Returns `count` samples from number `first` on, token ids [count, s + 1], on the device."""
         ids = [sample_id(ORIGIN, number) for number in range(first, first + count)]

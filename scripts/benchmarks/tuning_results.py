@@ -16,11 +16,11 @@ from benchmarks.tuning_settings import (
     FEWER,
     LOSS_SEQUENCES,
     LOSS_SIZES,
+    MICROBATCHES,
     RANK,
     SEQUENCES,
     SPEED_SIZES,
     STAGES,
-    TARGET_TOKENS,
     BaseName,
     Effort,
     LossJob,
@@ -127,7 +127,7 @@ def speed_notes(effort: Effort, cores: int) -> list[str]:
     return [
         f"The same work for all: a Qwen2 decoder of random weights (width {sizes['hidden_size']}, "
         f"{sizes['num_hidden_layers']} layers, context {CONTEXT}, vocabulary 256), LoRA of rank {RANK} in all linear "
-        f"layers, microbatches of {SEQUENCES} sequences, {TARGET_TOKENS:,} tokens per AdamW step, every place of a row "
+        f"layers, microbatches of {SEQUENCES} sequences, {MICROBATCHES} of them per AdamW step, every place of a row "
         "supervised; float32 where bf16 is not native, as here on processors.",
         f"Compute threads in all: {cores} on {cores} cores; a swarm has {STAGES} daemons, which have one each on 2 "
         "cores. The daemons' event loops and network processes come on top and share those cores.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +15,15 @@ from agora_protocol.manifest import Manifest
 
 from agora.tuning.base.model_files import file_hash, read_config, weight_files
 
-FrozenAs = Literal["float32", "nf4"]
+FrozenAs = Literal["float32", "bf16", "nf4"]
 BaseName = Literal["ordinary", "outliers"]
 
 RANK: Final = 16
 STAGES: Final = 2
 CONTEXT: Final = 256
 SEQUENCES: Final = 2
-# As `swarm new --base-model` has it: 32 microbatches a step, so that the default staleness lets four be in flight.
-TARGET_TOKENS: Final = 16_384
+# Of a step, as `swarm new --base-model` has it, so that the default staleness lets four be in flight.
+MICROBATCHES: Final = 32
 # Of the model whose tuning is timed: 12.9 M parameters, random weights.
 SPEED_SIZES: Final[Mapping[str, int]] = {
     "hidden_size": 384,
@@ -137,13 +138,21 @@ def effort_of(options: Sequence[str], quick: bool) -> Effort:
     )
 
 
-def speed_manifest(base: Path, frozen_as: FrozenAs) -> Manifest:
-    """Returns the manifest of the run whose speed is measured; `base`: the folder of its base model."""
+def speed_manifest(base: Path, frozen_as: FrozenAs, stages: int = STAGES) -> Manifest:
+    """Returns the manifest of the run whose speed is measured, in rows of as many tokens as the model has positions.
+
+    base: the folder of its base model.
+    """
+    context = int(json.loads(read_config(base))["max_position_embeddings"])
     values = {
-        "model": _model(base, CONTEXT, frozen_as),
-        "stages": {"count": STAGES},
+        "model": _model(base, context, frozen_as),
+        "stages": {"count": stages},
         "schedule": {"microbatch": SEQUENCES},
-        "optimizer": {"learning_rate": 2e-4, "weight_decay": 0.0, "target_tokens": TARGET_TOKENS},
+        "optimizer": {
+            "learning_rate": 2e-4,
+            "weight_decay": 0.0,
+            "target_tokens": MICROBATCHES * SEQUENCES * context,
+        },
     }
     return Manifest.from_values(values, "benchmark")
 

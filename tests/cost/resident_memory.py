@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
+from benchmarks.training_memory import train
 
 from agora.train.memory import LIBC, give_back_freed_memory
 from agora.train.span_trainer import SpanTrainer
-from tests.cost.training_memory import train
 
 M_MMAP_THRESHOLD, BIG_BYTES = -3, 1 << 18
 RESET_PEAK = "5"

@@ -12,6 +12,7 @@ from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 from benchmarks.gpu_counts import count_manifest, counts
+from benchmarks.training_memory import measured_peak
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,7 +27,6 @@ from agora.train.stage import stage_layout
 from agora.train.weight_versions import StageWeights
 from agora.tuning.hf_family import HfFamily
 from agora.tuning.hf_stage import HfStage
-from tests.cost.training_memory import measured_peak
 from tests.model.tiny_models import CONFIGS, manifest_of, save
 from tests.train.support import moment_bytes
 from tests.tuning.test_frozen_layers import tensor_bytes

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
+from benchmarks.training_memory import measured_peak
 from transformers import AutoModelForCausalLM
 
 from agora.cost import activation_bytes
 from agora.cost.manifest_cost import run_cost
 from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
-from tests.cost.training_memory import measured_peak
 from tests.model.tiny_models import CONFIGS, manifest_of, save
 
 """Microbatches in flight whose graphs fit into no memory: then a daemon that chooses for itself keeps none."""

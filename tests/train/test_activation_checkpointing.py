@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from agora_protocol.ids import Span
+from benchmarks.live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,6 @@ from agora.train.activation_checkpointing import GraphMeasure, checkpoint, measu
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
-from tests.train.live_bytes import LiveBytes
 from tests.train.support import microbatch_id, small_manifest
 
 LAYERS, WIDTH, ROWS = 8, 16, 512

@@ -20,6 +20,7 @@ import pytest
 import torch
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
+from benchmarks.live_bytes import LiveBytes
 
 from agora.model import family
 from agora.state.checkpoint import newest_checkpoint, read_checkpoint, write_checkpoint
@@ -27,7 +28,6 @@ from agora.state.layout import OUTER_PARAMETERS
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import Stage
 from tests.state.test_keeper import ME, OTHERS, World, keeper_of
-from tests.train.live_bytes import LiveBytes
 from tests.train.support import MODEL, pipeline_of, small_manifest
 
 CPU = torch.device("cpu")

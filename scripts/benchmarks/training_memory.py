@@ -1,10 +1,10 @@
-"""Trains a span for some microbatches and counts what torch allocates, as cost/manifest_cost.py says."""
+"""Trains a span for some microbatches and counts what torch allocates for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Final, TypeVar
 
 import torch
 from agora_protocol.ids import MicrobatchId, Span
@@ -18,9 +18,19 @@ from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
 
+CPU: Final = torch.device("cpu")
+Result = TypeVar("Result")
 
-def allocated_bytes(work: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What `work` returns, the bytes of the tensors that it leaves, and the most that it had at once."""
+
+def allocated_bytes(work: Callable[[], Result], device: torch.device = CPU) -> tuple[Result, int, int]:
+    """Returns what `work` returns, the bytes of the tensors on `device` that it leaves, and the most that it had."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = work()
+        torch.cuda.synchronize(device)
+        left, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return result, left - before, most - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         result = work()
     held = peak = 0
@@ -31,8 +41,16 @@ def allocated_bytes(work: Callable[[], Any]) -> tuple[Any, int, int]:
     return result, held, peak
 
 
+def random_boundary(manifest: Manifest, device: torch.device) -> Tensor:
+    """Returns values of a boundary, or of its gradient, float32 [b, s, k] on `device`."""
+    return torch.randn(manifest.boundary_shape()).to(device)
+
+
 def random_tokens(manifest: Manifest) -> Tensor:
-    """Ids of a microbatch as they are sent; in a run with marks each row has two sequences, all of them supervised."""
+    """Returns the ids of a microbatch, as they are sent.
+
+    In a run with marks each row has two sequences, all of them supervised.
+    """
     ids = torch.randint(0, manifest.model.vocabulary, manifest.tokens_shape())
     if manifest.has_marks:
         ids[1] = SUPERVISED
@@ -49,8 +67,8 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int, *, keeps: bo
     for turn in range(2):
         names = [MicrobatchId(bytes([turn, number]) * 8) for number in range(in_flight)]
         for name in names:
-            batch = TokenBatch.from_wire(random_tokens(manifest), has_marks=manifest.has_marks)
-            entry = batch.inputs if span.first == 0 else torch.randn(manifest.boundary_shape())
+            batch = TokenBatch.from_wire(random_tokens(manifest), has_marks=manifest.has_marks, device=trainer.device)
+            entry = batch.inputs if span.first == 0 else random_boundary(manifest, trainer.device)
             if span.last == manifest.stage_count - 1:
                 trainer.run_last_stages(DecodedWork(name, span.first, entry, batch, "train"))
             else:
@@ -58,23 +76,30 @@ def train(trainer: SpanTrainer, manifest: Manifest, in_flight: int, *, keeps: bo
                 if not keeps:
                     trainer.stashed.drop_graphs()
         while trainer.stashed.count_graphs() or len(trainer.stashed):
-            trainer.backward(ForwardKey(names.pop(), span.first), torch.randn(manifest.boundary_shape()))
+            trainer.backward(ForwardKey(names.pop(), span.first), random_boundary(manifest, trainer.device))
         trainer.take_due_steps()
 
 
 def measured_peak(
-    manifest: Manifest, span: Span, in_flight: int, base_model: Path | None = None, *, keeps: bool = True
+    manifest: Manifest,
+    span: Span,
+    in_flight: int,
+    base_model: Path | None = None,
+    *,
+    keeps: bool = True,
+    device: torch.device = CPU,
 ) -> int:
-    """The most bytes that torch had for a span in training, its weights included.
+    """Returns the most bytes that torch had on the device for a span in training, its weights included.
 
     keeps: as in `train`.
     """
 
     def make() -> SpanTrainer:
         """Builds the stages with their weights, gradient sums and moments."""
-        cpu = torch.device("cpu")
-        return SpanTrainer(manifest, span, cpu, report=lambda event: None, in_flight=in_flight, base_model=base_model)
+        return SpanTrainer(
+            manifest, span, device, report=lambda event: None, in_flight=in_flight, base_model=base_model
+        )
 
-    trainer, held, _ = allocated_bytes(make)
-    _, _, peak = allocated_bytes(lambda: train(trainer, manifest, in_flight, keeps=keeps))
+    trainer, held, _ = allocated_bytes(make, device)
+    _, _, peak = allocated_bytes(lambda: train(trainer, manifest, in_flight, keeps=keeps), device)
     return held + peak
