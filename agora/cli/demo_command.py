@@ -22,6 +22,7 @@ from agora.cli import console
 from agora.cli.console import Failure, ProgressDisplay, print_to_stderr
 from agora.cli.demo_totals import DemoMeasurements, DemoTotals, TuningTotals, failure_of, result_of, summary_of
 from agora.cli.local_swarm import LocalDaemon, LocalSwarm
+from agora.core.user_paths import expand_home
 
 if TYPE_CHECKING:
     from agora_protocol.manifest import Manifest
@@ -95,7 +96,7 @@ class DemoOptions:
         # STDLIB and absolute paths, those of a pattern that the shell has left as it is included.
         found = list[str]()
         for text in self.data:
-            path = Path(text).expanduser().absolute()
+            path = expand_home(text).absolute()
             paths = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
             if not paths and text != STDLIB:
                 raise Failure(f"--data {text}: there is no such file or folder; correct the path", console.EXIT_USAGE)
@@ -137,7 +138,7 @@ class DemoOptions:
         """
         data = [flag for text in self._texts() if text != STDLIB for flag in ("--data", text)]
         named = (("--base-model", self.base_model), ("--adapter", self.adapter))
-        folders = [part for flag, at in named if at is not None for part in (flag, str(at.expanduser().absolute()))]
+        folders = [part for flag, at in named if at is not None for part in (flag, str(expand_home(at).absolute()))]
         return ["--allow-files", *(["--link", self.link] if self.link else []), *folders, *data]
 
 
@@ -209,7 +210,7 @@ def _workspace(chosen: Path | None) -> Iterator[Path]:
         with made as temporary:
             yield Path(temporary)
         return
-    directory = chosen.expanduser().absolute()
+    directory = expand_home(chosen).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         is_empty = not any(directory.iterdir())

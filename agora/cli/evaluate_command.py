@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from agora.cli import console
 from agora.cli.console import EXIT_USAGE, Failure
+from agora.core.user_paths import expand_home
 from agora.node import daemon_registry, paths, runs
 from agora.node.control import control_client
 
@@ -35,7 +36,7 @@ def evaluate(run: str, tasks: Sequence[str], items: int, share: float, directory
 
 
 def _named(task: str) -> str:
-    path = Path(task).expanduser()
+    path = expand_home(task)
     return str(path.absolute()) if path.exists() else task  # the daemon has another working directory
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from agora.cli import console
+from agora.core.user_paths import expand_home
 from agora.node import daemon_registry, paths, run_files
 from agora.node.control import control_client
 
@@ -201,7 +202,7 @@ def join(
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
         "base_model": absolute_name(base_model) if base_model else None,
         "adapter": absolute_name(adapter) if adapter else None,
-        "data": tuple(str(place.expanduser().absolute()) for place in data) if data else None,
+        "data": tuple(str(expand_home(place).absolute()) for place in data) if data else None,
     }
     flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
     flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}

@@ -30,6 +30,7 @@ from agora.cli.console import EXIT_USAGE, Failure, print_json, print_to_stderr
 from agora.cli.data_command import USUAL_READING, ReadingChoice, adapter_lines, check_objective, local_files
 from agora.cli.run_data import TrainingData, read_training_data
 from agora.core.hub_files import CONFIG_FILE, TOKENIZER_FILE
+from agora.core.user_paths import expand_home
 from agora.data.local_files import LocalFiles
 from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES, open_tokenizer
@@ -212,7 +213,8 @@ class TuningManifest:
         rows = self.data.rows * (1.0 - heldout_share(self.data))
         tokens = rows * tokens_of_row(self.data, self.manifest.model.context)
         if (seen := optimizer.total_steps * optimizer.target_tokens / tokens) > MANY_TIMES_ASKED * self.epochs:
-            times = f"{seen:,.3g} times, since a step has more tokens than the data"
+            why = ": a step has more tokens than the data" if optimizer.target_tokens > tokens else ""
+            times = f"{seen:,.3g} times{why}"
         held = f"{optimizer.target_tokens:,} {'supervised tokens' if self.data.objective == 'sft' else 'tokens'}"
         heldout = [] if self.manifest.data.heldout else ["held out     nothing: the data is too little for it"]
         return [
@@ -236,7 +238,7 @@ def manifest_of_base_model(folder: Path, name: str, choice: TuningChoice) -> Tun
     """
     from agora.tuning.hf_family import HfFamily
 
-    folder = folder.expanduser().absolute()
+    folder = expand_home(folder).absolute()
     chosen_objective = check_choice(choice)
     config, sizes = _read_model_config(folder)
     open_tokenizer(str(folder / TOKENIZER_FILE), sizes.vocabulary)  # what `join` would refuse after signing
@@ -395,7 +397,7 @@ def _read_adapter(named: Path | None, config: str, base_name: str) -> PeftAdapte
     if named is None:
         return None
     model = HfSection.with_defaults({"family": "hf", "config": config, "base_name": base_name})
-    return read_adapter(named.expanduser().absolute(), HfSection.model_validate(model))
+    return read_adapter(expand_home(named).absolute(), HfSection.model_validate(model))
 
 
 def _hash_weights(folder: Path, adapter: PeftAdapter | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from agora.cli.data_command import (
     require_learnable,
     write_bad_report,
 )
+from agora.core.user_paths import expand_home
 from agora.data.data_file import format_suffix, known_suffixes
 from agora.data.text_sources import READERS
 from agora.tuning.chat.data_survey import DataSurvey, survey
@@ -88,7 +89,7 @@ def read_training_data(
     --skip-bad skipped. Raises InputError for malformed columns, DataError if a file is wrong, DiskError if it cannot be
     read, Failure if nothing in it can be learnt or, for lm, if a run cannot read it as a corpus.
     """
-    paths = tuple(path.expanduser().absolute() for path in named)
+    paths = tuple(expand_home(path).absolute() for path in named)
     file = open_samples(paths, reading.rules(), objective)
     reading.check(file)
     if file.objective == "lm":

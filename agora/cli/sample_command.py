@@ -23,6 +23,7 @@ from agora.cli import console
 from agora.cli.console import Failure, print_to_stderr
 from agora.cli.export_command import exported_tensors
 from agora.cli.stage_sources import StageSources, base_model_folder, find_stages, steps_by_stage
+from agora.core.user_paths import expand_home
 from agora.data.tokenizer import Tokenizer, open_tokenizer
 from agora.state.export_tensors import open_stages
 
@@ -201,7 +202,7 @@ def printable_lines(text: str) -> Iterator[str]:
 
 def lines_of_model(sample: Sequence[str], steps: int, directory: Path | None) -> list[str]:
     heading = f"text          what the model writes after {steps} steps; spelling comes first, sense much later:"
-    file = "demo/run.toml" if directory is None else str(directory.expanduser().absolute() / "run.toml")
+    file = "demo/run.toml" if directory is None else str(expand_home(directory).absolute() / "run.toml")
     command = _swarm_command("export", file, "--out", "model")
     if directory is None:
         command = f"{command}  # after a demo with --dir demo; this one is not kept"

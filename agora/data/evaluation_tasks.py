@@ -22,6 +22,7 @@ from agora_protocol.errors import DataError, DiskError
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from numpy.typing import NDArray
 
+from agora.core.user_paths import expand_home
 from agora.data.tokenizer import Tokenizer
 
 Rows = NDArray[np.int32]
@@ -57,7 +58,7 @@ def load_task(name: str) -> EvaluationTask:
     """Returns a built-in task, or the one in a file. Raises DataError, with the line, or DiskError."""
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    path = Path(name).expanduser()
+    path = expand_home(name)
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

@@ -11,6 +11,7 @@ from agora_protocol.errors import LocalError
 from agora_protocol.manifest_sections import DataSection
 
 from agora.core.hub_files import TOKENIZER_FILE
+from agora.core.user_paths import expand_home
 from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES
 
@@ -84,7 +85,7 @@ class LocalFiles:
 
     def _find(self, source: str) -> str:
         name = Path(source).name
-        written = self.base / Path(source).expanduser()
+        written = self.base / expand_home(source)
         places = [*(_within(place, name) for place in self.chosen), written]
         if self.base_model is not None:
             around = (self.base_model, self.base_model / "data", self.base_model.absolute().parent)

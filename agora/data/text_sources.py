@@ -17,6 +17,7 @@ from typing import Any
 
 from agora_protocol.errors import DataError, DiskError, ManifestError
 
+from agora.core.user_paths import expand_home
 from agora.data.data_file import READ_ERRORS, format_suffix, import_pyarrow, known_suffixes, not_utf8, open_text
 from agora.data.record_files import check_text, read_lines
 from agora.data.tables import parquet_batches
@@ -86,7 +87,7 @@ def find_files(sources: Sequence[str], base: Path) -> list[SourceFile]:
 def _find_source_files(source: str, base: Path) -> list[SourceFile]:
     if source == STDLIB:
         return stdlib_files()
-    given = Path(source).expanduser()
+    given = expand_home(source)
     path = base / given
     formats = known_suffixes(READERS)
     if path.is_dir():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from agora.core.hub_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from agora.core.optional_packages import import_optional
+from agora.core.user_paths import expand_home
 
 Ids = NDArray[np.unsignedinteger[Any]]  # token ids [n] in the narrowest dtype that holds them, see token_dtype
 
@@ -173,7 +174,7 @@ def tokenizer_path(source: str, base: Path | None = None) -> Path | None:
     """
     if source == BYTES:
         return None
-    path = (base or Path()) / Path(source).expanduser()
+    path = (base or Path()) / expand_home(source)
     return path / TOKENIZER_FILE if path.is_dir() else path
 
 

@@ -43,6 +43,8 @@ from pathlib import Path
 
 from agora_protocol.errors import LocalError
 
+from agora.core.user_paths import expand_home, home_directory
+
 MAX_SOCKET_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 HOME_VARIABLE = "AGORA_HOME"
 RUNTIME_VARIABLE = "AGORA_RUNTIME_DIR"
@@ -123,10 +125,10 @@ def home_at(directory: Path | None = None) -> Home:
     Creates nothing.
     """
     if directory is not None:
-        return Home(directory.expanduser().absolute())
+        return Home(expand_home(directory).absolute())
     if named := os.environ.get(HOME_VARIABLE):
-        return Home(Path(named).expanduser())
-    return Home(Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "agora")
+        return Home(expand_home(named))
+    return Home(Path(os.environ.get("XDG_DATA_HOME") or home_directory() / ".local" / "share") / "agora")
 
 
 def runtime_directory() -> Path:

@@ -18,6 +18,7 @@ from agora_protocol.errors import DiskError, InputError, ManifestError
 from agora_protocol.ids import RunId, is_run_id
 from agora_protocol.invite import SCHEME, Invite
 
+from agora.core.user_paths import expand_home
 from agora.node import daemon_registry, paths
 from agora.node.daemon_registry import DaemonEntry
 from agora.node.run_files import remembered_addresses
@@ -71,7 +72,7 @@ def resolve(text: str, home: paths.Home) -> RunReference:
             raise InputError("Standard input holds no invite; give one: `agora-node join - < FILE`.")
     if text.startswith(SCHEME):
         return _by_invite(text, home)
-    path = Path(text).expanduser()
+    path = expand_home(text)
     if path.is_file() and (invite := _read_invite(path)):
         return _by_invite(invite, home)
     if path.is_file():

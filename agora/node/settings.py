@@ -19,6 +19,7 @@ from agora_protocol.limits import MAX_RELAYED_PEERS
 from pydantic import AfterValidator
 
 from agora.core.machine_limits import OwnersMemory
+from agora.core.user_paths import expand_home
 from agora.net.shaping.bandwidth import RateLimits, parse_rate
 from agora.net.shaping.link import LinkSpec
 from agora.node.daemon_registry import SUPERVISOR_VARIABLE
@@ -199,15 +200,15 @@ class Settings(pydantic.BaseModel):
 
     @property
     def named_base_model(self) -> Path | None:
-        return Path(self.base_model).expanduser() if self.base_model else None
+        return expand_home(self.base_model) if self.base_model else None
 
     @property
     def named_adapter(self) -> Path | None:
-        return Path(self.adapter).expanduser() if self.adapter else None
+        return expand_home(self.adapter) if self.adapter else None
 
     @property
     def data_places(self) -> tuple[Path, ...]:
-        return tuple(Path(place).expanduser() for place in self.data)
+        return tuple(expand_home(place) for place in self.data)
 
     @property
     def names_hub_files(self) -> bool:

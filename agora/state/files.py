@@ -22,6 +22,8 @@ import numpy as np
 from agora_protocol.errors import DiskError, InputError
 from numpy.typing import NDArray
 
+from agora.core.user_paths import expand_home
+
 HEADER_ALIGNMENT: Final = 8  # bytes; a safetensors header is padded with spaces to a multiple of it
 EXPORT_INDEX: Final = "export.json"
 MAX_LIST_BYTES: Final = 2**20
@@ -123,7 +125,7 @@ def resolve_export_folder(out: Path, *, replace: bool) -> Path:
     With `replace`, `out` may also be an earlier export: a folder with export.json and only files that this lists.
     Raises InputError for any other folder, for the current folder and for a file. Creates and removes nothing.
     """
-    folder = out.expanduser().resolve()
+    folder = expand_home(out).resolve()
     if folder == Path.cwd():
         raise InputError(f"{folder} is where this command runs; name a folder in it.")
     if not folder.exists():

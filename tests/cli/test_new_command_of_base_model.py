@@ -105,7 +105,7 @@ def test_the_steps_see_the_training_rows_once_per_epoch(base: Path, tmp_path: Pa
 def test_data_that_is_less_than_a_step_is_said_to_be_seen_as_often_as_it_will_be(base: Path, tmp_path: Path) -> None:
     few = made(base, chats(tmp_path / "few.jsonl", 4)).summary_lines()
     (steps,) = (line for line in few if line.startswith("steps"))
-    assert "since a step has more tokens than the data" in steps and "once" not in steps
+    assert "times: a step has more tokens than the data" in steps and "once" not in steps
 
 
 def test_a_large_file_has_larger_steps_and_a_single_sample_still_makes_one(base: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -138,3 +139,23 @@ def test_a_pause_during_the_start_takes_hold_and_resume_serves(tmp_path: Path) -
         assert joiner.ask("status")["health"]["state"] == "PAUSED"
         joiner.ask("resume")
         made.serving(joiner.name, first.name)
+
+
+def test_what_a_daemon_writes_is_for_its_user_alone_whatever_the_umask_is(tmp_path: Path) -> None:
+    """In a data directory that others may look into."""
+    with swarm(tmp_path, tiny(1, checkpoint={"every": 1})) as made:
+        before = os.umask(0)
+        try:
+            (tmp_path / "alone").mkdir(mode=0o755)
+            daemon = made.start("alone", "0", settings={"AGORA_METRICS": "127.0.0.1:0"})
+        finally:
+            os.umask(before)
+        made.until(lambda: daemon.events("CheckpointWritten"), "a checkpoint")
+        own = {tmp_path / "alone" / name for name in ("log.txt", "faults.log")}  # of this test, not of the daemon
+        open_to_others = [
+            path.relative_to(daemon.root)
+            for path in daemon.root.rglob("*")
+            if path not in own and not path.is_symlink() and path.stat().st_mode & 0o077
+        ]
+        assert not open_to_others
+        assert (daemon.root / "identity.key").stat().st_mode & 0o777 == 0o600

@@ -46,6 +46,8 @@ SIGNALS: Final[Mapping[signal.Signals, str]] = {
 }
 # Seconds after which a leaving process ends itself, even if a device, a disk or a thread hangs. In order it takes 9.
 END_TIMEOUT_S: Final = 9.4
+# What a daemon writes is for its user alone: with a umask of 0, others could give it manifests and checkpoints.
+PRIVATE: Final = 0o077
 
 
 def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
@@ -57,6 +59,7 @@ def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     an AgoraError that says what to do when the daemon cannot begin, or when an error ends it. Once the
     data directory is locked, log and journal name the cause of whatever ends it, unless the kernel kills it.
     """
+    os.umask(PRIVATE)
     end_on_signals()
     faults.set_active_faults(faults.from_environment())
     faults.inject_fault_blocking("daemon.started")

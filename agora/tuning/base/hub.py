@@ -29,6 +29,7 @@ from agora.core.hub_files import (
     WEIGHTS_INDEX_FILE,
 )
 from agora.core.optional_packages import import_optional
+from agora.core.user_paths import expand_home
 from agora.tuning.base.store import BaseModelError, names_in_index
 
 # The files that are fetched besides the weights, if the model has them.
@@ -188,7 +189,7 @@ def public_name(folder: Path) -> str:
     """Returns how others may call the base model in `folder`: ORG/NAME@COMMIT if it lies in the Hub's cache, else the
     folder's name, without characters that cannot be printed; never a path.
     """
-    place = folder.expanduser().absolute()
+    place = expand_home(folder).absolute()
     for there in (place, place.resolve()):
         if match := _CACHED.fullmatch("/".join(there.parts[-3:])):
             return f"{match['org']}/{match['name']}@{match['commit']}"
@@ -197,7 +198,7 @@ def public_name(folder: Path) -> str:
 
 def absolute_name(named: Path) -> str:
     """For a process with another working directory; an id of the Hub unchanged."""
-    return str(named) if hub_id_of(named) is not None else str(named.expanduser().absolute())
+    return str(named) if hub_id_of(named) is not None else str(expand_home(named).absolute())
 
 
 def find_or_fetch_folder(named: Path, show_line: Callable[[str], None], kind: Kind = "model") -> Path:

@@ -22,6 +22,7 @@ from agora.core.hub_files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
 )
+from agora.core.user_paths import expand_home
 from agora.data.data_file import HEAD, refuse_other_content
 from agora.data.json_values import json_type
 from agora.data.tokenizer import (
@@ -232,7 +233,7 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
     own = {} if folder is None else _folder_templates(folder)
     if chosen in own:
         return own[chosen]
-    path = Path(chosen).expanduser()
+    path = expand_home(chosen)
     if not path.is_file():
         names = ", ".join([*training_templates(), *own])
         raise DataError(f"--chat-template {chosen} is neither a file nor the name of a template; known are {names}.")

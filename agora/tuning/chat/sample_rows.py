@@ -33,6 +33,7 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import BEGINS, SUPERVISED
 from numpy.typing import ArrayLike, NDArray
 
+from agora.core.user_paths import expand_home
 from agora.data.data_file import unreadable_data
 from agora.data.draws import cut_batches, epoch_order, heldout_threshold, seed_key, splitmix64
 from agora.data.record_files import data_files
@@ -439,7 +440,7 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
         raise ManifestError("[objective] kind lm has no samples; it draws from [data] corpus.")
     tokenizer = open_training_tokenizer(data.tokenizer, model.vocabulary, base, template=data.chat_template)
     tokenizer.require_hash(data.tokenizer_hash)
-    paths = [(base or Path.cwd()) / Path(name).expanduser() for name in data.sample_paths]
+    paths = [(base or Path.cwd()) / expand_home(name) for name in data.sample_paths]
     dtype = row_dtype(tokenizer.tokenizer.vocabulary, model.context)
     cached = CachedTokens(cache_dir, _signature(manifest, paths, tokenizer), dtype)
     values = cached.open_or_write(lambda: _write_rows(cached, manifest, paths, tokenizer))
