@@ -51,7 +51,7 @@ class FakePeer:
         self.reads = 0
         self.published: list[tuple[float, float]] = []
         self.fresh = fresh
-        self.startup = SimpleNamespace(me=ME, report_event=self.events.append)
+        self.context = SimpleNamespace(me=ME, report_event=self.events.append)
         self.membership = SimpleNamespace(
             view=view, refresh=self._refresh, update_capacity=lambda *values: self.published.append(values)
         )

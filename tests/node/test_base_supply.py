@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from agora.core.clock import loop_time
 from agora.model import family_of
 from agora.net.rpc.connection import IncomingCall
+from agora.node.daemon_context import StartPhases, SystemdNotifier
 from agora.node.paths import Home
 from agora.node.peer import base_supply
 from agora.node.peer.base_supply import BaseSupply, MissingTensors, describe_fetch
-from agora.node.startup import StartPhases, SystemdNotifier
 from agora.observe import events
 from agora.swarm.peer_score import Violation
 from agora.swarm.view import PeerView, View
@@ -68,7 +68,7 @@ class Swarm:
         state: str = "serving",
     ) -> BaseSupply:
         peer = PeerId(name)
-        startup = SimpleNamespace(
+        context = SimpleNamespace(
             home=Home(self.root / name),
             settings=SimpleNamespace(named_base_model=folder, named_adapter=adapter),
             me=peer,
@@ -76,7 +76,7 @@ class Swarm:
             phases=StartPhases(self.events.append, SystemdNotifier({})),
         )
         joined = self.network.join(peer, self.handle)
-        supply = BaseSupply(startup, self.manifest, joined, lambda: View(self.views), self.report_violation)
+        supply = BaseSupply(context, self.manifest, joined, lambda: View(self.views), self.report_violation)
         self.views[peer] = PeerView(peer, Span(stage, stage), 1, state=state)
         self.supplies[peer] = supply
         joined.handler = lambda call: self.handle(call, peer)

@@ -14,8 +14,8 @@ from agora_protocol.messages import Message, Pong
 from agora.core.calls import ConnectionBroken, Reply
 from agora.core.clock import loop_time
 from agora.net.rpc.dialling import AddressBook
+from agora.node.daemon_context import StartPhases, SystemdNotifier
 from agora.node.peer.clock_keeper import ANSWER_TIMEOUT_S, MORE_ANSWERS_TIMEOUT_S, ClockKeeper
-from agora.node.startup import StartPhases, SystemdNotifier
 from agora.swarm.swarm_clock import SwarmClock
 from tests import virtual_time
 
@@ -47,8 +47,8 @@ class AskedNetwork:
 def keeper() -> tuple[ClockKeeper, AskedNetwork]:
     network = AskedNetwork()
     phases = StartPhases(lambda _event: None, SystemdNotifier({}))
-    startup = SimpleNamespace(phases=phases, clock=SwarmClock(0.0, lambda: 0.0), report_event=lambda _event: None)
-    return ClockKeeper(cast(Any, startup), cast(Any, network)), network
+    context = SimpleNamespace(phases=phases, clock=SwarmClock(0.0, lambda: 0.0), report_event=lambda _event: None)
+    return ClockKeeper(cast(Any, context), cast(Any, network)), network
 
 
 @pytest.mark.parametrize(

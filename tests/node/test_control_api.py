@@ -22,7 +22,7 @@ PEER = Identity(bytes([7]) * 32).peer
 def answers_of(home: Path, banned_now: list[PeerId] | None = None, pause_reason: str = "") -> ControlApi:
     """The answers of a daemon that works and bans into `banned_now`; without that, one that starts or is paused."""
     daemon = SimpleNamespace(
-        startup=SimpleNamespace(home=Home(home)),
+        context=SimpleNamespace(home=Home(home)),
         pausing=SimpleNamespace(reason=pause_reason),
         describe_state=lambda: pause_reason or "still starting",
         local_peer=None,

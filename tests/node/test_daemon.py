@@ -16,6 +16,7 @@ from agora_protocol.manifest import preset
 
 from agora.core.tasks import BackgroundTasks
 from agora.node import runs
+from agora.node.daemon_context import DaemonContext, StartPhases, SystemdNotifier
 from agora.node.paths import RUNTIME_VARIABLE, Home, make_private
 from agora.node.process import daemon as daemon_module
 from agora.node.process import joining
@@ -25,7 +26,6 @@ from agora.node.process.main import END_TIMEOUT_S
 from agora.node.process.metrics import DaemonMetrics
 from agora.node.process.watchdog import Watchdog
 from agora.node.settings import Settings
-from agora.node.startup import StartPhases, Startup, SystemdNotifier
 from agora.observe import events
 from agora.observe.metrics import EventMetrics
 from agora.observe.reporter import Reporter
@@ -37,7 +37,7 @@ class LoadsNothing(Daemon):
     """Holds the first of two stages, gives it up when it is to move, and cannot load any stage."""
 
     def __init__(self, home: Path) -> None:
-        startup = SimpleNamespace(
+        context = SimpleNamespace(
             me=PeerId("12D3KooW"),
             reference=SimpleNamespace(run="", name="poems"),
             home=Home(home),
@@ -50,7 +50,7 @@ class LoadsNothing(Daemon):
             phases=SimpleNamespace(current=""),
             age_s=lambda: 0.0,
         )
-        super().__init__(cast(Any, startup))
+        super().__init__(cast(Any, context))
         self.signed = cast(Any, SimpleNamespace(manifest=SimpleNamespace(stage_count=2)))
         self.loaded = cast(Any, SimpleNamespace(span=Span(0, 0)))
 
@@ -146,7 +146,7 @@ def test_a_pause_that_ends_while_the_work_is_being_cancelled_still_closes_what_w
 class StandsBy(LoadsNothing):
     """Has no span yet, and waits for one for ever. reported: the events."""
 
-    def __init__(self, home: Path | Startup, on_leave: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, home: Path | DaemonContext, on_leave: Callable[[], None] = lambda: None) -> None:
         super().__init__(home if isinstance(home, Path) else home.home.root)
         self.signed = self.loaded = None
         self.reported: list[events.Event] = []
@@ -265,12 +265,12 @@ def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch
 def test_an_end_of_the_metrics_task_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path))
     monkeypatch.setattr(daemon_module, "Daemon", StandsBy)
-    startup = cast(Any, SimpleNamespace(home=Home(tmp_path / "home"), report_event=lambda _event: None))
-    startup.home.root.mkdir()
+    context = cast(Any, SimpleNamespace(home=Home(tmp_path / "home"), report_event=lambda _event: None))
+    context.home.root.mkdir()
 
     monkeypatch.setattr(DaemonMetrics, "run", lambda self: fail())
     with pytest.raises(LocalError, match="Its task metrics failed"):
-        asyncio.run(asyncio.wait_for(main_module._run_until_left(startup, EventMetrics(), lambda: None), 20))
+        asyncio.run(asyncio.wait_for(main_module._run_until_left(context, EventMetrics(), lambda: None), 20))
 
 
 def test_a_disk_that_takes_no_row_of_metrics_ends_the_rows_and_not_the_task(tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_a_disk_that_takes_no_row_of_metrics_ends_the_rows_and_not_the_task(tmp_
 class OpensItsPeer(Daemon):
     """Opens a real local peer on a real p2pd, and stands by from then on."""
 
-    def __init__(self, startup: Startup) -> None:
-        super().__init__(startup)
+    def __init__(self, context: DaemonContext) -> None:
+        super().__init__(context)
         self.has_opened = asyncio.Event()
 
     async def _start_and_serve(self) -> None:
@@ -312,13 +312,13 @@ class Told:
         self.events.append(event)
 
 
-def real_startup(root: Path, told: Told) -> Startup:
+def real_context(root: Path, told: Told) -> DaemonContext:
     reporter, home = Reporter([told]), Home(root)
     home.root.mkdir()
     file = root / "run.toml"
     file.write_text(preset("tiny").to_toml())
     notifier = SystemdNotifier({})
-    return Startup(
+    return DaemonContext(
         reference=runs.resolve(str(file), home),
         home=home,
         settings=Settings(upload_limit="1MB/s", allow_private=True),
@@ -337,10 +337,10 @@ def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
 ) -> None:
     monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "run"))
     make_private(tmp_path / "run")
-    startup = real_startup(tmp_path / "home", told := Told())
+    context = real_context(tmp_path / "home", told := Told())
 
     async def main() -> None:
-        daemon = OpensItsPeer(startup)
+        daemon = OpensItsPeer(context)
         running = asyncio.create_task(daemon.run())
         waits = asyncio.create_task(daemon.has_opened.wait())
         await asyncio.wait([running, waits], return_when=asyncio.FIRST_COMPLETED)

@@ -56,7 +56,7 @@ def found(
         yield (note := SimpleNamespace(text=""))
         says.append(note.text)
 
-    startup = SimpleNamespace(
+    context = SimpleNamespace(
         reference=runs.resolve(str(file), home),
         home=home,
         identity=(identity := Identity.generate()),
@@ -73,7 +73,7 @@ def found(
         queued=queued,
         queue_done=(),
     )
-    asyncio.run(read_manifest(cast(Any, startup)))
+    asyncio.run(read_manifest(cast(Any, context)))
     return file.read_text()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from agora_protocol.errors import DiskError
 
-from agora.node.startup import INCARNATION_GAP_NS, MAX_INCARNATION, next_incarnation
+from agora.node.daemon_context import INCARNATION_GAP_NS, MAX_INCARNATION, next_incarnation
 
 NOW = 1_790_000_000_000_000_000
 HOUR_NS = 3600 * 10**9

@@ -27,8 +27,8 @@ from agora.node.control.node_report import (
     status_json,
     use_of_device,
 )
+from agora.node.daemon_context import SystemdNotifier
 from agora.node.process.watchdog import Watchdog
-from agora.node.startup import SystemdNotifier
 from agora.observe import events
 from agora.observe.reporter import Counters
 from agora.pipeline.device_time import DeviceTime

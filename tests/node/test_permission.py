@@ -38,13 +38,13 @@ def open_with(manifest: Manifest, founder: Identity, *, file: bool, draft: bool 
     def enter(name: str) -> Any:
         raise Opened(name)
 
-    startup = SimpleNamespace(
+    context = SimpleNamespace(
         reference=reference,
         settings=SimpleNamespace(allow_files=allow),
         me=ME.peer,
         phases=SimpleNamespace(enter=enter),
     )
-    peer = SimpleNamespace(startup=startup, signed=signed, manifest=signed.manifest)
+    peer = SimpleNamespace(context=context, signed=signed, manifest=signed.manifest)
     asyncio.run(open_training_data(cast(Any, peer)))
 
 

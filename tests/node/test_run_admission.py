@@ -86,7 +86,7 @@ class Member(Peer):
     directory: Directory
     home: Home
     answered: list[Message]
-    startup: Any
+    context: Any
 
     def publish(self) -> Awaitable[bool]:
         """Publishes this peer's claim."""
@@ -105,9 +105,9 @@ async def make_member(
     host, identity = await make_host(folder / name, "identity")
     home, events = Home(folder / name), list[Any]()
     addresses = await host.addresses()
-    startup: Any = SimpleNamespace(home=home, me=host.peer, identity=identity, report_event=events.append)
+    context: Any = SimpleNamespace(home=home, me=host.peer, identity=identity, report_event=events.append)
     shown = ticket_of(manifest.run_id, host.peer) if proof is None else proof
-    admission = RunAdmission(startup, manifest, shown, addresses=lambda: addresses, unix=unix)
+    admission = RunAdmission(context, manifest, shown, addresses=lambda: addresses, unix=unix)
     answered = list[Message]()
 
     async def answer(call: IncomingCall) -> Reply:
@@ -125,10 +125,10 @@ async def make_member(
         greet=network.connect_member,
     )
     directory = await open_directory(host, manifest.run_id, (), stages=2, rules=rules)
-    bans = Bans(startup, manifest.run_id, admission.book, network, [directory], unix=unix)
+    bans = Bans(context, manifest.run_id, admission.book, network, [directory], unix=unix)
     await network.start()
     network.spawn(network.check_connections())
-    return Member(host, network, identity, addresses, [], [], admission, bans, directory, home, answered, startup)
+    return Member(host, network, identity, addresses, [], [], admission, bans, directory, home, answered, context)
 
 
 @asynccontextmanager
@@ -325,7 +325,7 @@ def test_a_ban_ends_everything_at_every_neighbour_and_outlasts_the_daemon(tmp_pa
                 await banned.network.call(first.id, GetStatus(), deadline=after(5))
             assert not await banned.network.connect_member(second.id)
             assert len(banned.answered) == answered
-            again = RunAdmission(first.startup, manifest, first.admission.proof)
+            again = RunAdmission(first.context, manifest, first.admission.proof)
             assert not again.is_member(banned.id)
             assert again.is_member(FOUNDER.peer)
 
@@ -395,7 +395,7 @@ def test_a_daemon_that_starts_does_not_dial_whom_it_remembers_as_banned(tmp_path
     banned, banned_here, other = (Identity(bytes([n]) * 32).peer for n in (20, 21, 22))
     run_files.write_revocations(home, manifest.run_id, [ban_of(manifest.run_id, banned)])
     run_files.add_banned(home, banned_here)
-    startup: Any = SimpleNamespace(home=home)
+    context: Any = SimpleNamespace(home=home)
     known = [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in (banned, banned_here, other)]
-    assert joining.leave_out_banned(startup, manifest, known) == tuple(known[2:])
-    assert joining.leave_out_banned(startup, None, known) == (known[0], known[2]), "the run's bans are not known yet"
+    assert joining.leave_out_banned(context, manifest, known) == tuple(known[2:])
+    assert joining.leave_out_banned(context, None, known) == (known[0], known[2]), "the run's bans are not known yet"

@@ -39,9 +39,9 @@ class Member:
         return await self.amendments.answer(call)
 
     def open(self) -> None:
-        startup: Any = SimpleNamespace(home=self.home, report_event=self.reported.append)
+        context: Any = SimpleNamespace(home=self.home, report_event=self.reported.append)
         self.amendments = Amendments(
-            startup,
+            context,
             SIGNED,
             self.peer.network,
             lambda peer, *_: self.violations.append(peer),

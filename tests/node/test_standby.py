@@ -33,7 +33,7 @@ class Joiner:
             base_bytes=0, needs=equal_needs(2), machine=MachineCapacity(1.0, 0.0, longest), dtype=None
         )
         self.membership = SimpleNamespace(claim_span=self._claim_span)
-        self.startup = SimpleNamespace(
+        self.context = SimpleNamespace(
             settings=Settings(memory_gib=0.001), phases=SimpleNamespace(report_progress=self.said.append)
         )
 
@@ -57,7 +57,7 @@ def test_a_machine_that_adds_nothing_looks_again_and_again_and_says_why() -> Non
 
 def test_a_machine_that_adds_nothing_does_not_wait_where_other_runs_are_queued() -> None:
     joiner = Joiner(WAIT)
-    joiner.startup.settings = Settings(queue=("proofs",))
+    joiner.context.settings = Settings(queue=("proofs",))
     with pytest.raises(RunFull, match=r"does not need this machine now: it would do 1\.0%"):
         claimed(joiner)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agora.node.startup import StartPhases, SystemdNotifier
+from agora.node.daemon_context import StartPhases, SystemdNotifier
 from agora.observe import events
 
 

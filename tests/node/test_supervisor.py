@@ -12,6 +12,7 @@ import pytest
 
 from agora.core.clock import loop_time
 from agora.node import daemon_registry, paths
+from agora.node.daemon_context import SystemdNotifier
 from agora.node.paths import Home
 from agora.node.process import supervisor
 from agora.node.process.supervisor import (
@@ -26,7 +27,6 @@ from agora.node.process.supervisor import (
 )
 from agora.node.runs import RunReference
 from agora.node.settings import Settings, load, without_settings
-from agora.node.startup import SystemdNotifier
 from agora.observe.events import Event
 
 HOME = Home(Path("/data/agora"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from agora.node.daemon_context import SystemdNotifier
 from agora.node.process.watchdog import may_feed
-from agora.node.startup import SystemdNotifier
 from agora.observe import events
 from agora.observe.reporter import Reporter
 

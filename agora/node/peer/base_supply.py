@@ -19,8 +19,8 @@ from agora_protocol.tensor_list import TensorList
 from agora.core.calls import PeerCaller, Reply
 from agora.core.tasks import run_in_thread
 from agora.net.rpc.connection import IncomingCall
+from agora.node.daemon_context import DaemonContext
 from agora.node.peer.requests import BASE_REQUESTS
-from agora.node.startup import Startup
 from agora.swarm.peer_score import ReportViolation
 from agora.swarm.view import View
 from agora.tuning.adapters.peft_folder import not_from_an_adapter, require_hash
@@ -54,32 +54,32 @@ class BaseSupply:
 
     def __init__(
         self,
-        startup: Startup,
+        context: DaemonContext,
         manifest: Manifest,
         peer_caller: PeerCaller,
         view: Callable[[], View],
         report_violation: ReportViolation,
     ) -> None:
-        self._startup = startup
+        self._context = context
         self._manifest = manifest
         self._peer_caller = peer_caller
         self._view = view
         self._report_violation = report_violation
-        self._owner_folder = startup.settings.named_base_model
+        self._owner_folder = context.settings.named_base_model
         self._random = random.Random()
         self._base: BaseTensors | None = None
         self._server: BaseServer | None = None
         model = manifest.model
-        self._owner_adapter = startup.settings.named_adapter
+        self._owner_adapter = context.settings.named_adapter
         self._adapter_hash = model.adapter_hash if isinstance(model, HfSection) else ""
         if isinstance(model, HfSection) and model.tensors_hash:
-            store = TensorStore(startup.home.base_model(model.tensors_hash))
+            store = TensorStore(context.home.base_model(model.tensors_hash))
             folder = self._owner_folder
             files = {name: folder / name if folder is not None else None for name, _ in model.weights}
             if self._adapter_hash:
                 files[ADAPTER_FILE] = (self._owner_adapter or store.folder) / ADAPTER_FILE
             self._base = BaseTensors(model.tensors_hash, files, store)
-            self._server = BaseServer(self._base, startup.report_event)
+            self._server = BaseServer(self._base, context.report_event)
 
     async def close(self) -> None:
         """Cancels the hashing of the owner's files for other peers, if it runs; call it after the last request."""
@@ -131,7 +131,7 @@ class BaseSupply:
 
         lacking = await run_in_thread(find_lacking)
         if lacking:
-            with self._startup.phases.enter("base") as note:
+            with self._context.phases.enter("base") as note:
                 note.text = await self._fetch(base, span, lacking)
         elif not self._adapter_hash:
             return self._owner_folder
@@ -147,19 +147,19 @@ class BaseSupply:
             self._report_violation,
             on_tensor=lambda number: add_fetched(base, number),
         )
-        self._startup.phases.report_progress("asking who has the base model's files")
+        self._context.phases.report_progress("asking who has the base model's files")
         tensors = await fetch.fetch_list(await run_in_thread(base.open_list))
         missing = await run_in_thread(lambda: find_missing(base, tensors, lacking, f"The base model for stages {span}"))
 
         def report_progress() -> None:
             fetched = sum(fetch.bytes_from.values())
-            self._startup.phases.report_progress(f"fetched {fetched / 1e6:,.1f} of {missing.nbytes / 1e6:,.1f} MB")
+            self._context.phases.report_progress(f"fetched {fetched / 1e6:,.1f} of {missing.nbytes / 1e6:,.1f} MB")
 
         await fetch.fetch(missing.pieces, report_progress)
         return describe_fetch(len(tensors.tensors), missing, len(fetch.bytes_from))
 
     def _list_sources(self) -> list[PeerId]:
-        seen = [peer for peer in self._view().peers.values() if peer.peer != self._startup.me]
+        seen = [peer for peer in self._view().peers.values() if peer.peer != self._context.me]
         self._random.shuffle(seen)
         return [peer.peer for peer in sorted(seen, key=lambda peer: peer.state != "serving")]
 

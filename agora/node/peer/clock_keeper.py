@@ -12,7 +12,7 @@ from agora_protocol.messages import Ping
 
 from agora.core.clock import loop_time
 from agora.net.rpc.network import MAX_CLOCKS, Network
-from agora.node.startup import Startup
+from agora.node.daemon_context import DaemonContext
 from agora.observe import events, faults
 from agora.swarm.swarm_clock import clock_remark
 
@@ -26,8 +26,8 @@ INTERVAL_S: Final = 20.0  # seconds between two such questions after the first
 class ClockKeeper:
     """Asks other peers for the time, corrects the daemon's SwarmClock, and warns the owner if the clock is wrong."""
 
-    def __init__(self, startup: Startup, network: Network) -> None:
-        self._startup = startup
+    def __init__(self, context: DaemonContext, network: Network) -> None:
+        self._context = context
         self._network = network
 
     async def ask_at_start(self, known: Mapping[PeerId, Sequence[str]]) -> None:
@@ -36,14 +36,14 @@ class ClockKeeper:
         known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * ANSWER_TIMEOUT_S at most, as the
         phase "clock" of the start. Without an answer the clock is settled uncorrected.
         """
-        with self._startup.phases.enter("clock") as note:
+        with self._context.phases.enter("clock") as note:
             peers = list(known)[:MAX_CLOCKS]
             for peer in peers:
                 self._network.address_book.learn(peer, known[peer])
             await self._await_answers(peers)
             boot_unix = await self._network.ask_clocks(ANSWER_TIMEOUT_S)
             self._correct_clock(boot_unix)
-            correction_s = self._startup.clock.correction.seconds
+            correction_s = self._context.clock.correction.seconds
             note.text = f"{len(boot_unix)} peers told the time, corrected by {correction_s:.2f} s"
 
     async def run(self) -> None:
@@ -74,9 +74,9 @@ class ClockKeeper:
             await asyncio.gather(*calls, return_exceptions=True)
 
     def _correct_clock(self, boot_unix: Sequence[float]) -> None:
-        clock = self._startup.clock
+        clock = self._context.clock
         former = clock_remark(clock.correction)
         clock.follow(boot_unix)
         remark = clock_remark(clock.correction)
         if remark and remark != former:
-            self._startup.report_event(events.OwnerTold(remark))
+            self._context.report_event(events.OwnerTold(remark))

@@ -35,6 +35,7 @@ from agora.net.rpc.network import Network
 from agora.net.shaping.bandwidth import SAMPLE_INTERVAL_S, UplinkMeter
 from agora.node import run_files
 from agora.node.control.node_report import NodeReport, progress_record, status_json
+from agora.node.daemon_context import DaemonContext
 from agora.node.limits.memory import MemoryGuard, measure_budget
 from agora.node.peer.base_supply import BaseSupply
 from agora.node.peer.capacity_probe import CapacityProbe
@@ -49,7 +50,6 @@ from agora.node.peer.requests import (
 )
 from agora.node.peer.run_admission import Bans, RunAdmission
 from agora.node.peer.run_amendments import Amendments
-from agora.node.startup import Startup
 from agora.observe import events
 from agora.pipeline.process_call import WireRules
 from agora.pipeline.router import Router
@@ -83,7 +83,7 @@ class LocalPeer:
 
     def __init__(
         self,
-        startup: Startup,
+        context: DaemonContext,
         signed: SignedManifest,
         host: Host,
         proof: bytes,
@@ -95,14 +95,14 @@ class LocalPeer:
         proof: this machine's tickets, b"" for none. sample_node_report: what other peers are told of this one.
         on_task_end: see BackgroundTasks. Raises DiskError when the bans or revocations on this disk cannot be read.
         """
-        settings, manifest, me, unix = startup.settings, signed.manifest, startup.me, startup.clock.unix
-        self.startup, self.signed, self.host, self._report = startup, signed, host, startup.report_event
+        settings, manifest, me, unix = context.settings, signed.manifest, context.me, context.clock.unix
+        self.context, self.signed, self.host, self._report = context, signed, host, context.report_event
         self._sample_node_report = sample_node_report
 
         # Who may take part, how peers behave, and what they ask.
         self.peer_score = score = PeerScore(self._report, loop_time)
         self.admission = RunAdmission(
-            startup,
+            context,
             signed,
             proof,
             addresses=self._own_addresses,
@@ -127,7 +127,7 @@ class LocalPeer:
             suspended_s=score.suspended_s,
             report_failure=self._report_failure,
             count_sent=self.sent.add,
-            tell_time=startup.clock.time_for_others_unix,
+            tell_time=context.clock.time_for_others_unix,
             on_handshake=self._on_handshake,
             dial_strategy=DialStrategy(self._may_dial, self._punch_hole),
         )
@@ -152,13 +152,13 @@ class LocalPeer:
             MembershipConfig(
                 run=signed.run_id,
                 stage_count=manifest.stage_count,
-                incarnation=startup.incarnation,
+                incarnation=context.incarnation,
                 addresses=first_addresses(host, settings.allow_private),
                 proof=proof,
                 is_member=self.admission.is_member,
             ),
             self.directory,
-            startup.identity,
+            context.identity,
             self._report,
             progress=lambda: progress_record(sample_node_report()),
             on_change=self._on_view_change,
@@ -177,7 +177,7 @@ class LocalPeer:
         )
         self._redialling = Redialling(me, random.Random())
         self.amendments = Amendments(
-            startup,
+            context,
             signed,
             self.network,
             score.report_violation,
@@ -186,7 +186,7 @@ class LocalPeer:
             unix=unix,
         )
         holders = (self.membership, self.directory, self.amendments)
-        self.bans = Bans(startup, signed.run_id, self.admission.book, self.network, holders, unix=unix)
+        self.bans = Bans(context, signed.run_id, self.admission.book, self.network, holders, unix=unix)
 
         # What a span works with, whichever it is.
         self.router = Router(
@@ -199,8 +199,8 @@ class LocalPeer:
             peer_score=score,
             round_trip_s=self.network.round_trip_s,
         )
-        self.base_supply = BaseSupply(startup, manifest, self.network, lambda: self.view, score.report_violation)
-        self.capacity_probe = CapacityProbe(manifest, settings, startup.home.root)
+        self.base_supply = BaseSupply(context, manifest, self.network, lambda: self.view, score.report_violation)
+        self.capacity_probe = CapacityProbe(manifest, settings, context.home.root)
 
         self.tasks = BackgroundTasks(on_task_end)
         self._closing = ExitStack()
@@ -224,7 +224,7 @@ class LocalPeer:
 
     def _on_view_change(self) -> None:
         for peer, seen in self.view.peers.items():
-            if peer != self.startup.me:
+            if peer != self.context.me:
                 self.network.address_book.learn_announced(peer, seen.addresses)
         self.router.on_view_changed()
 
@@ -275,7 +275,7 @@ class LocalPeer:
         await self.relay.start()
         self.tasks.start("network", self.network.check_connections())
         self.tasks.start("reachability", self.reachability.run())
-        clock = ClockKeeper(self.startup, self.network)
+        clock = ClockKeeper(self.context, self.network)
         by_peer = addresses_by_peer(others)
         for peer, known in by_peer.items():
             self.network.address_book.learn(peer, known)
@@ -297,8 +297,8 @@ class LocalPeer:
         self.tasks.start("addresses", self._keep_writing_addresses())
         self.tasks.start("uplink", self._measure_uplink())
         self.tasks.start("clock", clock.run())
-        if limit_bytes := self.startup.settings.owners_memory.host:
-            self.tasks.start("memory", MemoryGuard(limit_bytes, self.ledger, self.startup.report_event).run())
+        if limit_bytes := self.context.settings.owners_memory.host:
+            self.tasks.start("memory", MemoryGuard(limit_bytes, self.ledger, self.context.report_event).run())
 
     async def close(self) -> None:
         """Ends the tasks, stops answering requests, leaves the DHT, and closes the network with all calls."""
@@ -328,7 +328,7 @@ class LocalPeer:
         observed = self.network.address_prefixes
         announced = {seen.peer: seen.addresses for seen in self.view.replicas(stage)}
         if (own := self.membership.claim) is not None:
-            announced[self.startup.me] = own.addresses
+            announced[self.context.me] = own.addresses
         found = {peer: public_network(observed.get(peer, ""), addresses) for peer, addresses in announced.items()}
         return {peer: network for peer, network in found.items() if network}
 
@@ -383,7 +383,7 @@ class LocalPeer:
                 await self.directory.bootstrap(addresses, timeout_s=REDIAL_TIMEOUT_S)
 
     async def _keep_writing_addresses(self) -> None:
-        home, run = self.startup.home, self.signed.run_id
+        home, run = self.context.home, self.signed.run_id
         while True:
             await asyncio.sleep(ADDRESS_BOOK_INTERVAL_S)
             peers = [peer for peer in self._redialling.remembered_peers() if self.admission.may_call(peer)]
@@ -392,7 +392,7 @@ class LocalPeer:
                     await asyncio.to_thread(run_files.remember_addresses, home, run, addresses)
                 except OSError as error:
                     trouble = events.DiskTrouble(str(home.peers(run)), error.strerror or str(error))
-                    self.startup.report_event(trouble)
+                    self.context.report_event(trouble)
 
 
 def announcements(view: View) -> dict[PeerId, Announcement]:

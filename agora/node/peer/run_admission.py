@@ -29,8 +29,8 @@ from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import run_files
+from agora.node.daemon_context import DaemonContext
 from agora.node.paths import Home
-from agora.node.startup import Startup
 from agora.observe import events
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy, refusal_of_version
 
@@ -69,7 +69,7 @@ class RunAdmission:
 
     def __init__(
         self,
-        startup: Startup,
+        context: DaemonContext,
         signed: SignedManifest,
         proof: bytes,
         *,
@@ -84,9 +84,9 @@ class RunAdmission:
         """
         self._unix = unix
         self.proof = proof
-        self.book = load_admission_book(startup.home, signed, unix())
+        self.book = load_admission_book(context.home, signed, unix())
         self.gate = Gate(
-            startup.me,
+            context.me,
             signed.run_id,
             SOFTWARE,
             addresses,
@@ -126,7 +126,7 @@ class Bans:
 
     def __init__(
         self,
-        startup: Startup,
+        context: DaemonContext,
         run: RunId,
         book: AdmissionBook,
         network: Network,
@@ -134,7 +134,7 @@ class Bans:
         *,
         unix: Callable[[], float] = time.time,
     ) -> None:
-        self._startup = startup
+        self._context = context
         self._run = run
         self._book = book
         self._network = network
@@ -162,7 +162,7 @@ class Bans:
                 continue
             if revocation is not None:
                 new.append(data)
-                self._startup.report_event(events.PeerBanned(revocation.subject, f"by {revocation.issuer}"))
+                self._context.report_event(events.PeerBanned(revocation.subject, f"by {revocation.issuer}"))
         if new:
             self._write_revocations()
             self.enforce()
@@ -173,7 +173,7 @@ class Bans:
     def ban_here(self, peer: PeerId) -> None:
         """Bans a peer from this machine from now on, and reports it. The caller writes banned.txt, for later starts."""
         self._book.banned_here.add(peer)
-        self._startup.report_event(events.PeerBanned(peer, "by this machine's owner"))
+        self._context.report_event(events.PeerBanned(peer, "by this machine's owner"))
         self.enforce()
 
     def enforce(self) -> None:
@@ -184,9 +184,9 @@ class Bans:
 
     def _write_revocations(self) -> None:
         try:
-            run_files.write_revocations(self._startup.home, self._run, self._book.signed_revocations())
+            run_files.write_revocations(self._context.home, self._run, self._book.signed_revocations())
         except DiskError as error:  # they then hold only until the daemon ends
-            self._startup.report_event(events.DiskTrouble(str(self._startup.home.revocations(self._run)), str(error)))
+            self._context.report_event(events.DiskTrouble(str(self._context.home.revocations(self._run)), str(error)))
 
     def send_revocations(self, peer: PeerId) -> None:
         """Starts to send all revocations to a member that has said HELLO."""
@@ -209,8 +209,8 @@ class Bans:
             await asyncio.sleep(BAN_LIST_INTERVAL_S)
             with contextlib.suppress(AgoraError):
                 if newest := self._book.signed_revocations()[-MAX_SHARED_REVOCATIONS:]:
-                    record = BanList(self._startup.me, Span(0, 0), tuple(newest))
-                    await directory.publish(record, self._startup.identity, BAN_LIST_LIFETIME_S, [BAN_SHARD])
+                    record = BanList(self._context.me, Span(0, 0), tuple(newest))
+                    await directory.publish(record, self._context.identity, BAN_LIST_LIFETIME_S, [BAN_SHARD])
                 found = await directory.read_many(BanList, [BAN_SHARD])
                 for record_found in found.get(BAN_SHARD, []):
                     if isinstance(record_found, BanList):

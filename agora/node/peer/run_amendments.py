@@ -28,7 +28,7 @@ from agora.core.live_manifest import LiveManifest
 from agora.net.rpc.connection import IncomingCall
 from agora.net.rpc.network import Network
 from agora.node import run_files
-from agora.node.startup import Startup
+from agora.node.daemon_context import DaemonContext
 from agora.observe import events
 from agora.swarm.amendments import IsBanned, describe_changes
 from agora.swarm.peer_score import ReportViolation, Violation
@@ -53,7 +53,7 @@ class Amendments:
 
     def __init__(
         self,
-        startup: Startup,
+        context: DaemonContext,
         signed: SignedManifest,
         network: Network,
         report_violation: ReportViolation,
@@ -66,9 +66,9 @@ class Amendments:
 
         is_banned: whether the founder has banned a delegate. usual_step: returns the step that the run has come to.
         """
-        self.book = run_files.amendments_on_disk([startup.home], signed, unix(), is_banned)
+        self.book = run_files.amendments_on_disk([context.home], signed, unix(), is_banned)
         self.live = LiveManifest(signed.manifest, self.book.chain)
-        self._startup = startup
+        self._context = context
         self._run: RunId = signed.run_id
         self._network = network
         self._report_violation = report_violation
@@ -108,7 +108,7 @@ class Amendments:
                 if peer is not None and isinstance(error, ProtocolError):
                     self._report_violation(peer, Violation.BAD_REQUEST, f"{error.code}: {error}")
         if refused:
-            self._startup.report_event(events.AmendmentRefused(peer or "", refused, why))
+            self._context.report_event(events.AmendmentRefused(peer or "", refused, why))
         if new:
             self._write()
             self.reconsider()
@@ -141,9 +141,9 @@ class Amendments:
             return
         self.live.amend(self.book.chain)
         for each in change.dropped:
-            self._startup.report_event(events.AmendmentDropped(*_event_fields(each)))
+            self._context.report_event(events.AmendmentDropped(*_event_fields(each)))
         for each in change.added:
-            self._startup.report_event(events.AmendmentTaken(*_event_fields(each)))
+            self._context.report_event(events.AmendmentTaken(*_event_fields(each)))
 
     def forget_refused(self) -> None:
         """As PeerDataHolder: drops the amendments of delegates that are banned now."""
@@ -182,9 +182,9 @@ class Amendments:
 
     def _write(self) -> None:
         try:
-            run_files.write_amendments(self._startup.home, self._run, self.book.sealed())
+            run_files.write_amendments(self._context.home, self._run, self.book.sealed())
         except DiskError as error:  # they then hold only until the daemon ends, and are fetched again
-            self._startup.report_event(events.DiskTrouble(str(self._startup.home.amendments(self._run)), str(error)))
+            self._context.report_event(events.DiskTrouble(str(self._context.home.amendments(self._run)), str(error)))
 
 
 def _event_fields(each: SealedAmendment) -> tuple[int, int, str, str, str]:

@@ -54,7 +54,7 @@ async def rebalance_repeatedly(
         if placement is None or placement.span is None or held_span() is None:
             continue
         span = placement.span
-        local_peer.startup.report_event(events.MoveChosen(span.first, span.last, placement.reason))
+        local_peer.context.report_event(events.MoveChosen(span.first, span.last, placement.reason))
         try:
             await move(span)
         except AgoraError:  # reported by the move itself
@@ -71,7 +71,7 @@ async def _choose_move(local_peer: LocalPeer, rng: random.Random, loaded_at: flo
         own = local_peer.capacity_probe
         view = local_peer.view
         served_s = loop_time() - loaded_at
-        placement = judge_move(view, local_peer.startup.me, own.needs, own.machine, random.Random(seed), served_s)
+        placement = judge_move(view, local_peer.context.me, own.needs, own.machine, random.Random(seed), served_s)
         if placement is None:
             return None
     return placement

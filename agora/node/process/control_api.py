@@ -87,11 +87,11 @@ class ControlApi:
         return status_json(report) | {"result": result, "machine": machine}
 
     def _describe_queue(self) -> Answer | None:
-        startup = self._daemon.startup
-        if not startup.queued and not startup.queue_done:
+        context = self._daemon.context
+        if not context.queued and not context.queue_done:
             return None
-        done = [{"run": run, "why": why} for run, why in startup.queue_done]
-        return {"done": done, "next": list(startup.queued)}
+        done = [{"run": run, "why": why} for run, why in context.queue_done]
+        return {"done": done, "next": list(context.queued)}
 
     async def report(self) -> Answer:
         """Returns what this daemon has counted, and the state of its span; see report_json."""
@@ -150,7 +150,7 @@ class ControlApi:
         """
         is_closed = self._daemon.local_peer is None and self._daemon.pausing.reason
         bans = None if is_closed else self._require_bans()
-        banned = run_files.add_banned(self._daemon.startup.home, peer)
+        banned = run_files.add_banned(self._daemon.context.home, peer)
         if bans is not None:
             bans.ban_here(banned)
         return {"text": f"{banned} is neither called nor answered here any more; it stays in banned.txt."}
@@ -266,20 +266,20 @@ class ControlApi:
         for a number out of range; DataError or DiskError for the file.
         """
         loaded = self._daemon.serving_span()
-        origin, startup, signed = loaded.origin, self._daemon.startup, self._daemon.signed
+        origin, context, signed = loaded.origin, self._daemon.context, self._daemon.signed
         if origin is None or signed is None:
             raise LocalError("This peer does not hold stage 0, so it has no tokenizer; ask one that does.")
         if origin.objective == "dpo":
             raise LocalError("A run of preferences has no loss of single texts; export its model and evaluate that.")
         if not 0.0 < share <= 1.0 or items < 0:
             raise LocalError("Share must be above 0 and at most 1, items 0 or more.")
-        tokenizer = await run_in_thread(lambda: open_run_tokenizer(startup, signed.manifest))
+        tokenizer = await run_in_thread(lambda: open_run_tokenizer(context, signed.manifest))
         loaded_task = await run_in_thread(lambda: load_task(task))
         evaluator = TaskEvaluator(signed.manifest, tokenizer, origin.score, lambda: origin.completed, share)
         step = min(loaded.own_steps.values(), default=0)
         result = await evaluator.evaluate(loaded_task.first(items) if items else loaded_task)
         for event in result.events():
-            startup.report_event(event)
+            context.report_event(event)
         return {"step": step, **asdict(result)}
 
     async def weights(self, average: bool = False) -> Answer:
@@ -291,7 +291,7 @@ class ControlApi:
         files: dict[str, str] = {}
         worker = self._daemon.serving_span().worker
         run = self._daemon.invite().run
-        folder = self._daemon.startup.home.runs / run / "weights"
+        folder = self._daemon.context.home.runs / run / "weights"
         for progress in worker.progress():
             tensors = await worker.copy_weights(progress.stage, average=average)
             stage = str(progress.stage)

@@ -24,6 +24,7 @@ from agora.core.moving_average import WindowedRate
 from agora.core.tasks import BackgroundTasks, wait_for_any
 from agora.net.p2pd.host import Host
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, add_traffic
+from agora.node.daemon_context import DaemonContext
 from agora.node.limits.pausing import Pausing
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
@@ -33,7 +34,6 @@ from agora.node.process.machine_watch import MachineWatch, gpu_id_of, observers_
 from agora.node.process.watchdog import Watchdog
 from agora.node.span.load_span import load_span
 from agora.node.span.loaded_span import LoadedSpan
-from agora.node.startup import Startup
 from agora.observe import events, faults
 from agora.pipeline.origin import Origin
 from agora.pipeline.work_ledger import MAX_ENDING_TIMEOUT_S
@@ -77,17 +77,17 @@ class Daemon:
     it leaves because the run has taken its steps. end_of_run: what follows then; None until the first span is served.
     """
 
-    def __init__(self, startup: Startup, on_leave: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, context: DaemonContext, on_leave: Callable[[], None] = lambda: None) -> None:
         """on_leave: called once, when the daemon begins to leave."""
-        self.startup = startup
+        self.context = context
         self.signed: SignedManifest | None = None
         self.local_peer: LocalPeer | None = None
         self.loaded: LoadedSpan | None = None
-        chosen = startup.settings
-        self.pausing = Pausing(startup.home.paused, chosen.work_hours, startup.clock.unix, 60.0 * chosen.idle_minutes)
+        chosen = context.settings
+        self.pausing = Pausing(context.home.paused, chosen.work_hours, context.clock.unix, 60.0 * chosen.idle_minutes)
         gpu = functools.cache(partial(gpu_id_of, chosen.device))
         observers = observers_of(chosen, gpu, time.time)
-        self.machine = MachineWatch(chosen, self.pausing, startup.report_event, observers, gpu)
+        self.machine = MachineWatch(chosen, self.pausing, context.report_event, observers, gpu)
         self._stop = asyncio.Event()
         self.leave_reason = ""
         self.run_is_over = False
@@ -95,9 +95,9 @@ class Daemon:
         self._on_leave = on_leave
         self._leave_by: float | None = None  # loop time
         self._key_remark = ""
-        self._report_event = startup.report_event
-        self._since_unix = startup.clock.unix()
-        self._watchdog = Watchdog(self.sample_node_report, startup.report_event, startup.notifier, startup.age_s)
+        self._report_event = context.report_event
+        self._since_unix = context.clock.unix()
+        self._watchdog = Watchdog(self.sample_node_report, context.report_event, context.notifier, context.age_s)
         self._addresses: tuple[str, ...] = ()
         self._rate = WindowedRate()
         self._move: _MoveRequest | None = None
@@ -192,34 +192,34 @@ class Daemon:
         known = self.local_peer.view if self.local_peer is not None else View()
         announced = self.local_peer.reachability.announcement().addresses if self.local_peer is not None else ()
         own = tuple(dict.fromkeys((*announced, *self._addresses)))
-        allow_private = self.startup.settings.allow_private
-        return joining.make_invite(self.signed, self.startup.me, own, known, allow_private=allow_private)
+        allow_private = self.context.settings.allow_private
+        return joining.make_invite(self.signed, self.context.me, own, known, allow_private=allow_private)
 
     def sample_node_report(self) -> NodeReport:
         """Returns a snapshot of this daemon: state, health, counters, traffic, view, span. Updates the token rate."""
-        startup, local_peer = self.startup, self.local_peer
-        counters = startup.reporter.snapshot()
-        now_unix = startup.clock.unix()
+        context, local_peer = self.context, self.local_peer
+        counters = context.reporter.snapshot()
+        now_unix = context.clock.unix()
         view = local_peer.view if local_peer else View()
         claim = local_peer.membership.claim if local_peer else None
         link = local_peer.host.link if local_peer else None
-        run = RunIdentity(startup.reference.run, startup.reference.name, 0, 0)
+        run = RunIdentity(context.reference.run, context.reference.name, 0, 0)
         if self.signed is not None:
             run = RunIdentity.of(self.signed.manifest)
         if local_peer is not None:
             step = max(local_peer.steps_of(0).values(), default=0)
             run = replace(run, target_tokens=local_peer.live.target_tokens(step))
         return NodeReport(
-            peer=startup.me,
-            incarnation=claim.incarnation if claim else startup.incarnation,
+            peer=context.me,
+            incarnation=claim.incarnation if claim else context.incarnation,
             run=run,
             state=claim.state if claim else "joining",
-            start_phase=startup.phases.current,
+            start_phase=context.phases.current,
             pause_reason=self.pausing.reason,
-            link=link.spec.text if link is not None else startup.settings.link,
+            link=link.spec.text if link is not None else context.settings.link,
             health=self._assess_health(view, run.stage_count, now_unix),
             now_unix=now_unix,
-            clock_remark=clock_remark(startup.clock.correction),
+            clock_remark=clock_remark(context.clock.correction),
             key_remark=self._key_remark or (local_peer.membership.key_use.remark if local_peer else ""),
             counters=counters,
             tokens_per_second=self._rate.update(now_unix, counters.counted_tokens),
@@ -228,7 +228,7 @@ class Daemon:
             traffic=self._total_traffic(),
             span=self.loaded.take_span_report() if self.loaded else None,
             amendments=local_peer.amendments.in_words() if local_peer else (),
-            software={**local_peer.network.software, startup.me: SOFTWARE} if local_peer else {},
+            software={**local_peer.network.software, context.me: SOFTWARE} if local_peer else {},
             admission=local_peer.live.last.admission if local_peer else AdmissionSection(),
         )
 
@@ -236,9 +236,9 @@ class Daemon:
         if self.pausing.reason:
             return Health(health.PAUSED, f"this peer is {self.pausing.reason}", self.pausing.remedy)
         if self.loaded is None:
-            phase = self.startup.phases.current or "serve"
+            phase = self.context.phases.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {phase}", "wait until it serves")
-        ends = self.startup.settings.at_end != "go-on"
+        ends = self.context.settings.at_end != "go-on"
         total_steps = self.local_peer.live.total_steps if self.local_peer is not None and ends else 0
         return health.assess_health(
             view,
@@ -269,21 +269,21 @@ class Daemon:
         until = loop_time() + LEAVE_TIMEOUT_S
         await self._wind_down("paused", until)
         await self._close(until)  # all that talks to other peers; control socket, metrics and page stay
-        joining.register_paused(self.startup, self.signed)
+        joining.register_paused(self.context, self.signed)
         await wait_for_any(self._stop.wait(), self.pausing.wait_until(paused=False))
         if not self.is_leaving:
-            self.startup = joining.startup_after_pause(self.startup, self.signed)
+            self.context = joining.context_after_pause(self.context, self.signed)
 
     async def _start_and_serve(self) -> None:
         local_peer = await self._open_local_peer()
-        loaded = await self._serve_span(local_peer, self.startup.settings.span)
+        loaded = await self._serve_span(local_peer, self.context.settings.span)
         self._report_event(
             events.PeerStarted(
-                peer=self.startup.me,
+                peer=self.context.me,
                 run=local_peer.signed.run_id,
                 first_stage=loaded.span.first,
                 last_stage=loaded.span.last,
-                incarnation=self.startup.incarnation,
+                incarnation=self.context.incarnation,
                 pid=os.getpid(),
                 addresses=self._addresses,
             )
@@ -292,7 +292,7 @@ class Daemon:
         local_peer.tasks.start("capacity", keep_claimed_capacity_current(local_peer, lambda: self.loaded))
         self.end_of_run = EndOfRun(local_peer, lambda: self.loaded, self._leave_at_end)
         local_peer.tasks.start("end", self.end_of_run.run())
-        if self.startup.settings.rebalance and self.startup.settings.span is None:
+        if self.context.settings.rebalance and self.context.settings.span is None:
             local_peer.tasks.start("rebalance", rebalance_repeatedly(local_peer, self._movable_span, self.move))
         while True:
             await self._move_wanted.wait()
@@ -308,36 +308,36 @@ class Daemon:
 
     async def _open_local_peer(self) -> LocalPeer:
         # Sets `signed` and `_addresses` as soon as each is known, since other daemons may ask for the invite.
-        startup, closing = self.startup, self._peer_closing
+        context, closing = self.context, self._peer_closing
         # Before a draft is signed: its port may be taken.
-        host, self._addresses = await joining.open_host(startup)
+        host, self._addresses = await joining.open_host(context)
         closing.push_async_callback(host.close)
         watching = BackgroundTasks(self.fail_since_task_ended)
         closing.push_async_callback(watching.close)
         watching.start("p2pd", _watch_p2pd(host))
         if host.rate_limiter is not None:
             watching.start("rate limiter", host.rate_limiter.wait())
-        if self.signed is None and (startup.reference.signed is not None or not startup.reference.run):
-            self.signed = await joining.read_manifest(startup)
-        others = await joining.connect_to_run(startup, host, self.signed)
+        if self.signed is None and (context.reference.signed is not None or not context.reference.run):
+            self.signed = await joining.read_manifest(context)
+        others = await joining.connect_to_run(context, host, self.signed)
         if self.signed is None:
-            self.signed = await joining.fetch_manifest(startup, host, others)
-        with startup.phases.enter("doctor") as note:
-            note.text = await asyncio.to_thread(joining.check_disk_room, startup, self.signed.manifest)
-        proof = joining.own_proof(startup, self.signed.run_id)
-        with startup.phases.enter("directory"):
+            self.signed = await joining.fetch_manifest(context, host, others)
+        with context.phases.enter("doctor") as note:
+            note.text = await asyncio.to_thread(joining.check_disk_room, context, self.signed.manifest)
+        proof = joining.own_proof(context, self.signed.run_id)
+        with context.phases.enter("directory"):
             local_peer = LocalPeer(
-                startup, self.signed, host, proof, self.sample_node_report, self.fail_since_task_ended
+                context, self.signed, host, proof, self.sample_node_report, self.fail_since_task_ended
             )
             closing.push_async_callback(local_peer.close)
             await local_peer.start(others)
         self.local_peer = local_peer
-        self._since_unix = startup.clock.unix()
+        self._since_unix = context.clock.unix()
         return local_peer
 
     async def _serve_span(self, local_peer: LocalPeer, wanted: Span | None) -> LoadedSpan:
         loaded = await self._span_closing.enter_async_context(load_span(local_peer, wanted))
-        with self.startup.phases.enter("serve") as note:
+        with self.context.phases.enter("serve") as note:
             self.loaded = loaded
             await local_peer.membership.set_state("serving")
             note.text = f"stages {loaded.span}"
@@ -404,7 +404,7 @@ class Daemon:
     # --- leave
 
     async def _leave_in_order(self, reason: str) -> None:
-        self.startup.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
+        self.context.notifier.send(STOPPING=1, STATUS=f"leaving: {reason}")
         self._report_event(events.StateChanged("leaving", reason))
         await faults.inject_fault("daemon.leaving")
         await self._wind_down("leaving", self._leave_by or loop_time() + LEAVE_TIMEOUT_S)

@@ -103,7 +103,7 @@ class EndOfRun:
                 await asyncio.sleep(LOOK_INTERVAL_S)
             self.result = ExportStatus()
             text = f"an amendment has the run go on until it has taken {live.total_steps:,} steps"
-            self._local_peer.startup.report_event(events.StateChanged("serving", text))
+            self._local_peer.context.report_event(events.StateChanged("serving", text))
 
     def _has_ended(self) -> bool:
         local_peer, loaded = self._local_peer, self._held_span()
@@ -113,10 +113,10 @@ class EndOfRun:
         return health.has_ended(local_peer.view, count, total_steps, loaded.own_steps)
 
     async def _do_what_follows(self, total_steps: int) -> None:
-        local_peer, settings = self._local_peer, self._local_peer.startup.settings
+        local_peer, settings = self._local_peer, self._local_peer.context.settings
         ended_at = loop_time()
         chosen = choose_exporter(local_peer.view, local_peer.signed.founder)
-        is_chosen = chosen in (None, local_peer.startup.me)
+        is_chosen = chosen in (None, local_peer.context.me)
         exports = is_chosen if settings.export_at_end == "auto" else settings.export_at_end == "always"
         reason = f"the run has taken its {total_steps:,} steps, and the state at the end is kept"
         follows = {
@@ -125,7 +125,7 @@ class EndOfRun:
             "go-on": "it goes on at the lowest learning rate, as at_end says",
         }[settings.what_follows]
         follows += "; it exports the result now" if exports else "; `swarm export` writes the result"
-        local_peer.startup.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
+        local_peer.context.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
         if exports:
             await self._export(total_steps)
         if settings.what_follows == "leave":
@@ -146,22 +146,22 @@ class EndOfRun:
     # --- the export
 
     async def _export(self, total_steps: int) -> None:
-        startup, run = self._local_peer.startup, self._local_peer.signed.run_id
-        folder = startup.home.result(run)
+        context, run = self._local_peer.context, self._local_peer.signed.run_id
+        folder = context.home.result(run)
         if not _is_exported(folder, total_steps):
             self.result = ExportStatus("exporting", str(folder))
             for pause_s in EXPORT_RETRY_DELAYS_S:
                 await asyncio.sleep(pause_s)
-                why = await _try_export(run, startup.home.root, folder, _environment(startup.settings))
+                why = await _try_export(run, context.home.root, folder, _environment(context.settings))
                 if not why:
                     break
             else:
-                why += f"; `swarm export {run[:12]} --dir {startup.home.root} --out FOLDER` tries again"
+                why += f"; `swarm export {run[:12]} --dir {context.home.root} --out FOLDER` tries again"
                 self.result = ExportStatus("failed", why=why)
-                startup.report_event(events.TaskFailed("export", why))
+                context.report_event(events.TaskFailed("export", why))
                 return
         self.result = ExportStatus("exported", str(folder))
-        startup.report_event(events.ResultExported(str(folder)))
+        context.report_event(events.ResultExported(str(folder)))
 
 
 def _is_exported(folder: Path, total_steps: int) -> bool:

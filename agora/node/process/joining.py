@@ -30,6 +30,7 @@ from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.control import control_client
+from agora.node.daemon_context import DaemonContext, next_incarnation
 from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.peer.run_admission import load_admission_book
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
@@ -37,7 +38,6 @@ from agora.node.process.signing import sign_draft
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
 from agora.node.span.load_span import check_stages_fit
 from agora.node.span.training_data import DataUse, check_draft, explain_unused, remember_files
-from agora.node.startup import Startup, next_incarnation
 from agora.observe import events
 from agora.swarm.admission import AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
@@ -54,7 +54,7 @@ class RunUnreachable(LocalError):
     exit_code = 4
 
 
-async def read_manifest(startup: Startup) -> SignedManifest:
+async def read_manifest(context: DaemonContext) -> SignedManifest:
     """Returns the signed manifest of a file or of a joined run, after storing it and registering this daemon under it.
 
     For an unsigned file, returns the manifest that a running daemon here has signed from it; without such a daemon,
@@ -63,65 +63,65 @@ async def read_manifest(startup: Startup) -> SignedManifest:
     Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file,
     DiskError if the data directory cannot be written, and before it signs what check_stages_fit and check_draft raise.
     """
-    reference = startup.reference
-    with startup.phases.enter("manifest") as note:
-        signed, text = (reference.signed, "signed") if reference.signed is not None else _find_founded(startup)
+    reference = context.reference
+    with context.phases.enter("manifest") as note:
+        signed, text = (reference.signed, "signed") if reference.signed is not None else _find_founded(context)
         if signed is not None:
-            _accept_and_register(startup, signed)
+            _accept_and_register(context, signed)
         else:
-            signed, text = await _sign_as_founder(startup)
+            signed, text = await _sign_as_founder(context)
         note.text = f"{text}, run {signed.run_id[:12]} ({signed.manifest.name})"
     return signed
 
 
-def _find_founded(startup: Startup) -> tuple[SignedManifest | None, str]:
+def _find_founded(context: DaemonContext) -> tuple[SignedManifest | None, str]:
     for entry in daemon_registry.find_running_daemons():
-        if startup.reference.is_of(entry):
+        if context.reference.is_of(entry):
             file = paths.Home(Path(entry.root)).manifest(entry.run)
-            if (signed := runs.from_file(file, startup.home).signed) is not None:
+            if (signed := runs.from_file(file, context.home).signed) is not None:
                 return signed, f"founded by the daemon {entry.pid}"
     return None, ""
 
 
-async def _sign_as_founder(startup: Startup) -> tuple[SignedManifest, str]:
-    draft = startup.reference.draft
+async def _sign_as_founder(context: DaemonContext) -> tuple[SignedManifest, str]:
+    draft = context.reference.draft
     assert draft is not None
-    startup.phases.report_progress("reading what the run trains on, before it is signed")
+    context.phases.report_progress("reading what the run trains on, before it is signed")
 
-    use = await asyncio.to_thread(_check_before_signing, startup, draft)
-    accept = partial(_accept_and_register, startup)
-    signed, text = await asyncio.to_thread(sign_draft, startup.reference, startup.identity, accept)
+    use = await asyncio.to_thread(_check_before_signing, context, draft)
+    accept = partial(_accept_and_register, context)
+    signed, text = await asyncio.to_thread(sign_draft, context.reference, context.identity, accept)
     return signed, f"{text}; {use.sentence()}" if use else text
 
 
-def _check_before_signing(startup: Startup, draft: Manifest) -> DataUse | None:
+def _check_before_signing(context: DaemonContext, draft: Manifest) -> DataUse | None:
     # What a start would refuse after it: a signed manifest cannot be edited any more, so that it suits this machine.
-    check_disk_room(startup, draft)
-    check_stages_fit(draft, startup.settings, startup.home.root)
-    use = check_draft(startup, draft)
+    check_disk_room(context, draft)
+    check_stages_fit(draft, context.settings, context.home.root)
+    use = check_draft(context, draft)
     if use is not None and (warning := use.warning()):
-        startup.report_event(events.OwnerTold(warning))
+        context.report_event(events.OwnerTold(warning))
     return use
 
 
-def check_disk_room(startup: Startup, manifest: Manifest) -> str:
+def check_disk_room(context: DaemonContext, manifest: Manifest) -> str:
     """Returns a text about the free disk space. Raises DiskError if a daemon cannot start with it. Blocks."""
-    free = check_disk(startup.home.root)
-    DiskGuard(startup.home, startup.settings.disk_bytes).make_room(manifest, None, MIN_FREE_BYTES)
+    free = check_disk(context.home.root)
+    DiskGuard(context.home, context.settings.disk_bytes).make_room(manifest, None, MIN_FREE_BYTES)
     return free
 
 
-async def fetch_manifest(startup: Startup, host: Host, addresses: Sequence[str]) -> SignedManifest:
+async def fetch_manifest(context: DaemonContext, host: Host, addresses: Sequence[str]) -> SignedManifest:
     """Asks the peers at `addresses` for the manifest, stores it, registers this daemon under its run, and returns it.
 
     Raises RunUnreachable when no peer gives it, NotAdmitted when all refuse this peer or the run does not admit this
     peer as a member, ManifestError at the first wrong manifest.
     """
-    run = RunId(startup.reference.run)
-    with startup.phases.enter("manifest") as note:
-        gate = Gate(startup.me, run, SOFTWARE, proof=own_proof(startup, run))
+    run = RunId(context.reference.run)
+    with context.phases.enter("manifest") as note:
+        gate = Gate(context.me, run, SOFTWARE, proof=own_proof(context, run))
         signed = await _ask_peers_in_turn(Network(host, gate, _refuse_while_joining), run, addresses)
-        _accept_and_register(startup, signed)
+        _accept_and_register(context, signed)
         note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
     return signed
 
@@ -159,38 +159,38 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
     raise LocalError("This peer is still joining.")
 
 
-def _accept_and_register(startup: Startup, signed: SignedManifest) -> None:
-    home = startup.home
-    proof = own_proof(startup, signed.run_id)
+def _accept_and_register(context: DaemonContext, signed: SignedManifest) -> None:
+    home = context.home
+    proof = own_proof(context, signed.run_id)
     book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
-    if not book.judge(startup.me, proof, time.time()).is_member:
+    if not book.judge(context.me, proof, time.time()).is_member:
         raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
     run_files.remember_manifest(home, signed)
-    remember_files(startup, signed.manifest)
-    for sentence in explain_unused(startup, signed.manifest):
-        startup.report_event(events.OwnerTold(sentence))
+    remember_files(context, signed.manifest)
+    for sentence in explain_unused(context, signed.manifest):
+        context.report_event(events.OwnerTold(sentence))
     if proof:
         run_files.write_proof(home, signed.run_id, proof)
-    _register(startup, signed.run_id, signed.manifest.name, signed.founder)
+    _register(context, signed.run_id, signed.manifest.name, signed.founder)
 
 
-def register_paused(startup: Startup, signed: SignedManifest | None) -> None:
+def register_paused(context: DaemonContext, signed: SignedManifest | None) -> None:
     """Registers a paused daemon, so that commands find it, even one that has no manifest yet (`signed` is None).
 
     Raises DiskError.
     """
-    reference = startup.reference
+    reference = context.reference
     manifest = signed or reference.signed
     run, name = (manifest.run_id, manifest.manifest.name) if manifest else (reference.run, reference.name)
     founder = manifest.founder if manifest else ""
-    _register(startup, run, name, founder)
+    _register(context, run, name, founder)
 
 
-def _register(startup: Startup, run: str, name: str, founder: str) -> None:
-    home = startup.home
+def _register(context: DaemonContext, run: str, name: str, founder: str) -> None:
+    home = context.home
     socket, supervisor = str(daemon_registry.socket_of(home)), os.environ.get(daemon_registry.SUPERVISOR_VARIABLE, "")
     pid = int(supervisor) if supervisor.isdecimal() else 0
-    entry = daemon_registry.DaemonEntry(run, name, founder, startup.me, os.getpid(), str(home.root), socket, pid)
+    entry = daemon_registry.DaemonEntry(run, name, founder, context.me, os.getpid(), str(home.root), socket, pid)
     try:
         daemon_registry.register(entry)
     except OSError as error:
@@ -199,17 +199,17 @@ def _register(startup: Startup, run: str, name: str, founder: str) -> None:
         raise DiskError(f"Cannot write in {folder} ({error.strerror}); {advice}") from error
 
 
-def startup_after_pause(startup: Startup, signed: SignedManifest | None) -> Startup:
-    """Returns `startup` changed for the start after a pause: with a higher incarnation, which it also writes to disk.
+def context_after_pause(context: DaemonContext, signed: SignedManifest | None) -> DaemonContext:
+    """Returns `context` for the start after a pause: with a higher incarnation, which it also writes to disk.
 
     Adds to it the addresses of the run's peers that are remembered on disk. Raises DiskError.
     """
-    reference = startup.reference
-    incarnation = next_incarnation(startup.home.incarnation, time.time_ns())
+    reference = context.reference
+    incarnation = next_incarnation(context.home.incarnation, time.time_ns())
     run = signed.run_id if signed is not None else reference.run
-    known = run_files.remembered_addresses(startup.home, run) if run else ()
+    known = run_files.remembered_addresses(context.home, run) if run else ()
     addresses = tuple(dict.fromkeys([*reference.addresses, *known]))
-    return replace(startup, incarnation=incarnation, reference=replace(reference, addresses=addresses))
+    return replace(context, incarnation=incarnation, reference=replace(reference, addresses=addresses))
 
 
 def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: View, *, allow_private: bool) -> Invite:
@@ -227,34 +227,34 @@ def make_invite(signed: SignedManifest, me: PeerId, own: Sequence[str], view: Vi
     return Invite(signed.run_id, (*own[:INVITE_ADDRESSES], *others[:INVITE_ADDRESSES]), signed.manifest.name)
 
 
-def own_proof(startup: Startup, run: RunId) -> bytes:
+def own_proof(context: DaemonContext, run: RunId) -> bytes:
     """Returns the proof by which the run may admit this machine: of the invite's ticket, else from disk; b"" for none.
 
     Raises InputError for a ticket that is not for this machine, LocalError or DiskError for the file.
     """
-    if ticket := startup.reference.ticket:
-        return InviteTicket.parse(ticket).proof_for(startup.me, run)
-    return run_files.read_proof(startup.home, run)
+    if ticket := context.reference.ticket:
+        return InviteTicket.parse(ticket).proof_for(context.me, run)
+    return run_files.read_proof(context.home, run)
 
 
-async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
+async def open_host(context: DaemonContext) -> tuple[Host, tuple[str, ...]]:
     """Starts the network process p2pd; returns the host, for the caller to close, and where others can dial it.
 
     The addresses are at most MAX_ADDRESSES multiaddrs, loopback last. Listens on the ports of the last start where the
     owner named none, and writes the present ones to disk.
     """
-    settings = startup.settings
-    with startup.phases.enter("host") as note:
+    settings = context.settings
+    with context.phases.enter("host") as note:
         host = await Host.create(
-            identity_path=startup.home.identity,
-            listen=with_last_ports(settings.listen, read_ports(startup.home.ports), is_free),
+            identity_path=context.home.identity,
+            listen=with_last_ports(settings.listen, read_ports(context.home.ports), is_free),
             announce=settings.announce,
             link=settings.link_spec,
             limits=settings.rate_limits,
             allow_private=settings.allow_private,
             upnp=settings.upnp,
         )
-        write_ports(startup.home.ports, host.listen_endpoints)
+        write_ports(context.home.ports, host.listen_endpoints)
         found = (*await host.addresses(), *(f"{address}/p2p/{host.peer}" for address in host.own_addresses))
         loopback_last = sorted(dict.fromkeys(found), key=lambda text: "/127." in text or "/ip6/::1/" in text)
         addresses = tuple(loopback_last[:MAX_ADDRESSES])
@@ -263,20 +263,20 @@ async def open_host(startup: Startup) -> tuple[Host, tuple[str, ...]]:
     return host, addresses
 
 
-async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
+async def connect_to_run(context: DaemonContext, host: Host, signed: SignedManifest | None) -> tuple[str, ...]:
     """Dials the run's known peers and, with `signed`, those in the invites of other daemons of the run on this machine.
 
     Returns the addresses of all these peers, whether they answered or not, without this peer's own and those of banned
     peers. signed: None while the manifest must still be fetched: then raises RunUnreachable when no peer answers.
     """
-    given = startup.reference.addresses
+    given = context.reference.addresses
     reached = 0
-    with startup.phases.enter("bootstrap") as note:
+    with context.phases.enter("bootstrap") as note:
         if signed is not None:
             given += await _ask_local_daemons(signed.run_id)
         others = tuple(dict.fromkeys(address for address in given if not address.endswith(host.peer)))
-        known = leave_out_banned(startup, signed, others)
-        why = explain_nobody_left(len(given), len(others), startup.home.banned)
+        known = leave_out_banned(context, signed, others)
+        why = explain_nobody_left(len(given), len(others), context.home.banned)
         if known:
             with contextlib.suppress(AgoraError):
                 reached = await host.connect(known)
@@ -289,16 +289,16 @@ async def connect_to_run(startup: Startup, host: Host, signed: SignedManifest | 
     return known
 
 
-def leave_out_banned(startup: Startup, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
+def leave_out_banned(context: DaemonContext, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
     """Returns those of the `known` addresses whose peers may be dialled: not banned from this machine.
 
     With `signed`, also leaves out peers that are banned from the run or otherwise not admitted to it.
     """
     if signed is None:
-        banned = set(run_files.read_banned(startup.home))
+        banned = set(run_files.read_banned(context.home))
         return tuple(address for address in known if peer_of_address(address) not in banned)
     now_unix = time.time()
-    book = load_admission_book(startup.home, signed, now_unix)
+    book = load_admission_book(context.home, signed, now_unix)
     return tuple(address for address in known if not book.refusal_reason(peer_of_address(address), now_unix))
 
 

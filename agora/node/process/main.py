@@ -23,8 +23,8 @@ from agora.core.clock import boot_time
 from agora.core.tasks import BackgroundTasks
 from agora.node import daemon_registry, paths, runs, settings
 from agora.node.control import control_client
+from agora.node.daemon_context import DaemonContext, StartPhases, SystemdNotifier, next_incarnation
 from agora.node.process import run_queue
-from agora.node.startup import StartPhases, Startup, SystemdNotifier, next_incarnation
 from agora.observe import events, faults
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog
@@ -128,7 +128,7 @@ def _run_one(
         with phases.enter("imports"):  # torch and hivemind take seconds
             import agora.node.process.control_api
             import agora.node.process.daemon  # noqa: F401
-        startup = Startup(
+        context = DaemonContext(
             reference=reference,
             home=home,
             settings=chosen,
@@ -143,24 +143,24 @@ def _run_one(
             queue_done=run_queue.runs_left_before(),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            is_over = runner.run(_run_until_left(startup, counted, partial(_end_if_late, startup)))
+            is_over = runner.run(_run_until_left(context, counted, partial(_end_if_late, context)))
     return run_queue.EXIT_FOR_NEXT_RUN if is_over and queued else 0
 
 
-def _end_if_late(startup: Startup) -> None:
+def _end_if_late(context: DaemonContext) -> None:
     # A thread, since the event loop may hang as well as what it waits for, and so may the interpreter's end.
-    timer = threading.Timer(END_TIMEOUT_S, _end_at_once, (startup, "not everything could be ended in time"))
+    timer = threading.Timer(END_TIMEOUT_S, _end_at_once, (context, "not everything could be ended in time"))
     timer.daemon = True
     timer.start()
 
 
-def _end_at_once(startup: Startup, why: str) -> None:
-    startup.report_event(events.OwnerTold(f"ended at once: {why}; what was open is lost"))
-    daemon_registry.unregister(daemon_registry.socket_of(startup.home))
+def _end_at_once(context: DaemonContext, why: str) -> None:
+    context.report_event(events.OwnerTold(f"ended at once: {why}; what was open is lost"))
+    daemon_registry.unregister(daemon_registry.socket_of(context.home))
     os._exit(1)
 
 
-async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Callable[[], None]) -> bool:
+async def _run_until_left(context: DaemonContext, counted: EventMetrics, on_leave: Callable[[], None]) -> bool:
     # Returns whether it has left because the run is over.
     from agora.node.control.control_socket import ControlSocket
     from agora.node.process.control_api import ControlApi
@@ -168,31 +168,31 @@ async def _run_until_left(startup: Startup, counted: EventMetrics, on_leave: Cal
     from agora.node.process.metrics import DaemonMetrics, serve_metrics
     from agora.node.process.page import serve_page
 
-    daemon = Daemon(startup, on_leave)
+    daemon = Daemon(context, on_leave)
 
     def leave_or_exit(number: signal.Signals) -> None:
         if daemon.is_leaving:
-            _end_at_once(startup, f"a second signal, {number.name}")
+            _end_at_once(context, f"a second signal, {number.name}")
         daemon.leave(SIGNALS[number])
 
     for number in handled_signals():
         asyncio.get_running_loop().add_signal_handler(number, leave_or_exit, number)
     # Open from the first moment to the last, so that a starting, paused or leaving daemon can be asked, too.
-    control = ControlSocket(daemon_registry.socket_of(startup.home), ControlApi(daemon).questions())
-    metrics = DaemonMetrics(counted, startup.home.root, daemon.sample_node_report, startup.report_event)
+    control = ControlSocket(daemon_registry.socket_of(context.home), ControlApi(daemon).questions())
+    metrics = DaemonMetrics(counted, context.home.root, daemon.sample_node_report, context.report_event)
     tasks = BackgroundTasks(daemon.fail_since_task_ended)
     page_tasks = BackgroundTasks(daemon.report_task_end)
     await control.start()
     try:
         tasks.start("metrics", metrics.run())
-        serve_metrics(daemon.startup, metrics, tasks)
+        serve_metrics(daemon.context, metrics, tasks)
         serve_page(daemon, page_tasks)
         await daemon.run()
     finally:
         await page_tasks.close()
         await tasks.close()
         await control.close()
-    startup.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
+    context.report_event(events.StateChanged("left", f"the daemon has ended: {daemon.leave_reason}"))
     return daemon.run_is_over
 
 

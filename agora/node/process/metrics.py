@@ -11,7 +11,7 @@ import prometheus_client
 from agora.core.clock import loop_time
 from agora.core.tasks import BackgroundTasks
 from agora.node.control.node_report import NodeReport, report_json, status_json
-from agora.node.startup import Startup
+from agora.node.daemon_context import DaemonContext
 from agora.observe import events
 from agora.observe.journal import LineFile
 from agora.observe.metrics import (
@@ -68,12 +68,12 @@ class DaemonMetrics:
             await asyncio.Event().wait()  # the daemon goes on without rows, and would end with this task
 
 
-def serve_metrics(startup: Startup, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
+def serve_metrics(context: DaemonContext, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
     """Serves the metrics to Prometheus at the address of `--metrics`, in one of `tasks`. Raises LocalError if taken."""
-    if address := startup.settings.metrics_address:
+    if address := context.settings.metrics_address:
         from agora.page.server import HttpServer, listen, metrics_app
 
-        with startup.phases.enter("metrics") as note:
+        with context.phases.enter("metrics") as note:
             listening = listen(address, "choose another address with --metrics")
             server = HttpServer(metrics_app(metrics.registry), listening)
             note.text = f"{server.url}/metrics"

@@ -29,7 +29,7 @@ class DaemonSource:
         return await ControlApi(self._daemon).status()
 
     async def folder(self) -> Path | None:
-        return self._daemon.startup.home.root
+        return self._daemon.context.home.root
 
     async def invitation(self) -> Invitation | None:
         if self._daemon.signed is None:
@@ -43,16 +43,16 @@ class DaemonSource:
         if self._daemon.signed is None or self._daemon.loaded is None:
             raise LocalError("This daemon holds no stages yet.")
         signed = self._daemon.signed
-        return await write_run_text(signed.manifest, signed.run_id, [self._daemon.startup.home.root])
+        return await write_run_text(signed.manifest, signed.run_id, [self._daemon.context.home.root])
 
 
 def serve_page(daemon: Daemon, tasks: BackgroundTasks) -> None:
     """Serves the page at the address of `--page`, in two of `tasks`. Raises LocalError if that address is taken."""
-    if address := daemon.startup.settings.page_endpoint:
+    if address := daemon.context.settings.page_endpoint:
         from agora.page.run_page import page_app
         from agora.page.server import HttpServer, listen
 
-        with daemon.startup.phases.enter("page") as note:
+        with daemon.context.phases.enter("page") as note:
             feed = Feed(DaemonSource(daemon))
             server = HttpServer(page_app(feed), listen(address, "choose another address with AGORA_PAGE_ADDRESS"))
             note.text = server.url

@@ -28,10 +28,10 @@ from agora.core.clock import loop_time
 from agora.core.machine_limits import least_memory, usable_threads
 from agora.net.shaping.bandwidth import MIN_RATE, parse_rate
 from agora.node import daemon_registry, paths, runs
+from agora.node.daemon_context import SystemdNotifier
 from agora.node.process.main import SIGNALS, handled_signals, lock_file
 from agora.node.process.run_queue import EXIT_FOR_NEXT_RUN
 from agora.node.settings import Settings, without_settings
-from agora.node.startup import SystemdNotifier
 from agora.observe import events
 from agora.observe.journal import Journal
 from agora.observe.log import EventLog

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from agora.core.clock import loop_time
 from agora.node.control.node_report import NO_TRAFFIC, NodeReport, service_status
-from agora.node.startup import SystemdNotifier
+from agora.node.daemon_context import SystemdNotifier
 from agora.observe import events
 
 POLL_INTERVAL_S = 1.0  # seconds between two checks of the daemon

@@ -111,7 +111,7 @@ def _check_stages(manifest: Manifest, wanted: Span | None) -> None:
 async def _claim_span(local_peer: LocalPeer, wanted: Span | None) -> Span:
     manifest, supply = local_peer.manifest, local_peer.base_supply
     _check_stages(manifest, wanted)
-    with local_peer.startup.phases.enter("placement") as note:
+    with local_peer.context.phases.enter("placement") as note:
         await run_in_thread(lambda: family_of(manifest.model).check_machine(supply.folder_to_check()))
         await local_peer.capacity_probe.assess_machine()
         span, reason = await _claim_or_stand_by(local_peer, wanted)
@@ -128,14 +128,14 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
         placement = await local_peer.membership.claim_span(own.needs, own.machine, wanted)
         if placement.span is not None:
             return placement.span, placement.reason
-        if local_peer.startup.settings.queue:
+        if local_peer.context.settings.queue:
             raise RunFull(f"The run does not need this machine now: {placement.reason}; join it later, or another.")
-        local_peer.startup.phases.report_progress(f"standing by: {placement.reason}")
+        local_peer.context.phases.report_progress(f"standing by: {placement.reason}")
         await asyncio.sleep(rebalance_interval_s(rng))
 
 
 def _check_placement_memory(local_peer: LocalPeer, span: Span, reason: str) -> str:
-    settings = local_peer.startup.settings
+    settings = local_peer.context.settings
     probe = local_peer.capacity_probe
     budget = measure_budget(settings.device, settings.owners_memory, probe.dtype)
     need = check_memory(local_peer.manifest, span, budget, probe.base_bytes)
@@ -167,7 +167,7 @@ async def load_until_confirmed(
 
 @asynccontextmanager
 async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple[DeviceWorker, OriginData | None]]:
-    startup, manifest, settings = local_peer.startup, local_peer.manifest, local_peer.startup.settings
+    context, manifest, settings = local_peer.context, local_peer.manifest, local_peer.context.settings
     data = await open_training_data(local_peer) if 0 in span else None
     if settings.owners_memory.host:
         limit_device(settings.device, settings.owners_memory)
@@ -176,11 +176,11 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
     budget = measure_budget(settings.device, settings.owners_memory, probe.dtype)
     base_bytes = probe.base_bytes
     in_host = await run_in_thread(lambda: keeps_state_in_host(manifest, span, budget, base_bytes))
-    with startup.phases.enter("model") as note:
+    with context.phases.enter("model") as note:
         worker = await DeviceWorker.create(
             manifest,
             span,
-            report=startup.report_event,
+            report=context.report_event,
             device=DeviceOptions(
                 settings.device,
                 in_host,
@@ -188,7 +188,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
                 settings.emulated_ms / 1000.0,
                 faults.inject_fault_blocking,
                 settings.compile,
-                startup.home.root / "compiled",
+                context.home.root / "compiled",
                 probe.dtype,
             ),
             in_flight=default_in_flight(manifest),
@@ -207,7 +207,7 @@ async def _load_stages(local_peer: LocalPeer, span: Span) -> AsyncIterator[tuple
 
 
 async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
-    with local_peer.startup.phases.enter("confirm") as note:
+    with local_peer.context.phases.enter("confirm") as note:
         placement = await local_peer.membership.confirm()
         if placement is None or placement.span is None:
             note.text = "the span stands"
@@ -219,7 +219,7 @@ async def _confirm_claim(local_peer: LocalPeer) -> Span | None:
 async def _fill_stages(
     local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochFile | None, closing: AsyncExitStack
 ) -> StateKeeper:
-    startup, membership = local_peer.startup, local_peer.membership
+    context, membership = local_peer.context, local_peer.membership
     keeper = _make_keeper(local_peer, worker, epoch_file)
 
     async def answer(call: IncomingCall) -> Reply:
@@ -227,14 +227,14 @@ async def _fill_stages(
         assert isinstance(call.message, STATE_REQUESTS)
         return await keeper.answer(call.message, call.peer)
 
-    with startup.phases.enter("state") as note:
+    with context.phases.enter("state") as note:
         steps = await keeper.find_checkpoints()
         # Others may ask while this peer still fills its stages: after a restart of all machines, each may need what the
         # others have.
         closing.enter_context(local_peer.requests.answering(STATE_REQUESTS, answer))
         if any(steps):
             await membership.publish_progress(
-                Progress(startup.me, worker.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
+                Progress(context.me, worker.span, 0, steps, tokens_per_second=0.0, loss=None, queue=0, completed=0)
             )
         await membership.refresh()
         note.text = await keeper.fill_stages()
@@ -242,9 +242,9 @@ async def _fill_stages(
 
 
 def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochFile | None) -> StateKeeper:
-    startup, membership, manifest = local_peer.startup, local_peer.membership, local_peer.manifest
+    context, membership, manifest = local_peer.context, local_peer.membership, local_peer.manifest
     holders = StageHolders(
-        startup.me,
+        context.me,
         serving=local_peer.steps_of,
         claimants=lambda stage: {seen.peer: seen.step_of(stage) for seen in membership.view.claimants(stage)},
         ask=partial(ask_steps, local_peer.network),
@@ -254,14 +254,14 @@ def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochF
         if epoch_file is not None and stage == 0:
             epoch_file.write(step)
 
-    disk = DiskGuard(startup.home, startup.settings.disk_bytes)
+    disk = DiskGuard(context.home, context.settings.disk_bytes)
     return StateKeeper(
         manifest,
-        startup.home.checkpoints(manifest.run_id),
+        context.home.checkpoints(manifest.run_id),
         stages=worker,
         holders=holders,
         peer_caller=local_peer.network,
-        report=startup.report_event,
+        report=context.report_event,
         report_violation=local_peer.peer_score.report_violation,
         on_written=on_written,
         total_steps=lambda: local_peer.live.total_steps,

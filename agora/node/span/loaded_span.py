@@ -57,14 +57,14 @@ class LoadedSpan:
         self, local_peer: LocalPeer, worker: DeviceWorker, keeper: StateKeeper, data: OriginData | None
     ) -> None:
         """data: the data that the origin draws from; None without stage 0: then there is no origin."""
-        startup, signed, manifest = local_peer.startup, local_peer.signed, local_peer.manifest
+        context, signed, manifest = local_peer.context, local_peer.signed, local_peer.manifest
         self._local_peer = local_peer
         self.worker = worker
         self.keeper = keeper
         self._over_at = 0  # the total_steps that every stage was seen to have taken
         self.replicas = SpanReplicas(
             signed,
-            startup.identity,
+            context.identity,
             worker=worker,
             peer_caller=local_peer.network,
             swarm=SwarmQueries(
@@ -77,16 +77,16 @@ class LoadedSpan:
                 stops_at=self._stops_at,
             ),
             fetch_state=keeper.fetch,
-            report=startup.report_event,
+            report=context.report_event,
             report_violation=local_peer.peer_score.report_violation,
             live=local_peer.live,
         )
         cost = run_cost(manifest)
         self._stage_flops = {stage: cost.flops(Span(stage, stage)) for stage in worker.span.stages}
         self._flops = WindowedRate()
-        self._device_remark = unused_gpus_remark() if startup.settings.device == "auto" else ""
+        self._device_remark = unused_gpus_remark() if context.settings.device == "auto" else ""
         if self._device_remark:
-            startup.report_event(events.OwnerTold(self._device_remark))
+            context.report_event(events.OwnerTold(self._device_remark))
         stages = self.replicas.stages
         self._is_synchronous = manifest.schedule.kind == "synchronous"
         self._barrier: StepBarrier | MeanBarrier
@@ -98,7 +98,7 @@ class LoadedSpan:
             worker,
             local_peer.router,
             local_peer.ledger,
-            report=startup.report_event,
+            report=context.report_event,
             barrier=self._barrier,
             on_trained=self._on_trained,
         )
@@ -116,7 +116,7 @@ class LoadedSpan:
         self.origin = None if source is None else self._make_origin(source)
         self.collector = StageCollector(
             manifest,
-            startup.home.runs / signed.run_id / "collected",
+            context.home.runs / signed.run_id / "collected",
             layouts=lambda: [stage_layout(manifest, stage) for stage in range(manifest.stage_count)],
             stages=worker,
             serving=local_peer.steps_of,
@@ -127,7 +127,7 @@ class LoadedSpan:
         self.loaded_at = loop_time()
 
     def _resume_epochs(self, samples: Samples) -> EpochMicrobatches:
-        me, manifest = self._local_peer.startup.me, self._local_peer.manifest
+        me, manifest = self._local_peer.context.me, self._local_peer.manifest
         session = int.from_bytes(os.urandom(8), "big") >> 1
         batches = EpochMicrobatches(
             samples.rows,
@@ -144,7 +144,7 @@ class LoadedSpan:
                 batches.assigner.restore(state)
             except ValueError as error:
                 text = f"the epochs of the samples begin again: the state kept of them cannot be read ({error})"
-                self._local_peer.startup.report_event(events.OwnerTold(text))
+                self._local_peer.context.report_event(events.OwnerTold(text))
         return batches
 
     def _make_epoch_gossip(self, epochs: EpochMicrobatches) -> EpochGossip:
@@ -153,7 +153,7 @@ class LoadedSpan:
             epochs.assigner,
             local_peer.network,
             self._other_origins,
-            report=local_peer.startup.report_event,
+            report=local_peer.context.report_event,
             report_violation=local_peer.peer_score.report_violation,
         )
 
@@ -163,9 +163,9 @@ class LoadedSpan:
         return {peer for peer in gossip.others_in_view() if peer in live or peer not in known}
 
     def _make_origin(self, source: MicrobatchSource) -> Origin:
-        startup, manifest = self._local_peer.startup, self._local_peer.manifest
+        context, manifest = self._local_peer.context, self._local_peer.manifest
         config = OriginConfig(
-            me=startup.me,
+            me=context.me,
             stage_count=manifest.stage_count,
             ceiling=self._local_peer.slots if not self._is_synchronous else default_in_flight(manifest),
             max_in_flight=manifest.schedule.max_in_flight,
@@ -175,7 +175,7 @@ class LoadedSpan:
             config,
             self.hop,
             source,
-            startup.report_event,
+            context.report_event,
             self._gather_send_inputs,
             on_awaits_mean=lambda awaits: self.hop.device_time.set_awaits_mean(loop_time(), awaits),
         )
@@ -212,7 +212,7 @@ class LoadedSpan:
         return SendInputs(ready, None, latency_s, staleness)
 
     def _position_among_origins(self) -> tuple[int, int]:
-        me = self._local_peer.startup.me
+        me = self._local_peer.context.me
         origins = [seen.peer for seen in self._local_peer.view.replicas(0)]
         return (origins.index(me), len(origins)) if me in origins else (0, 1)
 
@@ -222,7 +222,7 @@ class LoadedSpan:
 
     def _end_of_run(self) -> Literal["", "last", "over"]:
         local_peer = self._local_peer
-        if local_peer.startup.settings.at_end == "go-on" or self.worker.step_of(0) < local_peer.live.total_steps:
+        if local_peer.context.settings.at_end == "go-on" or self.worker.step_of(0) < local_peer.live.total_steps:
             return ""
         return "over" if self._is_over() or self._is_a_stage_unknown() else "last"
 
@@ -236,7 +236,7 @@ class LoadedSpan:
         # Origins send on until they see that all stages have ended, which takes the directory some seconds: the stages
         # must not step along that. Of peers of the run only those whose owners go on take more steps.
         local_peer, total_steps = self._local_peer, self._local_peer.live.total_steps
-        if local_peer.startup.settings.at_end == "go-on":
+        if local_peer.context.settings.at_end == "go-on":
             return 0
         if self._is_synchronous:  # replicas step together or not at all, so none could show that it goes on
             return 0 if self._is_over() else total_steps
@@ -245,7 +245,7 @@ class LoadedSpan:
 
     def _is_over(self) -> bool:
         local_peer = self._local_peer
-        if local_peer.startup.settings.at_end == "go-on":
+        if local_peer.context.settings.at_end == "go-on":
             return False
         total_steps = local_peer.live.total_steps
         if has_ended(local_peer.view, local_peer.manifest.stage_count, total_steps, self.own_steps):
@@ -300,7 +300,7 @@ class LoadedSpan:
         )
 
     def _use_of_device(self) -> events.DeviceUsed:
-        counted = self._local_peer.startup.reporter.snapshot().counted
+        counted = self._local_peer.context.reporter.snapshot().counted
         done = sum(flops * counted[stage] for stage, flops in self._stage_flops.items())
         rate = self._flops.update(loop_time(), done)
         worker = self.worker
@@ -356,7 +356,7 @@ class LoadedSpan:
             return
         self._epoch_file.remember(step, self._epochs.assigner.snapshot())
         counts = self._epochs.counts()
-        report = self._local_peer.startup.report_event
+        report = self._local_peer.context.report_event
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))
 
     async def write_checkpoints(self, within_s: float) -> None:
@@ -372,4 +372,4 @@ class LoadedSpan:
                 await self.keeper.write_checkpoints()
         except (TimeoutError, AgoraError) as error:
             reason = str(error) or f"not written in {within_s:.0f} s"
-            self._local_peer.startup.report_event(events.TaskFailed("checkpoint", reason))
+            self._local_peer.context.report_event(events.TaskFailed("checkpoint", reason))

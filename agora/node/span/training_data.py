@@ -20,8 +20,8 @@ from agora.data.sampling import CorpusMicrobatches, Sampler
 from agora.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from agora.model import family_of
 from agora.node import daemon_registry, run_files
+from agora.node.daemon_context import DaemonContext
 from agora.node.peer.local_peer import LocalPeer
-from agora.node.startup import Startup
 from agora.tuning.adapters.peft_folder import check_adapter, not_from_an_adapter
 from agora.tuning.base.store import BaseModelError
 from agora.tuning.chat.sample_rows import SampleRows, open_sample_rows
@@ -57,51 +57,51 @@ async def open_training_data(local_peer: LocalPeer) -> OriginData:
 
 
 def _require_permission(local_peer: LocalPeer) -> None:
-    startup, data = local_peer.startup, local_peer.manifest.data
+    context, data = local_peer.context, local_peer.manifest.data
     sources = list(data.sample_paths) or [source for source in data.corpus if source != "stdlib"]
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
-    if sources and not startup.settings.allow_files and not is_own_manifest(startup, local_peer.signed.founder):
+    if sources and not context.settings.allow_files and not is_own_manifest(context, local_peer.signed.founder):
         raise LocalError(
             f"The run reads files of this machine ({', '.join(sources[:3])}); "
             "look at them, then join with --allow-files."
         )
 
 
-def is_own_manifest(startup: Startup, founder: PeerId) -> bool:
+def is_own_manifest(context: DaemonContext, founder: PeerId) -> bool:
     """Returns whether this machine's owner has chosen what the manifest reads: by a draft of theirs, or as founder.
 
     A manifest that came as a file may be a stranger's as well as one that came over the network.
     """
-    if startup.reference.file is None:
+    if context.reference.file is None:
         return False
-    if startup.reference.draft is not None or founder == startup.me:
+    if context.reference.draft is not None or founder == context.me:
         return True
     # Another daemon of this user founded the run: a second data directory on one machine.
     return any(entry.peer == founder == entry.founder for entry in daemon_registry.find_running_daemons())
 
 
-def check_draft(startup: Startup, draft: Manifest) -> DataUse | None:
+def check_draft(context: DaemonContext, draft: Manifest) -> DataUse | None:
     """Reads what a manifest trains on before its founder signs it: what a start would refuse later is refused now.
 
     Returns how often its steps see the data; None if no data is read, because the founder's own `--stages` leave out
     stage 0. Blocks, and may take long; rows and tokens stay cached for the start. Raises what open_training_data
     raises, BaseModelError without the base model, and LocalError for a base model or data that the run has no use for.
     """
-    settings = startup.settings
-    stored = startup.home.root / "base" / getattr(draft.model, "tensors_hash", "")  # fetched for an earlier run
+    settings = context.settings
+    stored = context.home.root / "base" / getattr(draft.model, "tensors_hash", "")  # fetched for an earlier run
     if settings.named_base_model is not None or not stored.is_dir() or stored.name == "base":
         family_of(draft.model).check_machine(settings.named_base_model)
-    _check_adapter(startup, draft)
-    is_queued = bool(settings.queue or startup.queued or startup.queue_done)  # what one run has no use for, another has
-    if not is_queued and (unused := explain_unused(startup, draft)):
+    _check_adapter(context, draft)
+    is_queued = bool(settings.queue or context.queued or context.queue_done)  # what one run has no use for, another has
+    if not is_queued and (unused := explain_unused(context, draft)):
         raise LocalError(f"{unused[0]}; leave it out, or make another manifest with `swarm new`. Nothing was signed.")
     if settings.span is not None and 0 not in settings.span:
         return None
-    data = _localise(startup, draft)
+    data = _localise(context, draft)
     if not draft.has_marks:
-        _, tokens = _load_corpus(startup, draft, data)
+        _, tokens = _load_corpus(context, draft, data)
         return DataUse.of(draft, tokens * (1.0 - draft.data.heldout))
-    summary = _load_samples(startup, draft, data).summary
+    summary = _load_samples(context, draft, data).summary
     is_dpo = draft.objective.kind == "dpo"  # each position of its rows counts
     return DataUse.of(draft, summary.rows * draft.model.context if is_dpo else summary.supervised)
 
@@ -146,9 +146,9 @@ def format_times(epochs: float) -> str:
     return f"{epochs:,.0f} times" if epochs >= 100.0 else f"{epochs:.3g} times"
 
 
-def explain_unused(startup: Startup, manifest: Manifest) -> list[str]:
+def explain_unused(context: DaemonContext, manifest: Manifest) -> list[str]:
     """Returns a sentence, without a full stop, for each file that the owner names and the run has no use for."""
-    settings, files = startup.settings, _local_files(startup)
+    settings, files = context.settings, _local_files(context)
     unused = []
     is_from_base = isinstance(manifest.model, HfSection) or files.needs_base_model(manifest.data)
     if settings.named_base_model is not None and not is_from_base:
@@ -158,8 +158,8 @@ def explain_unused(startup: Startup, manifest: Manifest) -> list[str]:
     return unused
 
 
-def _check_adapter(startup: Startup, draft: Manifest) -> None:
-    named, model = startup.settings.named_adapter, draft.model
+def _check_adapter(context: DaemonContext, draft: Manifest) -> None:
+    named, model = context.settings.named_adapter, draft.model
     if named is not None:
         if not isinstance(model, HfSection):
             raise BaseModelError(not_from_an_adapter(named))
@@ -167,57 +167,57 @@ def _check_adapter(startup: Startup, draft: Manifest) -> None:
         return
     if isinstance(model, HfSection) and model.adapter_hash:
         # A start of before has kept it there.
-        if (startup.home.base_model(model.tensors_hash) / ADAPTER_FILE).is_file():
+        if (context.home.base_model(model.tensors_hash) / ADAPTER_FILE).is_file():
             return
         raise BaseModelError("The run goes on from an adapter; name the folder that has it: --adapter DIR.")
 
 
-def _load_corpus(startup: Startup, manifest: Manifest, data: DataSection) -> tuple[Sampler, int]:
-    base = startup.reference.base
+def _load_corpus(context: DaemonContext, manifest: Manifest, data: DataSection) -> tuple[Sampler, int]:
+    base = context.reference.base
     tokenizer = open_tokenizer(data.tokenizer, manifest.model.vocabulary, base=base)
-    corpus, ends = open_corpus_parts(data.corpus, tokenizer, _cache_folder(startup), base=base)
+    corpus, ends = open_corpus_parts(data.corpus, tokenizer, _cache_folder(context), base=base)
     return Sampler(corpus, manifest.model.context, manifest.data.heldout, manifest.seed, ends), len(corpus)
 
 
-def _load_samples(startup: Startup, manifest: Manifest, data: DataSection) -> SampleRows:
+def _load_samples(context: DaemonContext, manifest: Manifest, data: DataSection) -> SampleRows:
     local = manifest.model_copy(update={"data": data})
-    return open_sample_rows(local, _cache_folder(startup), base=startup.reference.base)
+    return open_sample_rows(local, _cache_folder(context), base=context.reference.base)
 
 
-def open_run_tokenizer(startup: Startup, manifest: Manifest) -> Tokenizer:
+def open_run_tokenizer(context: DaemonContext, manifest: Manifest) -> Tokenizer:
     """Returns the run's tokenizer from the files of this machine. Raises LocalError, DiskError or ManifestError."""
-    source = _localise(startup, manifest).tokenizer
-    return open_tokenizer(source, manifest.model.vocabulary, base=startup.reference.base)
+    source = _localise(context, manifest).tokenizer
+    return open_tokenizer(source, manifest.model.vocabulary, base=context.reference.base)
 
 
 async def _open_corpus(local_peer: LocalPeer) -> CorpusMicrobatches:
-    startup, manifest = local_peer.startup, local_peer.manifest
-    with startup.phases.enter("corpus") as note:
-        sampler, count = await run_in_thread(lambda: _load_corpus(startup, manifest, _localise(startup, manifest)))
+    context, manifest = local_peer.context, local_peer.manifest
+    with context.phases.enter("corpus") as note:
+        sampler, count = await run_in_thread(lambda: _load_corpus(context, manifest, _localise(context, manifest)))
         note.text = f"{count:,} tokens"
-    drawn_file = startup.home.manifest(manifest.run_id).with_name("drawn.txt")
-    return CorpusMicrobatches(sampler, startup.me, manifest.schedule.microbatch, drawn_file, startup.report_event)
+    drawn_file = context.home.manifest(manifest.run_id).with_name("drawn.txt")
+    return CorpusMicrobatches(sampler, context.me, manifest.schedule.microbatch, drawn_file, context.report_event)
 
 
 async def _open_samples(local_peer: LocalPeer) -> Samples:
-    startup, manifest = local_peer.startup, local_peer.manifest
-    with startup.phases.enter("samples") as note:
-        rows = await run_in_thread(lambda: _load_samples(startup, manifest, _localise(startup, manifest)))
+    context, manifest = local_peer.context, local_peer.manifest
+    with context.phases.enter("samples") as note:
+        rows = await run_in_thread(lambda: _load_samples(context, manifest, _localise(context, manifest)))
         summary = rows.summary
         note.text = summary.sentence()
-    path = startup.home.manifest(manifest.run_id).with_name("epochs.json")
-    return Samples(rows, EpochFile(path, startup.report_event))
+    path = context.home.manifest(manifest.run_id).with_name("epochs.json")
+    return Samples(rows, EpochFile(path, context.report_event))
 
 
-def _localise(startup: Startup, manifest: Manifest) -> DataSection:
-    return _local_files(startup).localise(manifest.data)
+def _localise(context: DaemonContext, manifest: Manifest) -> DataSection:
+    return _local_files(context).localise(manifest.data)
 
 
-def _local_files(startup: Startup) -> LocalFiles:
-    return LocalFiles(startup.settings.data_places, startup.reference.base, startup.settings.named_base_model)
+def _local_files(context: DaemonContext) -> LocalFiles:
+    return LocalFiles(context.settings.data_places, context.reference.base, context.settings.named_base_model)
 
 
-def remember_files(startup: Startup, manifest: Manifest) -> None:
+def remember_files(context: DaemonContext, manifest: Manifest) -> None:
     """Notes in the data directory where the tokenizer and the base model lie, also for a peer that trains on no text:
     an export on this machine needs them, whichever stages its daemon has held.
     """
@@ -225,10 +225,10 @@ def remember_files(startup: Startup, manifest: Manifest) -> None:
         tokenizer = None
         if manifest.data.tokenizer != BYTES:
             with suppress(LocalError):
-                tokenizer = Path(_local_files(startup).find_tokenizer(manifest.data.tokenizer))
-        known = run_files.KnownFiles(tokenizer, startup.settings.named_base_model)
-        run_files.remember_files(startup.home, manifest.run_id, known)
+                tokenizer = Path(_local_files(context).find_tokenizer(manifest.data.tokenizer))
+        known = run_files.KnownFiles(tokenizer, context.settings.named_base_model)
+        run_files.remember_files(context.home, manifest.run_id, known)
 
 
-def _cache_folder(startup: Startup) -> Path:
-    return Path(startup.settings.corpus_cache or startup.home.root / "corpus")
+def _cache_folder(context: DaemonContext) -> Path:
+    return Path(context.settings.corpus_cache or context.home.root / "corpus")

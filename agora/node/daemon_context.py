@@ -1,4 +1,4 @@
-"""What a daemon is started with, and the phases of its start, which are also reported to systemd."""
+"""What all parts of a daemon share, and the phases of its start, which are also reported to systemd."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SYSTEMD_EXTENSION_USEC = 300_000_000  # microseconds for which systemd waits for
 
 
 @dataclass(frozen=True, slots=True)
-class Startup:
-    """What a daemon is started with: its run, data directory, settings, key, where to report, its start's phases."""
+class DaemonContext:
+    """What all parts of a daemon share: its run, data directory, settings, key, where to report, its start's phases."""
 
     reference: runs.RunReference
     home: paths.Home
