@@ -147,49 +147,55 @@ class Round:
     async def _average_shard(self, position: int, values: Tensor, into: Tensor) -> _Answer | None:
         shard = Shard(self.stage, self.kind, self.number, position, self.fragments)
         codec = self.all_reduce.codec
+        reasons: list[str] = []  # why a reducer's mean could not be used
         async with self._free_calls:
             scale = faults.falsify("averaging.scale", 1.0)
             sent = values if scale == 1.0 else values * scale
             contribution = await off_loop(partial(codec.make_contribution, shard, sent, self.weight))
-            reasons: list[str] = []
-            rejected: ImplausibleMean | None = None  # why the first reducer's mean is not believed
-            first, second = reducers_of(self.all_reduce.config.run, shard, self.members)
-            for is_second, reducer in ((False, first), (True, second)):
-                if reducer is None or reducer in self._unresponsive:
-                    continue
-                try:
-                    mean = await self._send(shard, reducer, is_second, contribution)
-                    if mean.message.contributors < 2 and len(self.members) > 1:
-                        # The shard failed, although there is an answer: the others may have the second reducer's mean.
-                        reasons.append(f"{reducer}: nobody else contributed in time")
-                        break
-                    # A mean of one contribution is never signed. The only member keeps its own, so that a newcomer can
-                    # ask for it.
-                    is_own = reducer == self.all_reduce.config.me
-                    needs_signature = not is_own or (len(self.members) > 1 and not mean.message.signature)
-                    signers = {reducer, first, second} if needs_signature else None
-                    lost = await off_loop(partial(self._take_mean, shard, mean, contribution, signers, into))
-                except ImplausibleMean as error:
-                    rejected = error
-                    reasons.append(f"{reducer}: {error}")
-                    continue
-                except (AgoraError, TimeoutError) as error:
-                    if reducer != self.all_reduce.config.me and getattr(error, "code", "") in NO_ANSWER:
-                        self._unresponsive.add(reducer)
-                        self.all_reduce.mark_unresponsive(reducer, shard)
-                    reasons.append(f"{reducer}: {str(error) or 'no answer in time'}")
-                    continue
-                if rejected is not None:
-                    # Reported only now: if both reducers' means were rejected, this replica's own values may be the
-                    # outlier.
-                    self.all_reduce.report_reducer(first, shard, f"{rejected}, and {reducer} answered otherwise")
-                self.all_reduce.kept_means.keep(shard, mean)
-                return _Answer(mean.message, lost)
+            if (answer := await self._ask_reducers(shard, contribution, into, reasons)) is not None:
+                return answer
             await off_loop(partial(into.copy_, values))
         codec.record_outcome(shard, contribution, None)
         self.all_reduce.report(
             events.PartFailed(self.stage, shard.wire_kind, self.number, position, "; ".join(reasons)[:500])
         )
+        return None
+
+    async def _ask_reducers(
+        self, shard: Shard, contribution: Contribution, into: Tensor, reasons: list[str]
+    ) -> _Answer | None:
+        me = self.all_reduce.config.me
+        first, second = reducers_of(self.all_reduce.config.run, shard, self.members)
+        rejected: ImplausibleMean | None = None  # why the first reducer's mean is not believed
+        for is_second, reducer in ((False, first), (True, second)):
+            if reducer is None or reducer in self._unresponsive:
+                continue
+            try:
+                mean = await self._send(shard, reducer, is_second, contribution)
+                if mean.message.contributors < 2 and len(self.members) > 1:
+                    # The shard failed, although there is an answer: the others may have the second reducer's mean.
+                    reasons.append(f"{reducer}: nobody else contributed in time")
+                    return None
+                # A mean of one contribution is never signed. The only member keeps its own, so that a newcomer can
+                # ask for it.
+                needs_signature = reducer != me or (len(self.members) > 1 and not mean.message.signature)
+                signers = {reducer, first, second} if needs_signature else None
+                lost = await off_loop(partial(self._take_mean, shard, mean, contribution, signers, into))
+            except ImplausibleMean as error:
+                rejected = error
+                reasons.append(f"{reducer}: {error}")
+                continue
+            except (AgoraError, TimeoutError) as error:
+                if reducer != me and getattr(error, "code", "") in NO_ANSWER:
+                    self._unresponsive.add(reducer)
+                    self.all_reduce.mark_unresponsive(reducer, shard)
+                reasons.append(f"{reducer}: {str(error) or 'no answer in time'}")
+                continue
+            if rejected is not None:
+                # Reported only now: if both means were rejected, this replica's own values may be the outlier.
+                self.all_reduce.report_reducer(first, shard, f"{rejected}, and {reducer} answered otherwise")
+            self.all_reduce.kept_means.keep(shard, mean)
+            return _Answer(mean.message, lost)
         return None
 
     def _take_mean(
