@@ -61,24 +61,26 @@ def read_records(
     and text), LocalError without the package that a format needs.
     """
     try:
-        if path.is_dir():
-            read: Reader = _read_datasets_folder
-        elif not path.exists():
-            read = read_lines
-        elif not path.is_file():
-            raise DataError(
-                f"{path} is a pipe or a device, and data is read more than once; name - and redirect standard input, "
-                "or write it to a file."
-            )
-        elif (suffix := format_suffix(path)) in READERS:
-            read = READERS[suffix]
-        else:
-            with path.open("rb") as file:
-                refuse_other_content(file.read(HEAD), path)
-            raise DataError(f"The format of {path} is unknown; rename or convert it to {known_suffixes(READERS)}.")
-        yield from read(path, columns, on_bad)
+        yield from _find_reader(path)(path, columns, on_bad)
     except READ_ERRORS as error:
         raise unreadable_data(path, error) from error
+
+
+def _find_reader(path: Path) -> Reader:
+    if path.is_dir():
+        return _read_datasets_folder
+    if not path.exists():
+        return read_lines  # raises that there is no such file
+    if not path.is_file():
+        raise DataError(
+            f"{path} is a pipe or a device, and data is read more than once; name - and redirect standard input, "
+            "or write it to a file."
+        )
+    if (suffix := format_suffix(path)) in READERS:
+        return READERS[suffix]
+    with path.open("rb") as file:
+        refuse_other_content(file.read(HEAD), path)
+    raise DataError(f"The format of {path} is unknown; rename or convert it to {known_suffixes(READERS)}.")
 
 
 def data_files(path: Path) -> list[Path]:
