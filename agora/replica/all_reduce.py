@@ -503,8 +503,9 @@ class AllReduce:
         if isinstance(mean, BaseException):
             gathering.result.set_exception(mean)
         else:
-            # After the mean of one contribution alone, later ones are averaged again.
-            if mean.message.contributors > 1:
+            # After the mean of one contribution alone, later ones are averaged again. No member takes a mean of several
+            # that is not signed, so none may recall it either: this replica would step along zeros, and that one not.
+            if mean.message.contributors > 1 and mean.message.signature:
                 self.kept_means.keep(shard, mean)
             gathering.result.set_result(mean)
         gathering.values.clear()

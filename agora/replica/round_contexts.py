@@ -17,7 +17,6 @@ from agora.replica.reducers import FragmentDivision, Members
 from agora.replica.rounds import RoundContext
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_view import (
-    NEWCOMER_STEPS,
     KnownReplicas,
     Membership,
     lagging_or_unheard_replicas,
@@ -78,7 +77,7 @@ class RoundContexts:
             # These replay all-reduces.
             others -= lagging_replicas(known, others, progress.step)
         new = newcomers(known, others, progress.step)
-        if self._start_step > progress.step - NEWCOMER_STEPS >= 0:
+        if not may_sign(progress.step, self._start_step):
             new.add(self._me)
         bandwidths = self._bandwidths()
         return {peer: None if peer in new else bandwidths.get(peer, 0.0) for peer in {*others, self._me}}

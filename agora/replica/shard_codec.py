@@ -55,6 +55,8 @@ MIN_TO_COMPARE: Final = 3
 MAX_WEIGHT_ROUNDS: Final = 64  # a contribution is refused if its weight exceeds the tokens of this number of rounds
 # Number of initial gradients of a run that are sent as int8 where later ones take 2 to 4 bits: they vary the most.
 INT8_ROUNDS: Final = 20
+# int8 would decode zeros as what is left of the dither, so that no replica would take them for zeros.
+ZERO_MEAN_FORMAT: Final[NumberFormatName] = "normal2"
 
 
 # --- what a round averages
@@ -393,7 +395,7 @@ class ShardCodec:
 
     def make_zero_mean(self, shard: Shard, numel: int) -> ShardMean:
         """Returns a mean of zeros, float32 [numel], without contributors: for a shard whose mean no replica keeps."""
-        encoded = self.encode(shard, torch.zeros(numel), self.format_of(shard))
+        encoded = self.encode(shard, torch.zeros(numel), ZERO_MEAN_FORMAT)
         message = Averaged(in_mean=0, contributors=0, weight=0.0, counted=False, wire=encoded.wire)
         return ShardMean(self.decode(shard, encoded, numel), message, encoded)
 

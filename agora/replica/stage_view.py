@@ -318,20 +318,18 @@ def lagging_replicas(known: KnownReplicas, peers: Collection[PeerId], step: int)
 def newcomers(known: KnownReplicas, peers: Collection[PeerId], step: int) -> set[PeerId]:
     """Returns those of `peers` that must reduce no shard of `step`, because other replicas may not know of them yet.
 
-    Newcomers are peers whose start step is later than `step` - NEWCOMER_STEPS, or unknown. For a `step` below
-    NEWCOMER_STEPS there are none.
+    Newcomers are peers that may not sign, see may_sign, and after the first step those that have not reported.
     """
-    latest_start = step - NEWCOMER_STEPS
-    if latest_start < 0:
-        return set()
     reports = {peer: known[peer].direct for peer in peers if peer in known}
-    return {p for p in peers if p not in reports or reports[p].step < 0 or reports[p].start_step > latest_start}
+    unheard = {peer for peer in peers if peer not in reports or reports[peer].step < 0} if step else set()
+    return unheard | {peer for peer, report in reports.items() if not may_sign(step, report.start_step)}
 
 
 def may_sign(step: int, start_step: int) -> bool:
     """Returns whether a replica that began with a state of `start_step` steps may sign means of a round of `step`.
 
-    It must not if it may have signed a different mean of that round before it restarted.
+    It must not if it may have signed a different mean of that round before it restarted: in its first NEWCOMER_STEPS
+    steps, unless it has been there since the run's first one.
     """
     # By the round's number, as its members choose reducers, and not by the step that the replica is at by now.
     return start_step <= max(step - NEWCOMER_STEPS, 0)

@@ -329,6 +329,15 @@ class GroupWorld:
         for peer in self.all:
             await peer.stop()
 
+    def join(self, number: int, rate: float, source: GroupPeer) -> GroupPeer:
+        """Starts a replica with its own id or that of an ended one, and the present state of `source`."""
+        stage = FakeStage(number, rate, self.signed.manifest)
+        stage.weights, stage.step, stage.history = source.stage.weights, source.stage.step, dict(source.stage.history)
+        peer = identities(number)[-1]
+        joined = self.peers[peer] = GroupPeer(self, peer, stage)
+        joined.start()
+        return joined
+
     async def kill(self, peer: GroupPeer) -> None:
         self.network.dead.add(peer.peer)
         await peer.stop()

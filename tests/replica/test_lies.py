@@ -378,7 +378,8 @@ def test_a_reducer_that_keeps_its_mean_no_longer_signs_no_second_one() -> None:
             works = [it.take_part(0, "gradient", 0, values, 1.0, dict(it.view), deadline) for it in early]
             await asyncio.gather(*works)
             kept = reducer.all_reduce.kept_means.answer_recall(Recall(0, "gradient", 0, 0, 0)).message
-            assert isinstance(kept, Recalled) and kept.contributors == 2
+            assert isinstance(kept, Recalled)
+            assert (kept.contributors == 2) == bool(kept.signature), "what it does not sign, nobody may recall"
             signatures.append(kept.signature)
             for record in reducer.all_reduce.kept_means._rounds.values():
                 record.means.clear()

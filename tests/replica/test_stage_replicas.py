@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from agora_protocol.errors import NotMyStage
+from agora_protocol.ids import PeerId
 from agora_protocol.messages import Contribute, GossipSteps, Recall
 
+from agora.core.clock import loop_time
 from agora.observe.events import GradientWireChosen, PartFailed, RoundDone, TaskFailed
 from agora.replica import kept_means
 from agora.replica.decide import STAGE_CATCH_UP_AFTER_S
 from agora.replica.gradient_steps import FETCH_TRIES
+from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
 from agora.replica.span_replicas import LEADING_STEP_INTERVAL_S
 from agora.replica.stage_view import GONE_AFTER_S, SILENCE_TIMEOUT_S
@@ -136,6 +139,75 @@ def test_a_replica_that_comes_late_replays_the_steps_since_its_state_and_counts_
             weights = [done.weight for done in gradient_rounds(late)]
             assert weights[0] > 0, "it is what the others are"
             assert sum(late.stage.closed) == late.stage.counted - late.stage.tokens, "its tokens wait for their step"
+
+    run(main())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_who_joins_in_the_runs_first_steps_reduces_no_shard_before_it_may_sign_one(steps: int) -> None:
+    """A mean that its reducer does not sign is one that no replica takes: both would lose the step."""
+
+    async def main() -> None:
+        world = GroupWorld([500.0, 500.0], **ALL_REDUCES)
+        first, late = world.all
+        world.bandwidths = {first.peer: 1.0, late.peer: 1e9}  # it reduces everything as soon as it reduces at all
+        async with world:
+            await world.kill(late)
+            while first.stage.step < steps:
+                await asyncio.sleep(0.01)
+            world.network.dead.clear()
+            late = world.join(2, 500.0, first)
+            await asyncio.sleep(20.0)
+            rounds = [gradient_rounds(peer) for peer in world.all]
+            assert min(len(each) for each in rounds) >= 15 and not late.fetches
+            assert not any(done.failed_parts for each in rounds for done in each)
+            await at_one_step(first, late)
+            assert_equal_bits(first, late)
+
+    run(main())
+
+
+@pytest.mark.parametrize("wire", ["float32", "bf16", "int8", "normal3"])
+def test_who_comes_too_late_for_a_round_takes_the_zeros_of_the_others_at_once_and_no_gradient_is_lost(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        averaging = {"gradient_wire": wire, "round_s": 20.0}
+        async with GroupWorld([500.0, 500.0], averaging=averaging) as world:
+            await asyncio.sleep(20.0)
+            await at_one_step(*world.all)
+            prompt, late = world.all
+            came_at: list[float] = []
+            taken: list[tuple[PeerId, int, int, float]] = []
+            all_reduce = late.group.stages[0].all_reduce
+            in_time = all_reduce.run
+
+            async def come_late(*arguments: Any) -> RoundResult:
+                monkeypatch.setattr(all_reduce, "run", in_time)
+                await asyncio.sleep(8.0)
+                came_at.append(loop_time())
+                return await in_time(*arguments)
+
+            monkeypatch.setattr(all_reduce, "run", come_late)
+            for peer in world.all:
+                step_with_gradient = peer.stage.step_with_gradient
+
+                async def take(*arguments: Any, peer: PeerId = peer.peer, inner: Any = step_with_gradient) -> None:
+                    taken.append((peer, arguments[1], arguments[3], loop_time()))
+                    await inner(*arguments)
+
+                monkeypatch.setattr(peer.stage, "step_with_gradient", take)
+            await asyncio.sleep(20.0)
+            failed = [done.round for done in gradient_rounds(prompt) if done.failed_parts]
+            assert 1 <= len(failed) <= 3, "while it was away"
+            assert [done.round for done in gradient_rounds(late) if done.failed_parts] == failed[:1]
+            assert {tokens for _, step, tokens, _ in taken if step in failed} == {0}, "nothing was averaged"
+            assert max(at for _, step, _, at in taken if step in failed) < came_at[0] + 0.1
+            after = [tokens for _, step, tokens, _ in taken if step == failed[-1] + 1]
+            assert len(after) == 2 and min(after) > 1500, "with a share that had no mean"
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert not any(peer.fetches for peer in world.all)
 
     run(main())
 

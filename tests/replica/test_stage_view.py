@@ -151,7 +151,9 @@ def test_a_replica_is_a_newcomer_for_its_first_three_steps_and_before_it_has_rep
     table = merge_gossip(table, [joined], B, ME, 0.0)
     assert newcomers(table, [A, B, C], 40) == {B, C}
     assert newcomers(table, [A, B, C], 41) == {C}
-    assert newcomers(table, [A, B, C], 2) == set(), "at the beginning all are"
+    assert newcomers(known((A, 0, 0, 0)), [A, C], 0) == set(), "at the first step all are"
+    early = merge_gossip(known((A, 2, 0, 0)), [(*entry(B, 2, 0, 0)[:-3], 1, 0, 0)], B, ME, 0.0)
+    assert [newcomers(early, [A, B, C], step) for step in (1, 2, 3, 4)] == [{B, C}, {B, C}, {B, C}, {C}]
     assert newcomers(record_failure({}, A, 0.0), [A], 40) == {A}, "it has reported nothing"
     assert lagging_replicas(known((A, 38, 0, 0), (B, 39, 0, 0)), [A, B, C], 40) == {A}
 
