@@ -138,7 +138,10 @@ class CompletionPace:
 
 
 def equal_part(microbatches: int, position: int, origins: int) -> int:
-    """Returns the equal part of `microbatches` that origin `position`, from 0, opens; the first ones open the rest."""
+    """Returns how many of `microbatches` the origin of number `position`, from 0, opens.
+
+    All open the same number; where that leaves a rest, the first origins open one more each.
+    """
     base, rest = divmod(microbatches, max(1, origins))
     return base + (1 if position < rest else 0)
 
@@ -156,7 +159,7 @@ class StepState:
 
 @dataclass(frozen=True, slots=True)
 class SendInputs:
-    """What an origin sees around itself before it decides whether to open a microbatch."""
+    """What an origin knows of the run and of its own stage when it decides whether to open a microbatch."""
 
     ready: bool = True  # enough replicas serve the run
     step: StepState | None = None  # None in an asynchronous run

@@ -16,13 +16,14 @@ from agora.replica.divergence import SharedHistory
 NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving averages
 # A mean may be this many times as large as the average of earlier means, or as the peer's own values.
 MAX_MEAN_RATIO: Final = 4.0
-# As much in synchronous runs, where a rejected mean costs a step and a mean of honest gradients cannot be shortened.
-# Honest gradients are 4 times as large as before in one step of a thousand, most often in the first ones; a gradient is
-# clipped before its step (`optimizer.clip`): one that is 32 times as large moves the weights no further.
+# The same ratio in synchronous runs, where a rejected mean costs a step and a mean of honest gradients cannot be
+# shortened. In one step of a thousand, most often an early one, honest gradients are 4 times as large as before. A mean
+# is clipped before its step (`optimizer.clip`), so that one that is 32 times as large moves the weights no further.
 MAX_MEAN_RATIO_SYNCHRONOUS: Final = 32.0
-FIRST_RATIO: Final = 8.0  # as much before the first mean is known: few values of one replica say little
-# The average of earlier means counts up to this many times the average of the peer's own values: what others sent is
-# not believed because they have sent as much before.
+# The same ratio before the first mean is known, when there are only this replica's own values to compare with.
+FIRST_RATIO: Final = 8.0
+# The average of earlier means counts up to this many times the average of the peer's own values: that others have sent
+# large means before is no reason to believe the next one.
 MAX_OWN_RATIO: Final = 2.0
 # Steps by which others may lead at any time where all take each step together: two closed shares, and one step.
 MAX_LEAD: Final = 3
@@ -48,8 +49,8 @@ ABSENCE_S: Final = 10.0
 # --- what peers say of themselves
 #
 # A claim counts as it is up to some multiple of the median of all claims; beyond, the less the larger it is, down to
-# the median itself. So who overstates more gets less; and two peers that know slightly different claims still compute
-# nearly the same, which a sharp limit would not give.
+# the median itself. So a peer that overstates more gets less. Two peers that know slightly different claims still
+# compute nearly the same, which they would not with a sharp limit.
 
 MAX_TIMES_MEDIAN: Final = 4.0
 
@@ -142,9 +143,10 @@ def update_accepted_fractions(
 # --- tokens of others
 #
 # A replica itself reports how fast it counts tokens and how many it has counted. Both only divide the work: a replica's
-# share of a step, and the moment at which the step is complete. So no single report completes a step, and no share is
-# larger than that of the fastest machine that may be beside the others. A smaller bound would make steps larger than
-# the target where an honest one is that fast, and weights of more tokens than a step has are bounded too.
+# share of a step, and the moment at which the step is complete. The bounds below let no single report complete a step,
+# and no share be larger than that of the fastest machine that may take part beside the others. With a smaller bound,
+# steps would exceed their target where an honest machine is that fast. Weights that exceed a step's tokens are bounded
+# in any case, see believed_weights.
 
 MAX_TIMES_RATE: Final = 64.0
 # Replicas that know each other's rates differ at most by this factor in the fraction of their share that they have
@@ -184,9 +186,10 @@ def believed_tokens(
 ) -> dict[PeerId, int]:
     """Returns the tokens of a step that others are believed to have counted.
 
-    A replica that has counted t tokens of a share of s has come t / s of the way. Each counts at most as far on its way
-    as the lower median of all, `own` included, or as its whole share; and a microbatch more, since shares are rounded.
-    So one that is slow in a step is made up for by the others, and one that says it has everything completes no step.
+    A replica that has counted t tokens of a share of s has counted the fraction t / s. At most the lower median of all
+    fractions, `own` included, is believed of each, or its whole share if that is more; and one microbatch beyond, since
+    shares are rounded. So the others make up for a replica that is slow in a step, and one that claims all tokens of a
+    step does not complete it.
 
     reported: tokens by replica. shares: what each is expected to count, by its believed rate; own_share: of this peer.
     """
@@ -234,12 +237,12 @@ def believed_step_tokens(
 
 
 def fair_size(own: float, tokens: float, planned: float, members: int) -> float:
-    """Returns the magnitude of a replica's values as it were over its equal part of `planned` tokens: own * sqrt(t).
+    """Returns the magnitude that a replica's values would have over an equal part of `planned` tokens: own * sqrt(t).
 
     t = tokens * members / planned, between 1 and `members`. own: their magnitude over `tokens` tokens.
     """
-    # Noise is as 1 / sqrt(tokens). A mean, in which no weight counts for much more than an equal part, has the noise of
-    # the few tokens of the others where one machine has counted nearly all.
+    # The noise of a gradient is proportional to 1 / sqrt(tokens). No weight counts for much more than an equal part of
+    # a mean. So where one machine has counted nearly all tokens, the mean has the noise of the others' few tokens.
     return own * math.sqrt(min(max(1.0, tokens * members / planned), float(members)))
 
 
@@ -301,8 +304,8 @@ def _moving_average(average: float | None, value: float) -> float:
 # step_s is how long this replica's own steps last, `own step` the last one that it took itself, level with the others.
 # Step numbers that it took over from them since then, by catching up or fetching a state, do not raise the bound. A
 # replica that was away, or whose machine slept, accepts the others' steps again once enough time has passed here too.
-# For a replica that once had this one's history, that step and time count too, and the shorter step_s of then and now:
-# in a stage that was split, each half steps on, and the larger one faster.
+# A replica that once shared this one's history may also be as far as the last shared step allows, at the shorter step_s
+# of then and now: when a stage is split, each half goes on by itself, and the larger one faster.
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +345,9 @@ class PlausibleStepBound:
         return max(self.present_step + 1, self.own_step + lead + most_steps)
 
     def highest_since(self, shared: SharedHistory, now: float, target_tokens: int, lead: int) -> int:
-        """Returns the highest step that a replica can have taken which had this one's history until `shared.last`.
+        """Returns the highest step that a replica can have taken that shared this one's history until `shared.last`.
 
-        Here each half of a stage that was split goes on at its own pace.
+        The two belong to the halves of a split stage, each of which goes on at its own pace.
         """
         step_s = min(filter(None, (shared.step_s, self.step_s)), default=None)
         return shared.last + lead + _most_steps(now - shared.at, step_s, target_tokens)

@@ -55,9 +55,11 @@ KEPT_STEPS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
+    """How far a stage is, as one snapshot."""
+
     stage: int
     step: int  # how many optimizer steps were taken
-    open_step: int  # number of the step whose share is open: `step` + closed shares that wait for their means
+    open_step: int  # the step whose share is open: `step` + the number of closed shares that wait for their means
     tokens_in_share: int  # counted here for the open share
     tokens_counted: int  # counted here since the stage was loaded
     tokens_total: int  # this replica's tokens in all steps and shares, those of a loaded state included
@@ -239,9 +241,9 @@ class Stage:
         self.prediction = WeightPrediction(self.weights, self.optimizer)
 
     def training_version(self, tokens_before: int = 0) -> WeightVersion:
-        """Returns the weights for the gradient of a microbatch: predicted ones if steps come before it counts.
+        """Returns the weights for a microbatch's gradient: predicted ones if steps will be taken before it is counted.
 
-        These are the steps whose closed shares await their means, and the open step if its share will be complete by
+        Those are the steps whose closed shares await their means, and the open step if its share will be complete by
         then. tokens_before: of the microbatches in progress here that will be counted before this one.
         """
         if self.prediction is None:
