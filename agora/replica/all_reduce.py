@@ -56,14 +56,14 @@ MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no furt
 FIRST_REDUCER_WINDOW: Final = 0.4
 # Fraction of allowed_s for which a shard's second reducer waits for further contributions after the first one.
 SECOND_REDUCER_WINDOW: Final = 0.2
-# The window ends early so that every contributor gets its answer with a third of its time to its deadline left.
+# The window ends so early that a third of the time to its deadline is left when a contributor gets its answer.
 MAX_WINDOW_FRACTION: Final = 2 / 3
 RECALL_FRACTION: Final = 0.1  # fraction of allowed_s in which the members asked by Recall must answer
 # Bytes of all contributions that wait here for their means, decoded; beyond half of them each contributor has an equal
 # part.
 MAX_GATHERED_BYTES: Final = 2**30
-# The fraction of these that one contributor may have: the shards that a member sends at a time, of the rounds that it
-# may be running, are half of that.
+# The fraction of these that one contributor may take: twice what the shards take that a member sends at a time in all
+# rounds that it may be running.
 MAX_GATHERED_FRACTION: Final = 2**-3
 CONTRIBUTION_BYTES: Final = 4096  # bytes that a contribution takes beside its values
 

@@ -14,7 +14,8 @@ from agora_protocol.ids import PeerId
 
 # Number of steps for which another replica must have shared this one's history to have a vote.
 VOTE_STEPS: Final = 50
-MAX_SHARED_HISTORIES: Final = 1024  # maximum number of replicas that are remembered; those that were equal last stay
+# Maximum number of replicas that are remembered; beyond it, those that have not been equal for longest are forgotten.
+MAX_SHARED_HISTORIES: Final = 1024
 
 
 class HistoryReport(NamedTuple):
@@ -63,9 +64,9 @@ def with_reports(
 class Electorate:
     """Determines which live replicas have a vote. Peer ids cost nothing, so that their number alone decides nothing.
 
-    joined_history_at_step: steps of this replica's state when it came to those that it shares its history with.
-    reports: of the other live replicas. networks: asked only where histories differ: the public networks of peers, this
-    one included; one that is left out, as in a LAN, is of this peer's network.
+    joined_history_at_step: the step of this replica's state when it joined those with which it shares its history.
+    reports: of the other live replicas. networks: called only where histories differ; returns the public networks of
+    peers, this one included. A peer that is missing in it, as in a LAN, counts as of this peer's network.
     """
 
     me: PeerId

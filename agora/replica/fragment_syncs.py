@@ -72,7 +72,7 @@ class FragmentSyncs:
         if number > step // self._every:
             return None
         count = self._division_of(number).count
-        # Never two over the same weights: neither two of one fragment, nor two of other numbers of fragments.
+        # Two syncs never run over the same weights: neither two of one fragment, nor two with unlike fragment counts.
         has_division_of_running = all(self._division_of(running).count == count for running in self._running)
         return number if has_division_of_running and len(self._running) < min(MAX_RUNNING_SYNCS, count) else None
 

@@ -44,7 +44,8 @@ CLIP_ITERATIONS: Final = 3
 MIN_NORM, MAX_NORM = 1e-15, 1e15  # outside of these a norm is computed again in float64
 # A contribution may be this many times as long as the lower median of all; a longer one is shortened to that.
 MAX_TIMES_LONGER: Final = 2.0
-# A weight may be this many times its fair part, 1 / n of n contributions; of fewer than MIN_TO_CAP, FEW_WEIGHT_CAP.
+# A weight may be this many times an equal part, which is 1 / n of n contributions; FEW_WEIGHT_CAP times where n is less
+# than MIN_TO_CAP.
 WEIGHT_CAP: Final = 1.5
 FEW_WEIGHT_CAP: Final = 2.0
 MIN_TO_CAP: Final = 4
@@ -421,9 +422,10 @@ def aggregate(
 ) -> ShardMean | None:
     """Returns the weighted mean, or the centered clip, of `contributions`, float32 [n] each and finite, not encoded.
 
-    Weights and lengths are limited first, see cap_weights and shorten; the message has the weight before that. exact:
-    no weight is, and only absurd lengths. usual_length: of earlier means; 0 if none is known. center: the start value
-    of a clip; None: the median of each coordinate. Returns None when every weight is 0 or the mean is not finite.
+    Weights and lengths are limited first, see cap_weights and shorten; the message has the sum of the weights as they
+    were before. exact: no weight is limited, and only absurd lengths are. usual_length: of earlier means; 0 if none is
+    known. center: the start value of a clip; None: the median of each coordinate. Returns None when every weight is 0
+    or the mean is not finite.
     """
     # A contribution of weight 0 adds no values, but counts as a contributor.
     weighted = [(values, weight) for values, weight in zip(contributions, weights, strict=True) if weight > 0]
@@ -460,8 +462,9 @@ def shorten(
     """Returns the contributions `values`, float32 [n] each, with those that are too long scaled down to their limit.
 
     The limit of the Euclidean length x of a contribution over w tokens is times_longer * max(median(x),
-    median(x sqrt(w)) / sqrt(w), usual_length), with lower medians over all: one over fewer tokens holds more noise, and
-    is longer. usual_length: of earlier means, beside which a length is not absurd although the others' are short now.
+    median(x sqrt(w)) / sqrt(w), usual_length), with lower medians over all: a contribution over fewer
+    tokens has more noise, and is longer. usual_length: of earlier means; a contribution of that length is not too long,
+    even if all others are short this time.
     """
     # Without this one contribution of 1e30 makes the mean implausible for every replica, and all lose the step.
     if len(values) < MIN_TO_COMPARE:
