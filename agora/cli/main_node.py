@@ -195,22 +195,33 @@ def join(
     from agora.node.process.main import run_daemon
     from agora.tuning.base.hub import absolute_name
 
+    # By setting; None for a flag that was not given, so that the environment, the file or the default decides.
     flags: dict[str, Any] = {
+        "device": device,
+        "stages": stages,
         "listen": tuple(listen) if listen else None,
         "link": link,
-        "allow_files": allow_files or None,
+        "threads": threads,
         "corpus_cache": str(corpus_cache.absolute()) if corpus_cache else None,
+        "allow_files": allow_files or None,
         "base_model": absolute_name(base_model) if base_model else None,
         "adapter": absolute_name(adapter) if adapter else None,
         "data": tuple(str(expand_home(place).absolute()) for place in data) if data else None,
+        "upload_limit": upload_limit,
+        "download_limit": download_limit,
+        "memory_gib": memory_gib,
+        "disk_gib": disk_gib,
+        "hours": hours,
+        "when_idle": when_idle or None,
+        "notify": notify or None,
+        "queue": tuple(run[1:]) or None,
+        "compile": compile_layers,
+        "at_end": at_end,
+        "export_at_end": export_at_end,
+        "metrics": metrics,
+        "page": page or None,
+        "log_level": log_level,
     }
-    flags |= {"device": device, "stages": stages, "threads": threads, "log_level": log_level}
-    flags |= {"upload_limit": upload_limit, "download_limit": download_limit, "hours": hours}
-    flags |= {"when_idle": when_idle or None, "notify": notify or None, "queue": tuple(run[1:]) or None}
-    flags |= {"memory_gib": memory_gib, "disk_gib": disk_gib}
-    flags |= {"compile": compile_layers}
-    flags |= {"at_end": at_end, "export_at_end": export_at_end}
-    flags |= {"metrics": metrics, "page": page or None}
     raise typer.Exit(run_daemon(run[0], paths.home_at(directory), flags))
 
 
