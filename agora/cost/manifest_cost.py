@@ -86,6 +86,7 @@ def run_cost(
         activations=ACTIVATIONS_OF_SETTING.get(manifest.schedule.activations, activations),
         can_offload=can_offload,
         graphs_fraction=graphs_fraction(is_gpu=in_bf16),
+        has_dropout=manifest.model.dropout > 0,
     )
 
 
@@ -145,6 +146,7 @@ def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: 
         last_layer_flops=0.0 if is_last else microbatch_flops(sizes, layers[-1:], batch)[0],
         version_bytes=gradient if manifest.schedule.kind == "asynchronous" else 0.0,
         layer_inputs_bytes=inputs,
+        first_input_bytes=batch.tokens * _layer_inputs(sizes, layers[:1]) * FLOAT32_BYTES,
         layer_peak_bytes=max(max(graphs) + of_layer, head + at_loss, at_step - inputs),
         trained_values=elements,
     )

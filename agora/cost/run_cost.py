@@ -10,12 +10,19 @@ from typing import Final, Literal
 
 from agora_protocol.ids import Span
 
-Activations = Literal["keep", "recompute", "layers"]
-# From the fewest operations and most memory to the reverse.
-ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "layers")
+Activations = Literal["keep", "recompute", "inputs", "layers"]
+# From the fewest operations to the most. The last takes the least memory.
+ALL_ACTIVATIONS: Final[tuple[Activations, ...]] = ("keep", "recompute", "inputs", "layers")
 # How many forward passes of a microbatch the layers compute: in a span without the last stage, and in one with it. With
 # "layers" a span without the last stage keeps the graph of its last layer in the second pass: that has no third one.
-FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {"keep": (1, 1), "recompute": (2, 1), "layers": (3, 2)}
+# With "inputs" it has kept the inputs of all layers; with the last stage, where a backward follows its forward at once,
+# that is "layers".
+FORWARDS: Final[Mapping[Activations, tuple[int, int]]] = {
+    "keep": (1, 1),
+    "recompute": (2, 1),
+    "inputs": (2, 2),
+    "layers": (3, 2),
+}
 # Where daemons choose which graphs they keep: what part of the memory that is free without them these may fill. Of a
 # host's memory less, since other programs use it, too.
 GRAPHS_FRACTION_OF_GPU: Final = 0.85
@@ -64,6 +71,7 @@ class StageCost:
     peak_bytes: in addition to all of the above, the most that a forward and a backward pass take temporarily.
     layer_inputs_bytes, layer_peak_bytes: instead of kept_bytes and peak_bytes where the graph of one layer is kept at a
         time.
+    first_input_bytes: the part of layer_inputs_bytes of the first layer.
     state_bytes: what a newcomer fetches before it can begin.
     trained_values: for how many values replicas average the gradients.
     """
@@ -80,6 +88,7 @@ class StageCost:
     last_layer_flops: float = 0.0
     version_bytes: float = 0.0
     layer_inputs_bytes: float = 0.0
+    first_input_bytes: float = 0.0
     layer_peak_bytes: float = 0.0
     trained_values: float = 0.0
 
@@ -130,6 +139,7 @@ class RunCost:
         room for, as daemons do.
     graphs_fraction: the part of the free memory that graphs may take where each peer chooses.
     can_offload: optimizer state may be in host memory.
+    has_dropout: then no peer keeps the inputs of layers.
     """
 
     def __init__(
@@ -143,6 +153,7 @@ class RunCost:
         activations: Activations | None = "recompute",
         can_offload: bool = True,
         graphs_fraction: float = GRAPHS_FRACTION_OF_HOST,
+        has_dropout: bool = False,
     ) -> None:
         self.graphs_fraction = graphs_fraction
         self.stages = tuple(stages)
@@ -151,7 +162,9 @@ class RunCost:
         self.tokens = tokens
         self.in_flight = in_flight
         self.activations = activations
-        self.activation_choices: tuple[Activations, ...] = ALL_ACTIVATIONS if activations is None else (activations,)
+        self.activation_choices: tuple[Activations, ...] = (activations,) if activations else ALL_ACTIVATIONS
+        if has_dropout and activations is None:
+            self.activation_choices = tuple(way for way in ALL_ACTIVATIONS if way != "inputs")
         self._offloads = (False, True) if can_offload else (False,)
         self._layer_flops = _prefix_sums(stage.forward_flops - stage.head_flops for stage in self.stages)
         self._flops_once = _prefix_sums(stage.forward_flops + stage.backward_flops for stage in self.stages)
@@ -194,8 +207,8 @@ class RunCost:
         chosen = activations or self.activation_choices[-1]
         stages = self.stages[span.first : span.last + 1]
         device = _sum_over(self._weight_bytes, span) + self.in_flight * (self.forward_bytes + self.backward_bytes)
-        if chosen == "layers":
-            device += _sum_over(self._layer_inputs_bytes, span) + max(stage.layer_peak_bytes for stage in stages)
+        if chosen in ("inputs", "layers"):
+            device += self._waiting_bytes(span, chosen) + max(stage.layer_peak_bytes for stage in stages)
         else:
             device += self._autograd_graph_bytes(span, chosen) + max(stage.peak_bytes for stage in stages)
         optimizer = _sum_over(self._optimizer_bytes, span)
@@ -210,12 +223,15 @@ class RunCost:
             if self.activations is None and activations == "keep":
                 continue
             # Daemons that choose for themselves let graphs fill only a part of the free memory.
-            reserve = self._reserve(self._autograd_graph_bytes(span, activations)) if activations != "layers" else 0.0
+            reserve = self._reserve_for(span, activations)
             for in_host in self._offloads:
                 need = self.memory(span, activations, in_host=in_host)
                 need = MemoryNeed(need.device + reserve, need.host)
                 kept = self.in_flight if activations == "keep" else 0
-                yield TrainingMode(activations, in_host, self.flops(span, activations), need, kept)
+                is_by_layer = self.activations is None and activations == "inputs" and self._has_last_stage(span)
+                yield TrainingMode(
+                    "layers" if is_by_layer else activations, in_host, self.flops(span, activations), need, kept
+                )
 
     def _kept_choices(self, span: Span) -> list[int]:
         # Where daemons choose, how many graphs are kept of those of all microbatches in flight, from all down to one.
@@ -240,6 +256,22 @@ class RunCost:
     def _reserve(self, graphs_bytes: float) -> float:
         # What must be free beside graphs.
         return graphs_bytes * (1 / self.graphs_fraction - 1) if self.activations is None else 0.0
+
+    def _reserve_for(self, span: Span, activations: Activations) -> float:
+        if activations == "layers" or (activations == "inputs" and self._has_last_stage(span)):
+            return 0.0
+        if activations == "inputs":
+            layer = max(stage.layer_peak_bytes for stage in self.stages[span.first : span.last + 1])
+            return self._reserve(self._waiting_bytes(span, activations) + layer)
+        return self._reserve(self._autograd_graph_bytes(span, activations))
+
+    def _waiting_bytes(self, span: Span, activations: Activations) -> float:
+        # Of the inputs of layers, with "inputs" of all microbatches in flight, on weights of which a step makes others.
+        inputs = _sum_over(self._layer_inputs_bytes, span)
+        if activations != "inputs" or self._has_last_stage(span):
+            return inputs
+        first = self.stages[span.first].first_input_bytes
+        return self.in_flight * (inputs - first) + first + _sum_over(self._version_bytes, span)
 
     def rate(self, machine: Machine, span: Span) -> SpanRate:
         """Returns the rate of `machine` at `span`, in the first of `training_modes` that fits the machine."""

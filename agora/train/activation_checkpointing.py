@@ -6,6 +6,7 @@ and some 60 MB.
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections.abc import Callable, Sequence, Set
@@ -25,11 +26,20 @@ SHORTAGE_FRACTION: Final = 0.75
 RISE_FRACTION: Final = 1 / 8
 
 
+class Kept(enum.Enum):
+    """What a forward keeps for a backward that comes later, beside its entry."""
+
+    NOTHING = enum.auto()
+    INPUTS = enum.auto()  # of each layer, but that of the first, which follows from the entry
+    GRAPH = enum.auto()
+
+
 class GraphBudget:
     """Which graphs are kept: with "keep" all, with "recompute" none, with "auto" those for which memory suffices.
 
     With "auto", graphs fill graphs_fraction of the memory that would be available without them, and leave room for one
-    more, in which a second forward may keep all its layers.
+    more, in which a second forward may keep all its layers. Where not even one fits, the inputs of the layers are kept,
+    and there is room for one layer's graph.
     """
 
     def __init__(self, activations: str, device: torch.device) -> None:
@@ -38,14 +48,24 @@ class GraphBudget:
         self._fraction = graphs_fraction(is_gpu=device.type == "cuda")
         self._limit_bytes, self._measured_at = 0.0, -MEMORY_READING_LIFETIME_S
         self._most_bytes = math.inf  # after a shortage
-        # With "auto": of one microbatch's graph, by the stage that it entered, once measured.
+        # With "auto": of one microbatch, by the stage that it entered, once measured: of its graph, of the inputs of
+        # its layers, and of a second forward that keeps these and one layer's graph.
         self.bytes_by_entry: dict[int, int] = {}
+        self._inputs_by_entry: dict[int, int] = {}
+        self._layer_by_entry: dict[int, int] = {}
 
     def must_measure(self, entry_stage: int) -> bool:
         return self._activations == "auto" and entry_stage not in self.bytes_by_entry
 
-    def record_measured(self, entry_stage: int, graph_bytes: int) -> None:
+    def record_measured(
+        self, entry_stage: int, graph_bytes: int, inputs_bytes: int = 0, layer_bytes: int | None = None
+    ) -> None:
+        """inputs_bytes: of all layers but the first; 0: they cannot be kept. layer_bytes: of the largest layer's graph;
+        None: that is the whole one.
+        """
         self.bytes_by_entry[entry_stage] = graph_bytes
+        self._inputs_by_entry[entry_stage] = inputs_bytes
+        self._layer_by_entry[entry_stage] = graph_bytes if layer_bytes is None else inputs_bytes + layer_bytes
 
     def record_shortage(self, kept_bytes: int) -> None:
         """Call it when memory has not sufficed. kept_bytes: of the graphs that were kept then."""
@@ -59,29 +79,40 @@ class GraphBudget:
             return self._activations == "keep"
         return kept_bytes + self.bytes_by_entry[entry_stage] <= self._limit(kept_bytes)
 
-    def keeps_another(self, entry_stage: int, kept_bytes: int, version_bytes: int) -> bool:
-        """Returns whether to keep the graph of a forward whose backward comes later.
+    def choose(self, entry_stage: int, kept_bytes: int, version_bytes: int) -> Kept:
+        """Returns what to keep of a forward whose backward comes later.
 
-        kept_bytes: of the graphs that are kept. version_bytes: of second versions of the weights that may become
-        necessary.
+        kept_bytes: that all others keep. version_bytes: of second versions of the weights that may become necessary.
         """
         if self._activations != "auto":
-            return self._activations == "keep"
-        graph_bytes = self.bytes_by_entry[entry_stage]
-        wanted = kept_bytes + graph_bytes
+            return Kept.GRAPH if self._activations == "keep" else Kept.NOTHING
+        limit = self._limit(kept_bytes)
+        # A second forward that keeps the graphs of all its layers costs no more than one of each layer in turn.
+        kept = Kept.GRAPH if self.bytes_by_entry[entry_stage] <= limit else Kept.INPUTS
+        own_bytes = self.bytes_of(entry_stage, kept)
+        wanted = kept_bytes + own_bytes
         if wanted > self._most_bytes:
-            self._most_bytes += RISE_FRACTION * graph_bytes
-            return False
-        return wanted + self._spare_bytes() + version_bytes <= self._limit(kept_bytes)
+            self._most_bytes += RISE_FRACTION * own_bytes
+            return Kept.NOTHING
+        fits = wanted + self._spare_bytes(limit) + version_bytes <= limit
+        return kept if fits and own_bytes else Kept.NOTHING
+
+    def bytes_of(self, entry_stage: int, kept: Kept) -> int:
+        """Returns the bytes that a microbatch keeps, as measured; 0 before it is."""
+        sizes = {Kept.GRAPH: self.bytes_by_entry, Kept.INPUTS: self._inputs_by_entry}
+        return sizes[kept].get(entry_stage, 0) if kept in sizes else 0
 
     def excess_bytes(self, kept_bytes: int) -> float:
         """Returns how many bytes of the kept graphs no longer fit, since others have taken memory; 0 if all fit."""
         if self._activations != "auto" or not kept_bytes:
             return 0.0
-        return max(0.0, kept_bytes + self._spare_bytes() - self._limit(kept_bytes))
+        limit = self._limit(kept_bytes)
+        return max(0.0, kept_bytes + self._spare_bytes(limit) - limit)
 
-    def _spare_bytes(self) -> int:
-        return max(self.bytes_by_entry.values())
+    def _spare_bytes(self, limit: float) -> int:
+        # Of a second forward: of all its layers at once, where that fits.
+        sizes = self.bytes_by_entry.items()
+        return max(size if size <= limit else self._layer_by_entry[entry] for entry, size in sizes)
 
     def _limit(self, kept_bytes: int) -> float:
         now = time.monotonic()
@@ -111,8 +142,18 @@ def checkpoint_chunks(layer: nn.Module, chunks: Sequence[tuple[Callable[[Tensor]
     recorded = [_RecordedFunction.record(compute, hidden) for compute, hidden in chunks]
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     hiddens = [hidden for _, hidden in chunks]
-    output: Tensor = _CheckpointedChunks.apply(recorded, *hiddens, *trained)  # type: ignore[no-untyped-call]
+    output: Tensor = _CheckpointedChunks.apply(recorded, None, *hiddens, *trained)  # type: ignore[no-untyped-call]
     return output
+
+
+def replay(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor, output: Tensor) -> Tensor:
+    """As `checkpoint`, of a layer without random numbers whose output for `hidden` is known: it runs in the backward
+    alone.
+    """
+    recorded = [_RecordedFunction.record(compute, hidden)]
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    result: Tensor = _CheckpointedChunks.apply(recorded, output, hidden, *trained)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
@@ -151,10 +192,14 @@ class _CheckpointedChunks(torch.autograd.Function):
     # A layer that keeps only its inputs; its backward computes the outputs again, with one chunk's graph at a time.
 
     @staticmethod
-    def forward(context: Any, recorded: list[_RecordedFunction], *tensors: Tensor) -> Tensor:
+    def forward(context: Any, recorded: list[_RecordedFunction], known: Tensor | None, *tensors: Tensor) -> Tensor:
+        # known: the output of the only chunk, if it need not be computed.
         context.recorded = recorded
         # The parameters are saved, so that autograd raises if they change before the backward.
         context.save_for_backward(*tensors)
+        if known is not None:
+            context.sizes = [len(known)]
+            return known.detach()
         outputs = [function.compute(hidden) for function, hidden in zip(recorded, tensors, strict=False)]
         context.sizes = [len(output) for output in outputs]
         return _joined(outputs)
@@ -167,7 +212,7 @@ class _CheckpointedChunks(torch.autograd.Function):
         parts = torch.split(gradient, context.sizes) if count > 1 else (gradient,)
         of_hiddens: list[Tensor | None] = []
         sums: list[Tensor] = []
-        chunks = zip(context.recorded, hiddens, context.needs_input_grad[1 : 1 + count], parts, strict=True)
+        chunks = zip(context.recorded, hiddens, context.needs_input_grad[2 : 2 + count], parts, strict=True)
         for function, hidden, needs_input, part in chunks:
             chunk = hidden.detach().requires_grad_(needs_input)
             output = function.recompute(chunk)
@@ -180,7 +225,7 @@ class _CheckpointedChunks(torch.autograd.Function):
                 sums = [found.float() for found in computed] if count > 1 else computed
             del output, computed  # or they would be in memory together with those of the next chunk
         rounded = (total.to(tensor.dtype) for total, tensor in zip(sums, trained, strict=True))
-        return None, *of_hiddens, *rounded
+        return None, None, *of_hiddens, *rounded
 
 
 class GraphMeasure:
@@ -190,11 +235,13 @@ class GraphMeasure:
         """not_counted: data pointers of storages whose bytes are not counted, because they are alive anyway."""
         self._not_counted = not_counted
         self.layer_bytes: list[int] = []  # that the graph of each layer kept alive
+        self.output_bytes: list[int] = []  # of each layer
 
     def run_layer(self, layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """A RunLayer: runs `compute` with its graph, and returns the output without it."""
         output, size = measure_saved_bytes(lambda: compute(hidden), self._not_counted)
         self.layer_bytes.append(size)
+        self.output_bytes.append(output.nbytes)
         return output.detach().requires_grad_(output.requires_grad)
 
 

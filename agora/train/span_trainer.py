@@ -24,7 +24,14 @@ from agora.core.step_instructions import StepEvent
 from agora.model import RunLayer, StageModule, family_of, keep_graph
 from agora.observe.events import MicrobatchCounted, Report
 from agora.train import memory
-from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, checkpoint, measure_saved_bytes
+from agora.train.activation_checkpointing import (
+    GraphBudget,
+    GraphMeasure,
+    Kept,
+    checkpoint,
+    measure_saved_bytes,
+    replay,
+)
 from agora.train.compiled_layers import LayerCompiler
 from agora.train.device import is_out_of_memory, product_dtype
 from agora.train.gradients import LossScale, add_gradients
@@ -63,6 +70,14 @@ class _Gradients(NamedTuple):
     scale: float = 1.0  # those by parameters are multiplied by it
 
 
+def _keep_outputs_in(outputs: list[Tensor]) -> RunLayer:
+    def run_layer(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        outputs.append(compute(hidden))
+        return outputs[-1]
+
+    return run_layer
+
+
 class StagesByNumber(dict[int, Stage]):
     """The stages of a span by number. Looking up another one raises NotMyStage."""
 
@@ -85,6 +100,9 @@ class SpanTrainer:
     | auto        | as keep for as many    | as keep for these, as recompute for the others                            |
     |             | microbatches as fit    |                                                                           |
 
+    With "auto", where the memory has no room for a graph of all layers, the inputs of the layers are kept in its place,
+    on the weights of the forward; each layer runs again in the backward. With dropout they are not: a layer would need
+    the random state of its first run, too.
     With "auto", when memory falls short, the newest graphs are given up, whose backwards come last: these run the
     forward again. A backward that follows its forward immediately uses a graph of all layers with "keep", and with
     "auto" if one more such graph fits into memory. Otherwise autograd keeps one layer's graph at a time, and the
@@ -179,28 +197,30 @@ class SpanTrainer:
             with torch.no_grad():
                 return self._run(work), None
         self.stashed.require_room(work.key)
-        stages = self._stages_of(work)
+        stages, outputs = self._stages_of(work), list[Tensor]()
         # Its backward comes after those of the microbatches that are stashed already.
         versions = tuple(stage.training_version(self.stashed.tokens_in(stage.number)) for stage in stages)
         if self.graphs.must_measure(work.entry_stage):
-            output, keeps_graph = self._measure_graph(work, versions), False
+            output, kept = self._measure_graph(work, versions), Kept.NOTHING
         else:
             # Of the stages without a second version of their weights, which a step before the backward would make.
             single = [stage.weights.current for stage in self.stages.values() if stage.weights.previous is None]
             version_bytes = sum(version.own_bytes for version in single)
             kept_bytes = self._give_up_graphs_beyond_limit()
-            keeps_graph = self.graphs.keeps_another(work.entry_stage, kept_bytes, version_bytes)
-            with torch.set_grad_enabled(keeps_graph):
-                output = self._run(work, keep_graph, versions)
+            kept = self.graphs.choose(work.entry_stage, kept_bytes, version_bytes)
+            run_layer = _keep_outputs_in(outputs) if kept is Kept.INPUTS else keep_graph
+            with torch.set_grad_enabled(kept is Kept.GRAPH):
+                output = self._run(work, run_layer, versions)
         boundary = output.detach()
         self._require_finite(float(torch.linalg.vector_norm(boundary)), work, "the boundary it computed")
         forward = StashedForward(
             work,
             self.objective.loss_weight(work.batch),
             steps=tuple(stage.step for stage in stages),
-            output=output if keeps_graph else None,
-            versions=versions if keeps_graph else (),
-            graph_bytes=self.graphs.bytes_by_entry.get(work.entry_stage, 0) if keeps_graph else 0,
+            output=output if kept is Kept.GRAPH else None,
+            versions=() if kept is Kept.NOTHING else versions,
+            layer_outputs=tuple(outputs[:-1]),
+            graph_bytes=self.graphs.bytes_of(work.entry_stage, kept),
         )
         self.stashed.add(forward)
         return boundary, forward
@@ -277,7 +297,10 @@ class SpanTrainer:
         try:
             if forward.output is None:
                 with torch.enable_grad():
-                    forward.output, forward.versions = self._run_for_gradients(forward.work, keeps_last_layer=True)
+                    if forward.layer_outputs:
+                        forward.output = self._replay(forward)
+                    else:
+                        forward.output, forward.versions = self._run_for_gradients(forward.work, keeps_last_layer=True)
             gradients = self._compute_gradients(forward, gradient)
             while not self.loss_scale.accepts(gradients.norm):
                 gradients = self._compute_gradients(forward, gradient)
@@ -383,12 +406,24 @@ class SpanTrainer:
 
         return self._run(work, run_layer, versions), versions
 
+    def _replay(self, forward: StashedForward) -> Tensor:
+        # A run of which only the last layer is computed, whose backward comes first; see Kept.INPUTS.
+        outputs = iter(forward.layer_outputs)
+
+        def run_layer(layer: nn.Module, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+            output = next(outputs, None)
+            return compute(hidden) if output is None else replay(layer, compute, hidden, output)
+
+        return self._run(forward.work, run_layer, forward.versions)
+
     def _measure_graph(self, work: DecodedWork, versions: Sequence[WeightVersion]) -> Tensor:
         # Layer by layer, so that measuring never takes more memory than one layer's graph.
         weights = {p.untyped_storage().data_ptr() for version in versions for p in version.module.parameters()}
         measure = GraphMeasure(weights)
         output, others = measure_saved_bytes(lambda: self._run(work, measure.run_layer, versions), weights)
-        self.graphs.record_measured(work.entry_stage, sum(measure.layer_bytes) + others)
+        inputs = 0 if self._dropout else sum(measure.output_bytes[:-1])
+        layer_bytes = max(measure.layer_bytes, default=0) + others
+        self.graphs.record_measured(work.entry_stage, sum(measure.layer_bytes) + others, inputs, layer_bytes)
         return output.detach()
 
     def _compute_gradients(self, forward: StashedForward, gradient: Tensor | None = None) -> _Gradients:

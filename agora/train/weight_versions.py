@@ -277,11 +277,18 @@ class StashedForward:
     steps: tuple[int, ...]  # of each stage from the entry stage on, its step at the forward
     output: Tensor | None = None  # None if the backward has to run the forward again
     versions: tuple[WeightVersion, ...] = ()  # the graph's weights
-    graph_bytes: int = 0  # that the graph takes, as measured; 0 without one
+    # Of each layer but the last, where these are kept in place of the graph; they are of `versions`, too.
+    layer_outputs: tuple[Tensor, ...] = ()
+    graph_bytes: int = 0  # that the graph or the outputs take, as measured; 0 without
     device_s: float = 0.0  # that the forward took
 
     def drop_graph(self) -> None:
-        self.output, self.versions, self.graph_bytes = None, (), 0
+        self.output, self.versions, self.layer_outputs, self.graph_bytes = None, (), (), 0
+
+    @property
+    def has_graph(self) -> bool:
+        # Or what a replay makes one of.
+        return self.output is not None or bool(self.layer_outputs)
 
     def record_device_time(self, seconds: float) -> None:
         # Known only when the forward is over, and stashed.
@@ -330,7 +337,7 @@ class StashedForwards:
         return sum(forward.tokens for forward in list(self._forwards.values()) if forward.work.entry_stage <= stage)
 
     def count_graphs(self) -> int:
-        return sum(forward.output is not None for forward in list(self._forwards.values()))
+        return sum(forward.has_graph for forward in list(self._forwards.values()))
 
     @property
     def graph_bytes(self) -> int:
@@ -338,7 +345,7 @@ class StashedForwards:
 
     def drop_graphs(self, count: int | None = None) -> None:
         """Drops the graphs of the newest forwards, whose backwards come last. count: how many; None: all."""
-        kept = [forward for forward in list(self._forwards.values()) if forward.output is not None]
+        kept = [forward for forward in list(self._forwards.values()) if forward.has_graph]
         for forward in kept[len(kept) - (len(kept) if count is None else count) :]:
             forward.drop_graph()
 

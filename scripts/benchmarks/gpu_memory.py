@@ -23,7 +23,7 @@ from torch import Tensor
 from agora.codec import BoundaryCodec, encode_tokens, gradient_dither_key
 from agora.core.span_work import ForwardKey, SpanWork
 from agora.cost.manifest_cost import run_cost
-from agora.cost.run_cost import ALL_ACTIVATIONS, Activations
+from agora.cost.run_cost import ALL_ACTIVATIONS
 from agora.train.device import DeviceOptions, has_native_bf16
 from agora.train.device_worker import DeviceWorker
 from agora.train.objectives import TokenBatch
@@ -31,12 +31,10 @@ from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
 from benchmarks.gpu_figures import Figure, Found, median_s, stage_manifest
 from benchmarks.live_bytes import LiveBytes
-from benchmarks.training_memory import allocated_bytes, measured_peak, random_boundary, random_tokens
+from benchmarks.training_memory import SETTINGS, allocated_bytes, measured_peak, random_boundary, random_tokens
 
 MIB: Final = 2**20
 WAITING: Final = 6  # microbatches between forward and backward
-# The manifest's schedule.activations with which a span trains in each way, if its graphs are dropped but for "keep".
-SETTINGS: Final[Mapping[Activations, str]] = {"keep": "keep", "recompute": "auto", "layers": "recompute"}
 GPU_WIDTHS: Final[Mapping[int, str]] = {768: "150m", 2048: "1b", 4096: "8b"}
 CPU_WIDTHS: Final[Mapping[int, str]] = {128: "tiny sizes"}
 GPU_VOCABULARIES: Final = (32_000, 128_256, 256_000)
@@ -56,7 +54,7 @@ def measure_memory(device: torch.device, repeats: int) -> Found:
             manifest = stage_manifest(width, 2, model=context, schedule=schedule, optimizer={"target_tokens": tokens})
             cost = run_cost(manifest, in_bf16=has_native_bf16(device), in_flight=WAITING, activations=way)
             planned = cost.memory(Span(1, 1)).device
-            peak = measured_peak(manifest, Span(1, 1), WAITING, keeps=way == "keep", device=device)
+            peak = measured_peak(manifest, Span(1, 1), WAITING, way=way, device=device)
             found.append(Figure(f"{preset}: peak, {way}", peak / MIB, "MiB"))
             found.append(Figure(f"{preset}: by the plan's, {way}", peak / planned, ""))
             worst = max(worst, peak / planned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -14,11 +14,20 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from agora.core.span_work import ForwardKey
+from agora.cost.run_cost import Activations
+from agora.train.activation_checkpointing import GraphBudget, Kept
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
 
 CPU: Final = torch.device("cpu")
+# The manifest's schedule.activations of each way to keep graphs, see `budget_of`.
+SETTINGS: Final[Mapping[Activations, str]] = {
+    "keep": "keep",
+    "recompute": "auto",
+    "inputs": "recompute",
+    "layers": "recompute",
+}
 Result = TypeVar("Result")
 
 
@@ -39,6 +48,24 @@ def allocated_bytes(work: Callable[[], Result], device: torch.device = CPU) -> t
             held += event.nbytes()
             peak = max(peak, held)
     return result, held, peak
+
+
+class InputsKept(GraphBudget):
+    """Keeps the inputs of layers, whatever memory there is."""
+
+    def __init__(self) -> None:
+        super().__init__("recompute", CPU)
+
+    def choose(self, entry_stage: int, kept_bytes: int, version_bytes: int) -> Kept:
+        return Kept.INPUTS
+
+
+def budget_of(way: Activations) -> GraphBudget | None:
+    """Returns what takes the place of a trainer's budget, so that it keeps what the plan calls `way`.
+
+    None: its own does, if the manifest's schedule.activations is that of SETTINGS.
+    """
+    return InputsKept() if way == "inputs" else None
 
 
 def random_boundary(manifest: Manifest, device: torch.device) -> Tensor:
@@ -86,20 +113,22 @@ def measured_peak(
     in_flight: int,
     base_model: Path | None = None,
     *,
-    keeps: bool = True,
+    way: Activations = "keep",
     device: torch.device = CPU,
 ) -> int:
     """Returns the most bytes that torch had on the device for a span in training, its weights included.
 
-    keeps: as in `train`.
+    way: of keeping graphs; the manifest must have its setting, see SETTINGS.
     """
 
     def make() -> SpanTrainer:
         """Builds the stages with their weights, gradient sums and moments."""
-        return SpanTrainer(
+        trainer = SpanTrainer(
             manifest, span, device, report=lambda event: None, in_flight=in_flight, base_model=base_model
         )
+        trainer.graphs = budget_of(way) or trainer.graphs
+        return trainer
 
     trainer, held, _ = allocated_bytes(make, device)
-    _, _, peak = allocated_bytes(lambda: train(trainer, manifest, in_flight, keeps=keeps), device)
+    _, _, peak = allocated_bytes(lambda: train(trainer, manifest, in_flight, keeps=way in ("keep", "inputs")), device)
     return held + peak

@@ -12,7 +12,7 @@ from agora_protocol.codec_names import parse_codec
 from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest, preset
 from benchmarks.gpu_counts import count_manifest, counts
-from benchmarks.training_memory import measured_peak
+from benchmarks.training_memory import SETTINGS, measured_peak
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -151,10 +151,9 @@ def test_the_state_that_a_newcomer_fetches_has_the_bytes_of_its_layout(optimizer
 @pytest.mark.parametrize("kind", ["full", "muon", "lora", "nf4"])
 def test_the_peak_of_a_training_span_is_within_15_percent(kind: str, way: Activations, tmp_path: Path) -> None:
     frozen, folder = {"lora": "bf16", "nf4": "nf4"}.get(kind), None
-    setting = {"keep": "keep", "recompute": "auto", "layers": "recompute"}[way]
     sections = {
         "boundary": {"codec": "bf16"},  # a boundary and its gradient, as many bytes as the float32 entry that is kept
-        "schedule": {"microbatch": 2 if frozen is None else 4, "activations": setting},
+        "schedule": {"microbatch": 2 if frozen is None else 4, "activations": SETTINGS[way]},
         "optimizer": {"name": "muon" if kind == "muon" else "adamw", "target_tokens": 256},
     }
     if frozen is None:
@@ -167,7 +166,7 @@ def test_the_peak_of_a_training_span_is_within_15_percent(kind: str, way: Activa
         manifest = manifest_of(folder, 3, model={"trained": "lora", "frozen_as": frozen, "context": 64}, **sections)
     for span, in_flight in ((Span(1, 1), 3), (Span(2, 2), 1)):
         cost = run_cost(manifest, in_flight=in_flight, activations=way)
-        measured = measured_peak(manifest, span, in_flight, folder, keeps=way == "keep")
+        measured = measured_peak(manifest, span, in_flight, folder, way=way)
         assert cost.memory(span).device == pytest.approx(measured, rel=0.15), span
 
 
@@ -192,6 +191,12 @@ def test_a_forward_is_repeated_in_as_many_products_as_the_trainer_computes(layer
     span, forward = Span(1, 1), cost.stages[1].forward_flops
     flops = cost.flops(span, "layers") - cost.flops(span, "keep")
     assert products / keep.forward.products == pytest.approx(flops / forward) == (2 * layers - 1) / layers
+
+
+def test_nobody_is_taken_to_keep_the_inputs_of_layers_with_dropout() -> None:
+    with_dropout, without = (hf_manifest("llama", {**KINDS[2], "lora_dropout": dropout}) for dropout in (0.1, 0.0))
+    assert "inputs" not in run_cost(with_dropout).activation_choices
+    assert run_cost(without).activation_choices == ALL_ACTIVATIONS
 
 
 @pytest.mark.parametrize("name", CONFIGS)

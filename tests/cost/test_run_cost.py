@@ -25,6 +25,7 @@ STAGE = StageCost(
     peak_bytes=5.0,
     version_bytes=30.0,
     layer_inputs_bytes=4.0,
+    first_input_bytes=1.0,
     layer_peak_bytes=15.0,
 )
 LAST = replace(STAGE, forward_flops=13.0, head_flops=3.0)
@@ -43,7 +44,9 @@ def run_of(activations: Activations | None, *, can_offload: bool = False) -> Run
     )
 
 
-@pytest.mark.parametrize(("way", "inside", "at_end"), [("keep", 60, 63), ("recompute", 80, 63), ("layers", 100, 83)])
+@pytest.mark.parametrize(
+    ("way", "inside", "at_end"), [("keep", 60, 63), ("recompute", 80, 63), ("inputs", 80, 83), ("layers", 100, 83)]
+)
 def test_a_span_that_ends_with_the_model_computes_one_forward_less_in_all_its_stages(
     way: Activations, inside: float, at_end: float
 ) -> None:
@@ -55,14 +58,20 @@ def test_a_span_that_ends_with_the_model_computes_one_forward_less_in_all_its_st
 def test_the_last_layer_of_a_repeated_forward_keeps_its_graph_where_no_loss_follows() -> None:
     stages = [replace(STAGE, last_layer_flops=5.0), replace(STAGE, last_layer_flops=4.0), LAST]
     cost = RunCost(stages, forward_bytes=1.0, backward_bytes=1.0, tokens=1, in_flight=3, activations=None)
-    assert [cost.flops(INSIDE, way) for way in ALL_ACTIVATIONS] == [60, 80, 100 - 4]
+    assert [cost.flops(INSIDE, way) for way in ALL_ACTIVATIONS] == [60, 80, 80, 100 - 4]
     assert cost.flops(Span(0, 0), "layers") == 50 - 5
-    assert [cost.flops(AT_END, way) for way in ALL_ACTIVATIONS] == [63, 63, 83]
+    assert [cost.flops(AT_END, way) for way in ALL_ACTIVATIONS] == [63, 63, 83, 83]
 
 
 @pytest.mark.parametrize(
     ("way", "inside", "at_end"),
-    [("keep", 2 * 30 + 3 * 80 + 5, 80 + 5), ("recompute", 80 + 5, 80 + 5), ("layers", 2 * 4 + 15, 2 * 4 + 15)],
+    [
+        ("keep", 2 * 30 + 3 * 80 + 5, 80 + 5),
+        ("recompute", 80 + 5, 80 + 5),
+        # Of three in flight, of one of them also that of the first layer; and a second version of the weights.
+        ("inputs", 3 * (2 * 4 - 1) + 1 + 2 * 30 + 15, 2 * 4 + 15),
+        ("layers", 2 * 4 + 15, 2 * 4 + 15),
+    ],
 )
 def test_graphs_take_the_memory_of_all_in_flight_of_one_or_of_one_layer(
     way: Activations, inside: float, at_end: float
@@ -99,6 +108,25 @@ def test_a_machine_that_chooses_keeps_what_fits_and_leaves_room_for_one_graph_an
     assert (below.activations, below.microbatches) == ("layers", pytest.approx(6.0))
     assert cost.rate(Machine("m", 600.0, cost.memory(INSIDE).device), INSIDE).activations == "layers"
     assert cost.rate(Machine("m", 600.0, cost.memory(INSIDE).device - 1), INSIDE).limit == "memory"
+
+
+def test_a_machine_without_room_for_one_graph_keeps_the_inputs_of_layers_if_it_has_room_for_those() -> None:
+    stages = [replace(stage, kept_bytes=1000.0) for stage in (STAGE, STAGE, LAST)]
+    cost = RunCost(
+        stages,
+        forward_bytes=1.0,
+        backward_bytes=1.0,
+        tokens=1,
+        in_flight=3,
+        activations=None,
+        can_offload=False,
+    )
+    inputs, rest, layer = 3 * (2 * 4 - 1) + 1 + 2 * 30, 2 * 150.0 + 3 * 2.0, 15.0
+    need = rest + (inputs + layer) / 0.5
+    rate = cost.rate(Machine("m", 600.0, need), INSIDE)
+    assert (rate.activations, rate.microbatches) == ("inputs", pytest.approx(600.0 / 80))
+    assert cost.rate(Machine("m", 600.0, need - 1), INSIDE).activations == "layers"
+    assert cost.rate(Machine("m", 600.0, need), AT_END).activations == "layers", "no backward comes later there"
 
 
 def test_optimizer_state_lies_in_host_memory_only_where_the_run_allows_it() -> None:

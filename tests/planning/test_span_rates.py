@@ -57,7 +57,7 @@ def test_no_plan_passes_the_bound_and_the_bound_is_that_of_the_linear_program(se
     assert best * (1 - 1e-9) <= bound <= best * 1.02
 
 
-@pytest.mark.parametrize(("way", "forwards"), [("keep", 1), ("recompute", 1), ("layers", 2)])
+@pytest.mark.parametrize(("way", "forwards"), [("keep", 1), ("recompute", 1), ("inputs", 2), ("layers", 2)])
 def test_one_machine_that_holds_the_whole_model_reaches_the_bound(way: str, forwards: int) -> None:
     cost, machine = run_of(4, way), Machine("one", 1e13, 1e10)
     assert rate_upper_bound(cost, [machine]) == pytest.approx(1e13 / (4 * (forwards + 2) * 1e12))

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agora.core.span_work import ForwardKey
 from agora.model import RunLayer, keep_graph
 from agora.train import memory
-from agora.train.activation_checkpointing import GraphMeasure, checkpoint, measure_saved_bytes
+from agora.train.activation_checkpointing import GraphBudget, GraphMeasure, Kept, checkpoint, measure_saved_bytes
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.weight_versions import DecodedWork
@@ -121,6 +121,34 @@ def test_auto_repeats_layers_where_a_graph_of_all_does_not_fit(
         trainer.run_last_stages(DecodedWork(microbatch_id(0), 1, torch.ones(manifest.boundary_shape()), batch, "train"))
     # A stage has two layers. The backward of a second forward begins with the last one, whose graph was kept.
     assert len(repeated) == ({"0": 1, "1": 2}[span] if repeats else 0)
+
+
+@pytest.mark.parametrize("span", ["0", "1", "0-1"])
+def test_kept_inputs_give_the_bits_of_a_kept_graph_and_cost_one_forward_and_the_inputs(
+    monkeypatch: pytest.MonkeyPatch, span: str
+) -> None:
+    found = {}
+    for kept in (Kept.GRAPH, Kept.INPUTS):
+        monkeypatch.setattr(GraphBudget, "choose", lambda *given, kept=kept: kept)
+        manifest = small_manifest(model={"layers": 9}, stages={"count": 3}, schedule={"activations": "recompute"})
+        numbers = Span.parse(span)
+        trainer = SpanTrainer(manifest, numbers, torch.device("cpu"), report=lambda event: None, in_flight=1)
+        batch = TokenBatch.from_wire(torch.ones(manifest.tokens_shape(), dtype=torch.int32), has_marks=False)
+        entry = batch.inputs if numbers.first == 0 else torch.ones(manifest.boundary_shape())
+        with Products() as products:
+            work = DecodedWork(microbatch_id(0), numbers.first, entry, batch, "train")
+            with LiveBytes() as live:
+                boundary, _ = trainer.forward(work)
+            waiting = live.now - boundary.nbytes
+            gradient, _ = trainer.backward(ForwardKey(microbatch_id(0), numbers.first), torch.ones_like(boundary))
+        sums = [stage.gradient_sum.flat for stage in trainer.stages.values()]
+        found[kept] = ([*sums, *([] if gradient is None else [gradient])], products.count, waiting)
+    graph, inputs = found[Kept.GRAPH], found[Kept.INPUTS]
+    assert all(torch.equal(a, b) for a, b in zip(graph[0], inputs[0], strict=True))
+    assert inputs[1] - graph[1] == pytest.approx(graph[1] / 3, rel=0.2), "one forward, the last layer's included"
+    # Of all layers but the first, and the norm of the boundary.
+    assert inputs[2] == pytest.approx((len(manifest.layers_in(numbers)) - 1) * boundary.nbytes, abs=64)
+    assert graph[2] > 10 * inputs[2]
 
 
 @pytest.mark.parametrize("layers", [3, 6, 9])

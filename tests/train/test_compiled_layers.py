@@ -25,6 +25,7 @@ from agora.core.span_work import ForwardKey
 from agora.core.step_instructions import StepInstructions
 from agora.model.subspace_stage import Attention
 from agora.observe.events import CompileFailed, LayersCompiled
+from agora.train.activation_checkpointing import GraphBudget, Kept
 from agora.train.compiled_layers import RUNS_BEFORE, LayerCompiler, compiles_on, missing_for_compiling
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
@@ -167,8 +168,13 @@ class LayerCalls:
         self.count += event == "call" and frame.f_code is Attention.forward.__code__
 
 
-@pytest.mark.parametrize(("activations", "runs"), [("keep", 4), ("recompute", 11)])
-def test_compiled_frames_compute_all_layers_once_they_exist(activations: str, runs: int) -> None:
+@pytest.mark.parametrize(("activations", "runs"), [("keep", 4), ("recompute", 11), ("inputs", 8)])
+def test_compiled_frames_compute_all_layers_once_they_exist(
+    activations: str, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if activations == "inputs":
+        monkeypatch.setattr(GraphBudget, "choose", lambda *given: Kept.INPUTS)
+        activations = "recompute"
     manifest = small_manifest(model={"layers": 8}, stages={"count": 2}, schedule={"activations": activations})
     (batch, *_) = batches(1, manifest)
     ours, theirs = Training(manifest, "0", Backend()), Training(manifest, "0", None)
@@ -178,7 +184,8 @@ def test_compiled_frames_compute_all_layers_once_they_exist(activations: str, ru
         ours.microbatch(batch, "evaluate")
     with LayerCalls() as eager:
         theirs.microbatch(batch)
-    # Repeated: four in the forward, four in the second one, and in the backward all but the last once more.
+    # Repeated: four in the forward, four in the second one, and in the backward all but the last once more. With kept
+    # inputs the second one computes the last alone.
     assert eager.count == runs and compiled.count == 0
 
 

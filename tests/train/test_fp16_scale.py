@@ -13,6 +13,7 @@ from agora.core.span_work import ForwardKey
 from agora.cost import activation_bytes
 from agora.observe.events import GradientRefused
 from agora.train import device, span_trainer
+from agora.train.activation_checkpointing import GraphBudget, Kept
 from agora.train.gradients import (
     FIRST_SCALE,
     GROWS_AFTER,
@@ -62,11 +63,14 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-5, 1.0, 30.0])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "inputs"])
 def test_gradients_of_a_middle_stage_are_those_of_float32(
     size: float, activations: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients of 1e-9 are nothing in fp16, but for the scale."""
+    if activations == "inputs":
+        monkeypatch.setattr(GraphBudget, "choose", lambda *given: Kept.INPUTS)
+        activations = "recompute"
     exact, _ = trainer_in(torch.float32, monkeypatch, 0, activations)
     scaled, _ = trainer_in(torch.float16, monkeypatch, 0, activations)
     assert exact.loss_scale.value == 1.0 and scaled.loss_scale.value == FIRST_SCALE

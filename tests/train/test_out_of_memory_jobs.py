@@ -22,6 +22,7 @@ from agora.core.span_work import ForwardKey, SpanWork
 from agora.observe.events import TaskFailed
 from agora.state.layout import StageState
 from agora.train import span_trainer
+from agora.train.activation_checkpointing import GraphBudget, Kept
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
 from tests.train.failing_allocation import FailingAllocation, FaultyJobs
@@ -155,17 +156,25 @@ CYCLES: dict[str, tuple[Job, ...]] = {
 
 @pytest.mark.parametrize(
     ("cycle", "activations"),
-    [*((cycle, "keep") for cycle in CYCLES), ("forward and backward", "auto"), ("last stage", "recompute")],
+    [
+        *((cycle, "keep") for cycle in CYCLES),
+        ("forward and backward", "auto"),
+        ("forward and backward", "inputs"),
+        ("last stage", "recompute"),
+    ],
 )
 def test_whatever_allocation_fails_in_a_job_it_gives_the_same_result_and_the_same_state(
-    cycle: str, activations: str
+    cycle: str, activations: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each allocation of each job fails once. Beside it the same microbatches pass workers in which nothing fails."""
 
     async def whole() -> None:
         jobs = CYCLES[cycle]
-        schedule = {"activations": activations}
-        async with bench_of(schedule=schedule) as faulty, bench_of(schedule=schedule) as sound:
+        setting, layers = ("recompute", 6) if activations == "inputs" else (activations, 3)
+        if activations == "inputs":
+            monkeypatch.setattr(GraphBudget, "choose", lambda *given: Kept.INPUTS)
+        sections = {"schedule": {"activations": setting}, "model": {**MODEL, "layers": layers}}
+        async with bench_of(**sections) as faulty, bench_of(**sections) as sound:
             numbers = itertools.count()
             for failing in jobs:
                 for fails_at in itertools.count(1):

@@ -22,7 +22,7 @@ from agora.core.span_work import ForwardKey
 from agora.core.step_instructions import StepInstructions
 from agora.model import family_of
 from agora.train import activation_checkpointing, memory
-from agora.train.activation_checkpointing import GraphBudget
+from agora.train.activation_checkpointing import GraphBudget, Kept
 from agora.train.objectives import TokenBatch
 from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import StageProgress
@@ -364,13 +364,69 @@ def test_after_a_shortage_fewer_graphs_are_kept_until_some_have_been_done_withou
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 40)
     budget = GraphBudget("auto", CPU)
     budget.record_measured(0, 100)
-    assert budget.keeps_another(0, 700, 0)
+    assert budget.choose(0, 700, 0) is Kept.GRAPH
     budget.record_shortage(800)
-    assert budget.keeps_another(0, 500, 0)
-    answers = [budget.keeps_another(0, 600, 0) for _ in range(10)]
-    assert answers == [False] * 8 + [True] * 2
+    assert budget.choose(0, 500, 0) is Kept.GRAPH
+    answers = [budget.choose(0, 600, 0) for _ in range(10)]
+    assert answers == [Kept.NOTHING] * 8 + [Kept.GRAPH] * 2
     budget.record_shortage(0)
-    assert budget.keeps_another(0, 600, 0), "without graphs, it was not they that lacked memory"
+    assert budget.choose(0, 600, 0) is Kept.GRAPH, "without graphs, it was not they that lacked memory"
+
+
+@pytest.mark.parametrize(
+    ("free", "kept"),
+    [
+        (2 * (100 + 100) + 2 * 20, Kept.GRAPH),
+        (2 * 100, Kept.NOTHING),  # a second forward in one graph costs no more than kept inputs
+        (2 * 99, Kept.INPUTS),
+        (2 * (10 + 10 + 25 + 20), Kept.INPUTS),  # own, those of a second forward and its graph, other weights
+        (2 * (10 + 10 + 25 + 20) - 2, Kept.NOTHING),
+    ],
+)
+def test_the_inputs_of_layers_are_kept_where_there_is_no_room_for_a_graph_of_all(
+    monkeypatch: pytest.MonkeyPatch, free: int, kept: Kept
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+    budget = GraphBudget("auto", CPU)
+    budget.record_measured(0, 100, inputs_bytes=10, layer_bytes=25)
+    assert budget.choose(0, 0, 20) is kept
+    assert budget.bytes_of(0, kept) == {Kept.GRAPH: 100, Kept.INPUTS: 10, Kept.NOTHING: 0}[kept]
+
+
+@pytest.mark.parametrize("span", ["0", "0-1"])
+def test_kept_inputs_give_the_bits_of_a_kept_graph_with_a_step_in_between(
+    monkeypatch: pytest.MonkeyPatch, span: str
+) -> None:
+    graphs = Bench("keep", span, stages=3, model={"layers": 6})
+    monkeypatch.setattr(GraphBudget, "choose", lambda *given: Kept.INPUTS)
+    inputs = Bench("recompute", span, stages=3, model={"layers": 6})
+    for bench in (graphs, inputs):
+        bench.forward(0)
+        bench.step_with(1)
+        bench.forward(2)
+        assert bench.alive() == 2, "the weights of the first forward are still needed"
+        bench.backward(2)
+        bench.backward(0)
+        assert bench.alive() == 1
+    for name, total in graphs.sums().items():
+        assert torch.equal(total, inputs.sums()[name]), name
+
+
+def test_kept_inputs_that_are_given_up_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Bench("keep")
+    monkeypatch.setattr(GraphBudget, "choose", lambda *given: Kept.INPUTS)
+    inputs = Bench("recompute")
+    for bench in (graphs, inputs):
+        for number in range(4):
+            bench.forward(number)
+    assert inputs.trainer.stashed.count_graphs() == 4
+    inputs.trainer.free_memory(False)
+    assert [bool(f.layer_outputs) for f in inputs.trainer.stashed._forwards.values()] == [True, True, False, False]
+    for bench in (graphs, inputs):
+        for number in (3, 0, 2, 1):
+            bench.backward(number)
+    for name, total in graphs.sums().items():
+        assert torch.equal(total, inputs.sums()[name]), name
 
 
 def test_available_memory_is_what_the_machine_has_at_most() -> None:
