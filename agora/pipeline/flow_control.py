@@ -165,8 +165,8 @@ class SendInputs:
     step: StepState | None = None  # None in an asynchronous run
     latency_s: float | None = None  # seconds to the last stage and back, see Hop.latency_s
     staleness: StalenessCeiling = NO_CEILING
-    # How many microbatches may be open until the awaited mean is applied: what the share lacks. More would be computed
-    # on weights without it. None where origins do not wait for means.
+    # How many microbatches may be open until the awaited mean is applied: what the share lacks, plus what may begin
+    # early at predicted weights. None where origins do not wait for means.
     max_open_before_mean: int | None = None
     # Whether stage 0 has taken the run's last step: "last" while other stages have not, "over" once all have.
     end: Literal["", "last", "over"] = ""

@@ -296,7 +296,7 @@ def step_instructions(situation: Situation, *, device_closes_share: bool = True)
     | an inner step | quota, or the target if the quota is 0 | no |
     | an all-reduce | quota | if device_closes_share, and the quota is not 0 |
 
-    device_closes_share: False where origins wait for means: there the microbatches in progress
+    device_closes_share: False where origins wait for means and open nothing before: there the microbatches in progress
     still belong to the share, so that `decide` closes it, and not the device thread.
     """
     view, target = situation.view, situation.settings.target_tokens

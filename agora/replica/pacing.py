@@ -185,6 +185,13 @@ class StepPacing:
         step_s = self.batch_size.next_target / self.total_rate if self.total_rate else ASSUMED_STEP_S
         return (now - self._open[1]) / step_s
 
+    def tokens_ahead(self, fraction: float) -> int:
+        """Returns how many tokens of the next share may begin before the awaited mean is applied.
+
+        They keep the devices busy meanwhile: `fraction` of this replica's quota, in whole microbatches, at least one.
+        """
+        return max(1, round(fraction * self.quota_now / self.microbatch_tokens)) * self.microbatch_tokens
+
     def record_step(self, tokens: float) -> None:
         """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
         self.batch_size = self.batch_size.after_step(tokens)
@@ -217,9 +224,9 @@ class StepPacing:
     def should_origins_wait(self, now: float) -> bool:
         """Returns whether origins should wait for the mean of the share that was closed last, or that is closed next.
 
-        Waiting origins open no more than the open share lacks, so that the next microbatches are computed on weights
-        that include the mean. They wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. If one mean comes
-        later than that, they skip the next wait; if means stay late, the next 2, 4, 8 ... MAX_SKIPPED_WAITS.
+        Waiting origins open no more than the open share lacks and, where weights are predicted, tokens_ahead tokens of
+        the next one. They wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. If one mean comes later
+        than that, they skip the next wait; if means stay late, the next 2, 4, 8 ... MAX_SKIPPED_WAITS.
         """
         may_wait = self._steps >= self._wait_again_at_step
         return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)

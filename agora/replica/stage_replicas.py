@@ -16,6 +16,7 @@ from typing import Final
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest_sections import PREDICTED_FACTOR
 from agora_protocol.parts import fragment_count
 
 from agora.core.calls import PeerCaller
@@ -91,6 +92,9 @@ class StageReplicas:
         self._report = report
         self._report_violation = report_violation
         self._averaging = manifest.averaging
+        # The fraction of a share that may begin before the awaited mean is applied: the same fraction of a step that
+        # may be in flight where means come late.
+        self._ahead_fraction = min(1.0, PREDICTED_FACTOR * manifest.schedule.staleness)
         self._settings = StepSettings.from_manifest(live.at(worker.progress_of(stage).open_step))
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
@@ -224,7 +228,9 @@ class StageReplicas:
         view = self._look(membership, now)
         self._compare_means(membership)
         situation = Situation.of(view, now, self._settings)
-        instructions = step_instructions(situation, device_closes_share=not self._origins_wait())
+        # Without work ahead of the mean, what is in progress here still belongs to the share.
+        device_closes_share = not self._origins_wait() or self._tokens_ahead() > 0
+        instructions = step_instructions(situation, device_closes_share=device_closes_share)
         self._worker.set_step_instructions(self._stage, instructions)
         action, self.reason = decide(situation)
         self._perform(action, view.counts.step)
@@ -313,7 +319,7 @@ class StageReplicas:
             behind_since=behind_since if behind_at == own.step < self._leading_step else None,
             diverged_from=replicas_to_fetch_from(progress.history, electorate, is_torn=progress.is_torn),
             voters=self._find_voters(electorate, own.agreed_step),
-            in_progress=self._in_progress if self._origins_wait() else 0,
+            in_progress=self._in_progress if self._origins_wait() and not self._tokens_ahead() else 0,
         )
 
     def _present_end(self, live: KnownReplicas) -> int:
@@ -428,17 +434,27 @@ class StageReplicas:
             live = cap_reported_tokens(live, own, self.pacing.shares)
         return max(0, self._settings.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
-    def must_hold_next(self) -> bool:
-        """Returns whether the next microbatch must wait for the mean of a closed share."""
+    def must_hold_next(self, in_progress: int) -> bool:
+        """Returns whether the next microbatch must wait for the mean of a closed share.
+
+        in_progress: training microbatches that are already at work here.
+        """
         own = self.counts()
-        return own.open_step > own.step and self._origins_wait()
+        if own.open_step == own.step or not self._origins_wait():
+            return False
+        return own.tokens + in_progress * self.pacing.microbatch_tokens >= self._tokens_ahead()
 
     def max_tokens_in_flight_before_mean(self) -> int | None:
         """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit."""
         own = self.counts()
         if not self._origins_wait():
             return None
-        return -own.tokens if own.open_step > own.step else self.pacing.quota_now - own.tokens
+        lacking = -own.tokens if own.open_step > own.step else self.pacing.quota_now - own.tokens
+        return lacking + self._tokens_ahead()
+
+    def _tokens_ahead(self) -> int:
+        # At weights that are not predicted it would cost too much loss (docs/notes/averaging.md).
+        return self.pacing.tokens_ahead(self._ahead_fraction) if self._worker.predicts_weights else 0
 
     def _origins_wait(self) -> bool:
         if self._settings.synchronous or self._takes_inner_step_now():

@@ -22,6 +22,10 @@ class StageWorker(Protocol):
     def span(self) -> Span:
         """The held stages."""
 
+    @property
+    def predicts_weights(self) -> bool:
+        """Whether gradients that count for a later step than the present one are computed at predicted weights."""
+
     def layout(self, stage: int) -> Layout:
         """Returns which tensors the stage's flat weights hold."""
 

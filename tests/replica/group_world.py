@@ -43,6 +43,7 @@ class FakeStage:
     """Stage 0: counts tokens at `rate` per second, and its own gradient is its peer's alone."""
 
     span = Span(0, 0)
+    predicts_weights = True
 
     def __init__(self, number: int, rate: float, manifest: Manifest) -> None:
         self.gradient = number * torch.randn(NUMEL, generator=torch.Generator().manual_seed(number))

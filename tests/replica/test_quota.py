@@ -78,6 +78,13 @@ def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
     assert BatchSizeCorrection(1000).after_step(0).next_target == 1000 * (1 + MAX_CORRECTION)
 
 
+def test_a_part_of_the_next_share_begins_before_the_mean_is_applied() -> None:
+    meter = StepPacing(64, BatchSizeCorrection(64 * 16))
+    for quota, ahead in ((64 * 16, 64 * 4), (64 * 4, 64), (64, 64)):
+        meter.quota_now = quota
+        assert meter.tokens_ahead(0.25) == ahead
+
+
 def paced(mean_s: float) -> StepPacing:
     """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
     meter = StepPacing(64, BatchSizeCorrection(4000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -112,6 +113,35 @@ def test_replicas_that_would_stop_step_with_one_that_goes_on(sections: Any) -> N
             await asyncio.sleep(60.0)
             assert min(peer.stage.step for peer in world.all) > 24
             assert not any(peer.fetches for peer in world.all)
+
+    run(main())
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_where_weights_are_predicted_a_quarter_of_a_share_begins_before_the_mean_is_applied(predicts: bool) -> None:
+    """It keeps the device busy while the mean is formed. Without prediction nothing does, since it would be stale."""
+
+    async def main() -> None:
+        async with GroupWorld([4000.0] * 4, target=8192, **ALL_REDUCES) as world:
+            for peer in world.all:
+                peer.stage.predicts_weights = predicts
+            first = world.all[0]
+            replicas = first.group.stages[0]
+            pacing = replicas.pacing
+            await asyncio.sleep(10.0)
+            while first.stage.share is None:
+                await asyncio.sleep(0.01)
+            allowed = pacing.tokens_ahead(0.25) if predicts else 0
+            assert replicas.max_tokens_in_flight_before_mean() == allowed - first.stage.tokens
+            in_progress = max(0, math.ceil((allowed - first.stage.tokens) / pacing.microbatch_tokens))
+            assert replicas.must_hold_next(in_progress)
+            assert not in_progress or not replicas.must_hold_next(in_progress - 1)
+            while first.stage.share is not None:
+                await asyncio.sleep(0.01)
+            assert not replicas.must_hold_next(100), "no mean is awaited"
+            await asyncio.sleep(20.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
 
     run(main())
 

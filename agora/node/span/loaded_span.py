@@ -93,7 +93,9 @@ class LoadedSpan:
         if self._is_synchronous:
             self._barrier = StepBarrier(worker.span, worker.step_of)
         else:
-            self._barrier = MeanBarrier(worker.span, lambda number: stages[number].must_hold_next())
+            self._barrier = MeanBarrier(
+                worker.span, lambda number: stages[number].must_hold_next(self.hop.training_count)
+            )
         self.hop = Hop(
             worker,
             local_peer.router,
