@@ -191,7 +191,7 @@ class Round:
                     self.all_reduce.mark_unresponsive(reducer, shard)
                 reasons.append(f"{reducer}: {str(error) or 'no answer in time'}")
                 continue
-            if rejected is not None:
+            if rejected is not None and rejected.is_false:
                 # Reported only now: if both means were rejected, this replica's own values may be the outlier.
                 self.all_reduce.report_reducer(first, shard, f"{rejected}, and {reducer} answered otherwise")
             self.all_reduce.kept_means.keep(shard, mean)

@@ -218,7 +218,14 @@ class ShardMean:
 
 
 class ImplausibleMean(PeerFailed):
-    """Raised for a mean that is too large for this replica's own values and earlier means."""
+    """Raised for a mean that is too large for this replica's own values and earlier means.
+
+    is_false: whether no honest reducer can have made it, whatever the others have sent.
+    """
+
+    def __init__(self, text: str, *, is_false: bool) -> None:
+        super().__init__(text)
+        self.is_false = is_false
 
 
 class ShardCodec:
@@ -365,7 +372,7 @@ class ShardCodec:
         own_size = fair_size(magnitude(own.values), own.tokens, self.config.planned_tokens(shard), members)
         bound = self._bounds[shard.region]
         if why := bound.why_implausible(mean_size, own_size):
-            raise ImplausibleMean(why)
+            raise ImplausibleMean(why, is_false=bound.is_false(mean_size, own_size))
         self._bounds[shard.region] = bound.after_accepted_mean(mean_size, own_size)
 
     # --- as a reducer
@@ -388,6 +395,11 @@ class ShardCodec:
         compensated = mean.values
         if feeds_back and shard.region in self._mean_residuals:
             compensated = compensated + self._mean_residuals[shard.region]
+        if not exact:
+            # Where one member still has the large values of earlier steps, the others would reject a mean with them.
+            sent = [magnitude(each) for each, weight in zip(values, weights, strict=True) if weight > 0]
+            most, size = self._bounds[shard.region].largest_to_send(sent), magnitude(compensated)
+            compensated = compensated * (most / size) if size > most else compensated
         encoded = self.encode(shard, compensated, wire)
         decoded = self.decode(shard, encoded, len(compensated))
         if feeds_back and len(values) > 1:  # no replica uses the mean of one contribution alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,6 +20,12 @@ MAX_MEAN_RATIO: Final = 4.0
 # shortened. In one step of a thousand, most often an early one, honest gradients are 4 times as large as before. A mean
 # is clipped before its step (`optimizer.clip`), so that one that is 32 times as large moves the weights no further.
 MAX_MEAN_RATIO_SYNCHRONOUS: Final = 32.0
+# A reducer makes no mean larger than this many times what is usual, or what nearly all of its contributors sent, so
+# that they accept it. The rest up to MAX_MEAN_RATIO is what the number formats, and usual sizes, differ by.
+MAX_SENT_RATIO: Final = 3.0
+# A rejected mean is called false only where it is this many times as large as what would still have been accepted. Less
+# may come of what the others have sent, which nobody else has seen.
+FALSE_TIMES: Final = 4.0
 # The same ratio before the first mean is known, when there are only this replica's own values to compare with.
 FIRST_RATIO: Final = 8.0
 # The average of earlier means counts up to this many times the average of the peer's own values: that others have sent
@@ -273,6 +279,29 @@ class MagnitudeBound:
         if self.average is None or self.own_average is None:
             return max(FIRST_RATIO, self.max_ratio) * own or math.inf
         return self.max_ratio * max(self.usual, own)
+
+    def is_false(self, mean: float, own: float) -> bool:
+        """Returns whether no honest reducer makes a mean of magnitude `mean`, see largest_to_send.
+
+        False before the first mean.
+        """
+        return self.average is not None and mean > FALSE_TIMES * self.limit(own)
+
+    def largest_to_send(self, contributions: Sequence[float]) -> float:
+        """Returns the largest magnitude of a mean that an honest reducer answers; infinity for one that it cannot tell.
+
+        | contributions | most, unless what is usual here is more |
+        |---|---|
+        | 2 | MAX_SENT_RATIO times the smaller |
+        | 3 and more | as many times the second smallest: a single one of 0 lowers nothing |
+
+        contributions: their magnitudes. Every contributor but the one of the smallest accepts such a mean, and that one
+        where it is not far below what is usual: whatever one of them has sent, nobody takes the reducer for a liar.
+        """
+        if len(contributions) < 2 or not self.usual:
+            return math.inf
+        nearly_all = sorted(contributions)[0 if len(contributions) == 2 else 1]
+        return MAX_SENT_RATIO * max(self.usual, nearly_all)
 
     def why_implausible(self, mean: float, own: float) -> str:
         """Returns why a mean of magnitude `mean` must be rejected, or "" if it is finite and within `limit`."""

@@ -36,6 +36,7 @@ from agora.replica.shard_codec import (
     ShardMean,
     cut_into_shards,
 )
+from agora.replica.trust import MagnitudeBound
 from agora.swarm.peer_score import Violation
 from tests.replica.world import RUN, Member, World, identities, signed_by
 from tests.virtual_time import run
@@ -502,8 +503,11 @@ def test_what_no_member_may_send_is_refused_and_a_strike() -> None:
 
 @pytest.mark.parametrize("kind", ["fragment", "gradient"])
 @pytest.mark.parametrize("where", [slice(None), slice(1, None, 16)], ids=["everywhere", "between"])
-def test_an_absurd_mean_is_rejected_and_the_own_values_stay(where: slice, kind: RoundKind) -> None:
+def test_an_absurd_mean_is_rejected_and_the_own_values_stay(
+    where: slice, kind: RoundKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
+        monkeypatch.setattr(MagnitudeBound, "largest_to_send", lambda bound, sent: math.inf)  # heeds nothing
         world = World(PART_ELEMENTS)
         members = world.add(*identities(2))
         chosen = [values_of(i)[:PART_ELEMENTS] for i in range(2)]
@@ -639,7 +643,8 @@ def test_a_reducer_that_makes_up_tokens_makes_no_absurd_step(monkeypatch: pytest
     run(main())
 
 
-def test_a_liar_that_reduces_every_shard_never_raises_what_is_accepted() -> None:
+@pytest.mark.parametrize(("size", "is_false"), [(7.0, False), (70.0, True)])
+def test_a_liar_that_reduces_every_shard_never_raises_what_is_accepted(size: float, is_false: bool) -> None:
     """Its answers are refused, the second reducer's are taken: only these count as usual."""
 
     async def main() -> None:
@@ -657,7 +662,7 @@ def test_a_liar_that_reduces_every_shard_never_raises_what_is_accepted() -> None
                 return answer
             lies += 1
             shard, codec = Shard.of_message(message), liar.all_reduce.codec
-            tensors = NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), 7.0))
+            tensors = NumberFormat("float32").encode(torch.full((PART_ELEMENTS,), size))
             assert isinstance(answer.message, Averaged)
             lie = signed_by(liar.peer, codec, shard, codec.decode_mean(shard, tensors, PART_ELEMENTS, answer.message))
             return Reply(lie.message, tensors)
@@ -670,7 +675,7 @@ def test_a_liar_that_reduces_every_shard_never_raises_what_is_accepted() -> None
                 assert float((result.mean - torch.linspace(-1, 1, SIZE)[:PART_ELEMENTS]).abs().max()) < 0.06
         assert lies == 10
         for member in members[:2]:
-            assert member.violations == [(liar.peer, Violation.FALSE_MEAN)] * 5
+            assert member.violations == [(liar.peer, Violation.FALSE_MEAN)] * (5 * is_false)
         assert not liar.violations
         await world.close()
 

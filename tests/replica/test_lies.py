@@ -144,7 +144,11 @@ def tells_another_history(liar: GroupPeer) -> None:
 
 
 def huge(mean: torch.Tensor, number: int, asker: int) -> torch.Tensor:
-    return 40 * FALSE
+    return 400 * FALSE  # also in a synchronous run more than could come of what others sent
+
+
+def large(mean: torch.Tensor, number: int, asker: int) -> torch.Tensor:
+    return 6 * FALSE
 
 
 def another_for_each(mean: torch.Tensor, number: int, asker: int) -> torch.Tensor:
@@ -227,6 +231,32 @@ def test_one_liar_moves_the_stage_no_further_than_honest_replicas_would_and_pays
     assert all(is_liar for is_liar, _ in outcome.violations), "nobody honest pays"
     assert (True, violation) in outcome.violations
     assert outcome.fetches <= 3 * replicas, "the stage is one again after a few steps, and stays so"
+
+
+def sends_nothing(liar: GroupPeer) -> None:
+    """It contributes zeros, over all its tokens."""
+    codec = liar.group.stages[0].all_reduce.codec
+    honest = codec.make_contribution
+    codec.make_contribution = lambda shard, values, weight, wire=None: honest(shard, 0 * values, weight)
+
+
+@pytest.mark.parametrize(
+    ("lies", "least"),
+    [
+        ((changes_means(large),), 0.98),
+        ((changes_means(large), answers_recalls, claims_tokens), 0.98),
+        ((sends_nothing,), 0.72),  # three quarters, since it is a fourth of the mean
+    ],
+    ids=["means six times as large", "with recalls and tokens", "nothing"],
+)
+def test_a_liar_that_is_not_shown_to_lie_moves_nothing_and_costs_no_honest_replica_a_point(
+    lies: tuple[Callable[[GroupPeer], None], ...], least: float
+) -> None:
+    outcome = run(train(4, "asynchronous", lies))
+    assert min(outcome.steps) >= 20
+    for along, aside in zip(outcome.along, outcome.aside, strict=True):
+        assert least <= along <= 1.02 and aside < 0.02, outcome
+    assert not outcome.violations and outcome.fetches <= 12
 
 
 @pytest.mark.parametrize("kept_by", [1, 2])
