@@ -125,7 +125,7 @@ NOTES: Final = [
     "`peak_mib`: the most resident memory above that of the loaded span with its gradient sum; the microbatch's own "
     "gradients are part of it. Of kept graphs there is one for each microbatch in flight.",
     "`auto` keeps graphs for as many microbatches as fit into half of the available memory, of a GPU's into 85 %, and "
-    "repeats whole graphs for the others while one fits, else layers.",
+    "repeats whole graphs for the others while one fits, else layers, whose inputs it keeps while they fit.",
 ]
 
 

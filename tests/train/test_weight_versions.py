@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import random
 import subprocess
@@ -351,6 +352,36 @@ def test_graphs_whose_memory_others_take_are_given_up_the_newest_first_and_give_
     all_kept.forward(6)
     assert others.kept() == [True, True, False, False, False, False]
     others.leave_room_for(0.5)
+    for number in (4, 6, 1, 2, 3, 5):
+        bench.backward(number)
+        all_kept.backward(number)
+    for name, total in all_kept.sums().items():
+        assert torch.equal(total, bench.sums()[name])
+
+
+def test_auto_keeps_inputs_without_room_for_a_graph_and_gives_them_up_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 0)
+    bench, all_kept = Bench("auto", model={"layers": 12}), Bench("keep", model={"layers": 12})
+    all_kept.forward(0)
+    all_kept.backward(0)
+    others = OtherPrograms(bench, monkeypatch)
+    others.leave_room_for(0.4)  # with the version of the weights, for almost one graph
+    for number in range(1, 6):
+        bench.forward(number)
+        all_kept.forward(number)
+    stashed = bench.trainer.stashed
+
+    def kept() -> list[int]:
+        return [len(forward.layer_outputs) for forward in stashed._forwards.values()]
+
+    assert kept() == [5, 5, 5, 0, 0]
+    assert stashed.graph_bytes == 3 * 5 * math.prod(bench.manifest.boundary_shape()) * 4
+    others.leave_room_for(-0.25)
+    bench.forward(6)
+    all_kept.forward(6)
+    assert kept() == [5, 5, 0, 0, 0, 0], "the newest are given up"
     for number in (4, 6, 1, 2, 3, 5):
         bench.backward(number)
         all_kept.backward(number)
