@@ -58,9 +58,14 @@ class LiveManifest:
         return self.at(step).optimizer.target_tokens
 
     @property
+    def of_all_steps(self) -> tuple[Manifest, ...]:
+        """The manifests that some step is taken by, the signed one first."""
+        return tuple(period.manifest for period in self._periods)
+
+    @property
     def greatest_target_tokens(self) -> int:
         """The greatest `optimizer.target_tokens` of all steps."""
-        return max(period.manifest.optimizer.target_tokens for period in self._periods)
+        return max(manifest.optimizer.target_tokens for manifest in self.of_all_steps)
 
     @property
     def last(self) -> Manifest:

@@ -17,16 +17,16 @@ over some seconds are wrong for as long after a stall or a join.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
-from agora_protocol.parts import fragment_count
+from agora_protocol.parts import MIN_FRAGMENTS, fragment_count
+
+from agora.core.live_manifest import LiveManifest
 
 ALL_REDUCE: Final = 0  # as a number of fragments: gradients are averaged, and no fragments
-# Minimum number of fragments: as one fragment inner steps would send as much as all-reduces, and learn less.
-MIN_FRAGMENTS: Final = 2
 # Steps from an all-reduce to the first inner step that its round may decide: two later shares may be closed already.
 NOTICE_STEPS: Final = 3
 # Passes over all fragments from a fragment sync to the change that it may decide: replicas may be a pass apart.
@@ -79,8 +79,14 @@ class SyncChangeRule:
     first: SyncSchedule = ONLY_ALL_REDUCE
 
     @classmethod
+    def of_run(cls, live: LiveManifest) -> SyncChangeRule:
+        """Returns the rule by which a state of any step is judged: with the most fragments that a step may have."""
+        rules = [cls.from_manifest(manifest) for manifest in live.of_all_steps]
+        return replace(cls.from_manifest(live.core), most_fragments=max(rule.most_fragments for rule in rules))
+
+    @classmethod
     def from_manifest(cls, manifest: Manifest) -> SyncChangeRule:
-        """Returns the rule of a run."""
+        """manifest: the one in force at the step whose means are applied."""
         section = manifest.averaging
         most_fragments = fragment_count(section.fraction)
         is_free = section.exact_steps == ALL_STEPS and section.local_steps == "auto" and most_fragments >= MIN_FRAGMENTS

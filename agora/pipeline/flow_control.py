@@ -87,7 +87,7 @@ def measured_window(
 def _shortage(trip: str, wanted: int, limit: int) -> str:
     return (
         f"{trip} would use {wanted} in flight, schedule.staleness allows it {limit}; a larger schedule.staleness "
-        "or optimizer.target_tokens, in the manifest of a new run, allows more"
+        "or optimizer.target_tokens, which the founder can amend, allows more"
     )
 
 

@@ -558,7 +558,7 @@ class AllReduce:
         if shard.round_key not in self._rounds:
             self._rounds[shard.round_key] = _RoundRecord()
             asyncio.get_running_loop().call_later(
-                RECORD_LIFETIME_ROUNDS * self.config.round_s, self._rounds.pop, shard.round_key
+                RECORD_LIFETIME_ROUNDS * self.config.of_round(shard).round_s, self._rounds.pop, shard.round_key
             )
         return self._rounds[shard.round_key]
 

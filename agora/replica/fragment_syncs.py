@@ -34,13 +34,13 @@ class FragmentSyncs:
         self,
         stage: int,
         every: int,
-        most_fragments: int,
+        most_fragments: Callable[[], int],
         worker: StageWorker,
         all_reduce: AllReduce,
         division_of: Callable[[int], FragmentDivision],
         report: events.Report,
     ) -> None:
-        """every: optimizer steps from one sync to the next.
+        """every: optimizer steps from one sync to the next. most_fragments: returns how many there may be.
 
         division_of: returns the division into fragments that a sync uses; the sync averages one of them.
         """
@@ -50,7 +50,8 @@ class FragmentSyncs:
         self._all_reduce = all_reduce
         self._division_of = division_of
         self._report = report
-        self._step_tokens: deque[int] = deque(maxlen=most_fragments * every)
+        self._most_fragments = most_fragments
+        self._step_tokens: deque[int] = deque()
         self._last_begun_sync = -1
         self._last_contributed = -1
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -58,6 +59,8 @@ class FragmentSyncs:
     def record_inner_step(self, tokens: int) -> None:
         """Records the tokens of an inner step; a sync's weight is the sum over the last fragments * every steps."""
         self._step_tokens.append(tokens)
+        while len(self._step_tokens) > self._most_fragments() * self._every:
+            self._step_tokens.popleft()
 
     def forget_tokens(self) -> None:
         """Forgets the recorded steps, because all-reduces came after them: no difference contains what they learnt."""

@@ -85,9 +85,10 @@ class RoundContexts:
     def allowed_s(self) -> float:
         """Returns how many seconds a round may take now."""
         step_s = self._pacing.step_s.value
+        round_s = self._live_manifest.at(self._worker.step_of(self._stage)).averaging.round_s
         if self._synchronous or step_s is None:
-            return self._averaging.round_s
-        return min(self._averaging.round_s, max(MIN_ROUND_TIMEOUT_S, ROUND_STEPS * step_s))
+            return round_s
+        return min(round_s, max(MIN_ROUND_TIMEOUT_S, ROUND_STEPS * step_s))
 
     def context_of(self, shard: Shard) -> RoundContext:
         """Returns what this peer knows of the shard's round now."""

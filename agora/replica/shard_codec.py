@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, cast
 
 import torch
-from agora_protocol.codec_names import NumberFormatName
+from agora_protocol.codec_names import NUMBER_FORMAT_NAMES, NumberFormatName
 from agora_protocol.errors import PeerFailed
 from agora_protocol.identity import verify
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest_sections import AveragingSection
 from agora_protocol.messages import Averaged, Contribute, Recall
 from agora_protocol.packing import pack as pack_message
 from agora_protocol.parts import fragment_count, shard_elements
@@ -133,29 +134,50 @@ class RoundConfig:
     pass_steps: int = 1  # from one sync of a fragment to its next, if the stage has most fragments
     every: int = 1  # steps from one sync to the next
     amended_max_weight: Callable[[], float] = lambda: 0.0
+    # Returns the settings in force at a step, if the run can be amended.
+    at_step: Callable[[int], RoundConfig] | None = None
 
     @classmethod
     def from_manifest(cls, signed: SignedManifest, me: PeerId, live: LiveManifest | None = None) -> RoundConfig:
         """live: the manifest in force at each step; None: the signed one at every step."""
         live = live or LiveManifest(signed.manifest)
         averaging = signed.manifest.averaging
-        # A pass over all fragments is the longest time from one contribution of a weight to the next.
-        pass_steps = averaging.every * fragment_count(averaging.fraction)
-        synchronous = signed.manifest.schedule.kind == "synchronous"
-        return cls(
+
+        def greatest_weight() -> float:
+            # A pass over all fragments is the longest time from one contribution of a weight to the next.
+            pass_steps = max(_pass_steps(manifest.averaging) for manifest in live.of_all_steps)
+            return MAX_WEIGHT_ROUNDS * live.greatest_target_tokens * pass_steps
+
+        config = cls(
             me,
             signed.run_id,
             averaging.aggregation,
             averaging.round_s,
-            max_weight=MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * pass_steps,
-            amended_max_weight=lambda: MAX_WEIGHT_ROUNDS * live.greatest_target_tokens * pass_steps,
-            synchronous=synchronous,
-            gradient_wire="float32" if synchronous else averaging.gradient_wire,
-            fragment_wire="float32" if synchronous else averaging.slice_wire,
+            max_weight=MAX_WEIGHT_ROUNDS * signed.manifest.optimizer.target_tokens * _pass_steps(averaging),
+            amended_max_weight=greatest_weight,
+            synchronous=signed.manifest.schedule.kind == "synchronous",
             step_tokens=live.target_tokens,
-            pass_steps=pass_steps,
+        ).with_section(averaging)
+        return replace(config, at_step=lambda step: config.with_section(live.at(step).averaging))
+
+    def with_section(self, averaging: AveragingSection) -> RoundConfig:
+        """Returns the settings with those of a manifest's section [averaging]."""
+        return replace(
+            self,
+            aggregation=averaging.aggregation,
+            round_s=averaging.round_s,
+            gradient_wire="float32" if self.synchronous else averaging.gradient_wire,
+            fragment_wire="float32" if self.synchronous else averaging.slice_wire,
+            pass_steps=_pass_steps(averaging),
             every=averaging.every,
         )
+
+    def of_round(self, shard: Shard) -> RoundConfig:
+        """Returns the settings in force at the step that the shard's round averages."""
+        return self if self.at_step is None else self.at_step(self._averaged_step(shard))
+
+    def _averaged_step(self, shard: Shard) -> int:
+        return shard.round if shard.kind == "gradient" else max(shard.round * self.every - 1, 0)
 
     @property
     def weight_limit(self) -> float:
@@ -163,9 +185,8 @@ class RoundConfig:
 
     def planned_tokens(self, shard: Shard) -> float:
         """Returns over how many tokens all contributions to a shard should be computed together."""
-        if shard.kind == "gradient":
-            return self.step_tokens(shard.round)
-        return self.pass_steps * self.step_tokens(max(shard.round * self.every - 1, 0))
+        tokens = self.step_tokens(self._averaged_step(shard))
+        return tokens if shard.kind == "gradient" else self.of_round(shard).pass_steps * tokens
 
     def believed_weight(self, shard: Shard, reported: float) -> float:
         """Returns a mean's weight in tokens, as its reducer `reported` it: at most MAX_TIMES_TARGET * the planned."""
@@ -174,6 +195,10 @@ class RoundConfig:
     def dither_label(self, shard: Shard) -> str:
         """Returns the seed of the shard's dither (random rounding), the same at all members of the round."""
         return f"{self.run}\0{shard.stage}\0{shard.wire_kind}\0{shard.round}\0{shard.position}"
+
+
+def _pass_steps(averaging: AveragingSection) -> int:
+    return averaging.every * fragment_count(averaging.fraction)
 
 
 # --- what a member sends, and a reducer answers
@@ -260,9 +285,12 @@ class ShardCodec:
 
     def format_of(self, shard: Shard) -> NumberFormatName:
         """Returns the format in which this peer now sends the shard's values, as member and as reducer."""
+        config = self.config.of_round(shard)
         if shard.kind == "fragment":
-            return self.config.fragment_wire
-        wire = self._gradient_formats.get(shard.stage, self.config.gradient_wire)
+            return config.fragment_wire
+        chosen = self._gradient_formats.get(shard.stage, config.gradient_wire)
+        # What was chosen for an earlier step may be more than an amendment allows at this one.
+        wire = min(chosen, config.gradient_wire, key=NUMBER_FORMAT_NAMES.index)
         return "int8" if wire in NORMAL_BITS and shard.round < INT8_ROUNDS else wire
 
     def encode(self, shard: Shard, values: Tensor, wire: NumberFormatName) -> EncodedShard:
@@ -385,7 +413,7 @@ class ShardCodec:
         center: see `aggregate`. Returns None, and changes nothing, when every weight is 0 or the mean is not finite.
         """
         exact = self.config.synchronous
-        aggregation = "mean" if exact else self.config.aggregation
+        aggregation = "mean" if exact else self.config.of_round(shard).aggregation
         usual_length = self._bounds[shard.region].usual * math.sqrt(len(values[0])) if exact else 0.0
         mean = aggregate(values, weights, aggregation, center=center, exact=exact, usual_length=usual_length)
         if mean is None:

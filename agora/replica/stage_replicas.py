@@ -17,13 +17,12 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
 from agora_protocol.manifest_sections import PREDICTED_FACTOR
-from agora_protocol.parts import fragment_count
 
 from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time, time_with_suspend
 from agora.core.live_manifest import LiveManifest
 from agora.core.step_instructions import StepInstructions
-from agora.core.step_schedule import ALL_REDUCE
+from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule
 from agora.observe import events
 from agora.replica.all_reduce import AllReduce
 from agora.replica.background import start_reported
@@ -92,9 +91,6 @@ class StageReplicas:
         self._report = report
         self._report_violation = report_violation
         self._averaging = manifest.averaging
-        # The fraction of a share that may begin before the awaited mean is applied: the same fraction of a step that
-        # may be in flight where means come late.
-        self._ahead_fraction = min(1.0, PREDICTED_FACTOR * manifest.schedule.staleness)
         self._settings = StepSettings.from_manifest(live.at(worker.progress_of(stage).open_step))
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
@@ -139,7 +135,7 @@ class StageReplicas:
         codec = ShardCodec(RoundConfig.from_manifest(signed, me, live))
         self.sync_choice = SyncChoice(
             stage,
-            manifest,
+            live,
             codec,
             uplinks=self._uplinks,
             uplink_bytes_per_s=swarm.uplink_bytes_per_s,
@@ -158,7 +154,7 @@ class StageReplicas:
         self._fragment_syncs = FragmentSyncs(
             stage,
             self._averaging.every,
-            fragment_count(self._averaging.fraction),
+            lambda: SyncChangeRule.of_run(live).most_fragments,
             worker,
             self.all_reduce,
             self.round_contexts.division_of,
@@ -199,7 +195,10 @@ class StageReplicas:
         if self.counts().open_step > step:
             self.pacing.on_share_closed(now)
         self.sync_choice.choose_compression(
-            len(self.round_contexts.members()), self.pacing.expected_s or None, is_inner=self._takes_inner_step_now()
+            step,
+            len(self.round_contexts.members()),
+            self.pacing.expected_s or None,
+            is_inner=self._takes_inner_step_now(),
         )
         self._notice_change(step)
         self.sync_choice.update_wish(self._sync_schedule.fragments_at(step))
@@ -454,7 +453,12 @@ class StageReplicas:
 
     def _tokens_ahead(self) -> int:
         # At weights that are not predicted it would cost too much loss (docs/notes/averaging.md).
-        return self.pacing.tokens_ahead(self._ahead_fraction) if self._worker.predicts_weights else 0
+        if not self._worker.predicts_weights:
+            return 0
+        # The fraction of a share that may begin before the awaited mean is applied: the same fraction of a step that
+        # may be in flight where means come late.
+        staleness = self._live_manifest.at(self._progress().open_step).schedule.staleness
+        return self.pacing.tokens_ahead(min(1.0, PREDICTED_FACTOR * staleness))
 
     def _origins_wait(self) -> bool:
         if self._settings.synchronous or self._takes_inner_step_now():

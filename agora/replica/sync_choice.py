@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from agora_protocol.manifest import Manifest
 
 from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import ALL_REDUCE, SyncChangeRule
 from agora.observe import events
 from agora.replica.shard_codec import ShardCodec
@@ -30,7 +31,7 @@ class SyncChoice:
     def __init__(
         self,
         stage: int,
-        manifest: Manifest,
+        live: LiveManifest,
         codec: ShardCodec,
         *,
         uplinks: Callable[[], Sequence[ReplicaUplink]],
@@ -43,9 +44,9 @@ class SyncChoice:
         replicated_numel: elements of this peer's stages that have replicas, which share its uplink.
         """
         self._stage = stage
-        self._averaging = manifest.averaging
-        self._synchronous = manifest.schedule.kind == "synchronous"
-        self._change_rule = SyncChangeRule.from_manifest(manifest)
+        self._live_manifest = live
+        self._synchronous = live.core.schedule.kind == "synchronous"
+        self._follow(live.core)
         self._codec = codec
         self._uplinks = uplinks
         self._uplink_bytes_per_s = uplink_bytes_per_s
@@ -55,8 +56,11 @@ class SyncChoice:
         self._wish = Wish(since=loop_time())
         self.compression = GradientCompression("float32" if self._synchronous else self._averaging.gradient_wire, "")
 
-    def choose_compression(self, replicas: int, step_s: float | None, *, is_inner: bool) -> None:
-        """Chooses what gradients are sent as, after each step. step_s: seconds of a step; None: not known."""
+    def choose_compression(self, step: int, replicas: int, step_s: float | None, *, is_inner: bool) -> None:
+        """Chooses what gradients are sent as, after each step. step: how many were taken. step_s: seconds of a step;
+        None: not known.
+        """
+        self._follow(self._live_manifest.at(step))
         if self._synchronous:
             return
         self._uplink = self._uplink.after_step(self._uplink_bytes_per_s())
@@ -71,6 +75,10 @@ class SyncChoice:
             self._report(events.GradientWireChosen(self._stage, chosen.name, chosen.reason))
         self.compression = chosen
         self._codec.send_gradients_as(self._stage, chosen.name)
+
+    def _follow(self, manifest: Manifest) -> None:
+        self._averaging = manifest.averaging
+        self._change_rule = SyncChangeRule.from_manifest(manifest)
 
     def fragments_to_ask_for(self, present: int) -> int:
         """Returns in how many fragments, or ALL_REDUCE, this replica as a reducer asks the stage to agree later."""

@@ -9,8 +9,9 @@ from typing import Final, NamedTuple
 
 from agora_protocol.codec_names import NUMBER_FORMAT_NAMES, NumberFormatName
 from agora_protocol.limits import QUANTISER_BLOCK
+from agora_protocol.parts import MIN_FRAGMENTS
 
-from agora.core.step_schedule import ALL_REDUCE, MIN_FRAGMENTS
+from agora.core.step_schedule import ALL_REDUCE
 
 # Replicas that count less than this fraction of all tokens per second may have slower uplinks than all-reduces need.
 MAX_SLOW_FRACTION: Final = 0.25
@@ -89,7 +90,9 @@ def choose_fragment_count(present: int, uplinks: Sequence[ReplicaUplink], most_f
         return ALL_REDUCE if len(uplinks) > 1 else present, reason
     wanted = most_fragments if carried == 0 else min(math.ceil(NEEDED_BYTES / carried), most_fragments)
     wanted = max(wanted, MIN_FRAGMENTS)
-    is_near = present != ALL_REDUCE and present / CHANGE_FACTOR < wanted < present * CHANGE_FACTOR
+    # More than the most is near nothing: an amendment has lowered it.
+    may_stay = present != ALL_REDUCE and present <= most_fragments
+    is_near = may_stay and present / CHANGE_FACTOR < wanted < present * CHANGE_FACTOR
     return present if is_near else wanted, reason
 
 

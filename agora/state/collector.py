@@ -15,10 +15,10 @@ from typing import Final
 
 from agora_protocol.errors import Busy, DiskError, LocalError, Unavailable
 from agora_protocol.ids import PeerId
-from agora_protocol.manifest import Manifest
 
 from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import SyncChangeRule
 from agora.core.tasks import run_in_thread
 from agora.state.export_tensors import SOURCE_BYTES, StageFile
@@ -43,7 +43,7 @@ class StageCollector:
 
     def __init__(
         self,
-        manifest: Manifest,
+        live: LiveManifest,
         folder: Path,
         layouts: Callable[[], Sequence[Layout]],
         stages: StageStates,
@@ -55,8 +55,8 @@ class StageCollector:
 
         serving: returns the peers that serve a stage, with their claimed steps.
         """
-        self._run = manifest.run_id
-        self._change_rule = SyncChangeRule.from_manifest(manifest)
+        self._run = live.core.run_id
+        self._live_manifest = live
         self._folder = folder
         self._layouts = layouts
         self._stages = stages
@@ -148,7 +148,7 @@ class StageCollector:
             stage,
             layout,
             self._report_violation,
-            self._change_rule,
+            SyncChangeRule.of_run(self._live_manifest),
             highest_plausible_step=lambda: plausibility_bound(self._serving(stage).values(), LAG_LIMIT),
         )
         asked: set[PeerId] = set()  # peers that come while the others fail are asked as well, and nobody twice

@@ -14,6 +14,7 @@ from agora_protocol.messages import GetChunk, GetSketches, GetState
 
 from agora.core.calls import PeerCaller, Reply
 from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import SyncChangeRule
 from agora.core.tasks import run_in_thread
 from agora.observe import events
@@ -102,18 +103,17 @@ class StateKeeper:
         report_violation: ReportViolation,
         on_written: Callable[[int, int], None] = lambda stage, step: None,
         make_room: Callable[[int, int], None] = lambda stage, nbytes: None,
-        total_steps: Callable[[], int] | None = None,
+        live: LiveManifest | None = None,
     ) -> None:
         """folder: below it lie the checkpoints. on_written(stage, step): called after each checkpoint was written.
 
         make_room(stage, nbytes): called in a thread before one is written; raises DiskError when there is no room.
-        total_steps: returns after how many steps the run ends; None: as the manifest says.
+        live: the manifest in force at each step; None: the signed one at every step.
         """
-        self._total_steps = total_steps or (lambda: manifest.optimizer.total_steps)
+        self._live_manifest = live or LiveManifest(manifest)
         self._make_room = make_room
         self._on_written = on_written
         self._run_id = manifest.run_id
-        self._manifest = manifest
         self._folder = folder
         self._stages = stages
         self._holders = holders
@@ -229,7 +229,7 @@ class StateKeeper:
             stage,
             self._stages.layout(stage),
             self._report_violation,
-            SyncChangeRule.from_manifest(self._manifest),
+            SyncChangeRule.of_run(self._live_manifest),
             highest_plausible_step=lambda: self._highest_plausible_step(stage),
         )
         at_least = rules.lowest_step_to_fetch(at_least, self._offers(stage).values())
@@ -308,8 +308,8 @@ class StateKeeper:
         It does not wait. Call it after each step. The checkpoint is of the step that the stage has reached when `run`
         writes it.
         """
-        last, end = self._checkpoint_steps.get(stage, 0), self._total_steps()
-        if rules.is_checkpoint_due(step, self._manifest.checkpoint.every, last) or step >= end > last:
+        last, end = self._checkpoint_steps.get(stage, 0), self._live_manifest.total_steps
+        if rules.is_checkpoint_due(step, self._live_manifest.at(step).checkpoint.every, last) or step >= end > last:
             self._checkpoint_steps[stage] = step
             self._due_stages.add(stage)
             self._wake.set()
@@ -329,13 +329,13 @@ class StateKeeper:
             await self._write(stage)
 
     async def _write(self, stage: int) -> None:
-        keep = self._manifest.checkpoint.keep
         folder, run, started_at = self._folder, self._run_id, loop_time()
         try:
             async with self._writing:
                 state = await self._stages.export_state(stage)
                 await run_in_thread(lambda: self._make_room(stage, state.layout.nbytes))
-                end = self._total_steps()
+                keep = self._live_manifest.at(state.step).checkpoint.keep
+                end = self._live_manifest.total_steps
                 await run_in_thread(lambda: write_checkpoint(folder, run, state, keep=keep, end_step=end))
         except DiskError as error:
             self._report(events.DiskTrouble(str(self._folder), str(error)))

@@ -45,9 +45,7 @@ class OuterOptimizer:
     The outer parameters start as a copy of the weights, the velocity as zeros. The weights are never changed here.
     """
 
-    def __init__(self, section: AveragingSection, layout: Layout, weights: Tensor) -> None:
-        self._rate = section.outer_rate
-        self._momentum_of_step = section.outer_momentum
+    def __init__(self, layout: Layout, weights: Tensor) -> None:
         self._layout = layout
         self.moments: Mapping[str, Tensor] = {
             OUTER_PARAMETERS: weights.to("cpu", copy=True),
@@ -62,10 +60,17 @@ class OuterOptimizer:
         return self._blocks_of(OUTER_PARAMETERS)[blocks].flatten() - snapshot
 
     def prepare(
-        self, blocks: Tensor, snapshot: Tensor, mean: Tensor, has_mean: tuple[bool, ...], pass_steps: int
+        self,
+        section: AveragingSection,
+        blocks: Tensor,
+        snapshot: Tensor,
+        mean: Tensor,
+        has_mean: tuple[bool, ...],
+        pass_steps: int,
     ) -> OuterStep:
         """Returns the step of outer parameters and velocity in `blocks` along `mean`; changes nothing.
 
+        section: has the outer rate and momentum.
         snapshot, mean: float32 [n]. has_mean: for each shard of shard_elements(n) elements, whether the round gave a
         mean; where it did not, nothing changes. pass_steps: in which every fragment is synced once. Raises
         ProtocolError for a mean of another shape or dtype, and when the change of the weights is not finite.
@@ -74,7 +79,7 @@ class OuterOptimizer:
             raise ProtocolError(
                 "bad-tensor", f"{mean.dtype} {tuple(mean.shape)} is not a fragment of {len(blocks)} blocks."
             )
-        momentum = min(self._momentum_of_step * pass_steps, MAX_MOMENTUM)
+        momentum = min(section.outer_momentum * pass_steps, MAX_MOMENTUM)
         blocks_of_part = shard_elements(len(mean)) // SLICE_BLOCK
         block_has_mean = torch.tensor(has_mean, dtype=torch.bool).repeat_interleave(blocks_of_part)
         moves = block_has_mean[: len(blocks), None]
@@ -82,7 +87,7 @@ class OuterOptimizer:
         velocity = self._blocks_of(VELOCITY)[blocks]
         mean = mean.view(-1, SLICE_BLOCK)
         new_velocity = momentum * velocity + mean
-        new_outer = outer - self._rate * (mean + momentum * new_velocity)
+        new_outer = outer - section.outer_rate * (mean + momentum * new_velocity)
         change = torch.where(moves, new_outer - snapshot.view(-1, SLICE_BLOCK), 0.0).flatten()
         if not bool(change.isfinite().all()):
             raise ProtocolError("bad-tensor", "The weights that a round gives would not be finite.")

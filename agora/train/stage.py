@@ -125,8 +125,6 @@ class Stage:
             section_at=lambda step: live.at(step).optimizer,
         )
         self.layout = self.optimizer.layout
-        self._averaging = manifest.averaging
-        self._change_rule = SyncChangeRule.from_manifest(manifest)
         self.sync_schedule = first_sync_schedule(manifest)
         # During inner steps, the outer parameters and what moves them; None during all-reduces.
         self.outer: OuterOptimizer | None = self._new_outer() if self.sync_schedule.is_inner(0) else None
@@ -367,17 +365,22 @@ class Stage:
             if result is None:
                 raise ProtocolError("bad-tensor", f"The mean gradient of stage {self.number} is not finite.")
         totals = self._closed_shares.popleft().totals if self._closed_shares else SumTotals()
-        self.sync_schedule = self._change_rule.after_all_reduce(self.sync_schedule, step, wanted_fragments)
+        self.sync_schedule = self._change_rule_at(step).after_all_reduce(self.sync_schedule, step, wanted_fragments)
         self._count_step(totals, result, tokens or None, checksum)
 
     def _record_fragment_sync(self, step: int, checksum: int, wanted_fragments: int) -> None:
         amended = self._live_manifest.hash_at(step - 1)
         self._history = extend_history(self._history, step, checksum, last=self.progress.agreed_step, amended=amended)
-        self.sync_schedule = self._change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
+        self.sync_schedule = self._change_rule_at(step - 1).after_fragment_sync(
+            self.sync_schedule, step, wanted_fragments
+        )
         self._update_progress()
 
+    def _change_rule_at(self, step: int) -> SyncChangeRule:
+        return SyncChangeRule.from_manifest(self._live_manifest.at(step))
+
     def _new_outer(self) -> OuterOptimizer:
-        return OuterOptimizer(self._averaging, self.layout, self.weights.current.flat)
+        return OuterOptimizer(self.layout, self.weights.current.flat)
 
     def _reserve_outer(self, step: int) -> None:
         # Called before the step that makes `step` the next one: a step that is taken must not lack memory for the rest.
@@ -516,8 +519,9 @@ class Stage:
             self.outer.restart(rows, snapshot)
         else:
             mean, has_mean = averaged
-            pass_steps = self._averaging.every * self.sync_schedule.fragments_at(step - 1)
-            outer_step = self.outer.prepare(rows, snapshot, mean, has_mean, pass_steps)
+            averaging = self._live_manifest.at(step - 1).averaging
+            pass_steps = averaging.every * self.sync_schedule.fragments_at(step - 1)
+            outer_step = self.outer.prepare(averaging, rows, snapshot, mean, has_mean, pass_steps)
             change = outer_step.change.to(self.gradient_sum.flat.device)
             numbers = self._block_numbers(blocks)
             decided = bytes(has_mean) + wanted_fragments.to_bytes(2, "big")

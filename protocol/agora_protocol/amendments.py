@@ -18,13 +18,15 @@ from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import MAX_AMENDMENT_BYTES, MAX_AMENDMENTS, MAX_CHANGES_BYTES, MAX_PROOF_BYTES
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_errors import suggest
+from agora_protocol.manifest_sections import ALL_STEPS
 from agora_protocol.packing import pack_canonical, unpack
+from agora_protocol.parts import MIN_FRAGMENTS, fragment_count
 from agora_protocol.tickets import MAX_UNIX, open_sealed, seal
 
 AMENDMENT_TAG: Final = b"agora amendment 1\0"
 # Steps from the one that the signer knows of to the first one that an amendment may be of: it has to reach everybody.
 NOTICE: Final = 20
-# What an amendment may change. Everything else is the core of the manifest, which holds for the life of the run.
+# What an amendment may change. Everything else is the core of the manifest, which holds for the life of the run: CORE.
 AMENDABLE: Final = (
     "optimizer.learning_rate",
     "optimizer.warmup_steps",
@@ -32,9 +34,40 @@ AMENDABLE: Final = (
     "optimizer.minimum_ratio",
     "optimizer.target_tokens",
     "data.weights",
+    "schedule.staleness",
+    "averaging.gradient_wire",
+    "averaging.slice_wire",
+    "averaging.share_of_uplink",
+    "averaging.aggregation",
+    "averaging.round_s",
+    "averaging.fraction",
+    "averaging.outer_rate",
+    "averaging.outer_momentum",
+    "checkpoint.every",
+    "checkpoint.keep",
     "admission.oldest_version",
     "admission.oldest_version_from",
 )
+# Why the rest cannot be amended, by key or section. A key goes before its section.
+CORE: Final[Mapping[str, str]] = {
+    "name": "the run's id follows from it",
+    "seed": "the first weights and the held-out part follow from it",
+    "founder": "whoever signs amendments is judged by it",
+    "model": "weights, checkpoints and messages have the shapes that it gives",
+    "stages": "weights, checkpoints and messages have the shapes that it gives",
+    "boundary": "microbatches are on their way at every moment, and do not say how they are encoded",
+    "optimizer": "the moments of every replica were gathered by it, and are updated by what a stage was loaded with",
+    "schedule.kind": "whether stages wait for one another is one for the whole run, and stages are never at one step",
+    "schedule.microbatch": "microbatches of its shape are on their way at every moment",
+    "schedule.least_replicas": "a run that waits for replicas comes to no step at which this could be taken back",
+    "schedule": "each peer divides its memory by it when it loads a stage",
+    "averaging.exact_steps": "where a stage is between all-reduces and inner steps is a part of its state",
+    "averaging.local_steps": "where a stage is between all-reduces and inner steps is a part of its state",
+    "averaging.every": "the rounds of fragments are numbered by it, also in states and checkpoints",
+    "data": "what is trained on and what is held out is drawn from all of it",
+    "objective": "losses, marks and references of microbatches on their way are those of one objective",
+    "admission": "it decides who is in the run before amendments are known",
+}
 
 
 class Amendment(Structure):
@@ -125,10 +158,20 @@ def check_key(key: str) -> None:
         return
     if _is_key(key):
         raise AmendmentError(
-            f"{key[:60]} belongs to the core of the manifest, which holds for the life of the run; an amendment may "
-            f"change {', '.join(AMENDABLE)}, anything else needs a new run."
+            f"{key[:60]} belongs to the core of the manifest, which holds for the life of the run: {_why_core(key)}; "
+            f"start a new run to change it.{_may_change(key)}"
         )
     raise AmendmentError(f"There is no key {key[:60]!r} in a manifest; {suggest(key, AMENDABLE)}")
+
+
+def _may_change(key: str) -> str:
+    section = key.partition(".")[0]
+    changeable = [known for known in AMENDABLE if known.startswith(f"{section}.")]
+    return f" Of [{section}] an amendment may change {', '.join(changeable)}." if changeable else ""
+
+
+def _why_core(key: str) -> str:
+    return CORE[key] if key in CORE else CORE[key.partition(".")[0]]
 
 
 def check_follows(amendment: Amendment, core: Manifest, before: Sequence[Amendment]) -> None:
@@ -161,10 +204,26 @@ def check_follows(amendment: Amendment, core: Manifest, before: Sequence[Amendme
         amended = manifest_at(core, [*before, amendment], amendment.from_step)
     except ManifestError as error:
         raise AmendmentError(f"These values do not fit the run: {error}") from None
+    if amended.averaging.fraction != core.averaging.fraction:
+        _check_fraction(core, amended)
     if amended.optimizer.total_steps < amendment.from_step:
         raise AmendmentError(
             f"The run would have ended after {amended.optimizer.total_steps} steps, before step {amendment.from_step}; "
             "use more optimizer.total_steps, or an earlier --from-step."
+        )
+
+
+def _check_fraction(core: Manifest, amended: Manifest) -> None:
+    if core.exact_steps < ALL_STEPS or core.averaging.local_steps == "never" or core.schedule.kind == "synchronous":
+        raise AmendmentError(
+            "averaging.fraction can be amended only where stages change to inner steps by themselves (all steps exact, "
+            "and averaging.local_steps auto); in this run the number of fragments is a part of every replica's state."
+        )
+    if fragment_count(max(core.averaging.fraction, amended.averaging.fraction)) < MIN_FRAGMENTS:
+        raise AmendmentError(
+            f"averaging.fraction {amended.averaging.fraction}, after {core.averaging.fraction}: with fewer than "
+            f"{MIN_FRAGMENTS} fragments a stage cannot change between all-reduces and inner steps; use at most "
+            f"{1 / MIN_FRAGMENTS}, in a run that was founded with no more."
         )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from agora_protocol.limits import MAX_PART_ELEMENTS, MAX_SMALL_PARTS, PART_ELEMENTS
+
+# Minimum number of fragments: as one fragment inner steps would send as much as all-reduces, and learn less.
+MIN_FRAGMENTS: Final = 2
 
 
 def fragment_count(fraction: float) -> int:

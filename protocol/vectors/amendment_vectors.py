@@ -1,4 +1,4 @@
-"""The vectors of amendments: a chain of three, what the manifest is at some steps, what is refused; for `make.py`."""
+"""The vectors of amendments: a chain of four, what the manifest is at some steps, what is refused; for `make.py`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,26 @@ from agora_protocol.packing import pack_canonical
 from agora_protocol.tickets import TICKET_TAG
 from ticket_vectors import proofs
 
-STEPS = (0, 99, 100, 159, 160, 2000)
+STEPS = (0, 99, 100, 159, 160, 199, 200, 2000)
+
+AGREEMENT = {
+    "averaging.aggregation": "clip",
+    "averaging.fraction": 0.1,
+    "averaging.gradient_wire": "normal3",
+    "checkpoint.every": 50,
+    "schedule.staleness": 0.25,
+}
 
 
 def chain(signed: SignedManifest, founder: Identity, other: Identity, now_unix: int) -> list[bytes]:
-    """Returns a chain of sealed amendments: two of the founder, then one of a delegate."""
+    """Returns a chain of sealed amendments: two of the founder, one of a delegate, and another of the founder."""
     proof = proofs(signed.run_id, founder, other, now_unix + 86_400)["delegate"]
     previous, sealed = bytes.fromhex(signed.run_id), list[bytes]()
     for issuer, signed_step, from_step, values in (
         (founder, 40, 100, {"optimizer.learning_rate": 0.001, "optimizer.total_steps": 4000}),
         (founder, 120, 160, {"optimizer.target_tokens": 32_768}),
         (other, 121, 160, {"optimizer.minimum_ratio": 0.0, "optimizer.warmup_steps": 10}),
+        (founder, 130, 200, AGREEMENT),
     ):
         number, shown = len(sealed) + 1, proof if issuer is other else b""
         changes = pack_canonical(values)

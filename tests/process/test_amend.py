@@ -148,7 +148,7 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
         (texts / name).write_bytes(random.integers(97, 97 + letters, 200_000).astype(np.uint8).tobytes())
     data, changed = (
         {"corpus": ["noise.txt", "letters.txt"], "weights": [1.0, 0.0]},
-        CHANGED | {"data.weights": [0.0, 1.0]},
+        CHANGED | {"data.weights": [0.0, 1.0], "averaging.gradient_wire": "normal4"},
     )
     flags = ["--allow-files", "--data", str(texts)]
     with swarm(tmp_path, run_manifest(data=data)) as made:
@@ -191,6 +191,22 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
             (only,) = listed(made, capsys, daemon.name)
             assert only["in_force"] and only["changes"] == named(changed)
             assert daemon.ask("status")["amendments"][0]["number"] == 1
+        made.stop()
+
+
+def test_origins_keep_more_in_flight_from_the_step_on_at_which_staleness_is_amended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with swarm(tmp_path, run_manifest(schedule={"staleness": 0.01, "max_in_flight": 0})) as made:
+        founder, _ = (made.start(name, stage) for name, stage in zip(NAMES, "01", strict=True))
+
+        def is_limited() -> bool:
+            return "by schedule.staleness" in str(founder.ask("report")["credit"])
+
+        made.until(lambda: last_step(founder) >= 5 and is_limited(), "a window that staleness limits")
+        step = founder.ask("amendments")["step"] + AHEAD
+        amend(made, capsys, step, {"schedule.staleness": 8.0})
+        made.until(lambda: last_step(founder) >= step + 1 and not is_limited(), "a window without that limit")
         made.stop()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from agora_protocol.amendments import (
     open_amendment,
     seal_amendment,
     with_changes,
+)
+from agora_protocol.amendments import (
+    CORE as CORE_REASONS,
 )
 from agora_protocol.errors import AmendmentError, ManifestError, ProtocolError
 from agora_protocol.identity import Identity
@@ -124,6 +128,48 @@ def test_amended_values_change_nothing_but_themselves_whatever_chain_there_is() 
 def test_a_key_that_cannot_be_amended_says_why(key: str, says: str) -> None:
     with pytest.raises(AmendmentError, match=says):
         check_key(key)
+
+
+def test_every_other_key_of_a_manifest_is_refused_with_a_reason_of_its_own() -> None:
+    whole = CORE.model_dump()
+    keys = [f"{name}.{key}" for name, values in whole.items() if isinstance(values, dict) for key in values]
+    for key in (*keys, "name", "seed", "founder"):
+        if key in AMENDABLE:
+            continue
+        reason = CORE_REASONS.get(key) or CORE_REASONS[key.partition(".")[0]]
+        with pytest.raises(AmendmentError, match=re.escape(f"{key} belongs to the core")) as caught:
+            check_key(key)
+        assert reason in str(caught.value)
+    assert "Of [averaging] an amendment may change averaging.gradient_wire, " in refusal_of("averaging.every")
+    assert "an amendment may change" not in refusal_of("objective.kind")
+
+
+def refusal_of(key: str) -> str:
+    with pytest.raises(AmendmentError) as caught:
+        check_key(key)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("averaging", "fraction", "says"),
+    [
+        ({}, 0.02, None),
+        ({}, 1.0, "with fewer than 2 fragments"),
+        ({"fraction": 1.0}, 0.1, "with fewer than 2 fragments"),
+        ({"exact_steps": 0}, 0.1, "a part of every replica's state"),
+        ({"local_steps": "never"}, 0.1, "a part of every replica's state"),
+    ],
+)
+def test_the_number_of_fragments_is_amended_where_it_is_voted_on(
+    averaging: dict[str, Any], fraction: float, says: str | None
+) -> None:
+    core = CORE.with_values(averaging=averaging)
+    made = amendment({"averaging.fraction": fraction})
+    if says is None:
+        check_follows(made, core, [])
+        return
+    with pytest.raises(AmendmentError, match=says):
+        check_follows(made, core, [])
 
 
 def test_every_amendable_key_is_one_of_the_manifest() -> None:

@@ -93,7 +93,7 @@ def test_amendments(vectors: Vectors, make_script: ModuleType) -> None:
     assert core.canonical() == vector["core"]
     for it in vector["manifests"]:
         assert manifest_at(core, chain, it["step"]).canonical() == it["canonical"]
-    assert len({it["canonical"] for it in vector["manifests"]}) == 3
+    assert len({it["canonical"] for it in vector["manifests"]}) == 4
 
 
 def test_records(vectors: Vectors, make_script: ModuleType) -> None:

@@ -51,8 +51,7 @@ class FakeStage:
         self.manifest = manifest
         self.live = LiveManifest(manifest)
         self.sync_schedule = first_sync_schedule(manifest)
-        self.change_rule = SyncChangeRule.from_manifest(manifest)
-        self.outer = OuterOptimizer(manifest.averaging, LAYOUT, torch.zeros(NUMEL))
+        self.outer = OuterOptimizer(LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
         self.history = {0: INITIAL_HASH}
@@ -136,7 +135,7 @@ class FakeStage:
         if not was_local:
             checksum, amended = hash_of(gradient.numpy().data), self.live.hash_at(self.step - 1)
             self.history = extend_history(self.history, self.step, checksum, amended=amended)
-            self.outer = OuterOptimizer(self.manifest.averaging, LAYOUT, self.weights)
+            self.outer = OuterOptimizer(LAYOUT, self.weights)
         elif not self.sync_schedule.is_inner(self.step):
             self.history = {self.step: hash_of(self.weights.numpy().data)}
         self._tell(own_tokens)
@@ -161,15 +160,18 @@ class FakeStage:
             self.outer.restart(rows, snapshot)
             checksum = hash_of(snapshot.numpy().data)
         else:
-            pass_steps = self.manifest.averaging.every * self.sync_schedule.fragments_at(step - 1)
+            averaging = self.live.at(step - 1).averaging
+            pass_steps = averaging.every * self.sync_schedule.fragments_at(step - 1)
             mean, has_mean = averaged
-            outer_step = self.outer.prepare(rows, snapshot, mean, has_mean, pass_steps)
+            outer_step = self.outer.prepare(averaging, rows, snapshot, mean, has_mean, pass_steps)
             self.outer.take(outer_step)
             self.weights = self.weights.clone()
             self.weights.view(-1, SLICE_BLOCK)[rows] += outer_step.change.view(-1, SLICE_BLOCK)
             checksum = hash_of(mean.numpy().data, bytes([*has_mean, wanted_fragments]))
-        self.history = extend_history(self.history, step, checksum, last=self.agreed_step)
-        self.sync_schedule = self.change_rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
+        amended = self.live.hash_at(step - 1)
+        self.history = extend_history(self.history, step, checksum, last=self.agreed_step, amended=amended)
+        rule = SyncChangeRule.from_manifest(self.live.at(step - 1))
+        self.sync_schedule = rule.after_fragment_sync(self.sync_schedule, step, wanted_fragments)
 
     async def catch_up(self, stage: int, step: int) -> None:
         """As train.Stage."""
@@ -193,7 +195,8 @@ class FakeStage:
         self, stage: int, step: int, mean_gradient: torch.Tensor, tokens: int, wanted_fragments: int
     ) -> None:
         assert self.step == step
-        self.sync_schedule = self.change_rule.after_all_reduce(self.sync_schedule, step, wanted_fragments)
+        rule = SyncChangeRule.from_manifest(self.live.at(step))
+        self.sync_schedule = rule.after_all_reduce(self.sync_schedule, step, wanted_fragments)
         self._step(mean_gradient, self.share.tokens if self.share else 0)
 
 

@@ -301,7 +301,7 @@ class SlowRounds(AllReduce):
 
 
 def syncs_of(stages: Stages, rounds: SlowRounds, every: int = 1, report: Report = lambda event: None) -> FragmentSyncs:
-    return FragmentSyncs(0, every, 4, cast(Any, stages), rounds, rounds.division_of, report)
+    return FragmentSyncs(0, every, lambda: 4, cast(Any, stages), rounds, rounds.division_of, report)
 
 
 def slow_world(seconds: dict[int, float], every: int = 1) -> tuple[FragmentSyncs, Stages, SlowRounds]:

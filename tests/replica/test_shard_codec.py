@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from agora_protocol.errors import PeerFailed, ProtocolError
 from agora_protocol.limits import QUANTISER_BLOCK
+from agora_protocol.manifest import SignedManifest
 from agora_protocol.messages import Recall, Recalled
 from agora_protocol.tensors import WireTensor
 
+from agora.core.live_manifest import LiveManifest
 from agora.observe.events import RoundDone
 from agora.replica.number_formats import NORMAL_BITS, NumberFormat
 from agora.replica.reducers import reducers_of
@@ -26,6 +29,8 @@ from agora.replica.shard_codec import (
     WeightedValues,
 )
 from tests.replica.world import RUN, Member, World, identities
+from tests.train.support import small_manifest
+from tests.train.test_amended_steps import FOUNDER, amendment
 from tests.virtual_time import run
 
 SIZE = 5 * QUANTISER_BLOCK + 7
@@ -51,6 +56,39 @@ def gradient(number: int, scale: float = 1e-4) -> torch.Tensor:
 
 
 # --- the codec
+
+
+def amended(values: dict[str, Any], from_step: int, **averaging: Any) -> ShardCodec:
+    core = small_manifest(averaging={"exact_steps": 0, "every": 2, "fraction": 0.25, **averaging})
+    signed = SignedManifest.sign(core, FOUNDER)
+    live = LiveManifest(core, [amendment(core, values, from_step)])
+    return ShardCodec(RoundConfig.from_manifest(signed, identities(1)[0], live))
+
+
+def test_rounds_are_sent_as_the_manifest_at_their_step_says_whatever_was_chosen_before() -> None:
+    codec = amended({"averaging.gradient_wire": "normal3", "averaging.slice_wire": "int8"}, 40, gradient_wire="bf16")
+    assert [codec.format_of(part(number)) for number in (39, 40)] == ["bf16", "normal3"]
+    # Sync r averages what the steps up to number 2 r - 1 have learnt.
+    assert [codec.format_of(fragment_shard(number)) for number in (20, 21)] == ["normal2", "int8"]
+    codec.send_gradients_as(0, "int8")
+    assert [codec.format_of(part(number)) for number in (39, 40)] == ["int8", "normal3"]
+    codec.send_gradients_as(0, "normal2")
+    assert [codec.format_of(part(number)) for number in (39, 40)] == ["normal2", "normal2"], "it is at most that"
+
+
+def test_the_reducer_averages_by_the_rule_in_force_at_the_rounds_step() -> None:
+    codec = amended({"averaging.aggregation": "clip"}, 40, gradient_wire="float32")
+    values = [torch.full((SIZE,), value) for value in (1.0, 1.0, 1.5)]
+    means = [codec.average(part(number), values, [1.0, 1.0, 1.0], None) for number in (39, 40)]
+    assert means[0] is not None and means[1] is not None
+    assert float(means[0].values[0]) == pytest.approx(3.5 / 3) and float(means[1].values[0]) < 1.1
+
+
+def test_a_pass_over_more_fragments_has_more_tokens() -> None:
+    codec = amended({"averaging.fraction": 0.125}, 40)
+    planned = [codec.config.planned_tokens(fragment_shard(number)) for number in (20, 21)]
+    assert planned[1] == 2 * planned[0]
+    assert codec.config.weight_limit == pytest.approx(64 * planned[1])
 
 
 @pytest.mark.parametrize(("name", "lost"), [("normal2", 0.1175), ("normal3", 0.0345), ("normal4", 0.0095)])

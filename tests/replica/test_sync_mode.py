@@ -12,6 +12,7 @@ from agora_protocol.ids import Span
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_sections import ALL_STEPS
 
+from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import (
     ALL_REDUCE,
     MIN_STEPS_BETWEEN,
@@ -36,6 +37,7 @@ from agora.replica.sync_rules import (
 from agora.train.stage import StageProgress
 from tests.replica.group_world import FakeStage, GroupPeer, GroupWorld
 from tests.train.support import small_manifest
+from tests.train.test_amended_steps import amendment
 from tests.virtual_time import run
 
 TARGET = 4096
@@ -117,6 +119,23 @@ def test_the_number_of_fragments_is_what_the_uplinks_carry(present: int, carried
     found, reason = choose_fragment_count(present, uplinks_of(4, carried), 20)
     assert found == wanted
     assert ("never full" in reason) == math.isinf(carried) and (math.isinf(carried) or f"{carried:.2g}" in reason)
+
+
+def test_a_stage_with_more_fragments_than_an_amendment_allows_wants_as_many_as_it_does() -> None:
+    assert choose_fragment_count(20, uplinks_of(4, 0.0), 15)[0] == 15
+    assert choose_fragment_count(15, uplinks_of(4, 0.0), 20)[0] == 15, "a little more is not worth a change"
+
+
+def test_a_change_obeys_the_most_fragments_of_its_step_and_a_state_those_of_any() -> None:
+    core = small_manifest(averaging={"fraction": 0.25})
+    live = LiveManifest(core, [amendment(core, {"averaging.fraction": 0.125}, 30)])
+    before, after = (SyncChangeRule.from_manifest(live.at(step)) for step in (29, 30))
+    assert before.after_all_reduce(ONLY_ALL_REDUCE, 29, 8) == ONLY_ALL_REDUCE
+    changed = after.after_all_reduce(ONLY_ALL_REDUCE, 30, 8)
+    assert changed == SyncSchedule(ALL_REDUCE, 30 + NOTICE_STEPS, 8)
+    assert SyncChangeRule.of_run(live).is_possible(changed, 31)
+    assert SyncChangeRule.of_run(live).is_possible(SyncSchedule(ALL_REDUCE, 10, 4), 31)
+    assert not SyncChangeRule.of_run(LiveManifest(core)).is_possible(changed, 31)
 
 
 def test_a_replica_without_others_keeps_its_inner_steps() -> None:

@@ -17,6 +17,7 @@ from agora_protocol.ids import PeerId, Span
 from agora_protocol.manifest import SignedManifest, preset
 from safetensors import safe_open
 
+from agora.core.live_manifest import LiveManifest
 from agora.model import family_of
 from agora.state import collector
 from agora.state.collector import StageCollector
@@ -81,7 +82,7 @@ class Scene:
         self.add("last", 2)
         self.folder = folder / "run" / "collected"
         self.collector = StageCollector(
-            signed.manifest,
+            LiveManifest(signed.manifest),
             self.folder,
             lambda: [stage_layout(signed.manifest, stage) for stage in range(3)],
             self.held,

@@ -14,10 +14,12 @@ from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import GetState, StateIndex
 
-from agora.state.checkpoint import newest_checkpoint
+from agora.core.live_manifest import LiveManifest
+from agora.state.checkpoint import checkpoint_folders, newest_checkpoint, stage_folder
 from agora.state.keeper import LAST_HOLDER_TIMEOUT_S, SOURCES_TIMEOUT_S, AskSteps, StageHolders, StateKeeper
 from tests.state.world import World
 from tests.train.support import Events, pipeline_of, small_manifest
+from tests.train.test_amended_steps import amendment
 
 ME, *OTHERS = (Identity(bytes([n]) * 32).peer for n in range(1, 6))
 MANIFEST = small_manifest(checkpoint={"every": 10})
@@ -29,12 +31,17 @@ async def ask_nobody(stage: int, peers: Collection[PeerId]) -> dict[PeerId, int]
 
 
 def keeper_of(
-    stages: Any, folder: Path, claims: dict[PeerId, int], world: World | None = None, ask: AskSteps = ask_nobody
+    stages: Any,
+    folder: Path,
+    claims: dict[PeerId, int],
+    world: World | None = None,
+    ask: AskSteps = ask_nobody,
+    live: LiveManifest | None = None,
 ) -> StateKeeper:
     """A keeper of stage 0 where the peers in `claims` serve it and claim to be at these steps."""
     world = world or World()
     holders = StageHolders(ME, lambda _: claims, lambda _: claims, ask)
-    return StateKeeper(MANIFEST, folder, stages, holders, world, Events(), world.report_violation)
+    return StateKeeper(MANIFEST, folder, stages, holders, world, Events(), world.report_violation, live=live)
 
 
 async def given_state(keeper: StateKeeper) -> StateIndex:
@@ -198,3 +205,30 @@ def test_the_wait_for_a_source_that_leaves_during_a_long_transfer_begins_when_it
             assert "fetched step 40" in await filling
 
     asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_checkpoints_are_due_and_kept_as_the_manifest_at_their_step_says(tmp_path: Path) -> None:
+    changed = {"checkpoint.every": 3, "checkpoint.keep": 2, "optimizer.total_steps": 1000}
+    live = LiveManifest(MANIFEST, [amendment(MANIFEST, changed, 20)])
+
+    async def whole() -> None:
+        async with pipeline_of(small_manifest(), ["0"]) as (worker,):
+            keeper = keeper_of(worker, tmp_path, {}, live=live)
+            await keeper.find_checkpoints()
+            await keeper.fill_stages()
+            running = asyncio.create_task(keeper.run())
+            folder = stage_folder(tmp_path, 0)
+            for step in range(10, 30):
+                await worker.load_state(replace(await worker.export_state(0), step=step, agreed_step=step))
+                before = newest_checkpoint(tmp_path, MANIFEST.run_id, 0)
+                keeper.on_stepped(0, step)
+                if step in (10, 20, 21, 24, 27):
+                    while newest_checkpoint(tmp_path, MANIFEST.run_id, 0) == before:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            newest = newest_checkpoint(tmp_path, MANIFEST.run_id, 0)
+            assert newest is not None and newest.step == 27
+            while len(checkpoint_folders(folder)) != 2:  # noqa: ASYNC110 - the others are removed after it was written
+                await asyncio.sleep(0.01)
+            running.cancel()
+
+    asyncio.run(asyncio.wait_for(whole(), 60))

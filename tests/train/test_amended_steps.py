@@ -8,16 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from agora_protocol.amendments import Amendment, SealedAmendment, open_amendment, seal_amendment
 from agora_protocol.identity import Identity
+from agora_protocol.ids import Span
+from agora_protocol.limits import SLICE_BLOCK
 from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.packing import pack_canonical
 
 from agora.core.live_manifest import LiveManifest
+from agora.core.step_schedule import NOTICE_STEPS
 from agora.observe.events import AmendmentInForce, StepTaken
+from agora.state.layout import OUTER_PARAMETERS
 from agora.train.optimizer import learning_rate
+from agora.train.span_trainer import SpanTrainer
 from agora.train.stage import INITIAL_HASH, extend_history
 from tests.train.support import MICROBATCHES, Events, batches_for, pipeline_of, small_manifest, train_step
+from tests.train.test_sync_mode_changes import SLICES, change_to_local, take_local_step
+from tests.train.test_weight_versions import CPU, Bench
 
 FOUNDER = Identity(bytes([1]) * 32)
 FROM_STEP = 3
@@ -110,3 +118,22 @@ def test_a_history_is_extended_by_the_amendment_in_force() -> None:
     assert len({plain[1], amended[1], other[1]}) == 3
     assert plain == extend_history(history, 1, 7)
     assert extend_history({0: 0}, 1, 7, amended=b"a" * 32)[1] == 0, "an unknown one stays unknown"
+
+
+def test_a_fragments_mean_moves_the_outer_parameters_by_the_rate_in_force_at_its_step() -> None:
+    moved = list[float]()
+    for from_step in (NOTICE_STEPS + 1, 100):
+        bench = Bench("keep", averaging={"fraction": 0.25, "outer_rate": 1.0, "outer_momentum": 0.0})
+        manifest = bench.manifest
+        live = LiveManifest(manifest, [amendment(manifest, {"averaging.outer_rate": 0.25}, from_step)])
+        stage = SpanTrainer(manifest, Span(0, 0), CPU, report=Events(), in_flight=8, live=live).stages[0]
+        change_to_local(stage)
+        for _ in range(2):
+            take_local_step(stage, seed=1)
+        blocks = np.array([0])
+        found = stage.outer_gradient(blocks)
+        assert found is not None
+        before = stage.moments[OUTER_PARAMETERS][:SLICE_BLOCK].clone()
+        stage.outer_step(stage.step, blocks, found[1], (torch.ones(SLICE_BLOCK), (True,)), SLICES)
+        moved.append(float((before - stage.moments[OUTER_PARAMETERS][:SLICE_BLOCK]).max()))
+    assert moved == pytest.approx([0.25, 1.0])

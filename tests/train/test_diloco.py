@@ -34,15 +34,16 @@ def take(
     mean: torch.Tensor,
     has_mean: tuple[bool, ...],
     pass_steps: int = PASS_STEPS,
+    section: AveragingSection = SECTION,
 ) -> torch.Tensor:
     """Takes the outer step; returns the change of the weights."""
-    step = outer.prepare(blocks, snapshot, mean, has_mean, pass_steps)
+    step = outer.prepare(section, blocks, snapshot, mean, has_mean, pass_steps)
     outer.take(step)
     return step.change
 
 
 def test_a_fragment_moves_as_nesterov_momentum_has_it_and_no_other_does() -> None:
-    outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
+    outer = OuterOptimizer(LAYOUT, weights_of(0))
     anchor, velocity = weights_of(0), torch.zeros(NUMEL)
     blocks = torch.tensor([1, 4, 7])
     for number in range(1, 4):
@@ -59,7 +60,7 @@ def test_a_fragment_moves_as_nesterov_momentum_has_it_and_no_other_does() -> Non
 
 
 def test_a_part_without_a_mean_stays_with_its_weights() -> None:
-    outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
+    outer = OuterOptimizer(LAYOUT, weights_of(0))
     blocks = torch.arange(BLOCKS)
     moved = take(outer, blocks, weights_of(1), weights_of(2), (True, False))
     assert bool(moved[:PART_ELEMENTS].any()) and not moved[PART_ELEMENTS:].any()
@@ -71,7 +72,7 @@ def test_a_part_of_a_large_fragment_is_larger() -> None:
     """A fragment of 65 small shards has 33 of twice as many elements."""
     large = 65 * PART_ELEMENTS
     layout = lay_out([("weights", (large // SLICE_BLOCK, SLICE_BLOCK))])
-    outer = OuterOptimizer(SECTION, layout, torch.zeros(large))
+    outer = OuterOptimizer(layout, torch.zeros(large))
     moved = take(outer, torch.arange(large // SLICE_BLOCK), torch.ones(large), torch.ones(large), (False, *[True] * 32))
     assert not moved[: 2 * PART_ELEMENTS].any() and bool(moved[2 * PART_ELEMENTS :].all())
 
@@ -80,15 +81,15 @@ def test_with_rate_one_and_no_momentum_the_outer_parameters_becomes_the_mean_of_
     section = AveragingSection(outer_rate=1.0, outer_momentum=0.0)
     replicas = [weights_of(seed) for seed in (1, 2, 3)]
     blocks = torch.arange(BLOCKS)
-    outer = OuterOptimizer(section, LAYOUT, weights_of(0))
+    outer = OuterOptimizer(LAYOUT, weights_of(0))
     mean = sum((outer.outer_gradient(blocks, own) for own in replicas), torch.zeros(NUMEL)) / 3
-    own = replicas[0] + take(outer, blocks, replicas[0], mean, (True, True), 1)
+    own = replicas[0] + take(outer, blocks, replicas[0], mean, (True, True), 1, section)
     torch.testing.assert_close(own, sum(replicas) / 3)
 
 
 @pytest.mark.parametrize(("pass_steps", "momentum"), [(1, 0.03), (5, 0.15), (20, 0.6), (100, MAX_MOMENTUM)])
 def test_the_longer_a_pass_over_all_fragments_the_larger_the_momentum(pass_steps: int, momentum: float) -> None:
-    outer = OuterOptimizer(SECTION, LAYOUT, torch.zeros(NUMEL))
+    outer = OuterOptimizer(LAYOUT, torch.zeros(NUMEL))
     blocks, ones = torch.tensor([2]), torch.ones(SLICE_BLOCK)
     for _ in range(2):
         take(outer, blocks, 0 * ones, ones, (True,), pass_steps)
@@ -96,7 +97,7 @@ def test_the_longer_a_pass_over_all_fragments_the_larger_the_momentum(pass_steps
 
 
 def test_the_weights_of_the_only_replica_become_the_outer_parameters_at_rest() -> None:
-    outer = OuterOptimizer(SECTION, LAYOUT, weights_of(0))
+    outer = OuterOptimizer(LAYOUT, weights_of(0))
     blocks = torch.tensor([2])
     take(outer, blocks, rows(weights_of(1), blocks), rows(weights_of(2), blocks), (True,))
     outer.restart(blocks, rows(weights_of(3), blocks))
@@ -106,7 +107,7 @@ def test_the_weights_of_the_only_replica_become_the_outer_parameters_at_rest() -
 
 def test_padding_stays_zero_whatever_few_bits_make_of_it() -> None:
     layout = lay_out([("bias", (SLICE_BLOCK - 5,))])
-    outer = OuterOptimizer(SECTION, layout, torch.zeros(layout.numel))
+    outer = OuterOptimizer(layout, torch.zeros(layout.numel))
     take(outer, torch.tensor([0]), torch.zeros(SLICE_BLOCK), torch.ones(SLICE_BLOCK), (True,))
     assert (
         outer.moments[OUTER_PARAMETERS][: SLICE_BLOCK - 5].all()

@@ -264,7 +264,7 @@ def _make_keeper(local_peer: LocalPeer, worker: DeviceWorker, epoch_file: EpochF
         report=context.report_event,
         report_violation=local_peer.peer_score.report_violation,
         on_written=on_written,
-        total_steps=lambda: local_peer.live.total_steps,
+        live=local_peer.live,
         make_room=lambda stage, nbytes: disk.make_room(manifest, stage, nbytes, local_peer.live.total_steps),
     )
 

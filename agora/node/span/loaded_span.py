@@ -117,7 +117,7 @@ class LoadedSpan:
             data.weights = lambda: local_peer.live.at(worker.progress_of(0).open_step).data.weights
         self.origin = None if source is None else self._make_origin(source)
         self.collector = StageCollector(
-            manifest,
+            local_peer.live,
             context.home.runs / signed.run_id / "collected",
             layouts=lambda: [stage_layout(manifest, stage) for stage in range(manifest.stage_count)],
             stages=worker,
@@ -204,8 +204,9 @@ class LoadedSpan:
             max_open_before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
             return SendInputs(ready, None, latency_s, max_open_before_mean=max_open_before_mean)
         position, count = self._position_among_origins()
+        local_peer = self._local_peer
         staleness = flow_control.staleness_ceiling(
-            self._local_peer.manifest.schedule.staleness,
+            local_peer.live.at(self.worker.progress_of(0).open_step).schedule.staleness,
             self._microbatches_per_step(),
             position,
             count,
