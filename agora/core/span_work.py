@@ -28,16 +28,18 @@ class ForwardKey(NamedTuple):
     microbatch: MicrobatchId
     entry_stage: int
     content_digest: bytes = b""
+    codec: str = ""  # of the boundaries that enter and leave; empty: the one that the run was founded with
 
 
 @dataclass(frozen=True, slots=True)
 class SpanWork:
     """A microbatch that enters a span at `entry_stage`.
 
-    boundary: the hidden state that enters there, [b, s, k] as the run's codec encodes it; None at stage 0.
+    boundary: the hidden state that enters there, [b, s, k] as `codec` encodes it; None at stage 0.
     tokens: as of DrawnMicrobatch.
     purpose: "train", "evaluate" or "reference", as in the message Process.
     references: of each row, its log-probability under the reference model (dpo); otherwise empty.
+    codec: of boundaries and gradients, as an amendment names it; empty: the one that the run was founded with.
     content_digest: tells two works on one microbatch apart that were sent with other tensors; see ProcessCall.
     """
 
@@ -48,10 +50,11 @@ class SpanWork:
     purpose: str
     references: tuple[float, ...] = ()
     content_digest: bytes = b""
+    codec: str = ""
 
     @property
     def key(self) -> ForwardKey:
-        return ForwardKey(self.microbatch, self.entry_stage, self.content_digest)
+        return ForwardKey(self.microbatch, self.entry_stage, self.content_digest, self.codec)
 
     @property
     def is_training(self) -> bool:

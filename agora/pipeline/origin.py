@@ -77,13 +77,14 @@ class OriginConfig:
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch of this origin. purpose, step, references: see the message Process."""
+    """One microbatch of this origin. purpose, step, codec, references: see the message Process."""
 
     id: MicrobatchId
     tokens: WireTensor
     purpose: str
     started: float  # loop time
     step: int = 0
+    codec: str = ""
     references: tuple[float, ...] = ()
     # Stage -> the peer that held it last: a hint for the next attempt.
     peer_by_stage: dict[int, PeerId] = field(default_factory=dict)
@@ -113,8 +114,12 @@ class Origin:
         *,
         session: bytes | None = None,
         on_awaits_mean: Callable[[bool], None] = lambda awaits_mean: None,
+        codec: Callable[[], str] = lambda: "",
     ) -> None:
-        """on_awaits_mean: called after each decision with whether it waits for a mean or, synchronous, for a step."""
+        """on_awaits_mean: called after each decision with whether it waits for a mean or, synchronous, for a step.
+
+        codec: returns how what is opened now is encoded; see the message Process.
+        """
         self._config = config
         self._hop = hop
         self._source = source
@@ -122,6 +127,7 @@ class Origin:
         self._gather_inputs = gather_inputs
         self._session = os.urandom(32) if session is None else session
         self._on_awaits_mean = on_awaits_mean
+        self._codec = codec
         self._ids = itertools.count()
         self._references = ReferenceCache()
         self._open: set[asyncio.Task[None]] = set()
@@ -282,7 +288,8 @@ class Origin:
         return flow_control.measured_window(inputs.latency_s, period_s, config.stage_count, ceiling, inputs.staleness)
 
     def _new_microbatch(self, tokens: WireTensor, purpose: str, step: int = 0) -> Microbatch:
-        return Microbatch(microbatch_id(self._session, next(self._ids)), tokens, purpose, loop_time(), step)
+        name = microbatch_id(self._session, next(self._ids))
+        return Microbatch(name, tokens, purpose, loop_time(), step, self._codec())
 
     async def _train(self, microbatch: Microbatch, number: int) -> None:
         try:
@@ -347,6 +354,7 @@ class Origin:
             deadline_ms=max(1, int(1000.0 * timeout_s)),
             hint=tuple(sorted(microbatch.peer_by_stage.items())[:MAX_HINTS]),
             step=microbatch.step,
+            codec=microbatch.codec,
             references=microbatch.references,
         )
         try:

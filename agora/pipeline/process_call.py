@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
-from agora_protocol.codec_names import parse_codec
-from agora_protocol.errors import ProtocolError
+from agora_protocol.codec_names import DIRECTIONS, Shape, parse_codec
+from agora_protocol.errors import ProtocolError, Refused
 from agora_protocol.ids import PeerId
-from agora_protocol.manifest import Manifest
 from agora_protocol.messages import Process, Processed
 from agora_protocol.tensors import TOKEN_DTYPES, WireTensor
 
 from agora.core.calls import OnProgress, Reply
 from agora.core.fair_shares import Requester
+from agora.core.live_manifest import LiveManifest
 from agora.core.metrics import are_plausible
 from agora.core.span_work import SpanWork
 
@@ -37,9 +37,9 @@ class ProcessCall:
 
     @cached_property
     def content_digest(self) -> bytes:
-        """Identifies what is to be computed: 16 bytes of the SHA-256 over purpose, references and tensors."""
+        """Identifies what is to be computed: 16 bytes of the SHA-256 over purpose, references, codec and tensors."""
         forms = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
-        head = (self.request.purpose, self.request.references, forms)
+        head = (self.request.purpose, self.request.references, self.request.codec, forms)
         digest = hashlib.sha256(repr(head).encode())
         for tensor in self.tensors:
             digest.update(tensor.data)
@@ -70,6 +70,38 @@ class TensorForm(NamedTuple):
     shape: tuple[int, ...]
 
 
+class CodecForms(NamedTuple):
+    """The forms of a boundary and of its gradient, as one codec encodes them."""
+
+    boundary: TensorForm
+    gradient: TensorForm
+
+    @classmethod
+    def of(cls, name: str, shape: Shape) -> CodecForms:
+        """Returns the forms of boundaries [b, s, k] = `shape`. Raises ManifestError for an unknown codec."""
+        codec = parse_codec(name)
+        return cls(*(TensorForm(*codec.wire_format(shape, direction)) for direction in DIRECTIONS))
+
+
+class AmendedCodecs:
+    """The codecs that amendments of a run have named, with their forms.
+
+    One that no longer counts stays known: microbatches by it may be on their way.
+    """
+
+    def __init__(self, live: LiveManifest) -> None:
+        self._live_manifest = live
+        self._forms: dict[str, CodecForms] = {}
+
+    def forms_of(self, name: str) -> CodecForms | None:
+        """Returns the forms of a codec, or None if this peer knows of no amendment that names it."""
+        for manifest in self._live_manifest.of_all_steps:
+            if manifest.boundary.codec not in self._forms:
+                forms = CodecForms.of(manifest.boundary.codec, manifest.boundary_shape())
+                self._forms[manifest.boundary.codec] = forms
+        return self._forms.get(name)
+
+
 @dataclass(frozen=True, slots=True)
 class WireRules:
     """What the run allows in Process requests and in the answers to them."""
@@ -79,20 +111,29 @@ class WireRules:
     tokens_shape: tuple[int, ...]  # [b, s + 1]; with marks [2, b, s + 1]: ids, then marks
     # The run's kind of objective, "lm", "sft" or "dpo": it decides which references and metrics are allowed.
     objective: str = "lm"
+    # Returns the forms of a codec that an amendment names, None for one that is not known here.
+    amended_forms: Callable[[str], CodecForms | None] = lambda _: None
 
     @classmethod
-    def of_run(cls, manifest: Manifest) -> WireRules:
-        """The rules of the manifest's run: forms of the tensors by its shapes and its codec."""
-        codec = parse_codec(manifest.boundary.codec)
-        shape = manifest.boundary_shape()
-        boundary_dtype, boundary_shape = codec.wire_format(shape, "forward")
-        gradient_dtype, gradient_shape = codec.wire_format(shape, "backward")
+    def of_run(cls, live: LiveManifest) -> WireRules:
+        """The rules of a run: forms of the tensors by its shapes and its codecs."""
+        manifest = live.core
+        forms = CodecForms.of(manifest.boundary.codec, manifest.boundary_shape())
         return cls(
-            boundary=TensorForm(boundary_dtype, boundary_shape),
-            gradient=TensorForm(gradient_dtype, gradient_shape),
+            boundary=forms.boundary,
+            gradient=forms.gradient,
             tokens_shape=manifest.tokens_shape(),
             objective=manifest.objective.kind,
+            amended_forms=AmendedCodecs(live).forms_of,
         )
+
+    def _forms_of(self, codec: str) -> CodecForms:
+        if not codec:
+            return CodecForms(self.boundary, self.gradient)
+        if (forms := self.amended_forms(codec)) is None:
+            # Its sender may know an amendment that has not come here yet.
+            raise Refused(f"no amendment that is known here names the codec {codec[:32]!r}")
+        return forms
 
     @property
     def row_count(self) -> int:
@@ -114,7 +155,8 @@ class WireRules:
     def check_request(self, call: ProcessCall) -> SpanWork:
         """Returns the work that the request asks for; a boundary at stage 0 is ignored.
 
-        Raises ProtocolError if a tensor does not have the form that the manifest implies, if a run that is not dpo gets
+        Raises Refused for a codec that no amendment known here names. Raises ProtocolError if a tensor does not have
+        the form that its codec implies, if a run that is not dpo gets
         purpose "reference", or if the references are not those that its purpose needs (dpo: one for each row).
         """
         message, tensors = call.request, call.tensors
@@ -125,12 +167,11 @@ class WireRules:
             raise ProtocolError("bad-message", f"{len(message.references)} references came, not those of this run.")
         if len(tensors) != 2 and not (message.stage == 0 and len(tensors) == 1):
             raise ProtocolError("bad-message", f"Process needs a boundary and tokens; {len(tensors)} tensors came.")
+        form = self._forms_of(message.codec).boundary
         boundary = None if message.stage == 0 else tensors[0]
         tokens = tensors[-1]
-        if boundary is not None and (boundary.dtype, boundary.shape) != self.boundary:
-            raise ProtocolError(
-                "bad-tensor", f"The boundary is {boundary.dtype} {boundary.shape}, not {self.boundary}."
-            )
+        if boundary is not None and (boundary.dtype, boundary.shape) != form:
+            raise ProtocolError("bad-tensor", f"The boundary is {boundary.dtype} {boundary.shape}, not {form}.")
         if tokens.dtype not in TOKEN_DTYPES or tokens.shape != self.tokens_shape:
             raise ProtocolError(
                 "bad-tensor", f"The tokens are {tokens.dtype} {tokens.shape}; this run has {self.tokens_shape}."
@@ -143,10 +184,11 @@ class WireRules:
             purpose=message.purpose,
             references=tuple(message.references),
             content_digest=call.content_digest,
+            codec=message.codec,
         )
 
-    def check_answer(self, reply: Reply, purpose: str, peer: PeerId) -> HopAnswer:
-        """Returns the reply of `peer` to a request of `purpose` as its answer.
+    def check_answer(self, reply: Reply, purpose: str, peer: PeerId, codec: str = "") -> HopAnswer:
+        """Returns the reply of `peer` to a request of `purpose` and `codec` as its answer.
 
         Raises ProtocolError for another message, a gradient that is missing or of another form, and numbers that
         cannot be: loss, token count, metrics, log-probabilities (required for "reference", forbidden for others).
@@ -157,7 +199,7 @@ class WireRules:
         expected = 1 if purpose == "train" else 0
         if len(tensors) != expected:
             raise ProtocolError("bad-message", f"The peer sent {len(tensors)} tensors where {expected} belong.")
-        if tensors and (tensors[0].dtype, tensors[0].shape) != self.gradient:
+        if tensors and (tensors[0].dtype, tensors[0].shape) != self._forms_of(codec).gradient:
             raise ProtocolError("bad-tensor", f"The peer sent a gradient of {tensors[0].dtype} {tensors[0].shape}.")
         if not math.isfinite(message.loss_sum) or message.tokens > self.target_count:
             raise ProtocolError(

@@ -190,7 +190,7 @@ class Router:
         tensors = routed.call.tensors
         reply = await self._peer_caller.call(peer, request, tensors, deadline=attempt.until, on_progress=on_progress)
         try:
-            return self.wire_rules.check_answer(reply, request.purpose, peer)
+            return self.wire_rules.check_answer(reply, request.purpose, peer, request.codec)
         except ProtocolError as problem:
             self._peer_score.report_violation(peer, Violation.BAD_ANSWER, f"{problem.code}: {problem}")
             raise

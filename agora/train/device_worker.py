@@ -125,7 +125,9 @@ class DeviceWorker:
         self._queue = queue
         self._events = events
         self._times = times
-        self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
+        self._seed = manifest.seed
+        # By name, and the one that the run was founded with by "". Others are named by amendments, and so are few.
+        self._codecs = {"": BoundaryCodec(manifest.boundary.codec, manifest.seed)}
         self._gradient_norms = GradientMagnitudeBound()
         self._boundary_shape = manifest.boundary_shape()
         self._tokens_shape = manifest.tokens_shape()
@@ -226,7 +228,7 @@ class DeviceWorker:
             self._extend_job(work.entry_stage, forward=True, backward=False)
             output, forward = self.trainer.forward(self._decode(work, read())[0])
             try:
-                encoded = self._codec.encode(output, "forward")
+                encoded = self._codec_of(work).encode(output, "forward")
             except Exception:
                 free_unused((None, forward))
                 raise
@@ -285,12 +287,12 @@ class DeviceWorker:
         Raises LocalError when no forward is stashed.
         """
 
-        read = self._ahead.start(partial(self._read_gradient, key.microbatch, key.entry_stage, gradient))
+        read = self._ahead.start(partial(self._read_gradient, key, gradient))
 
         def job() -> SpanResult:
             received = read()
             _, dither, parts = received.to_device()
-            decoded = self._codec.decode_parts(parts, self._boundary_shape, "backward")
+            decoded = self._codec_of(key).decode_parts(parts, self._boundary_shape, "backward")
             if not received.is_finite:
                 raise self._refusal(
                     key.microbatch, self.span.last, "The gradient received is not finite; send it again."
@@ -420,24 +422,29 @@ class DeviceWorker:
         return _Received(
             self.device,
             ids=ids,
-            parts=self._codec.read(work.boundary, self._boundary_shape, "forward"),
-            dither=self._draw_dither(work.microbatch, work.entry_stage) if encodes_gradient else None,
-            is_finite=self._codec.has_finite_values(work.boundary, "forward"),
+            parts=self._codec_of(work).read(work.boundary, self._boundary_shape, "forward"),
+            dither=self._draw_dither(work.key) if encodes_gradient else None,
+            is_finite=self._codec_of(work).has_finite_values(work.boundary, "forward"),
         )
 
-    def _read_gradient(self, microbatch: MicrobatchId, entry_stage: int, gradient: WireTensor) -> _Received:
-        key = gradient_dither_key(microbatch, self.span.last + 1)
+    def _read_gradient(self, key: ForwardKey, gradient: WireTensor) -> _Received:
+        codec, dither_key = self._codec_of(key), gradient_dither_key(key.microbatch, self.span.last + 1)
         return _Received(
             self.device,
-            parts=self._codec.read(gradient, self._boundary_shape, "backward", key),
-            dither=self._draw_dither(microbatch, entry_stage) if entry_stage > 0 else None,
-            is_finite=self._codec.has_finite_values(gradient, "backward"),
+            parts=codec.read(gradient, self._boundary_shape, "backward", dither_key),
+            dither=self._draw_dither(key) if key.entry_stage > 0 else None,
+            is_finite=codec.has_finite_values(gradient, "backward"),
         )
 
-    def _draw_dither(self, microbatch: MicrobatchId, entry_stage: int) -> Tensor | None:
+    def _draw_dither(self, key: ForwardKey) -> Tensor | None:
         # Of the gradient that will leave the span.
-        key = gradient_dither_key(microbatch, entry_stage)
-        return self._codec.draw_dither(self._boundary_shape, "backward", key)
+        dither_key = gradient_dither_key(key.microbatch, key.entry_stage)
+        return self._codec_of(key).draw_dither(self._boundary_shape, "backward", dither_key)
+
+    def _codec_of(self, work: SpanWork | DecodedWork | ForwardKey) -> BoundaryCodec:
+        if work.codec not in self._codecs:
+            self._codecs[work.codec] = BoundaryCodec(work.codec, self._seed)
+        return self._codecs[work.codec]
 
     # --- on the device thread
 
@@ -451,12 +458,19 @@ class DeviceWorker:
         batch = TokenBatch.from_wire(received.ids, has_marks=self._has_marks, on_device=ids)
         entry = batch.inputs
         if work.boundary is not None:
-            entry = self._codec.decode_parts(parts, self._boundary_shape, "forward")
+            entry = self._codec_of(work).decode_parts(parts, self._boundary_shape, "forward")
             if not received.is_finite:
                 why = "The boundary received is not finite; send it again."
                 raise self._refusal(work.microbatch, work.entry_stage, why)
         decoded = DecodedWork(
-            work.microbatch, work.entry_stage, entry, batch, work.purpose, work.references, work.content_digest
+            work.microbatch,
+            work.entry_stage,
+            entry,
+            batch,
+            work.purpose,
+            work.references,
+            work.content_digest,
+            work.codec,
         )
         return decoded, dither
 
@@ -464,7 +478,7 @@ class DeviceWorker:
         if gradient is None:
             return None
         key = gradient_dither_key(work.microbatch, work.entry_stage)
-        return self._codec.encode(gradient, "backward", key, boundary=work.entry, dither=dither)
+        return self._codec_of(work).encode(gradient, "backward", key, boundary=work.entry, dither=dither)
 
     def _refusal(self, microbatch: MicrobatchId, stage: int, why: str) -> ProtocolError:
         self.trainer.stages[stage].record_refusal(microbatch.hex(), why)

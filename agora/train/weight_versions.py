@@ -258,10 +258,11 @@ class DecodedWork:
     purpose: str = "train"
     references: tuple[float, ...] = ()
     content_digest: bytes = b""
+    codec: str = ""
 
     @property
     def key(self) -> ForwardKey:
-        return ForwardKey(self.microbatch, self.entry_stage, self.content_digest)
+        return ForwardKey(self.microbatch, self.entry_stage, self.content_digest, self.codec)
 
     @property
     def is_training(self) -> bool:

@@ -32,6 +32,7 @@ from agora_protocol.tensors import WireTensor
 from agora.codec import encode_tokens
 from agora.core.calls import OnProgress, Reply
 from agora.core.clock import loop_time
+from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import DrawnMicrobatch
 from agora.core.step_instructions import ShareClosed
 from agora.core.tasks import ChangeNotifier
@@ -162,7 +163,7 @@ class Peer:
             swarm.view,
             me=me,
             stage_count=RUN.stage_count,
-            wire_rules=WireRules.of_run(RUN),
+            wire_rules=WireRules.of_run(LiveManifest(RUN)),
             report=swarm.report,
             peer_score=score,
         )

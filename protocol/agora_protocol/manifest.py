@@ -194,6 +194,12 @@ class Manifest(Section):
         boundary = max(codec.bytes_of(shape, direction) for direction in DIRECTIONS)
         return max(STATE_CHUNK_BYTES, boundary + 4 * math.prod(self.tokens_shape()))
 
+    @property
+    def largest_payload_bytes(self) -> int:
+        # As max_payload_bytes, by any codec: an amendment may bring another one.
+        whole = 4 * (math.prod(self.boundary_shape()) + math.prod(self.tokens_shape()))
+        return max(self.max_payload_bytes, min(MAX_PAYLOAD_BYTES, whole))
+
     def admits_without_ticket(self, peer: PeerId) -> bool:
         """Returns whether `peer` may take part without a ticket: all in mode open, otherwise founder and listed peers.
 

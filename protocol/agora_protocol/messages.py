@@ -133,7 +133,7 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
 
     Sent by the peer that computed the stage before. Answered by Processed, or by Refusal: before any work if the peer
     refuses, later if its work fails.
-    Tensors: the boundary that enters `stage`, encoded by the run's codec, and the tokens [b, s + 1], or with marks
+    Tensors: the boundary that enters `stage`, encoded by `codec`, and the tokens [b, s + 1], or with marks
     [2, b, s + 1], in the narrowest of uint8, int16 and int32 that holds them all.
     """
 
@@ -164,6 +164,11 @@ class Process(Message, kind=3, frames=(FrameType.REQUEST,), tensors=(2, 2)):
         MAX_UINT,
         default=0,
         doc="in synchronous runs, the optimizer step that it belongs to; a stage waits until it has taken that many",
+    )
+    codec: str = text_field(
+        32,
+        default="",
+        doc="of its boundaries and gradients, as an amendment names it; empty: the one that the run was founded with",
     )
     references: tuple[float, ...] = list_field(
         float_field(-1e30, 0.0),

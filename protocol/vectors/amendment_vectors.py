@@ -19,6 +19,7 @@ AGREEMENT = {
     "averaging.aggregation": "clip",
     "averaging.fraction": 0.1,
     "averaging.gradient_wire": "normal3",
+    "boundary.codec": "int8/int4",
     "checkpoint.every": 50,
     "schedule.staleness": 0.25,
 }

@@ -173,7 +173,9 @@ def _frames() -> list[tuple[FrameType, int, Message | None, list[WireTensor]]]:
         (
             kind.REQUEST,
             4_294_967_295,
-            messages.Process(MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer)), 17),
+            messages.Process(
+                MICROBATCH, FIRST.peer, 1, "evaluate", 600_000, ((2, SECOND.peer), (3, FIRST.peer)), 17, "bf16"
+            ),
             [boundary, tokens],
         ),
         *averaging_frames(FIRST.peer, SECOND.peer),

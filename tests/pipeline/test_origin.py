@@ -78,6 +78,26 @@ def origin_of(
     return Origin(OriginConfig(**values), entrance, source or Source(), report, look, session=b"origin00")
 
 
+def test_a_microbatch_keeps_the_codec_that_was_in_force_when_it_was_opened() -> None:
+    async def work() -> None:
+        entrance = Entrance(0.1, [PeerFailed("gone"), 0.1])
+        codecs = iter(["", "int8", "int8"])
+        origin = Origin(
+            OriginConfig(peer_id("origin"), 1, ceiling=1),
+            entrance,
+            Source(),
+            lambda _: None,
+            codec=lambda: next(codecs),
+        )
+        await train(origin, 2)
+        assert [(message.microbatch, message.codec) for message, *_ in entrance.seen[:2]] == [
+            (entrance.seen[0][0].microbatch, "")
+        ] * 2, "also when it is sent again"
+        assert entrance.seen[2][0].codec == "int8"
+
+    run(work())
+
+
 def rerouted(events: list) -> list[MicrobatchRerouted]:
     return [e for e in events if isinstance(e, MicrobatchRerouted)]
 

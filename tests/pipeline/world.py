@@ -102,7 +102,7 @@ class FakeDevice:
     def __init__(self, node: Node, span: Span, service_s: float) -> None:
         self.node, self.span, self.service_s = node, span, service_s
         self.device = asyncio.Lock()
-        self.held: set[tuple[MicrobatchId, int, bytes]] = set()
+        self.held: set[ForwardKey] = set()
         self.entries: Counter[tuple[int, MicrobatchId]] = Counter()  # counted, by the stage that each entered
         self.counted: Counter[tuple[int, MicrobatchId]] = Counter()
         self.busy_s = 0.0
@@ -114,7 +114,7 @@ class FakeDevice:
         self._check(microbatch, first, work.boundary)
         await self._device(self._seconds(first) / 3.0)
         if work.is_training:
-            self.held.add((microbatch, first, work.content_digest))
+            self.held.add(work.key)
         return boundary_of(microbatch, self.span.last + 1)
 
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
@@ -127,7 +127,7 @@ class FakeDevice:
         return SpanResult(gradient, self._seconds(first), loss_of(work.tokens), TOKENS)
 
     async def backward(self, key: ForwardKey, gradient: WireTensor) -> SpanResult:
-        microbatch, first, _ = key
+        microbatch, first = key.microbatch, key.entry_stage
         assert key in self.held, "backward without a forward"
         if bytes(gradient.data) != bytes(gradient_of(microbatch, self.span.last + 1).data):
             raise ProtocolError("bad-tensor", "the gradient is wrong")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -194,19 +195,37 @@ def test_a_live_run_is_amended_while_one_is_killed_and_one_is_away(
         made.stop()
 
 
-def test_origins_keep_more_in_flight_from_the_step_on_at_which_staleness_is_amended(
+def bytes_per_microbatch(peer: Daemon, microbatches: int) -> float:
+    """Returns how many bytes of boundaries or gradients the daemon sends for each of the next `microbatches`."""
+
+    def look() -> tuple[int, int]:
+        return int(peer.ask("report")["bytes"]["boundary"]), len(peer.events("MicrobatchCompleted"))
+
+    sent, completed = look()
+    while (now := look())[1] < completed + microbatches:
+        time.sleep(0.05)
+    return (now[0] - sent) / (now[1] - completed)
+
+
+def test_staleness_and_codec_are_amended_while_microbatches_are_on_their_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with swarm(tmp_path, run_manifest(schedule={"staleness": 0.01, "max_in_flight": 0})) as made:
-        founder, _ = (made.start(name, stage) for name, stage in zip(NAMES, "01", strict=True))
+    boundary = {"codec": "float32"}
+    with swarm(tmp_path, run_manifest(schedule={"staleness": 0.01, "max_in_flight": 0}, boundary=boundary)) as made:
+        founder, mate = (made.start(name, stage) for name, stage in zip(NAMES, "01", strict=True))
 
         def is_limited() -> bool:
             return "by schedule.staleness" in str(founder.ask("report")["credit"])
 
         made.until(lambda: last_step(founder) >= 5 and is_limited(), "a window that staleness limits")
         step = founder.ask("amendments")["step"] + AHEAD
-        amend(made, capsys, step, {"schedule.staleness": 8.0})
+        before = bytes_per_microbatch(founder, 30)
+        amend(made, capsys, step, {"schedule.staleness": 8.0, "boundary.codec": "int4"})
         made.until(lambda: last_step(founder) >= step + 1 and not is_limited(), "a window without that limit")
+        assert bytes_per_microbatch(founder, 30) < 0.3 * before
+        for daemon in (founder, mate):
+            for name in ("MicrobatchDropped", "HopRefused", "MicrobatchRerouted", "OffenceRecorded"):
+                assert not daemon.events(name), name
         made.stop()
 
 

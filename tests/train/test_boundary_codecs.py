@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from agora_protocol.errors import ProtocolError
+from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import BoundaryCodec
@@ -101,3 +102,26 @@ def test_what_crosses_has_the_legs_own_size_and_another_is_refused() -> None:
                 await last.run_last_stages(SpanWork(microbatch_id(2), 1, done.gradient, tokens, "train"))
 
     asyncio.run(whole())
+
+
+def test_a_microbatch_by_another_codec_has_the_bits_of_a_run_that_was_founded_with_it() -> None:
+    founded = small_manifest(boundary={"codec": "float32"}, stages={"count": 3})
+    with_other = small_manifest(boundary={"codec": "int6/int4"}, stages={"count": 3})
+
+    async def gradients(manifest: Manifest, codec: str) -> list[bytes]:
+        spans = ("0-0", "1-1", "2-2")
+        name, tokens = microbatch_id(1), tokens_of(batches_for(manifest, 1)[0][0])
+        async with pipeline_of(manifest, spans) as (first, middle, last):
+            # One by the founding codec is in progress at the same time.
+            others = microbatch_id(2)
+            await first.forward(SpanWork(others, 0, None, tokens, "train"))
+            entering = await first.forward(SpanWork(name, 0, None, tokens, "train", codec=codec))
+            leaving = await middle.forward(SpanWork(name, 1, entering, tokens, "train", codec=codec))
+            done = await last.run_last_stages(SpanWork(name, 2, leaving, tokens, "train", codec=codec))
+            assert done.gradient is not None
+            back = await middle.backward(ForwardKey(name, 1, codec=codec), done.gradient)
+            assert back.gradient is not None
+            await first.backward(ForwardKey(name, 0, codec=codec), back.gradient)
+            return [bytes(wire.data) for wire in (entering, leaving, done.gradient, back.gradient)]
+
+    assert asyncio.run(gradients(founded, "int6/int4")) == asyncio.run(gradients(with_other, ""))

@@ -117,12 +117,14 @@ class LocalPeer:
 
         # Connections to other peers.
         payload = manifest.max_payload_bytes
+        largest = manifest.largest_payload_bytes
+        held = max(MIN_HELD_BYTES, 2 * self.slots * payload, 2 * largest)
         self.sent = SentTensors()
         self.network = Network(
             host,
             self.admission.gate,
             self.requests.answer,
-            NetLimits(max_payload_bytes=payload, max_held_bytes=max(MIN_HELD_BYTES, 2 * self.slots * payload)),
+            NetLimits(max_payload_bytes=largest, max_held_bytes=held),
             report_protocol_error=score.report_protocol_error,
             suspended_s=score.suspended_s,
             report_failure=self._report_failure,
@@ -194,7 +196,7 @@ class LocalPeer:
             lambda: self.view,
             me=me,
             stage_count=manifest.stage_count,
-            wire_rules=WireRules.of_run(manifest),
+            wire_rules=WireRules.of_run(self.live),
             report=self._report,
             peer_score=score,
             round_trip_s=self.network.round_trip_s,

@@ -180,7 +180,13 @@ class LoadedSpan:
             context.report_event,
             self._gather_send_inputs,
             on_awaits_mean=lambda awaits: self.hop.device_time.set_awaits_mean(loop_time(), awaits),
+            codec=self._present_codec,
         )
+
+    def _present_codec(self) -> str:
+        live = self._local_peer.live
+        name = live.at(self.worker.progress_of(0).open_step).boundary.codec
+        return "" if name == live.core.boundary.codec else name
 
     def _gather_send_inputs(self) -> SendInputs:
         manifest, view = self._local_peer.manifest, self._local_peer.view
