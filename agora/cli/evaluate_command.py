@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from agora.cli import console
+from agora.cli import console, lm_eval_harness
 from agora.cli.console import EXIT_USAGE, Failure
 from agora.core.user_paths import expand_home
 from agora.node import daemon_registry, paths, runs
@@ -25,14 +28,57 @@ def evaluate(run: str, tasks: Sequence[str], items: int, share: float, directory
         raise Failure(f"no daemon of {run} runs on this machine; start one with `agora-node join RUN --stages 0`")
     results = []
     for task in tasks:
-        results.append(answer := _ask(entries, _named(task), items, share))
-        if not as_json:
+        answers = _results_of(entries, task, items, share)
+        results += answers
+        for answer in answers if not as_json else ():
             values = "  ".join(f"{name} {value:.4f}" for name, value in answer["values"].items())
-            about = f"{answer['items']} items, {answer['tokens']} tokens, step {answer['step']}"
+            tokens = f"{answer['tokens']} tokens, " if answer["tokens"] is not None else ""
+            about = f"{answer['items']} items, {tokens}step {answer['step']}"
             console.print_to_stdout(f"{answer['task']:<16} {values}  ({about})")
     if as_json:
         console.print_json({"schema": 1, "run_id": entries[0].run, "results": results})
     return console.EXIT_DONE
+
+
+def _results_of(
+    entries: Sequence[daemon_registry.DaemonEntry], task: str, items: int, share: float
+) -> list[dict[str, Any]]:
+    if task.startswith(lm_eval_harness.PREFIX):
+        return _of_harness(entries, task.removeprefix(lm_eval_harness.PREFIX), items, share)
+    return [_ask(entries, "evaluate_task", task=_named(task), items=items, share=share)]
+
+
+def _of_harness(
+    entries: Sequence[daemon_registry.DaemonEntry], named: str, items: int, share: float
+) -> list[dict[str, Any]]:
+    began, steps = time.monotonic(), list[int]()
+
+    def score(scored: Sequence[dict[str, Any]]) -> list[list[float]]:
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            file.write("\n".join(map(json.dumps, scored)))
+            file.flush()
+            answer = _ask(entries, "score_task", task=file.name, share=share)
+        steps.append(answer["step"])
+        losses: list[list[float]] = answer["losses"]
+        return losses
+
+    found = lm_eval_harness.evaluate(named, items, score)
+    seconds, step = time.monotonic() - began, min(steps, default=0)
+    for result in found:
+        for metric, value in result.values.items():
+            about = {"task": result.task, "metric": metric, "value": value, "items": result.items, "seconds": seconds}
+            _ask(entries, "report_task", **about)
+    return [
+        {
+            "step": step,
+            "task": result.task,
+            "values": result.values,
+            "items": result.items,
+            "tokens": None,
+            "seconds": seconds,
+        }
+        for result in found
+    ]
 
 
 def _named(task: str) -> str:
@@ -40,13 +86,11 @@ def _named(task: str) -> str:
     return str(path.absolute()) if path.exists() else task  # the daemon has another working directory
 
 
-def _ask(entries: Sequence[daemon_registry.DaemonEntry], task: str, items: int, share: float) -> dict[str, Any]:
+def _ask(entries: Sequence[daemon_registry.DaemonEntry], question: str, **fields: Any) -> dict[str, Any]:
     refusals = []
     for entry in entries:
         try:
-            return control_client.ask(
-                Path(entry.socket), "evaluate_task", timeout_s=ANSWER_TIMEOUT_S, task=task, items=items, share=share
-            )
+            return control_client.ask(Path(entry.socket), question, timeout_s=ANSWER_TIMEOUT_S, **fields)
         except control_client.DaemonRefused as error:
             refusals.append(str(error))
         except control_client.DaemonUnreachable as error:

@@ -443,7 +443,10 @@ def amend(
 def evaluate(
     run: console.RUN,
     tasks: Annotated[
-        list[str], typer.Argument(metavar="TASK...", help="Files of tasks, or the built-in sums, agreement, repeats.")
+        list[str],
+        typer.Argument(
+            metavar="TASK...", help="Files of tasks, the built-in sums, agreement, repeats, or lm-eval:NAME."
+        ),
     ],
     items: Annotated[int, typer.Option(metavar="N", min=0, help="The most items of each task; 0: all.")] = 0,
     share: Annotated[
@@ -464,6 +467,7 @@ def evaluate(
       swarm evaluate poems sums agreement
       swarm evaluate poems held-out.txt quiz.jsonl --items 200
       swarm evaluate poems quiz.jsonl --share 1
+      swarm evaluate poems lm-eval:arc_easy --items 100
     """
     from agora.cli import evaluate_command
 

@@ -111,12 +111,17 @@ def _parse_lines(path: Path, text: str) -> EvaluationTask:
 # --- rows of token ids
 
 
-def text_rows(texts: Sequence[str], tokenizer: Tokenizer, context: int) -> Iterator[Rows]:
+def text_rows(
+    texts: Sequence[str], tokenizer: Tokenizer, context: int, *, after_separator: bool = False
+) -> Iterator[Rows]:
     """Yields rows [context + 1] of the texts' tokens, of which every token but a text's first is predicted once.
+
+    after_separator: a text's first token is predicted too, from the separator of documents.
 
     A row after a text's first begins with the last token of the row before. Where a text ends, IGNORED follows.
     """
-    for ids in tokenizer.encode(list(texts)):
+    for tokens in tokenizer.encode(list(texts)):
+        ids = np.concatenate([tokenizer.separator, tokens]) if after_separator else tokens
         for start in range(0, max(1, len(ids) - 1), context):
             row = np.full(context + 1, IGNORED, np.int32)
             part = ids[start : start + context + 1]

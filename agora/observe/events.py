@@ -205,7 +205,8 @@ class EvaluationDone(Event, level="info", template="held-out loss {loss:.4f} ove
 class TaskEvaluated(Event, level="info", template="task {task}: {metric} {value:.4f} over {items} items"):
     """Event: this origin evaluated a task of `swarm evaluate` through the swarm; one for each metric of the task.
 
-    metric: loss and perplexity of texts; accuracy and accuracy_by_length of questions. tokens: those that counted.
+    metric: loss and perplexity of texts; accuracy and accuracy_by_length of questions; what lm-evaluation-harness calls
+    it. tokens: those that counted; 0 where that is not known.
     """
 
     task: str

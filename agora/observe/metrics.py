@@ -132,6 +132,14 @@ EVENT_METRICS: Final = (
         "loss",
         "gauge",
     ),
+    EventMetric(
+        "agora_task_value",
+        events.TaskEvaluated,
+        "What `swarm evaluate` last measured of a task through this origin, by metric.",
+        ("task", "metric"),
+        "value",
+        "gauge",
+    ),
     EventMetric("agora_steps_total", events.StepTaken, "Optimizer steps taken, or followed, here.", ("stage",)),
     EventMetric("agora_step_tokens_total", events.StepTaken, "Own tokens in these steps.", ("stage",), "tokens"),
     EventMetric(

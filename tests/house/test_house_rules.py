@@ -36,6 +36,7 @@ CALLED_BY_OTHERS = {
     "connection_made",  # asyncio
     "add_protobuf_handler",  # hivemind
     "call_protobuf_handler",  # hivemind
+    "loglikelihood",  # lm-evaluation-harness
     "open_timers",  # tests, of the simulator's clock, which has no other way to be looked into
 }
 

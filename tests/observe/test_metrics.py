@@ -143,6 +143,16 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert math.isnan(found["agora_heldout_loss_nats"]) and "agora_step_loss_nats{stage=0}" not in found
 
 
+def test_what_is_measured_of_a_task_is_a_gauge_by_task_and_metric_also_for_trackers() -> None:
+    sink = EventMetrics()
+    for value in (0.25, 0.5):
+        sink.take(events.TaskEvaluated("lm-eval:arc_easy", "acc,none", value, 8, 0, 1.0), 1.0)
+    found = samples(sink.registry)
+    assert found["agora_task_value{metric=acc,none,task=lm-eval:arc_easy}"] == 0.5
+    tags = metrics.make_row(sink.registry, "run", 3, 2.0).metrics
+    assert tags["task_value/task_lm-eval_arc_easy/metric_acc_none"] == 0.5
+
+
 def both() -> CollectorRegistry:
     """A registry with a status and a report."""
     registry = CollectorRegistry()

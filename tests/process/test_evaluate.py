@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from agora.data.evaluation_tasks import load_task
+from agora.data.tokenizer import ByteTokenizer
 from tests.process.harness import WAIT_S, Daemon, drained, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 TEXT = "def main() -> None:\n    for number in range(10):\n        print(number, number * number)\n" * 3
+QUIZ: list[dict[str, Any]] = [
+    {"context": "for number in", "choices": [" range", " zzzzz", " the longest of all"], "answer": 0},
+    {"context": "print(number", "choices": ["!", ", number"], "answer": 1},
+    {"context": "def main() ->", "choices": [" None", " Q"], "answer": 0},
+]
+TASK = """\
+task: agora_quiz
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+target_delimiter: ""
+doc_to_text: "{{{{context}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
 
 
 def evaluated(daemon: Daemon, run: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +80,13 @@ def test_its_figures_are_those_of_the_exported_model(tmp_path: Path) -> None:
             ("sums", "accuracy_by_length"),
         ]
 
+        quiz = tmp_path / "quiz.jsonl"
+        quiz.write_text("\n".join(map(json.dumps, QUIZ)))
+        scored = origin.ask("score_task", task=str(quiz), share=1.0)["losses"]
+        of_text = origin.ask("score_task", task=str(tmp_path / "text.txt"), share=1.0)["losses"]
+        if importlib.util.find_spec("lm_eval") is not None:
+            assert_the_harness_counts_alike(tmp_path, origin, name, quiz)
+
         out = tmp_path / "exported"
         export = [sys.executable, "-m", "agora.cli.main_swarm", "export", name, "--out", str(out), "--no-average"]
         exported = subprocess.run(export, capture_output=True, text=True, timeout=WAIT_S)
@@ -80,3 +109,30 @@ def test_its_figures_are_those_of_the_exported_model(tmp_path: Path) -> None:
             scores.append(log_probability(model, whole, len(whole) - len(choice.encode())))
         right += scores.index(max(scores)) == question.answer
     assert sums["values"]["accuracy"] == right / 5
+
+    for item, losses in zip(QUIZ, scored, strict=True):
+        for choice, found in zip(item["choices"], losses, strict=True):
+            ids = [*item["context"].encode(), *choice.encode()]
+            # To 1e-3 a token: what the context costs alone is subtracted.
+            assert found == pytest.approx(
+                -log_probability(model, ids, len(item["context"].encode())), abs=1e-3 * len(ids)
+            )
+    # The first token of a text counts as well, after the separator of documents.
+    separated = [int(ByteTokenizer().separator[0]), *TEXT.encode()]
+    windows = [separated[at : at + context + 1] for at in range(0, len(separated) - 1, context)]
+    assert of_text == [[pytest.approx(-sum(log_probability(model, window, 1) for window in windows), rel=1e-3)]]
+
+
+def assert_the_harness_counts_alike(folder: Path, daemon: Daemon, run: str, quiz: Path) -> None:
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    (tasks / "quiz.yaml").write_text(TASK.format(data=quiz))
+    arguments = (f"lm-eval:{tasks}/agora_quiz", str(quiz), "--share", "1", "--json")
+    done = evaluated(daemon, run, *arguments)
+    assert done.returncode == 0, done.stderr
+    harness, own = json.loads(done.stdout[done.stdout.index("{") :])["results"]
+    assert (harness["task"], harness["items"]) == ("lm-eval:agora_quiz", len(QUIZ))
+    assert harness["values"]["acc"] == pytest.approx(own["values"]["accuracy"])
+    assert harness["values"]["acc_norm"] == pytest.approx(own["values"]["accuracy_by_length"])
+    (told,) = daemon.events("TaskEvaluated", task="lm-eval:agora_quiz", metric="acc")
+    assert told["value"] == harness["values"]["acc"] and told["items"] == len(QUIZ)

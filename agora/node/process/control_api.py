@@ -13,12 +13,13 @@ from agora_protocol.ids import Span
 from agora.core.clock import loop_time
 from agora.core.metrics import named_means
 from agora.core.tasks import run_in_thread
-from agora.data.evaluation_tasks import load_task
+from agora.data.evaluation_tasks import EvaluationTask, load_task
 from agora.node import run_files
 from agora.node.control.control_socket import Answer, Question
 from agora.node.control.node_report import report_json, status_json
 from agora.node.process.evaluation import TaskEvaluator
 from agora.node.span.training_data import open_run_tokenizer
+from agora.observe.events import TaskEvaluated
 from agora.state.collector import COLLECTION_TIMEOUT_S
 from agora.state.files import replace_tensors
 
@@ -32,6 +33,8 @@ DRAIN_TIMEOUT_S = 90.0  # seconds that `drain` waits for open microbatches
 EVALUATION_TIMEOUT_S = 300.0  # seconds within which the answers of an evaluation must be back
 EVALUATE_BATCHES = 16  # maximum number of held-out batches of an evaluation, unless the question says another
 MAX_EVALUATE_BATCHES = 4096
+MAX_NAME_LENGTH = 100  # characters of a task's and a metric's name in events
+MAX_SCORED = 1024  # items of a task that one answer has the losses of
 TASK_TIMEOUT_S = 86_400.0  # seconds that a task may take, which is evaluated slowly beside training
 MOVE_TIMEOUT_S = 3600.0  # seconds that a move may take, including the fetch of the new stages' state
 
@@ -70,6 +73,10 @@ class ControlApi:
             "evaluate_task": Question(
                 self.evaluate_task, {"task": str, "items": int, "share": float}, deadline_s=TASK_TIMEOUT_S
             ),
+            "report_task": Question(
+                self.report_task, {"task": str, "metric": str, "value": float, "items": int, "seconds": float}
+            ),
+            "score_task": Question(self.score_task, {"task": str, "share": float}, deadline_s=TASK_TIMEOUT_S),
         }
 
     async def status(self) -> Answer:
@@ -265,22 +272,51 @@ class ControlApi:
         on meanwhile. Returns the step, and what TaskResult has. Raises LocalError without stage 0, in a dpo run, or
         for a number out of range; DataError or DiskError for the file.
         """
+        if items < 0:
+            raise LocalError("Items must be 0 or more.")
+        evaluator, loaded_task, step = await self._load_task(task, share)
+        result = await evaluator.evaluate(loaded_task.first(items) if items else loaded_task)
+        for event in result.events():
+            self._daemon.context.report_event(event)
+        return {"step": step, **asdict(result)}
+
+    async def score_task(self, task: str = "", share: float = 0.02) -> Answer:
+        """Returns {"losses": in nats, of each question's choices, or of each text, "step"} of a task of at most
+        MAX_SCORED items; see TaskEvaluator.losses_of.
+
+        Raises what evaluate_task raises.
+        """
+        evaluator, loaded_task, step = await self._load_task(task, share)
+        if len(loaded_task.texts) + len(loaded_task.questions) > MAX_SCORED:
+            raise LocalError(f"The task has more than {MAX_SCORED} items; ask for a part of it.")
+        return {"step": step, "losses": await evaluator.losses_of(loaded_task)}
+
+    async def report_task(
+        self, task: str = "", metric: str = "", value: float = 0.0, items: int = 0, seconds: float = 0.0
+    ) -> Answer:
+        """Reports a result that a program of this machine has made of this origin's losses, as TaskEvaluated.
+
+        Raises LocalError without stage 0.
+        """
+        if self._daemon.serving_span().origin is None:
+            raise LocalError("This peer does not hold stage 0, so it has measured nothing; tell one that does.")
+        name, measured = task[:MAX_NAME_LENGTH], metric[:MAX_NAME_LENGTH]
+        self._daemon.context.report_event(TaskEvaluated(name, measured, value, items, 0, seconds))
+        return {}
+
+    async def _load_task(self, task: str, share: float) -> tuple[TaskEvaluator, EvaluationTask, int]:
         loaded = self._daemon.serving_span()
         origin, context, signed = loaded.origin, self._daemon.context, self._daemon.signed
         if origin is None or signed is None:
             raise LocalError("This peer does not hold stage 0, so it has no tokenizer; ask one that does.")
         if origin.objective == "dpo":
             raise LocalError("A run of preferences has no loss of single texts; export its model and evaluate that.")
-        if not 0.0 < share <= 1.0 or items < 0:
-            raise LocalError("Share must be above 0 and at most 1, items 0 or more.")
+        if not 0.0 < share <= 1.0:
+            raise LocalError("Share must be above 0 and at most 1.")
         tokenizer = await run_in_thread(lambda: open_run_tokenizer(context, signed.manifest))
         loaded_task = await run_in_thread(lambda: load_task(task))
         evaluator = TaskEvaluator(signed.manifest, tokenizer, origin.score, lambda: origin.completed, share)
-        step = min(loaded.own_steps.values(), default=0)
-        result = await evaluator.evaluate(loaded_task.first(items) if items else loaded_task)
-        for event in result.events():
-            context.report_event(event)
-        return {"step": step, **asdict(result)}
+        return evaluator, loaded_task, min(loaded.own_steps.values(), default=0)
 
     async def weights(self, average: bool = False) -> Answer:
         """Writes the weights of every stage held here as safetensors files; returns {"files": path by stage}.

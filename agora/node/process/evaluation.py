@@ -89,6 +89,22 @@ class TaskEvaluator:
         items = len(task.texts) + len(task.questions)
         return TaskResult(task.name, values, items, tokens, loop_time() - began)
 
+    async def losses_of(self, task: EvaluationTask) -> list[list[float]]:
+        """Returns for each question the losses of its choices, for each text its own, in nats: what another program
+        makes metrics of.
+
+        The first token of a text is predicted from the separator of documents, those of later windows from the token
+        before. Raises what `score` raises.
+        """
+        if task.texts:
+            return await self._gather(self._text_loss(text) for text in task.texts)
+        return [losses for losses, _ in await self._gather(self._choice_losses(each) for each in task.questions)]
+
+    async def _text_loss(self, text: str) -> list[float]:
+        rows = list(text_rows([text], self._tokenizer, self._context, after_separator=True))
+        batches = [rows[at : at + self._row_count] for at in range(0, len(rows), self._row_count)]
+        return [sum([(await self._send(batch))[0] for batch in batches])]
+
     async def _loss_of(self, task: EvaluationTask) -> tuple[dict[str, float], int]:
         rows = list(text_rows(task.texts, self._tokenizer, self._context))
         batches = [rows[at : at + self._row_count] for at in range(0, len(rows), self._row_count)]
@@ -107,6 +123,14 @@ class TaskEvaluator:
         return values, sum(answer.tokens for answer in answers)
 
     async def _answer(self, question: Question) -> _Answer:
+        losses, tokens = await self._choice_losses(question)
+        sizes = [len(choice.encode()) for choice in question.choices]
+        by_length = [loss / size for loss, size in zip(losses, sizes, strict=True)]
+        return _Answer(
+            losses.index(min(losses)) == question.answer, by_length.index(min(by_length)) == question.answer, tokens
+        )
+
+    async def _choice_losses(self, question: Question) -> tuple[list[float], int]:
         rows, lengths = choice_rows(question, self._tokenizer, self._context)
         if self._has_marks:
             scored = [await self._send([row], [length]) for row, length in zip(rows, lengths, strict=True)]
@@ -119,11 +143,7 @@ class TaskEvaluator:
             of_rows = [alone[cut_to(row, length).tobytes()] for row, length in zip(rows, lengths, strict=True)]
             losses = [loss - head for (loss, _), (head, _) in zip(scored, of_rows, strict=True)]
             tokens = sum(count for _, count in (*scored, *alone.values()))
-        sizes = [len(choice.encode()) for choice in question.choices]
-        by_length = [loss / size for loss, size in zip(losses, sizes, strict=True)]
-        return _Answer(
-            losses.index(min(losses)) == question.answer, by_length.index(min(by_length)) == question.answer, tokens
-        )
+        return losses, tokens
 
     async def _gather(self, works: Iterable[Coroutine[None, None, T]]) -> list[T]:
         async def limited(work: Coroutine[None, None, T]) -> T:
