@@ -1,7 +1,7 @@
 """`swarm launch`: starts daemons of a run through ssh, Slurm, Kubernetes or SkyPilot, and ends them politely.
 
 Each tool gets the job in its own language and is called as its users call it. An invite may be a secret: it travels in
-a file or on standard input, never as an argument.
+a file, a Secret, a variable of the environment or on standard input, never as an argument.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ dir="$HOME/.local/share/agora-launch/{label}"
 """
     ssh = ("ssh", "-o", "BatchMode=yes")
     return Job(
-        files={"start.sh": start.replace(invite, "(the invite)")},
+        files={"start.sh": _hide(invite, start)},
         up=tuple(Command((*ssh, host, "sh", "-s"), start) for host in request.hosts),
         down=tuple(Command((*ssh, host, "sh", "-s"), stop) for host in request.hosts),
         logs=f"ssh {request.hosts[0]} tail -f .local/share/agora-launch/{label}/log.txt",
@@ -416,11 +416,12 @@ def _run(command: Command) -> None:
         raise Failure(f"`{shown}` ended with exit code {done.returncode}; its reason stands above")
 
 
-def _print_job(job: Job, commands: Sequence[Command], invite: str, as_json: bool) -> None:
-    def hide(text: str) -> str:
-        return text.replace(invite, "(the invite)") if invite else text
+def _hide(invite: str, text: str) -> str:
+    return text.replace(invite, "(the invite)") if invite else text
 
-    files = {name: hide(text) for name, text in job.files.items()}
+
+def _print_job(job: Job, commands: Sequence[Command], invite: str, as_json: bool) -> None:
+    files = {name: _hide(invite, text) for name, text in job.files.items()}
     if as_json:
         shown: dict[str, Any] = {"files": files, "commands": [list(command.arguments) for command in commands]}
         console.print_json({"schema": 1, "dry_run": True} | shown)

@@ -78,7 +78,7 @@ class FoundRun:
 
 
 def find_stages(run: str, directories: Sequence[Path], *, average: bool, ask_daemons: bool = True) -> StageSources:
-    """See find_run for run, directories and ask_daemons, collect_stages for average and what they raise."""
+    """Returns what collect_stages finds of the run that find_run finds; raises what both raise."""
     return collect_stages(find_run(run, directories, ask_daemons=ask_daemons), average=average)
 
 

@@ -6,6 +6,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from agora_protocol.errors import LocalError
 from agora_protocol.manifest_sections import DataSection
@@ -14,6 +15,12 @@ from agora.core.hub_files import TOKENIZER_FILE
 from agora.core.user_paths import expand_home
 from agora.data.text_sources import STDLIB
 from agora.data.tokenizer import BYTES
+
+
+class DataMissing(LocalError):
+    """Raised for a file that the manifest names and that this machine does not have."""
+
+    code: ClassVar[str] = "data-missing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ class LocalFiles:
         if found is None and glob.has_magic(source):
             return source
         if found is None:
-            raise LocalError(
+            raise DataMissing(
                 f"This machine has no {name}, which the run's manifest names, at {written} or beside a base model; say "
                 "where it is: --data FILE or FOLDER."
             )

@@ -14,7 +14,8 @@ from agora.core.tasks import ChangeNotifier
 BEHIND_RETRY_MS = 200  # a stage here has not taken the microbatch's step yet
 # A microbatch waits here for at most this fraction of its remaining time. The rest is for asking another peer.
 MAX_WAIT_FRACTION = 0.5
-# Step s opens only after s - 1 is counted. Two behind means that state was missed: waiting would not help, so refuse.
+# A microbatch of step s is sent only after step s - 1 was counted. A stage that is two steps behind has missed a state:
+# waiting does not help, so it refuses.
 MAX_STEPS_AHEAD = 1
 POLL_INTERVAL_S = 0.05  # seconds between two checks of whether a mean is still awaited
 
@@ -53,9 +54,9 @@ class StepBarrier:
 class MeanBarrier:
     """In an asynchronous run, holds microbatches back while the replicas average a gradient and the mean is due soon.
 
-    The held microbatches are then computed on weights that include the mean, and count for the step after it. They take
-    no slot of the ledger. must_wait: whether a mean is due soon for a stage, and no more microbatches may begin before
-    it; must become False by itself.
+    Usually the held microbatches are then computed on weights that include the mean, and count for the step after it.
+    If it is late, they go on after MAX_WAIT_FRACTION of their time. They take no slot of the ledger. must_wait: whether
+    a mean is due soon for a stage, and no more microbatches may begin before it; must become False by itself.
     """
 
     def __init__(self, span: Span, must_wait: Callable[[int], bool]) -> None:

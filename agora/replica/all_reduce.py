@@ -389,7 +389,7 @@ class AllReduce:
         # A gathering ends before its contributors' deadlines, and so holds their values no longer than they wait.
         requester = Requester("", peer)
         if peer != self.config.me and not self._gathered_bytes.acquire(requester, size):
-            raise Busy("waiting contributions take all the memory allowed here; ask the second reducer", 1000)
+            raise Busy("waiting contributions take all the memory allowed here; ask the shard's other reducer", 1000)
         try:
             yield
         finally:
@@ -488,7 +488,7 @@ class AllReduce:
         # A mean of one contribution is not signed, since later ones may give another; nor is one that a recalled mean
         # has overtaken.
         is_signed = mean.message.contributors > 1 and self._gatherings.get(shard) is gathering
-        if is_signed and shard not in record.signed and self.context_of(shard).cannot_have_signed:
+        if is_signed and shard not in record.signed and self.context_of(shard).may_sign_mean:
             record.signed.add(shard)
             mean = replace(mean, message=replace(mean.message, reducer=me, signature=self._sign(statement)))
         return mean

@@ -1,4 +1,4 @@
-"""How averaging works beside the event loop: on threads of its own, and in tasks that nobody awaits."""
+"""How averaging works beside the event loop: on threads of its own, and in tasks whose errors are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def off_loop(work: Callable[[], T]) -> T:
 
 
 def start_reported(work: Coroutine[Any, Any, None], report: events.Report, name: str = "") -> asyncio.Task[None]:
-    """Starts work in a task that nobody awaits; reports an error in it as TaskFailed, "NAME: CODE: MESSAGE"."""
+    """Starts work in a task of its own; reports an error in it as TaskFailed, "NAME: CODE: MESSAGE"."""
 
     def report_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -27,13 +27,14 @@ from agora.replica.stage_view import (
 MAX_STEPS_BEHIND: Final = 20
 # Seconds that a synchronous stage stays behind the leading stage before it takes over that stage's step number.
 STAGE_CATCH_UP_AFTER_S: Final = 15.0
-# Fraction of a step's duration for which a replica still counts tokens after another one has closed its share.
+# Fraction of a step's expected duration for which a replica goes on counting after two others have closed their
+# shares; after one alone see LONE_CLOSE_FRACTION.
 CLOSE_AFTER_FRACTION: Final = 0.25
-# A single other replica may be lying, so it can close this one's share only after this fraction of the step's expected
-# duration. A step then lacks at most the tokens that the next target can add, see MAX_CORRECTION. The share of an inner
-# step follows the first that closes, which keeps such replicas in phase.
+# One replica alone may be lying about its closed share. So it closes this one's only after this fraction of the step's
+# expected duration. The step then lacks at most what the next one may add, see MAX_CORRECTION. In inner steps the first
+# that closes is followed at once: that keeps the replicas in phase.
 LONE_CLOSE_FRACTION: Final = 0.7
-# Maximum seconds for which a replica still counts tokens after another one has closed its share; also the seconds while
+# Maximum seconds for which a replica goes on counting after others have closed their shares; also the seconds while
 # the duration of a step is unknown.
 MAX_CLOSE_AFTER_S: Final = 2.0
 # Maximum number of steps that a replica with inner steps may be behind the others; beyond it, it catches up.

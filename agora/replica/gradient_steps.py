@@ -81,7 +81,9 @@ class GradientSteps:
             # It steps along the mean that another replica keeps, or along 0.
             nonzero_fraction = await self._fill_failed_shards(share, result)
         elif result.failed_shards and await self._fetch_until_taken(step + 1):
-            return  # the fetched state has taken the step; without any other replica it is taken along the own gradient
+            # The fetched state has taken the step. Otherwise no other replica is left, or this one has the least id
+            # after FETCH_TRIES: it steps along the means that it has, and along its own values in the failed shards.
+            return
         tokens = round(nonzero_fraction * max(share.tokens, result.weight))
         try:
             await self._worker.step_with_gradient(stage, step, result.mean, tokens, result.wanted_fragments)

@@ -103,7 +103,7 @@ class StepPacing:
     """Measures a stage's steps and this replica's token rate; computes its quota, and whether origins wait for means.
 
     microbatch_tokens: tokens of one microbatch, of which quotas are multiples.
-    batch_size: the tokens of the next step.
+    batch_size: from which the tokens of the next step follow.
     rate: how fast this replica counts tokens.
     step_s: average duration of a step.
     now (an argument of the methods): seconds, always on the same clock.
@@ -152,7 +152,7 @@ class StepPacing:
         self._measured = now, tokens_counted
 
     def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
-        """Returns the tokens at which this replica closes its share of the next step; sets quota_now and expected_s.
+        """Returns the tokens at which this replica closes its open share, by all rates; sets what follows from them.
 
         others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
         tokens of a whole step, and sets quota_now to 0. See own_quota; the step has batch_size.next_target tokens.

@@ -110,8 +110,7 @@ class RoundContexts:
             frozenset(do_not_wait_for),
             self.allowed_s(),
             token_bounds=self._token_bounds(shard, members, membership.known),
-            cannot_have_signed=may_sign(step, self._start_step)
-            or not any(rate is not None for rate in members.values()),
+            may_sign_mean=may_sign(step, self._start_step) or not any(rate is not None for rate in members.values()),
             numel=numel,
             refusal=refusal,
         )

@@ -33,7 +33,7 @@ class RoundContext:
     allowed_s: float  # seconds that the round may take
     # By member, the most tokens that can be behind its contribution; a member that is not in it has no bound.
     token_bounds: Mapping[PeerId, float] = field(default_factory=dict)
-    cannot_have_signed: bool = True  # whether this peer cannot have signed a mean of the round before a restart
+    may_sign_mean: bool = True  # this peer cannot have signed another mean of the round before a restart
     numel: int = 0  # elements of the shard
     refusal: AgoraError | None = None  # why the shard is not averaged here now
 

@@ -131,7 +131,6 @@ class RoundConfig:
     fragment_wire: NumberFormatName = "float32"
     # Returns how many tokens the step of a number should have.
     step_tokens: Callable[[int], float] = lambda _: math.inf
-    pass_steps: int = 1  # from one sync of a fragment to its next, if the stage has most fragments
     every: int = 1  # steps from one sync to the next
     amended_max_weight: Callable[[], float] = lambda: 0.0
     # Returns the settings in force at a step, if the run can be amended.
@@ -168,7 +167,6 @@ class RoundConfig:
             round_s=averaging.round_s,
             gradient_wire="float32" if self.synchronous else averaging.gradient_wire,
             fragment_wire="float32" if self.synchronous else averaging.slice_wire,
-            pass_steps=_pass_steps(averaging),
             every=averaging.every,
         )
 
@@ -186,7 +184,7 @@ class RoundConfig:
     def planned_tokens(self, shard: Shard) -> float:
         """Returns over how many tokens all contributions to a shard should be computed together."""
         tokens = self.step_tokens(self._averaged_step(shard))
-        return tokens if shard.kind == "gradient" else self.of_round(shard).pass_steps * tokens
+        return tokens if shard.kind == "gradient" else self.every * shard.fragments * tokens
 
     def believed_weight(self, shard: Shard, reported: float) -> float:
         """Returns a mean's weight in tokens, as its reducer `reported` it: at most MAX_TIMES_TARGET * the planned."""

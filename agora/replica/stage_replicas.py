@@ -1,4 +1,4 @@
-"""Keeps this peer's stages in step with their replicas at other peers.
+"""Keeps a stage of this peer in step with its replicas at other peers.
 
 At every event of a stage, such as a step or gossip, `StageReplicas.consider` fills a view of the stage, decides by it
 what the stage does next, and starts that: a step with the other replicas, a fetch of a state, or a fragment sync.

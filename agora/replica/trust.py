@@ -13,7 +13,7 @@ from agora_protocol.ids import PeerId
 
 from agora.replica.divergence import SharedHistory
 
-NEW_WEIGHT: Final = 0.3  # weight of a new magnitude in the moving averages
+SMOOTHING: Final = 0.3  # the fraction by which a new value moves a moving average
 # A mean may be this many times as large as the average of earlier means, or as the peer's own values.
 MAX_MEAN_RATIO: Final = 4.0
 # The same ratio in synchronous runs, where a rejected mean costs a step and a mean of honest gradients cannot be
@@ -24,9 +24,9 @@ MAX_MEAN_RATIO_SYNCHRONOUS: Final = 32.0
 # that they accept it. The rest up to MAX_MEAN_RATIO is what the number formats, and usual sizes, differ by.
 MAX_SENT_RATIO: Final = 3.0
 # A rejected mean is called false only where it is this many times as large as what would still have been accepted. Less
-# may come of what the others have sent, which nobody else has seen.
+# may come from a contribution of another member, which this one has not seen.
 FALSE_TIMES: Final = 4.0
-# The same ratio before the first mean is known, when there are only this replica's own values to compare with.
+# MAX_MEAN_RATIO before the first mean is known, when there are only this replica's own values to compare with.
 FIRST_RATIO: Final = 8.0
 # The average of earlier means counts up to this many times the average of the peer's own values: that others have sent
 # large means before is no reason to believe the next one.
@@ -320,7 +320,7 @@ class MagnitudeBound:
 
 def _moving_average(average: float | None, value: float) -> float:
     # MovingAverage is not used: it would give the second value a weight of one half.
-    return value if average is None else average + NEW_WEIGHT * (value - average)
+    return value if average is None else average + SMOOTHING * (value - average)
 
 
 # --- numbers of steps

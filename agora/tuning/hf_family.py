@@ -1,7 +1,7 @@
 """The `hf` family: decoders of Hugging Face whose weights come from a base model's files.
 
 Either all parameters are trained, or only the LoRA matrices while the others are frozen; only trained parameters are
-counted, averaged and exported. A tied head is untied: the first and the last stage are on different peers, so the head
+counted and averaged. A tied head is untied: the first and the last stage are on different peers, so the head
 begins as a copy of the embedding, and if all is trained the two are trained separately. With LoRA both stay as they
 are, so that a merged model is tied as the base model is.
 """

@@ -164,6 +164,12 @@ def test_the_jobs_in_deploy_are_what_the_command_writes(tool: Tool, file: str) -
     assert kept.read_text(encoding="utf-8") == written, f"write it: {kept}"
 
 
+def test_a_job_without_an_invite_as_one_that_only_ends_daemons_is_as_readable() -> None:
+    with_invite, without = (job_of(REQUESTS["ssh"], "poems", invite, Path()) for invite in (INVITE, ""))
+    assert "(the invite)" in with_invite.files["start.sh"] and "(the invite)" not in without.files["start.sh"]
+    assert len(without.files["start.sh"]) < len(with_invite.files["start.sh"])
+
+
 def test_a_dry_run_prints_the_job_without_the_invite_and_writes_nothing(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("AGORA_")}
     arguments = shlex.split("--on slurm --count 3 --dry-run --json")

@@ -21,11 +21,13 @@ from agora_protocol.errors import (
 from agora_protocol.manifest import preset
 
 from agora.core.optional_packages import PackageMissing
+from agora.data.local_files import DataMissing
 from agora.node.paths import Home
 from agora.node.process.joining import RunUnreachable
 from agora.node.process.run_queue import another_run_may_succeed, check_queue, runs_left_before
 from agora.node.settings import DONE_VARIABLE, Settings, SettingsError, load
 from agora.node.span.load_span import RunFull
+from agora.node.span.training_data import FilesNotAllowed
 from agora.swarm.key_use import KeyInUse
 from agora.tuning.base.store import BaseModelError
 
@@ -43,6 +45,8 @@ from agora.tuning.base.store import BaseModelError
         (DataError("no such column"), True),
         (BaseModelError("not found"), True),
         (PackageMissing("peft"), True),
+        (DataMissing("poems.txt"), True),
+        (FilesNotAllowed("poems.txt"), True),
         (LocalError("p2pd ended"), False),
         (DiskError("full"), False),
         (DeviceError("no such card"), False),

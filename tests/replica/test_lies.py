@@ -369,7 +369,7 @@ def test_a_newcomer_that_others_take_for_a_reducer_signs_nothing_offends_nobody_
         newcomer, *others = members = world.add(*identities(3))
         for member in members:
             member.sees = {peer: 1e15 if peer == newcomer.peer else 1.0 for peer in world.members}
-        newcomer.cannot_have_signed = False
+        newcomer.may_sign_mean = False
         for number in range(4):
             deadline = asyncio.get_running_loop().time() + world.round_s
             works = []

@@ -84,11 +84,11 @@ def test_the_reducer_averages_by_the_rule_in_force_at_the_rounds_step() -> None:
     assert float(means[0].values[0]) == pytest.approx(3.5 / 3) and float(means[1].values[0]) < 1.1
 
 
-def test_a_pass_over_more_fragments_has_more_tokens() -> None:
+def test_a_fragment_has_the_tokens_since_its_last_sync_and_a_weight_those_of_the_most_fragments() -> None:
     codec = amended({"averaging.fraction": 0.125}, 40)
-    planned = [codec.config.planned_tokens(fragment_shard(number)) for number in (20, 21)]
-    assert planned[1] == 2 * planned[0]
-    assert codec.config.weight_limit == pytest.approx(64 * planned[1])
+    few, more, most = (codec.config.planned_tokens(fragment_shard(20)._replace(fragments=of)) for of in (3, 6, 8))
+    assert more == 2 * few
+    assert codec.config.weight_limit == pytest.approx(64 * most)
 
 
 @pytest.mark.parametrize(("name", "lost"), [("normal2", 0.1175), ("normal3", 0.0345), ("normal4", 0.0095)])

@@ -30,7 +30,7 @@ SYNCHRONOUS = {"schedule": {"kind": "synchronous"}, "averaging": {"round_s": 3.0
 
 
 def assert_equal_bits(*peers: GroupPeer) -> None:
-    """At one step or next to it: the weights of the earlier one are those of the later one before its last step."""
+    """Replicas at one step have the same bits, and none is more than a step ahead."""
     steps = {peer.stage.step for peer in peers}
     assert max(steps) - min(steps) <= 1
     for peer in peers:

@@ -77,7 +77,7 @@ class Member:
         self.events: list[Event] = []
         self.violations: list[tuple[PeerId, Violation]] = []
         self.token_bounds: dict[PeerId, float] = {}
-        self.cannot_have_signed = True
+        self.may_sign_mean = True
         self.sees: dict[PeerId, float] | None = None
         self.suspects: set[PeerId] = set()
         self.at: dict[str, int] = {}
@@ -123,7 +123,7 @@ class Member:
     def context_of(self, shard: Shard) -> RoundContext:
         suspects = frozenset(self.suspects & {*self.view})
         live = frozenset({*self.view} - {self.peer})
-        view = RoundContext(self.view, live, suspects, self.world.round_s, self.token_bounds, self.cannot_have_signed)
+        view = RoundContext(self.view, live, suspects, self.world.round_s, self.token_bounds, self.may_sign_mean)
         cuts = cut_into_shards(self.world.size)
         if shard.position >= len(cuts):
             return replace(view, refusal=ProtocolError("bad-message", "no such part"))

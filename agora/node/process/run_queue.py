@@ -20,7 +20,7 @@ from agora.node.settings import DONE_VARIABLE, Settings, without_settings
 EXIT_FOR_NEXT_RUN: Final = 5
 MAX_WHY_CHARACTERS: Final = 200
 # The codes of errors that this machine cannot help in this run, and that another run may be without.
-CODES_OF_RUNS: Final = ("unreachable", "run-full", "base-model")
+CODES_OF_RUNS: Final = ("unreachable", "run-full", "base-model", "data-missing", "files-not-allowed")
 
 LeftRuns = tuple[tuple[str, str], ...]  # of each run that was left: its name, and why the next one was joined
 

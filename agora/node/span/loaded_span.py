@@ -369,8 +369,9 @@ class LoadedSpan:
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))
 
     async def write_checkpoints(self, within_s: float) -> None:
-        """Ends the replicas' steps and rounds for good, records the epochs, writes a checkpoint of each stage.
+        """Ends the replicas' steps, records the epochs, and writes a checkpoint of each stage.
 
+        Running fragment syncs go on; a checkpoint may lack their means.
         All of this takes `within_s` seconds at most. A timeout or an AgoraError is reported as TaskFailed, not raised.
         """
         try:

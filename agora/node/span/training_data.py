@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId
@@ -29,6 +29,12 @@ from agora.tuning.epochs.batches import EpochFile
 
 # Times that a run sees its data from which on its founder is warned: people tune for 1 to 5, pretrain for fewer.
 MANY_EPOCHS: Final = 20.0
+
+
+class FilesNotAllowed(LocalError):
+    """Raised where a manifest of somebody else reads files of this machine, without allow_files."""
+
+    code: ClassVar[str] = "files-not-allowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ def _require_permission(local_peer: LocalPeer) -> None:
     sources = list(data.sample_paths) or [source for source in data.corpus if source != "stdlib"]
     sources += [data.tokenizer] if data.tokenizer != "bytes" else []
     if sources and not context.settings.allow_files and not is_own_manifest(context, local_peer.signed.founder):
-        raise LocalError(
+        raise FilesNotAllowed(
             f"The run reads files of this machine ({', '.join(sources[:3])}); "
             "look at them, then join with --allow-files."
         )
