@@ -131,6 +131,7 @@ class StepPacing:
     _wait_again_at_step: int = 0  # the step from which origins wait for means
     _skipped_waits: int = 0  # steps without a wait after the last mean that came too late, halved by each in time
     _measured: tuple[float, int] | None = None
+    _was_share_closed: bool = False  # at the last measurement
     _stepped_at: float | None = None
     _uncorrected_quota: int = 0
 
@@ -139,17 +140,20 @@ class StepPacing:
         if target != self.batch_size.target:
             self.batch_size = BatchSizeCorrection(target).after_step(target + self.batch_size.surplus)
 
-    def measure(self, now: float, tokens_counted: int, open_step: int) -> None:
+    def measure(self, now: float, tokens_counted: int, open_step: int, *, is_share_closed: bool = False) -> None:
         """Updates this replica's `rate` by the time and tokens since the last call; the first call only sets the start.
 
         tokens_counted: all tokens that this replica has counted since it started; if the number fell, the rate is
-        updated with 0 tokens. open_step: for whose share it counts.
+        updated with 0 tokens. open_step: for whose share it counts. is_share_closed: whether it awaits the mean of a
+        closed share; time in which it then counts nothing is not measured, see DirectReport.after_report.
         """
         if open_step != self._open[0]:
             self._open = open_step, now
         if self._measured is not None and now > self._measured[0]:
-            self.rate = self.rate.after(max(0, tokens_counted - self._measured[1]), now - self._measured[0])
-        self._measured = now, tokens_counted
+            counted = max(0, tokens_counted - self._measured[1])
+            if counted or not (is_share_closed and self._was_share_closed):
+                self.rate = self.rate.after(counted, now - self._measured[0])
+        self._measured, self._was_share_closed = (now, tokens_counted), is_share_closed
 
     def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
         """Returns the tokens at which this replica closes its open share, by all rates; sets what follows from them.

@@ -281,7 +281,7 @@ class StageReplicas:
 
     def _update_quota(self, own: ReplicaCounts, membership: Membership, now: float) -> int:
         self.pacing.set_target(self._settings.target_tokens)
-        self.pacing.measure(now, own.tokens_counted, own.open_step)
+        self.pacing.measure(now, own.tokens_counted, own.open_step, is_share_closed=own.open_step > own.step)
         rates = {peer: last.direct.rate.per_second for peer, last in membership.live.items()}
         return self.pacing.update_quota(self._me, rates)
 

@@ -103,11 +103,16 @@ class DirectReport:
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
         """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
 
-        The rate is unknown if this is no report yet, or if tokens_counted fell, as after a restart.
+        The rate is unknown if this is no report yet, or if tokens_counted fell, as after a restart. It is how fast the
+        replica counts while it may: where its share is closed and it awaits the mean, the time without tokens does not
+        count. Otherwise a replica with a small quota would wait for most of each step, and be given a small one again.
         """
         open_since = self.open_since if counts.open_step == self.open_step else now
         rate = TokenRate()
-        if self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
+        awaits_mean = self.open_step > self.step and counts.open_step > counts.step
+        if awaits_mean and counts.tokens_counted == self.tokens_counted:
+            rate = self.rate
+        elif self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
             rate = self.rate.after(counts.tokens_counted - self.tokens_counted, now - self.at)
         return DirectReport(
             counts.step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from agora.replica.pacing import (
     TokenRate,
     own_quota,
 )
+from agora.replica.stage_view import DirectReport, ReplicaCounts
 from tests.replica.world import identities
 
 ME, OTHER = identities(2)
@@ -128,6 +130,36 @@ def test_a_share_is_on_its_way_since_it_was_opened_and_a_larger_step_takes_longe
     assert meter.open_fraction(12.0) == pytest.approx(2.0 / (1500 / 200))
     meter.measure(12.0, 200, 4)
     assert meter.open_fraction(12.0) == 0.0
+
+
+def test_replicas_that_wait_for_means_are_measured_by_what_they_count_and_not_by_how_long_they_wait() -> None:
+    """Else whoever once had a small quota, as after a slow start, would wait for the rest of each step and keep it."""
+    target, unit, device_rate, tick_s = 1600, 10, 100.0, 0.05
+    meters = {peer: StepPacing(unit, BatchSizeCorrection(target)) for peer in (ME, OTHER)}
+    reports = {peer: DirectReport() for peer in meters}
+    step, now, tokens, counted = 0, 0.0, dict.fromkeys(meters, 0.0), dict.fromkeys(meters, 0.0)
+    first_rates = {ME: 10.0, OTHER: 110.0}
+    quotas = {peer: own_quota(first_rates, peer, target, unit) for peer in meters}
+    for peer, rate in first_rates.items():
+        meters[peer].rate = TokenRate().after(int(10 * rate), 10.0)
+        reports[peer] = replace(reports[peer], at=0.0, rate=meters[peer].rate)
+    assert quotas[ME] < 0.1 * quotas[OTHER]
+    while step < 10:
+        now += tick_s
+        closed = {peer: tokens[peer] >= quotas[peer] for peer in meters}
+        if all(closed.values()):
+            step, tokens, closed = step + 1, dict.fromkeys(meters, 0.0), dict.fromkeys(meters, False)
+        for peer, meter in meters.items():
+            if not closed[peer]:  # the devices are equal; who has closed its share is held until the mean is there
+                tokens[peer] += device_rate * tick_s
+                counted[peer] += device_rate * tick_s
+            open_step = step + closed[peer]
+            meter.measure(now, int(counted[peer]), open_step, is_share_closed=closed[peer])
+            counts = ReplicaCounts(step, open_step, int(tokens[peer]), int(counted[peer]))
+            reports[peer] = reports[peer].after_report(counts, now)
+        for peer, other in ((ME, OTHER), (OTHER, ME)):
+            quotas[peer] = meters[peer].update_quota(peer, {other: reports[other].rate.per_second})
+    assert min(quotas.values()) > 0.45 * target
 
 
 def test_one_mean_that_comes_late_costs_one_wait() -> None:

@@ -171,9 +171,10 @@ def test_a_liar_at_step_10_9_changes_neither_steps_nor_weights(others: int) -> N
     with_liar = run(train(others, liar=True))
     without = run(train(others, liar=False))
     assert with_liar[0] == without[0] and min(without[0]) >= 10
-    for beside_it, alone in zip(with_liar[1], without[1], strict=True):  # until its first lie it was waited for
+    # Until its first lie it was waited for, and its reports are occasions at which rates are measured.
+    for beside_it, alone in zip(with_liar[1], without[1], strict=True):
         assert np.allclose(beside_it, alone, atol=0.01)
-    assert others == 3 or with_liar[1] == without[1]
+    assert others > 1 or with_liar[1] == without[1]
     assert set(with_liar[2]) == {(True, Violation.IMPLAUSIBLE_STEP)} and not without[2]
 
 
