@@ -54,8 +54,8 @@ def measured_window(
 ) -> SendWindow:
     """Returns a window of x + SQUARE_ROOT_FACTOR * sqrt(x) microbatches, rounded up; x = round_trip_s / period_s.
 
-    The bounds, the strongest first: 1 at least; `ceiling` at most; `staleness.usual` at most, but x and up to
-    `staleness.at_most` if x is more; MIN_PER_STAGE for each stage at least. round_trip_s: seconds that a microbatch
+    Bounds, the strongest first: at least 1; at most `ceiling`; at most `staleness.usual`, or, if x is more than that,
+    at most x and `staleness.at_most`; at least MIN_PER_STAGE for each stage. round_trip_s: seconds that a microbatch
     takes if it never waits. period_s: mean seconds between two completions. Until both are measured, the window is
     MIN_PER_STAGE for each stage, within these bounds.
     """
@@ -189,7 +189,8 @@ class StepAllotment:
             return replace(self, idle_since=now)
         if now - self.idle_since < TOP_UP_AFTER_S:
             return self
-        # When origins come and go, their quotas do not add up to a step. Then each opens an equal part of what lacks.
+        # Origins that come and go make the allotments add up to more or less than a step. Then each opens an equal part
+        # of what is missing.
         return StepAllotment(self.step, math.ceil(state.lacking / state.origins))
 
     def after_end(self, now: float) -> StepAllotment:

@@ -86,7 +86,7 @@ class Hop:
         fault: faults.InjectFault = faults.inject_fault,
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_trained: called when a training microbatch leaves this hop, after training_count was decremented."""
+        """on_trained: called when the work on a training microbatch has ended here, with or without success."""
         self._span = device.span
         self._is_last = device.span.last == router.stage_count - 1
         self._device = device

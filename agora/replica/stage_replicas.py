@@ -51,13 +51,13 @@ from agora.train.stage import StageProgress
 
 # Maximum number of thousandths of a byte, for each value and step, that gossip reports of an uplink.
 MAX_CARRIED: Final = 1_000_000
-# A replica that has taken no step of its own for AWAY_S seconds and AWAY_STEPS step durations, and knows no voter any
-# more, catches up with anybody: it or the voters were asleep.
+# A replica that has taken no step of its own for AWAY_S seconds and for AWAY_STEPS usual steps was asleep, or its
+# voters were. If it knows no voter any more, it catches up with any replica.
 AWAY_S: Final = 60.0
 AWAY_STEPS: Final = 10
 
-# Fetches a stage's state of at least some steps from sources and replaces the stage's state with it; returns a
-# description. Raises Unavailable when no source has such a state.
+# Called with the stage, the sources, and the least number of steps: replaces the stage's state by that of one source.
+# Raises Unavailable if none has it.
 FetchState = Callable[[int, Sequence[PeerId], int], Awaitable[object]]
 
 
@@ -104,7 +104,7 @@ class StageReplicas:
         self._fetch = fetch_state
         self._shared_histories: Mapping[PeerId, SharedHistory] = {}
         self._joined_history_at_step = step  # see Electorate
-        # By replica, the step from which its means are compared with own ones again, and the steps to the time after.
+        # By replica: from which step its means are compared with this one's again, and the steps of the next pause.
         self._next_comparison: dict[PeerId, tuple[int, int]] = {}
         self._comparison: asyncio.Task[None] | None = None
         self._is_leaving = False

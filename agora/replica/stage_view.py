@@ -229,7 +229,7 @@ class StageView:
     # Tokens at which its share of a step is closed. 0: none is, because its part of a step rounds to no microbatch.
     quota: int = 0
     stops_at: int = 0  # how many steps the stage takes at most, because the run then ends; 0: no end
-    shares: Shares | None = None  # bound what others say to have counted; None: nothing does
+    shares: Shares | None = None  # the shares that bound the tokens which others report; None: they are not bounded
     step_s: float = 0.0  # seconds in which all replicas count a step's tokens, 0 when unknown
     open_fraction: float = 1.0  # the part of a step for which its share has been open, see StepPacing.open_fraction
     is_leaving: bool = False  # whether this peer is leaving the run

@@ -94,7 +94,7 @@ class DeviceWorker:
     """Runs forward and backward passes, steps and copies of this peer's stages, each as a job of the one device thread.
 
     It owns that thread, from `create` to `close`. After each job but a `forward`, the thread takes the steps, and
-    closes the shares, that are due in any stage. The methods raise
+    closes the shares, that are due in any stage. After an error of a method nothing was added to any gradient sum:
 
     | error                        | for                                                                    |
     |------------------------------|------------------------------------------------------------------------|
@@ -104,7 +104,7 @@ class DeviceWorker:
     | Busy                         | a full queue                                                           |
     | NotMyStage                   | a stage that is not held here                                          |
 
-    and have then added nothing to any gradient sum. OutOfMemory is raised only after half of the kept graphs were
+    OutOfMemory is raised only after half of the kept graphs were
     dropped, then all, and the job was tried once more each time.
     """
 
@@ -154,14 +154,14 @@ class DeviceWorker:
 
         in_flight: microbatches that are usually between forward and backward; at most MAX_TIMES_IN_FLIGHT times as many
         forwards are stashed, or jobs of one priority queued. base_model: its folder, if the run has one. gauge: None
-        makes that of the device. live: what holds at each step; None: `manifest` at all. draws: False leaves the
-        weights zeros until `draw_initial_weights` or `load_state`.
+        makes that of the device. live: the manifest in force at each step; None: `manifest` at every step.
+        draws: False leaves the weights zeros until `draw_initial_weights` or `load_state`.
 
         Raises DeviceError, OutOfMemory, ManifestError, or LocalError if the base model is missing or another one.
         """
         chosen = choose_device(device.name)
         events = StepEvents()
-        keep_freed_memory()  # beside a GPU for averaging, which is done in the host's memory
+        keep_freed_memory()  # for averaging, which works in host memory beside a GPU as well
         gauge = gauge or gauge_of(chosen)
         queue = DeviceQueue(
             is_idle=gauge.is_idle if gauge.can_idle else None,

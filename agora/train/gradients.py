@@ -152,7 +152,7 @@ class GradientSum:
         return self.flat / max(self.totals.tokens, 1)
 
     def clear(self) -> SumTotals:
-        """Returns the totals from before."""
+        """Sets the sum and its totals to zero; returns the totals that it had."""
         self.flat.zero_()
         totals, self.totals = self.totals, SumTotals()
         return totals

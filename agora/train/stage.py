@@ -1,4 +1,4 @@
-"""One stage of a span: its weights, the gradient sum of its next step, the step, and its exchange with replicas."""
+"""One stage of a span: its weights, gradient sum and closed shares, its steps, and the history of applied means."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ class Stage:
             form = f"{mean_gradient.dtype} {tuple(mean_gradient.shape)}"
             raise ProtocolError("bad-tensor", f"{form} is not a gradient here.")
         if step != self.step:
-            raise LocalError(f"Stage {self.number} takes step {self.step} next, not {step}; ask for its share.")
+            raise LocalError(f"Stage {self.number} takes step {self.step} next, not {step}; average that first.")
         result = None
         checksum = 0
         if tokens > 0:
@@ -612,7 +612,8 @@ def extend_history(
 
     step: 1 is the first. checksum: hash_of the step's mean. last: the agreed step before this one, by default step - 1.
     amended: hash of the amendment in force, by which replicas that took the step by others are told apart; b"": none.
-    hash(step) = SHA-256(hash(last), step, checksum), or 0 (unknown) if hash(last) is unknown.
+    hash(step) = SHA-256(hash(last), step, c), where c is `checksum`, under an amendment hash_of(checksum, amended);
+    0 if hash(last) is unknown.
     """
     if amended:
         checksum = hash_of(checksum.to_bytes(32, "big"), amended)

@@ -160,17 +160,20 @@ class HfFamily(Family):
 
 
 def wanted_tensors(stage: HfStage) -> dict[str, WantedTensor]:
-    """By parameter name, for parameters that come from files; LoRA matrices do not."""
+    """Returns, by parameter name, the tensors of a stage that are in the base model's files: no LoRA matrices."""
     return {name: WantedTensor(stage.file_names(name), shape) for name, shape in stage.file_shapes().items()}
 
 
 def adapter_tensors(stage: StageModule) -> dict[str, WantedTensor]:
-    """By parameter name, for the LoRA matrices of a run that goes on from an adapter."""
+    """Returns, by parameter name, the LoRA matrices of a run that goes on from an adapter."""
     return {n: WantedTensor((adapter_tensor_name(n),), tuple(p.shape)) for n, p in stage.trained_parameters()}
 
 
 def needed_tensors(model: HfSection, layers: range) -> list[WantedTensor]:
-    """Each once. Reads nothing; importing transformers may take seconds. Raises PackageMissing, ManifestError."""
+    """Returns every tensor that these layers read from files, without duplicates.
+
+    Reads no file; importing transformers may take seconds. Raises PackageMissing, ManifestError.
+    """
     with torch.device("meta"):
         stage = HfStage(model, layers)
     wanted = [*wanted_tensors(stage).values(), *(adapter_tensors(stage).values() if model.adapter_hash else ())]

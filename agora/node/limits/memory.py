@@ -35,7 +35,7 @@ SHORT: Final = "short of memory"  # completes "this peer is ..." for requesters 
 class MemoryBudget:
     """The bytes that a daemon may take. host: of the machine's memory. gpu: of its GPU, None if stages use none.
 
-    host_limit: what limits the first, in words, "" if that was not asked. in_bf16: whether products are in 16 bits.
+    host_limit: what limits `host`, in words; "" if nobody asked. in_bf16: whether products are in 16 bits.
     """
 
     host: int

@@ -62,8 +62,9 @@ from agora.swarm.redialling import Redialling
 from agora.swarm.view import PeerView, View
 from agora.train.weight_versions import MAX_TIMES_IN_FLIGHT
 
+# All slots together may take SLOTS_FRACTION of the free memory, at most MAX_SLOTS_BYTES; the usual number of slots
+# exists in any case.
 SLOTS_FRACTION = 0.125
-# All slots may take this fraction of the free memory, or these bytes if that is less, where they exceed the usual.
 MAX_SLOTS_BYTES = 4 * 2**30
 MIN_HELD_BYTES = 64 * 2**20  # bytes of payloads that the network may hold in any run
 ADDRESS_BOOK_INTERVAL_S = 15.0  # seconds between two writes of other peers' addresses to disk

@@ -95,7 +95,7 @@ async def _sign_as_founder(context: DaemonContext) -> tuple[SignedManifest, str]
 
 
 def _check_before_signing(context: DaemonContext, draft: Manifest) -> DataUse | None:
-    # What a start would refuse after it: a signed manifest cannot be edited any more, so that it suits this machine.
+    # Checks what a start would refuse: once signed, the manifest can no longer be edited to suit this machine.
     check_disk_room(context, draft)
     check_stages_fit(draft, context.settings, context.home.root)
     use = check_draft(context, draft)
@@ -134,7 +134,7 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
             network.address_book.learn(peer, addresses)
             try:
                 reply = await network.call(peer, GetManifest(), deadline=loop_time() + MANIFEST_TIMEOUT_S)
-                # Its hash must be the run's id, so a wrong manifest is no chance: ask nobody else.
+                # Its hash must be the run's id, so a wrong manifest is no accident: ask nobody else.
                 if not isinstance(reply.message, ManifestAnswer):
                     raise ManifestError("The peer sent an unexpected message; ask for another invite.")
                 return SignedManifest.from_bytes(reply.message.manifest, run)

@@ -129,7 +129,9 @@ async def _claim_or_stand_by(local_peer: LocalPeer, wanted: Span | None) -> tupl
         if placement.span is not None:
             return placement.span, placement.reason
         if local_peer.context.settings.queue:
-            raise RunFull(f"The run does not need this machine now: {placement.reason}; join it later, or another.")
+            raise RunFull(
+                f"The run does not need this machine now: {placement.reason}; join it later, or join another run."
+            )
         local_peer.context.phases.report_progress(f"standing by: {placement.reason}")
         await asyncio.sleep(rebalance_interval_s(rng))
 

@@ -150,7 +150,10 @@ def _list_tensor(location: TensorLocation) -> ListedTensor:
 
 
 def is_intact(location: TensorLocation, listed: ListedTensor) -> bool:
-    """False also when the file cannot be read. A tensor checked in an unchanged file is not read again."""
+    """Returns whether the tensor's bytes have the listed hashes; False if the file cannot be read.
+
+    A tensor that was checked is not read again while its file is unchanged.
+    """
     try:
         status = location.path.stat()
         return _check_pieces(location, listed, status.st_size, status.st_mtime_ns, status.st_ino)
@@ -182,7 +185,10 @@ class TensorStore:
         self.folder = folder
 
     def read_list(self) -> TensorList | None:
-        """None without one, or if its hash is not the folder's name. Raises ProtocolError for a malformed one."""
+        """Returns the stored list; None if it is missing, unreadable, or its hash is not the folder's name.
+
+        Raises ProtocolError for a malformed one.
+        """
         try:
             with (self.folder / LIST).open("rb") as file:
                 data = file.read(MAX_TENSOR_LIST_BYTES + 1)

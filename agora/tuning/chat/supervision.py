@@ -51,7 +51,7 @@ def tokenise(
 ) -> Iterator[TokenSample]:
     """Reads and tokenises the samples of files; yields each as a TokenSample, in order, also if nothing is supervised.
 
-    counts: of what is left out by the files' rules, is added to. context: the maximum number of tokens of a sequence;
+    counts: is increased by what the files' rules leave out. context: the maximum number of tokens of a sequence;
     longer ones lose their end, or are left out. The objective lm has no such limit, and every token but the first is
     supervised. Raises DataError for malformed records and conversations that the template refuses, unless the rules
     skip these; TemplateProblem for a template that cannot be used; LocalError without jinja2.

@@ -217,7 +217,7 @@ ANNOUNCE_INTERVALS: Final = 3
 LAPSE_INTERVALS: Final = 8
 # A single origin's report counts for this many times the microbatches that this one does in the same time.
 PACE_LIMIT: Final = 4.0
-CREDIT_AT_START: Final = 8
+CREDIT_AT_START: Final = 8  # microbatches that are believed on one origin's word before its pace is known
 BELIEVE_INTERVALS: Final = 4  # calls of `next_state` after which what was doubted is judged again
 # If more other origins are known, those that are not live are forgotten. What they had done stays known.
 KEPT_ORIGINS: Final = 256
