@@ -513,7 +513,9 @@ class AllReduce:
     async def _recall_mean(self, shard: Shard, gathering: _Gathering) -> None:
         # This peer is the second reducer: some members may have the first one's mean already, which must win.
         deadline = loop_time() + RECALL_FRACTION * self.context_of(shard).allowed_s
-        others = gathering.expected - {self.config.me}
+        # The first one has failed the member that asks, whoever opened the gathering: a liar would answer with a mean
+        # that it has given to nobody.
+        others = gathering.expected - {self.config.me, self._first_reducer(shard)}
         calls = [
             asyncio.create_task(self.kept_means.recall_from(peer, shard, gathering.numel, deadline)) for peer in others
         ]

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pytest
 import torch
+from agora_protocol.errors import PeerFailed
 from agora_protocol.ids import PeerId
 from agora_protocol.limits import PART_ELEMENTS
 from agora_protocol.manifest import Manifest
@@ -381,6 +382,45 @@ def test_a_newcomer_that_others_take_for_a_reducer_signs_nothing_offends_nobody_
                 kept = member.all_reduce.kept_means.answer_recall(Recall(0, "gradient", number, 0, 0)).message
                 assert isinstance(kept, Recalled) and kept.reducer in {other.peer for other in others}
                 assert not member.violations
+        await world.close()
+
+    run(main())
+
+
+def test_a_first_reducer_that_failed_its_members_cannot_give_them_a_mean_through_the_second() -> None:
+    """A member of another view asks the second reducer as the first; the others come once the liar has failed them."""
+
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        liar, second, early, late = members = world.add(*identities(4))
+        for member in members:
+            member.sees = dict.fromkeys(world.members, 1.0) | {liar.peer: 1e30, second.peer: 1e15}
+        early.sees = dict.fromkeys(world.members, 1.0) | {second.peer: 1e15}
+        codec, shard = liar.all_reduce.codec, Shard(0, "gradient", 0, 0)
+
+        async def fail(*_: object) -> Reply:
+            raise PeerFailed("as the liar wants it")
+
+        def answer(_: Recall) -> Reply:
+            values = torch.full((PART_ELEMENTS,), 2.5)  # as large as an honest mean
+            said = Averaged(in_mean=4, contributors=4, weight=4.0, counted=True, wire="float32")
+            encoded = EncodedShard("float32", NumberFormat("float32").encode(values))
+            false = signed_by(liar.peer, codec, shard, ShardMean(values, said, encoded))
+            recalled = Recalled(4, 4, 4.0, "float32", reducer=liar.peer, signature=false.message.signature)
+            return Reply(recalled, list(encoded.tensors))
+
+        liar.all_reduce.answer_contribution = fail
+        liar.all_reduce.kept_means.answer_recall = answer
+        deadline = asyncio.get_running_loop().time() + world.round_s
+
+        async def take_part(member: Member, value: float, after_s: float) -> RoundResult:
+            await asyncio.sleep(after_s)
+            values = torch.full((PART_ELEMENTS,), value)
+            return await member.take_part(0, "gradient", 0, values, 1.0, dict(member.view), deadline)
+
+        works = take_part(early, 1.0, 0.0), take_part(second, 2.0, 0.1), take_part(late, 3.0, 0.2)
+        results = await asyncio.gather(*works)
+        assert [float(result.mean[0]) for result in results] == [2.0, 2.0, 2.0]
         await world.close()
 
     run(main())
