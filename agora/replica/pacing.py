@@ -46,6 +46,41 @@ class TokenRate:
         return self.tokens / self.seconds if self.seconds >= MIN_MEASURED_S else None
 
 
+@dataclass(frozen=True, slots=True)
+class RateMeter:
+    """Measures how fast a replica counts tokens while it may, from its counts at some times; `rate` so far.
+
+    Where its share is closed and it awaits the mean, the time in which it counts nothing is not measured. Else a
+    replica with a small quota would wait for most of each step, count little in that time, and be given a small quota
+    again.
+    """
+
+    rate: TokenRate = field(default_factory=TokenRate)
+    tokens_counted: int = 0  # at the last count
+    counted_at: float = -math.inf  # when that was, -inf before the first count
+    measured_until: float = -math.inf  # `counted_at`, or earlier if it has awaited a mean since
+    awaits_mean: bool = False  # at the last count
+
+    @property
+    def per_second(self) -> float | None:
+        return self.rate.per_second
+
+    def after(self, now: float, tokens_counted: int, *, awaits_mean: bool) -> RateMeter:
+        """Returns the meter after a count of all its tokens; the rate is unknown again if these have become fewer.
+
+        awaits_mean: whether its share is closed and the mean is not there yet.
+        """
+        counted = tokens_counted - self.tokens_counted
+        if counted < 0 or self.counted_at == -math.inf:
+            return RateMeter(TokenRate(), tokens_counted, now, now, awaits_mean)
+        if self.awaits_mean and not counted:
+            until = self.measured_until if awaits_mean else now
+            return RateMeter(self.rate, tokens_counted, now, until, awaits_mean)
+        # Tokens of the next share that it has counted meanwhile: the wait may have ended soon after the last count.
+        since = self.measured_until if awaits_mean else self.counted_at
+        return RateMeter(self.rate.after(counted, now - since), tokens_counted, now, now, awaits_mean)
+
+
 def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, microbatch_tokens: int) -> int:
     """Returns how many tokens of a step replica `me`, which is in `rates`, counts before it closes its share.
 
@@ -104,14 +139,14 @@ class StepPacing:
 
     microbatch_tokens: tokens of one microbatch, of which quotas are multiples.
     batch_size: from which the tokens of the next step follow.
-    rate: how fast this replica counts tokens.
+    meter: how fast this replica counts tokens.
     step_s: average duration of a step.
     now (an argument of the methods): seconds, always on the same clock.
     """
 
     microbatch_tokens: int
     batch_size: BatchSizeCorrection
-    rate: TokenRate = field(default_factory=TokenRate)
+    meter: RateMeter = field(default_factory=RateMeter)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     # Tokens at which this replica closes its share of the present step; 0 without another replica, or where this one is
     # far slower than the others.
@@ -130,8 +165,6 @@ class StepPacing:
     _steps: int = 0
     _wait_again_at_step: int = 0  # the step from which origins wait for means
     _skipped_waits: int = 0  # steps without a wait after the last mean that came too late, halved by each in time
-    _measured: tuple[float, int] | None = None
-    _was_share_closed: bool = False  # at the last measurement
     _stepped_at: float | None = None
     _uncorrected_quota: int = 0
 
@@ -140,20 +173,14 @@ class StepPacing:
         if target != self.batch_size.target:
             self.batch_size = BatchSizeCorrection(target).after_step(target + self.batch_size.surplus)
 
-    def measure(self, now: float, tokens_counted: int, open_step: int, *, is_share_closed: bool = False) -> None:
-        """Updates this replica's `rate` by the time and tokens since the last call; the first call only sets the start.
+    def measure(self, now: float, tokens_counted: int, open_step: int, *, awaits_mean: bool = False) -> None:
+        """Updates this replica's `meter`, and since when its share is open.
 
-        tokens_counted: all tokens that this replica has counted since it started; if the number fell, the rate is
-        updated with 0 tokens. open_step: for whose share it counts. is_share_closed: whether it awaits the mean of a
-        closed share; time in which it then counts nothing is not measured, see DirectReport.after_report.
+        tokens_counted: all tokens that this replica has counted since it started. open_step: for whose share it counts.
         """
         if open_step != self._open[0]:
             self._open = open_step, now
-        if self._measured is not None and now > self._measured[0]:
-            counted = max(0, tokens_counted - self._measured[1])
-            if counted or not (is_share_closed and self._was_share_closed):
-                self.rate = self.rate.after(counted, now - self._measured[0])
-        self._measured, self._was_share_closed = (now, tokens_counted), is_share_closed
+        self.meter = self.meter.after(now, tokens_counted, awaits_mean=awaits_mean)
 
     def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
         """Returns the tokens at which this replica closes its open share, by all rates; sets what follows from them.
@@ -161,7 +188,7 @@ class StepPacing:
         others: rates of the other live replicas in tokens per second, None where unknown. Without others it returns the
         tokens of a whole step, and sets quota_now to 0. See own_quota; the step has batch_size.next_target tokens.
         """
-        own, target = self.rate.per_second, self.batch_size.target
+        own, target = self.meter.per_second, self.batch_size.target
         reported = {**others, me: own}
         self.believed_rates = rates = believed_rates(reported)
         total = sum(rates.values()) or 1.0

@@ -116,8 +116,8 @@ class RoundContexts:
         )
 
     def _token_bounds(self, shard: Shard, members: Members, known: KnownReplicas) -> dict[PeerId, float]:
-        rates = {peer: known[peer].direct.rate.per_second for peer in members if peer in known}
-        rates[self._me] = self._pacing.rate.per_second
+        rates = {peer: known[peer].direct.meter.per_second for peer in members if peer in known}
+        rates[self._me] = self._pacing.meter.per_second
         steps = self._averaging.every * shard.fragments or 1
         step = shard.round if shard.kind == "gradient" else max(shard.round * self._averaging.every - 1, 0)
         bounds = token_bounds(rates, self._live_manifest.target_tokens(step), self._pacing.microbatch_tokens)

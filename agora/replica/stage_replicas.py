@@ -254,10 +254,10 @@ class StageReplicas:
     def _uplinks(self) -> list[ReplicaUplink]:
         rates = self.pacing.believed_rates
         uplinks = [
-            ReplicaUplink(None if each.direct.rate.per_second is None else rates.get(peer), each.counts.bytes_carried)
+            ReplicaUplink(None if each.direct.meter.per_second is None else rates.get(peer), each.counts.bytes_carried)
             for peer, each in self.gossip.live_progress().items()
         ]
-        return [*uplinks, ReplicaUplink(self.pacing.rate.per_second, self.counts().bytes_carried)]
+        return [*uplinks, ReplicaUplink(self.pacing.meter.per_second, self.counts().bytes_carried)]
 
     def _takes_inner_step_now(self) -> bool:
         return self._progress().sync_schedule.is_inner(self._worker.step_of(self._stage))
@@ -281,8 +281,8 @@ class StageReplicas:
 
     def _update_quota(self, own: ReplicaCounts, membership: Membership, now: float) -> int:
         self.pacing.set_target(self._settings.target_tokens)
-        self.pacing.measure(now, own.tokens_counted, own.open_step, is_share_closed=own.open_step > own.step)
-        rates = {peer: last.direct.rate.per_second for peer, last in membership.live.items()}
+        self.pacing.measure(now, own.tokens_counted, own.open_step, awaits_mean=own.open_step > own.step)
+        rates = {peer: last.direct.meter.per_second for peer, last in membership.live.items()}
         return self.pacing.update_quota(self._me, rates)
 
     def _update_electorate(self, membership: Membership) -> Electorate:

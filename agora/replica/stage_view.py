@@ -26,7 +26,7 @@ from agora_protocol.messages import GossipEntry
 
 from agora.core.step_schedule import ONLY_ALL_REDUCE, SyncSchedule
 from agora.replica.divergence import HistoryReport
-from agora.replica.pacing import Shares, TokenRate
+from agora.replica.pacing import RateMeter, Shares
 from agora.replica.trust import believed_tokens
 
 SILENCE_TIMEOUT_S: Final = 6.0  # seconds without a report after which a replica is silent
@@ -91,7 +91,7 @@ class DirectReport:
     tokens_counted: int = 0
     at: float = -math.inf  # when it reported, -inf before its first report
     open_since: float = -math.inf  # when it first reported `open_step`
-    rate: TokenRate = field(default_factory=TokenRate)  # how fast it counts tokens
+    meter: RateMeter = field(default_factory=RateMeter)  # how fast it counts tokens
     agreed_step: int = 0
     history_hash: int = 0
     start_step: int = 0
@@ -101,26 +101,16 @@ class DirectReport:
         return HistoryReport(self.agreed_step, self.history_hash, self.start_step)
 
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
-        """Returns the replica's next report, with `counts` at time `now`, and `rate` measured since this one.
-
-        The rate is unknown if this is no report yet, or if tokens_counted fell, as after a restart. It is how fast the
-        replica counts while it may: where its share is closed and it awaits the mean, the time without tokens does not
-        count. Otherwise a replica with a small quota would wait for most of each step, and be given a small one again.
-        """
+        """Returns the replica's next report, with `counts` at time `now`."""
         open_since = self.open_since if counts.open_step == self.open_step else now
-        rate = TokenRate()
-        awaits_mean = self.open_step > self.step and counts.open_step > counts.step
-        if awaits_mean and counts.tokens_counted == self.tokens_counted:
-            rate = self.rate
-        elif self.tokens_counted <= counts.tokens_counted and self.at > -math.inf:
-            rate = self.rate.after(counts.tokens_counted - self.tokens_counted, now - self.at)
+        awaits_mean = counts.open_step > counts.step
         return DirectReport(
             counts.step,
             counts.open_step,
             counts.tokens_counted,
             at=now,
             open_since=open_since,
-            rate=rate,
+            meter=self.meter.after(now, counts.tokens_counted, awaits_mean=awaits_mean),
             agreed_step=counts.agreed_step,
             history_hash=counts.history_hash,
             start_step=counts.start_step,

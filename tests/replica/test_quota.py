@@ -14,6 +14,7 @@ from agora.replica.pacing import (
     MAX_SKIPPED_WAITS,
     RATE_DECAY_S,
     BatchSizeCorrection,
+    RateMeter,
     StepPacing,
     TokenRate,
     own_quota,
@@ -90,7 +91,7 @@ def test_a_part_of_the_next_share_begins_before_the_mean_is_applied() -> None:
 def paced(mean_s: float) -> StepPacing:
     """Of a stage whose steps last 4 s, and whose means so far came after `mean_s`."""
     meter = StepPacing(64, BatchSizeCorrection(4000))
-    meter.rate = TokenRate(1000.0, 1.0)
+    meter.meter = RateMeter(TokenRate(1000.0, 1.0))
     meter.update_quota(ME, {})
     for number in range(5):
         meter.on_share_closed(10.0 * number)
@@ -141,8 +142,8 @@ def test_replicas_that_wait_for_means_are_measured_by_what_they_count_and_not_by
     first_rates = {ME: 10.0, OTHER: 110.0}
     quotas = {peer: own_quota(first_rates, peer, target, unit) for peer in meters}
     for peer, rate in first_rates.items():
-        meters[peer].rate = TokenRate().after(int(10 * rate), 10.0)
-        reports[peer] = replace(reports[peer], at=0.0, rate=meters[peer].rate)
+        meters[peer].meter = RateMeter(TokenRate().after(int(10 * rate), 10.0), counted_at=0.0, measured_until=0.0)
+        reports[peer] = replace(reports[peer], meter=meters[peer].meter)
     assert quotas[ME] < 0.1 * quotas[OTHER]
     while step < 10:
         now += tick_s
@@ -154,11 +155,11 @@ def test_replicas_that_wait_for_means_are_measured_by_what_they_count_and_not_by
                 tokens[peer] += device_rate * tick_s
                 counted[peer] += device_rate * tick_s
             open_step = step + closed[peer]
-            meter.measure(now, int(counted[peer]), open_step, is_share_closed=closed[peer])
+            meter.measure(now, int(counted[peer]), open_step, awaits_mean=closed[peer])
             counts = ReplicaCounts(step, open_step, int(tokens[peer]), int(counted[peer]))
             reports[peer] = reports[peer].after_report(counts, now)
         for peer, other in ((ME, OTHER), (OTHER, ME)):
-            quotas[peer] = meters[peer].update_quota(peer, {other: reports[other].rate.per_second})
+            quotas[peer] = meters[peer].update_quota(peer, {other: reports[other].meter.per_second})
     assert min(quotas.values()) > 0.45 * target
 
 

@@ -89,10 +89,10 @@ def test_the_rate_of_a_replica_is_measured_by_what_it_reports_itself() -> None:
     table = known((A, 5, 0, 0))
     for tick in range(1, 41):
         table = merge_gossip(table, [entry(A, 5, 50 * tick, 0)], A, ME, 0.5 * tick)
-    assert table[A].direct.rate.per_second == pytest.approx(100.0)
+    assert table[A].direct.meter.per_second == pytest.approx(100.0)
     lied = merge_gossip(table, [entry(A, 5, 10**9, 0)], B, ME, 20.0)
-    assert lied[A].direct.rate.per_second == pytest.approx(100.0)
-    assert merge_gossip(table, [entry(A, 0, 10, 0)], A, ME, 21.0)[A].direct.rate.per_second is None, "it has restarted"
+    assert lied[A].direct.meter.per_second == pytest.approx(100.0)
+    assert merge_gossip(table, [entry(A, 0, 10, 0)], A, ME, 21.0)[A].direct.meter.per_second is None, "it has restarted"
 
 
 def test_old_gossip_keeps_nobody_alive_and_changes_nothing() -> None:
