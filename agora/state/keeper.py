@@ -308,8 +308,8 @@ class StateKeeper:
         It does not wait. Call it after each step. The checkpoint is of the step that the stage has reached when `run`
         writes it.
         """
-        last, end = self._checkpoint_steps.get(stage, 0), self._live_manifest.total_steps
-        if rules.is_checkpoint_due(step, self._live_manifest.at(step).checkpoint.every, last) or step >= end > last:
+        live, last = self._live_manifest, self._checkpoint_steps.get(stage, 0)
+        if rules.is_checkpoint_due(step, live.at(step).checkpoint.every, last, live.total_steps):
             self._checkpoint_steps[stage] = step
             self._due_stages.add(stage)
             self._wake.set()

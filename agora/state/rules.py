@@ -81,6 +81,9 @@ def lowest_step_to_fetch(at_least: int, claimed_steps: Collection[int]) -> int:
     return max(at_least, statistics.median_low(claimed_steps or [0]) - CLAIM_LAG)
 
 
-def is_checkpoint_due(step: int, every: int, last: int) -> bool:
-    """Returns whether a multiple of `every` steps lies in (last, step]. last: the step of the previous checkpoint."""
-    return step // every > last // every
+def is_checkpoint_due(step: int, every: int, last: int, end: int) -> bool:
+    """Returns whether a multiple of `every` steps, or the run's last step `end`, lies in (last, step].
+
+    last: the step of the previous checkpoint.
+    """
+    return step // every > last // every or last < end <= step

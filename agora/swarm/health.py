@@ -21,11 +21,11 @@ are read again.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from agora.swarm.run_end import has_ended
 from agora.swarm.view import PeerView, View
 
 OK, DEGRADED, STALLED, PAUSED, UNREACHABLE = "OK", "DEGRADED", "STALLED", "PAUSED", "UNREACHABLE"
@@ -46,22 +46,6 @@ class Health:
     stages: tuple[Health, ...] = field(default=(), compare=False)
 
 
-def has_ended(
-    view: View, stage_count: int, total_steps: int, own_steps: Mapping[int, int] = MappingProxyType({})
-) -> bool:
-    """Returns whether every stage has taken `total_steps`; False for 0, a run without an end.
-
-    own_steps: steps of the stages that this peer holds; no claim of others ends the run before these have ended. For
-    another stage its median replica counts (of two, the higher one), so that one peer's claim decides nothing.
-    """
-
-    def step_of(stage: int) -> int:
-        steps = [seen.step_of(stage) for seen in view.replicas(stage)]
-        return own_steps.get(stage, statistics.median_high(steps) if steps else 0)
-
-    return total_steps > 0 and all(step_of(stage) >= total_steps for stage in range(stage_count))
-
-
 def assess_health(
     view: View,
     stage_count: int,
@@ -75,7 +59,7 @@ def assess_health(
     named.
 
     since_unix: when the peer began to look; time without steps counts only from then on. total_steps: the run's end, 0
-    where it goes on. own_steps: see has_ended.
+    where it goes on. own_steps: see run_end.has_ended.
     """
     if not view.peers:
         advice = "check the invite's addresses and this machine's network"

@@ -75,6 +75,15 @@ def test_the_lowest_step_to_fetch_is_the_wanted_one_or_as_far_behind_the_others_
 
 
 def test_a_checkpoint_is_due_once_for_each_multiple_even_when_a_step_jumps_over_it() -> None:
-    assert not is_checkpoint_due(99, 100, 0) and is_checkpoint_due(100, 100, 0)
-    assert not is_checkpoint_due(101, 100, 100) and not is_checkpoint_due(0, 100, 0)
-    assert is_checkpoint_due(203, 100, 100) and not is_checkpoint_due(299, 100, 203)
+    def is_due(step: int, last: int, end: int = 10**9) -> bool:
+        return is_checkpoint_due(step, 100, last, end)
+
+    assert not is_due(99, 0) and is_due(100, 0)
+    assert not is_due(101, 100) and not is_due(0, 0)
+    assert is_due(203, 100) and not is_due(299, 203)
+
+
+def test_a_checkpoint_is_due_once_at_the_runs_last_step_or_the_first_one_after_it() -> None:
+    assert not is_checkpoint_due(149, 100, 100, 150)
+    assert is_checkpoint_due(150, 100, 100, 150) and is_checkpoint_due(152, 100, 100, 150)
+    assert not is_checkpoint_due(151, 100, 150, 150)

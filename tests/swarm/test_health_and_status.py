@@ -10,7 +10,7 @@ import pytest
 from agora_protocol.ids import peer_name
 from agora_protocol.records import StageAccount
 
-from agora.swarm.health import Health, assess_health, has_ended
+from agora.swarm.health import Health, assess_health
 from agora.swarm.status import RunIdentity, StageTokens, build_status, sum_accounts
 from agora.swarm.view import StageEstimate, View
 from tests.swarm.makers import peer_id, seen, view
@@ -310,21 +310,3 @@ def test_a_run_that_has_taken_its_steps_is_completed_and_not_stalled() -> None:
     assert at(40, late).state == "DEGRADED", "every stage must have taken them"
     lone = late.without(peer_id("b"))
     assert at(40, lone).why == "stage 1 has no peer"
-
-
-@pytest.mark.parametrize("replicas", [4, 16])
-@pytest.mark.parametrize("claim", [0, 40, 10**9])
-def test_one_peers_claim_neither_ends_a_run_nor_keeps_it_from_its_end(replicas: int, claim: int) -> None:
-    def with_liar(step: int) -> View:
-        honest = [seen(f"p{n}", "0-1", steps=(step, step)) for n in range(replicas - 1)]
-        return view(*honest, seen("liar", "0-1", steps=(claim, claim)))
-
-    assert not has_ended(with_liar(39), 2, 40)
-    assert has_ended(with_liar(40), 2, 40)
-
-
-def test_no_claim_ends_a_run_before_the_own_stages_have_ended() -> None:
-    """Also where this peer is alone with a liar."""
-    known = view(seen("me", "0", steps=(10,)), seen("liar", "0-1", steps=(40, 40)))
-    assert not has_ended(known, 2, 40, {0: 10})
-    assert has_ended(known, 2, 40, {0: 40})

@@ -20,7 +20,7 @@ from agora.node.settings import Settings
 from agora.node.span.loaded_span import LoadedSpan
 from agora.observe import events
 from agora.state.files import EXPORT_INDEX
-from agora.swarm import health
+from agora.swarm.run_end import has_ended
 from agora.swarm.view import View
 
 # Seconds between two looks whether the run has ended, and whether others still need its state.
@@ -110,7 +110,7 @@ class EndOfRun:
         if loaded is None:
             return False
         count, total_steps = local_peer.manifest.stage_count, local_peer.live.total_steps
-        return health.has_ended(local_peer.view, count, total_steps, loaded.own_steps)
+        return has_ended(local_peer.view, count, total_steps, loaded.own_steps)
 
     async def _do_what_follows(self, total_steps: int) -> None:
         local_peer, settings = self._local_peer, self._local_peer.context.settings

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Mapping
-from typing import Literal
 
 from agora_protocol.errors import AgoraError, NotMyStage
 from agora_protocol.ids import PeerId, Span
@@ -23,26 +21,22 @@ from agora.net.rpc.connection import IncomingCall
 from agora.node.control.node_report import SpanReport, use_of_device
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.peer.requests import process_call_of
+from agora.node.span.send_inputs import SendInputsGatherer
 from agora.node.span.training_data import OriginData, Samples
 from agora.observe import events
-from agora.pipeline import flow_control
 from agora.pipeline.barriers import MeanBarrier, StepBarrier
-from agora.pipeline.flow_control import SendInputs, StepState
 from agora.pipeline.hop import Hop
 from agora.pipeline.origin import MicrobatchSource, Origin, OriginConfig
 from agora.replica.gossip import SwarmQueries
 from agora.replica.span_replicas import SpanReplicas
 from agora.state.collector import StageCollector
 from agora.state.keeper import StateKeeper
-from agora.swarm.health import has_ended
+from agora.swarm.run_end import RunEnd
 from agora.train.device_worker import DeviceWorker
 from agora.train.gpu_support import unused_gpus_remark
 from agora.train.stage import stage_layout
 from agora.tuning.epochs.batches import EpochFile, EpochMicrobatches
 from agora.tuning.epochs.gossip import EpochGossip
-
-# Assume that at least one token in this many of a microbatch is supervised, however few were measured.
-MAX_UNSUPERVISED = 64
 
 
 class LoadedSpan:
@@ -61,7 +55,7 @@ class LoadedSpan:
         self._local_peer = local_peer
         self.worker = worker
         self.keeper = keeper
-        self._over_at = 0  # the total_steps that every stage was seen to have taken
+        self._run_end = RunEnd(local_peer.live, goes_on=context.settings.at_end == "go-on")
         self.replicas = SpanReplicas(
             signed,
             context.identity,
@@ -74,7 +68,7 @@ class LoadedSpan:
                 uplink_bytes_per_s=local_peer.uplink_bytes_per_s,
                 steps_of_run=local_peer.steps_of_run,
                 networks=local_peer.networks,
-                stops_at=self._stops_at,
+                stops_at=lambda: self._run_end.stops_at(local_peer.view, self.own_steps),
             ),
             fetch_state=keeper.fetch,
             report=context.report_event,
@@ -173,12 +167,20 @@ class LoadedSpan:
             max_in_flight=manifest.schedule.max_in_flight,
             objective=manifest.objective.kind,
         )
+        inputs = SendInputsGatherer(
+            self._local_peer,
+            self.worker,
+            self.hop,
+            self.replicas.stages[0],
+            end_of_run=lambda: self._run_end.of_origin(self._local_peer.view, self.own_steps),
+            measured_tokens=lambda: self.origin.microbatch_tokens.value if self.origin else None,
+        )
         return Origin(
             config,
             self.hop,
             source,
             context.report_event,
-            self._gather_send_inputs,
+            inputs.gather,
             on_awaits_mean=lambda awaits: self.hop.device_time.set_awaits_mean(loop_time(), awaits),
             codec=self._present_codec,
         )
@@ -187,86 +189,6 @@ class LoadedSpan:
         live = self._local_peer.live
         name = live.at(self.worker.progress_of(0).open_step).boundary.codec
         return "" if name == live.core.boundary.codec else name
-
-    def _gather_send_inputs(self) -> SendInputs:
-        manifest, view = self._local_peer.manifest, self._local_peer.view
-        needed = manifest.schedule.least_replicas
-        ready = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
-        if end := self._end_of_run():
-            return SendInputs(ready, latency_s=self.hop.latency_s(), end=end)
-        if self._is_synchronous:
-            return self._gather_synchronous_inputs(ready)
-        return self._gather_asynchronous_inputs(ready)
-
-    def _gather_synchronous_inputs(self, ready: bool) -> SendInputs:
-        lacking = math.ceil(self.replicas.stages[0].missing_tokens() / self._tokens_per_microbatch())
-        position, count = self._position_among_origins()
-        step_state = StepState(self.worker.step_of(0), self._microbatches_per_step(), lacking, position, count)
-        return SendInputs(ready, step_state, self.hop.latency_s())
-
-    def _gather_asynchronous_inputs(self, ready: bool) -> SendInputs:
-        latency_s = self.hop.latency_s()
-        if (lacking_tokens := self.replicas.stages[0].max_tokens_in_flight_before_mean()) is not None:
-            max_open_before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
-            return SendInputs(ready, None, latency_s, max_open_before_mean=max_open_before_mean)
-        position, count = self._position_among_origins()
-        local_peer = self._local_peer
-        staleness = flow_control.staleness_ceiling(
-            local_peer.live.at(self.worker.progress_of(0).open_step).schedule.staleness,
-            self._microbatches_per_step(),
-            position,
-            count,
-            predicts=self.worker.predicts_weights,
-        )
-        return SendInputs(ready, None, latency_s, staleness)
-
-    def _position_among_origins(self) -> tuple[int, int]:
-        me = self._local_peer.context.me
-        origins = [seen.peer for seen in self._local_peer.view.replicas(0)]
-        return (origins.index(me), len(origins)) if me in origins else (0, 1)
-
-    def _microbatches_per_step(self) -> int:
-        target_tokens = self._local_peer.live.target_tokens(self.worker.progress_of(0).open_step)
-        return math.ceil(target_tokens / self._tokens_per_microbatch())
-
-    def _end_of_run(self) -> Literal["", "last", "over"]:
-        local_peer = self._local_peer
-        if local_peer.context.settings.at_end == "go-on" or self.worker.step_of(0) < local_peer.live.total_steps:
-            return ""
-        return "over" if self._is_over() or self._is_a_stage_unknown() else "last"
-
-    def _is_a_stage_unknown(self) -> bool:
-        # It may have taken all of its steps: a peer that joins an ended run must not begin to draw.
-        view, own = self._local_peer.view, self.own_steps
-        others = (stage for stage in range(self._local_peer.manifest.stage_count) if stage not in own)
-        return any(not any(seen.steps for seen in view.replicas(stage)) for stage in others)
-
-    def _stops_at(self) -> int:
-        # Origins send on until they see that all stages have ended, which takes the directory some seconds: the stages
-        # must not step along that. Of peers of the run only those whose owners go on take more steps.
-        local_peer, total_steps = self._local_peer, self._local_peer.live.total_steps
-        if local_peer.context.settings.at_end == "go-on":
-            return 0
-        if self._is_synchronous:  # replicas step together or not at all, so none could show that it goes on
-            return 0 if self._is_over() else total_steps
-        goes_on = any(step > total_steps for seen in local_peer.view.peers.values() for step in seen.steps)
-        return 0 if goes_on else total_steps
-
-    def _is_over(self) -> bool:
-        local_peer = self._local_peer
-        if local_peer.context.settings.at_end == "go-on":
-            return False
-        total_steps = local_peer.live.total_steps
-        if has_ended(local_peer.view, local_peer.manifest.stage_count, total_steps, self.own_steps):
-            # It stays over when a peer leaves, or comes back and has not said yet how many steps it has taken.
-            self._over_at = total_steps
-        return self._over_at == total_steps
-
-    def _tokens_per_microbatch(self) -> float:
-        manifest = self._local_peer.manifest
-        measured = self.origin.microbatch_tokens.value if self.origin and manifest.has_marks else None
-        all_tokens = manifest.tokens_per_microbatch
-        return max(1.0, all_tokens if measured is None else max(measured, all_tokens / MAX_UNSUPERVISED))
 
     @property
     def span(self) -> Span:
