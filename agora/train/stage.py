@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -37,6 +35,7 @@ from agora.observe.events import (
 from agora.state.layout import OUTER_PARAMETERS, Flat, Layout, StageState, lay_out
 from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import ClosedShare, GradientShare, GradientSum, SumTotals
+from agora.train.history_hash import INITIAL_HASH, extend_history, hash_of
 from agora.train.optimizer import StageOptimizer, StepResult, with_moments
 from agora.train.optimizer_offload import OptimizerOffload
 from agora.train.token_accounts import STALENESS_BINS, TokenAccounts
@@ -48,9 +47,6 @@ MAX_CLOSED_SHARES = 2
 Blocks = NDArray[np.int64]  # numbers of blocks of SLICE_BLOCK elements of a stage's flat weights, each at most once
 # A fragment's mean outer gradient, float32 [n], and for each of its shards whether the round gave a mean.
 AveragedFragment = tuple[Tensor, tuple[bool, ...]]
-INITIAL_HASH: Final = 1  # the hash of the initial weights. 0 stands for an unknown one.
-# How many last steps' hashes are kept: replicas at different steps compare those of an earlier one.
-KEPT_STEPS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,33 +596,3 @@ def stage_layout(manifest: Manifest, stage: int) -> Layout:
     layers = manifest.layers_of(stage)
     layout = lay_out(family.parameter_shapes(layers).items(), family.hidden_matrices(layers))
     return with_moments(manifest.optimizer, layout)
-
-
-# The history hash (`lineage` on the wire) of a stage: a digest of the means that it has applied. Equal hashes show
-# equal means, not equal bytes of weights: equal steps round differently on different hardware. Inner steps do not enter
-# it; means of fragments do.
-def extend_history(
-    history: Mapping[int, int], step: int, checksum: int, last: int | None = None, amended: bytes = b""
-) -> dict[int, int]:
-    """Returns a copy of `history` (step -> hash) with that of `step` added; only the last KEPT_STEPS steps remain.
-
-    step: 1 is the first. checksum: hash_of the step's mean. last: the agreed step before this one, by default step - 1.
-    amended: hash of the amendment in force, by which replicas that took the step by others are told apart; b"": none.
-    hash(step) = SHA-256(hash(last), step, c), where c is `checksum`, under an amendment hash_of(checksum, amended);
-    0 if hash(last) is unknown.
-    """
-    if amended:
-        checksum = hash_of(checksum.to_bytes(32, "big"), amended)
-    # A CRC could be kept the same by whoever sends replicas different means: the split would never be noticed.
-    parent = history.get(step - 1 if last is None else last, 0)
-    child = hash_of(parent.to_bytes(32, "big"), step.to_bytes(8, "big"), checksum.to_bytes(32, "big"))
-    kept = {past: kept_hash for past, kept_hash in history.items() if step - KEPT_STEPS < past < step}
-    return {**kept, step: child if parent else 0}
-
-
-def hash_of(*data: bytes | memoryview) -> int:
-    """Returns the SHA-256 of some bytes as a number."""
-    digest = hashlib.sha256(b"agora history 1\0")
-    for part in data:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "big")

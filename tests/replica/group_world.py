@@ -29,7 +29,8 @@ from agora.state.layout import Layout, lay_out
 from agora.swarm.peer_score import PeerScore, Violation
 from agora.train.diloco import OuterOptimizer
 from agora.train.gradients import GradientShare
-from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of
+from agora.train.history_hash import INITIAL_HASH, extend_history, hash_of
+from agora.train.stage import StageProgress
 from tests.memory_network import MemoryCall, MemoryNetwork, NetworkFaults
 from tests.replica.world import IDENTITIES, identities
 from tests.train.support import small_manifest

@@ -22,7 +22,7 @@ from agora.replica.divergence import (
     replicas_to_fetch_from,
     with_reports,
 )
-from agora.train.stage import INITIAL_HASH, KEPT_STEPS, extend_history
+from agora.train.history_hash import INITIAL_HASH, KEPT_STEPS, extend_history
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.replica.test_stage_replicas import ALL_REDUCES, assert_equal_bits, at_one_step
 from tests.virtual_time import run

@@ -26,7 +26,8 @@ from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import EncodedShard, Shard, ShardMean
 from agora.replica.stage_view import may_sign
 from agora.swarm.peer_score import Violation
-from agora.train.stage import INITIAL_HASH, StageProgress, extend_history, hash_of
+from agora.train.history_hash import INITIAL_HASH, extend_history, hash_of
+from agora.train.stage import StageProgress
 from tests.replica.group_world import NUMEL, FakeStage, GroupPeer, GroupWorld
 from tests.replica.test_stage_replicas import assert_equal_bits, at_one_step
 from tests.replica.world import Member, World, identities, signed_by

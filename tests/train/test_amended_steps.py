@@ -20,9 +20,9 @@ from agora.core.live_manifest import LiveManifest
 from agora.core.step_schedule import NOTICE_STEPS
 from agora.observe.events import AmendmentInForce, StepTaken
 from agora.state.layout import OUTER_PARAMETERS
+from agora.train.history_hash import INITIAL_HASH, extend_history
 from agora.train.optimizer import learning_rate
 from agora.train.span_trainer import SpanTrainer
-from agora.train.stage import INITIAL_HASH, extend_history
 from tests.train.support import MICROBATCHES, Events, batches_for, pipeline_of, small_manifest, train_step
 from tests.train.test_sync_mode_changes import SLICES, change_to_local, take_local_step
 from tests.train.test_weight_versions import CPU, Bench
