@@ -34,8 +34,8 @@ MIN_USEFUL_S = 0.001  # a hop starts nothing when fewer seconds than this are le
 LATENCY_SAMPLES = 33  # number of latest samples whose median is `Hop.latency_s`
 
 
-class SpanDevice(Protocol):
-    """The device that computes this peer's span of stages.
+class MicrobatchWorker(Protocol):
+    """The worker of this peer's span as a hop uses it: runs microbatches forward and backward. Takes no steps.
 
     Every failure is an AgoraError, and a cancelled job leaves nothing behind. `run_last_stages` for training, and
     `backward`, count the microbatch: when one of these returns, its gradient is in the stages' sums; when it raises,
@@ -45,7 +45,7 @@ class SpanDevice(Protocol):
 
     @property
     def span(self) -> Span:
-        """The stages that this device computes."""
+        """The stages that this worker computes."""
 
     async def forward(self, work: SpanWork) -> WireTensor:
         """Runs stages `work.entry_stage` to the span's last and returns the boundary that leaves the span.
@@ -77,7 +77,7 @@ class Hop:
 
     def __init__(
         self,
-        device: SpanDevice,
+        worker: MicrobatchWorker,
         router: Router,
         ledger: WorkLedger,
         *,
@@ -87,9 +87,9 @@ class Hop:
         on_trained: Callable[[], None] = lambda: None,
     ) -> None:
         """on_trained: called when the work on a training microbatch has ended here, with or without success."""
-        self._span = device.span
-        self._is_last = device.span.last == router.stage_count - 1
-        self._device = device
+        self._span = worker.span
+        self._is_last = worker.span.last == router.stage_count - 1
+        self._worker = worker
         self._router = router
         self._ledger = ledger
         self._report = report
@@ -142,7 +142,7 @@ class Hop:
                 if work.is_training:
                     running.mark_maybe_counted()  # one job: it cannot be cancelled between forward and counting
                 with self._queued_job():
-                    result = await self._device.run_last_stages(work)
+                    result = await self._worker.run_last_stages(work)
                 answer = self._compose_answer(work, result)
             else:
                 answer = await self._through_later_stages(call, work, running)
@@ -156,7 +156,7 @@ class Hop:
     async def _through_later_stages(self, call: ProcessCall, work: SpanWork, running: RunningWork) -> HopAnswer:
         try:
             with self._queued_job():
-                output = await self._device.forward(work)
+                output = await self._worker.forward(work)
             await self._fault("hop.forwarded")
             onward = replace(call.request, stage=self._span.last + 1)
             while True:
@@ -173,7 +173,7 @@ class Hop:
                 started = loop_time()
                 try:
                     with self._queued_job():
-                        result = await self._device.backward(work.key, downstream.gradient)
+                        result = await self._worker.backward(work.key, downstream.gradient)
                 except ProtocolError as error:
                     # The forward is kept. Its sender is blamed, so another peer is asked for a gradient next.
                     running.mark_not_counted()
@@ -182,7 +182,7 @@ class Hop:
                 self._backward_s = self._backward_s.with_sample(loop_time() - started)
                 return self._compose_answer(work, result, downstream.message)
         finally:
-            self._device.drop_forward(work.key)  # does nothing after a backward
+            self._worker.drop_forward(work.key)  # does nothing after a backward
 
     @contextmanager
     def _queued_job(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from agora.replica.background import off_loop, start_reported
 from agora.replica.reducers import FragmentDivision
 from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import Shard, cut_into_shards
-from agora.replica.stage_worker import StageWorker
+from agora.replica.step_worker import StepWorker
 
 # In a fragment sync that begins this many rounds late or more, a replica first asks for the means, then takes part.
 RECALL_FIRST: Final = 2
@@ -35,7 +35,7 @@ class FragmentSyncs:
         stage: int,
         every: int,
         most_fragments: Callable[[], int],
-        worker: StageWorker,
+        worker: StepWorker,
         all_reduce: AllReduce,
         division_of: Callable[[int], FragmentDivision],
         report: events.Report,

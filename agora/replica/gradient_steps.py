@@ -24,7 +24,7 @@ from agora.replica.reducers import Members
 from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import Shard, cut_into_shards
 from agora.replica.stage_view import KnownReplicas
-from agora.replica.stage_worker import StageWorker
+from agora.replica.step_worker import StepWorker
 from agora.train.gradients import GradientShare
 
 FETCH_RETRY_DELAY_S: Final = 1.0  # seconds of pause after a failed fetch of a state
@@ -41,7 +41,7 @@ class GradientSteps:
         me: PeerId,
         *,
         synchronous: bool,
-        worker: StageWorker,
+        worker: StepWorker,
         all_reduce: AllReduce,
         pacing: StepPacing,
         members: Callable[[], Members],

@@ -24,7 +24,7 @@ from agora.replica.stage_view import (
     may_sign,
     newcomers,
 )
-from agora.replica.stage_worker import StageWorker
+from agora.replica.step_worker import StepWorker
 from agora.replica.trust import token_bounds
 
 # A reducer refuses a shard more than this many gradient rounds, or passes over all fragments, away from its own round.
@@ -46,7 +46,7 @@ class RoundContexts:
         me: PeerId,
         *,
         live: LiveManifest,
-        worker: StageWorker,
+        worker: StepWorker,
         gossip: StepGossip,
         bandwidths: Callable[[], Mapping[PeerId, float]],
         pacing: StepPacing,

@@ -20,7 +20,7 @@ from agora.replica.background import start_reported
 from agora.replica.gossip import SwarmQueries
 from agora.replica.stage_replicas import FetchState, StageReplicas
 from agora.replica.stage_view import leading_step
-from agora.replica.stage_worker import StageWorker
+from agora.replica.step_worker import StepWorker
 from agora.swarm.peer_score import ReportViolation
 
 # Seconds between two measurements, in a synchronous run, of how far the other stages are.
@@ -35,7 +35,7 @@ class SpanReplicas:
         signed: SignedManifest,
         identity: Identity,
         *,
-        worker: StageWorker,
+        worker: StepWorker,
         peer_caller: PeerCaller,
         swarm: SwarmQueries,
         fetch_state: FetchState,

@@ -42,7 +42,7 @@ from agora.replica.stage_view import (
     cap_reported_tokens,
     count_tokens,
 )
-from agora.replica.stage_worker import StageWorker
+from agora.replica.step_worker import StepWorker
 from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
 from agora.replica.trust import MAX_INNER_LEAD, MAX_LEAD, MAX_STATE_AGE_S, PlausibleStepBound
@@ -70,7 +70,7 @@ class StageReplicas:
         signed: SignedManifest,
         identity: Identity,
         *,
-        worker: StageWorker,
+        worker: StepWorker,
         peer_caller: PeerCaller,
         swarm: SwarmQueries,
         fetch_state: FetchState,

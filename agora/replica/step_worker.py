@@ -1,4 +1,4 @@
-"""What averaging asks of the worker that holds this peer's stages: its progress, gradients, and steps along means."""
+"""What averaging asks of the worker of this peer's span: how far its stages are, gradients, and steps along means."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from agora.train.gradients import GradientShare
 from agora.train.stage import AveragedFragment, StageProgress
 
 
-class StageWorker(Protocol):
-    """Protocol: this peer's stages, on the device or as arithmetic in tests. Raises NotMyStage for one not held."""
+class StepWorker(Protocol):
+    """The worker of this peer's span as its replicas use it: takes optimizer steps, and runs no microbatches.
+
+    Raises NotMyStage for a stage that it does not hold.
+    """
 
     @property
     def span(self) -> Span:
