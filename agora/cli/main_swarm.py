@@ -514,9 +514,10 @@ def launch(
       swarm launch poems --on slurm --down
     """
     from agora.cli import launch_command as command
+    from agora.cli.launch_jobs.job import LaunchRequest
 
     chosen = {"gpus": gpus, "program": program, "package": package, "image": image}
-    request = command.LaunchRequest(
+    request = LaunchRequest(
         command.tool_of(on),
         count,
         hosts=tuple(host or ()),

@@ -15,17 +15,8 @@ import pytest
 import yaml
 
 from agora.cli.console import EXIT_USAGE, Failure
-from agora.cli.launch_command import (
-    LEAVE_TIMEOUT_S,
-    TOOLS,
-    LaunchRequest,
-    Tool,
-    check_request,
-    follow_joins,
-    job_of,
-    label_of,
-    tool_of,
-)
+from agora.cli.launch_command import check_request, follow_joins, job_of, label_of, tool_of
+from agora.cli.launch_jobs.job import LEAVE_TIMEOUT_S, TOOLS, LaunchRequest, Tool
 
 SECRET = "c2VjcmV0LXRpY2tldA"
 PEER = "12D3KooWEGnZKU9xVt61ZDjis31pPWAbv6zoEZfLpEvzmhJXSRxr"
