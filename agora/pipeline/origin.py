@@ -7,14 +7,12 @@ microbatch up only when it leaves or is cancelled, and a held-out one when the e
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Protocol
 
-import numpy as np
 from agora_protocol.errors import AgoraError, Busy, Unavailable
 from agora_protocol.ids import MicrobatchId, PeerId, microbatch_id
 from agora_protocol.limits import MAX_DEADLINE_MS, MAX_HINTS
@@ -31,6 +29,7 @@ from agora.pipeline import flow_control
 from agora.pipeline.flow_control import CompletionPace, SendDecision, SendInputs, SendWindow, StepAllotment
 from agora.pipeline.hop import Hop
 from agora.pipeline.process_call import HopAnswer, ProcessCall
+from agora.pipeline.reference_cache import ReferenceCache
 
 MIN_TIMEOUT_S = 20.0  # lower bound of an attempt's timeout, once an attempt was measured
 TIMEOUT_FACTOR = 10.0  # an attempt may take this many times the usual, so that it survives a hung peer at every stage
@@ -38,10 +37,6 @@ MAX_TIMEOUT_S = MAX_DEADLINE_MS / 1000.0
 RETRY_S, MAX_RETRY_S = 0.05, 2.0  # pause after a failed attempt: the first one, which doubles, and the longest
 DRAW_RETRY_DELAY_S = 0.1  # seconds after which an origin asks its source again if the source had no microbatch
 POLL_INTERVAL_S = 0.5  # seconds after which an origin looks again while it waits for what nobody tells it
-# Maximum number of rows whose reference is remembered, at about 200 bytes each. The first ones stay; for the others
-# every epoch asks again.
-MAX_ROWS: Final = 1 << 18
-KEY_BYTES: Final = 16
 
 
 class MicrobatchSource(Protocol):
@@ -376,40 +371,3 @@ class Origin:
     def _forget_finished(self, task: asyncio.Task[None]) -> None:
         self._open.discard(task)
         self._changed.notify()
-
-
-class ReferenceCache:
-    """Remembers the log-probabilities of rows of preference pairs under the frozen reference: they never change."""
-
-    def __init__(self, max_rows: int = MAX_ROWS) -> None:
-        self._max_rows = max_rows
-        self._values: dict[bytes, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def look_up(self, tokens: WireTensor) -> tuple[float, ...] | None:
-        """Returns the remembered log-probabilities of a microbatch's b rows, in order; None unless all b are known."""
-        found = [self._values.get(key) for key in _row_keys(tokens)]
-        known = tuple(value for value in found if value is not None)
-        return known if len(known) == len(found) else None
-
-    def remember(self, tokens: WireTensor, log_probabilities: Sequence[float]) -> tuple[float, ...]:
-        """Remembers a microbatch's log-probabilities, one for each of its b rows; returns the b values to use.
-
-        A row that is known already keeps its first value, so that every epoch compares with the same one.
-        """
-        kept = []
-        for key, value in zip(_row_keys(tokens), log_probabilities, strict=True):
-            if key not in self._values and len(self._values) < self._max_rows:
-                self._values[key] = value
-            kept.append(self._values.get(key, value))
-        return tuple(kept)
-
-
-def _row_keys(tokens: WireTensor) -> list[bytes]:
-    # The key of a row is its content, so it does not matter in which microbatch of an epoch the row is. The cast makes
-    # keys comparable: tokens are sent in the narrowest dtype that fits the whole microbatch.
-    values = np.frombuffer(tokens.data, np.dtype(tokens.dtype)).reshape(tokens.shape).astype("<i4")
-    rows = np.moveaxis(values, -2, 0)
-    return [hashlib.sha256(row.tobytes()).digest()[:KEY_BYTES] for row in rows]

@@ -8,7 +8,7 @@ import numpy as np
 from agora_protocol.tensors import WireTensor
 
 from agora.codec import encode_tokens
-from agora.pipeline.origin import ReferenceCache
+from agora.pipeline.reference_cache import ReferenceCache
 from agora.tuning.chat.sample_rows import open_sample_rows
 from agora.tuning.epochs.batches import EpochMicrobatches
 from tests.pipeline.world import peer_id
