@@ -79,7 +79,7 @@ def plan_run(manifest: Manifest, peers: PeersFile, added: str | None = None) -> 
     that can hold no stage, OutOfMemory.
     """
     can_offload = any(machine.host_memory for machine in peers.machines)
-    cost = run_cost(manifest, in_bf16=peers.in_bf16, can_offload=can_offload)
+    cost = run_cost(manifest, in_16_bits=peers.in_16_bits, can_offload=can_offload)
     check_fits(cost, peers.machines)
     plan = make_plan(cost, peers.machines, random.Random(SEED))
     kinds = peers.kinds[:MAX_KINDS] if added is None else (peers.find_kind(added),)

@@ -58,7 +58,7 @@ WEIGHT_BYTES: Final = 3 * FLOAT32_BYTES
 def run_cost(
     manifest: Manifest,
     *,
-    in_bf16: bool = False,
+    in_16_bits: bool = False,
     activations: Activations | None = None,
     in_flight: int | None = None,
     can_offload: bool = False,
@@ -68,7 +68,7 @@ def run_cost(
     A boundary that travels forward counts with the token ids that go with it. Raises TypeError for a model family
     without a formula.
 
-    in_bf16: products are in bf16, as on a GPU; otherwise in float32, as on a CPU.
+    in_16_bits: layers multiply in bf16 or fp16, as on a GPU; otherwise in float32, as on most CPUs.
     activations: how peers keep graphs if the manifest says auto; None: each chooses by its memory. Without effect if
         the manifest says keep or recompute.
     in_flight: microbatches that a peer holds between forward and backward; None: `in_flight_limit`.
@@ -78,21 +78,21 @@ def run_cost(
     codec = parse_codec(manifest.boundary.codec)
     shape = manifest.boundary_shape()
     return RunCost(
-        [stage_cost(manifest, sizes, stage, in_bf16=in_bf16) for stage in range(manifest.stage_count)],
+        [stage_cost(manifest, sizes, stage, in_16_bits=in_16_bits) for stage in range(manifest.stage_count)],
         forward_bytes=codec.bytes_of(shape, "forward") + TOKEN_BYTES * math.prod(manifest.tokens_shape()),
         backward_bytes=codec.bytes_of(shape, "backward"),
         tokens=manifest.tokens_per_microbatch,
         in_flight=in_flight_limit(manifest) if in_flight is None else in_flight,
         activations=ACTIVATIONS_OF_SETTING.get(manifest.schedule.activations, activations),
         can_offload=can_offload,
-        graphs_fraction=graphs_fraction(is_gpu=in_bf16),
+        graphs_fraction=graphs_fraction(is_gpu=in_16_bits),
         has_dropout=manifest.model.dropout > 0,
     )
 
 
-def min_memory(manifest: Manifest, span: Span, *, in_bf16: bool = False, state_in_host: bool = False) -> MemoryNeed:
+def min_memory(manifest: Manifest, span: Span, *, in_16_bits: bool = False, state_in_host: bool = False) -> MemoryNeed:
     """With one microbatch in flight. Raises TypeError for a model family without a formula."""
-    return run_cost(manifest, in_bf16=in_bf16, in_flight=1).memory(span, in_host=state_in_host)
+    return run_cost(manifest, in_16_bits=in_16_bits, in_flight=1).memory(span, in_host=state_in_host)
 
 
 def default_in_flight(manifest: Manifest) -> int:
@@ -115,18 +115,18 @@ def in_flight_limit(manifest: Manifest) -> int:
     return min(usual, max(1, round(factor * schedule.staleness * of_step)))
 
 
-def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_bf16: bool = False) -> StageCost:
-    """in_bf16: products are in bf16, otherwise in float32."""
+def stage_cost(manifest: Manifest, sizes: DecoderSizes, stage: int, *, in_16_bits: bool = False) -> StageCost:
+    """in_16_bits: see run_cost."""
     layers = manifest.layers_of(stage)
     batch = MicrobatchSize(manifest.schedule.microbatch, manifest.model.context, manifest.has_marks)
     elements = _pad_to_blocks(trained_parameters(sizes, layers))
     forward, backward = microbatch_flops(sizes, layers, batch)
-    graphs = [layer_graph_bytes(sizes, layer, batch, in_bf16=in_bf16) for layer in layers]
-    of_layer = layer_peak_bytes(sizes, batch, in_bf16=in_bf16)
+    graphs = [layer_graph_bytes(sizes, layer, batch, in_16_bits=in_16_bits) for layer in layers]
+    of_layer = layer_peak_bytes(sizes, batch, in_16_bits=in_16_bits)
     is_last = layers.stop == sizes.layers
-    head = head_graph_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
-    loss = loss_peak_bytes(sizes, batch, in_bf16=in_bf16) if is_last else 0.0
-    gradient = (BF16_BYTES if in_bf16 else FLOAT32_BYTES) * elements  # of one microbatch
+    head = head_graph_bytes(sizes, batch, in_16_bits=in_16_bits) if is_last else 0.0
+    loss = loss_peak_bytes(sizes, batch, in_16_bits=in_16_bits) if is_last else 0.0
+    gradient = (BF16_BYTES if in_16_bits else FLOAT32_BYTES) * elements  # of one microbatch
     at_loss = loss - gradient  # without gradients of weights, which trained_bytes has and which come later
     kept = sum(graphs) + head
     inputs = batch.tokens * _layer_inputs(sizes, layers) * FLOAT32_BYTES

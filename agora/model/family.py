@@ -149,14 +149,14 @@ class Family(abc.ABC):
         """The caller must have set the meta device: no memory is allocated."""
 
     def min_memory(
-        self, manifest: Manifest, span: Span, *, in_bf16: bool = False, state_in_host: bool = False
+        self, manifest: Manifest, span: Span, *, in_16_bits: bool = False, state_in_host: bool = False
     ) -> MemoryNeed:
         """Returns an estimate of the least memory that training `span` takes.
 
-        in_bf16: products are in bf16, else in float32. state_in_host: the optimizer's state is in host memory; else all
-        is on the device.
+        in_16_bits: layers multiply in bf16 or fp16, else in float32. state_in_host: the optimizer's state is in host
+        memory; else all is on the device.
         """
-        return min_memory(manifest, span, in_bf16=in_bf16, state_in_host=state_in_host)
+        return min_memory(manifest, span, in_16_bits=in_16_bits, state_in_host=state_in_host)
 
     @abc.abstractmethod
     def exported_tensors(self, layers: range, seed: int) -> list[ExportedTensor]:

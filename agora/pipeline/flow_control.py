@@ -161,7 +161,7 @@ class StepState:
 class SendInputs:
     """What an origin knows of the run and of its own stage when it decides whether to open a microbatch."""
 
-    ready: bool = True  # enough replicas serve the run
+    has_enough_replicas: bool = True  # at each stage: schedule.least_replicas
     step: StepState | None = None  # None in an asynchronous run
     latency_s: float | None = None  # seconds to the last stage and back, see Hop.latency_s
     staleness: StalenessCeiling = NO_CEILING
@@ -235,7 +235,7 @@ def next_send(
     """
     if leaving:
         return SendDecision("stop", "this peer is leaving", allotment)
-    if not inputs.ready:
+    if not inputs.has_enough_replicas:
         return SendDecision("wait", "too few replicas serve the run", allotment)
     if paused:
         return SendDecision("wait", "draining: it opens nothing until `refill`", allotment)
@@ -251,7 +251,7 @@ def next_send(
         allotment = allotment.next_allotment(now, inputs.step)
     if inputs.step is not None and not allotment.left:
         return SendDecision(
-            "wait", f"this origin's quota of step {allotment.step} is opened", allotment, awaits_mean=True
+            "wait", f"this origin has opened its allotment of step {allotment.step}", allotment, awaits_mean=True
         )
     if inputs.max_open_before_mean is not None and open_count >= inputs.max_open_before_mean:
         reason = "all that may begin before the awaited mean is open"

@@ -249,7 +249,7 @@ class Origin:
                 return drawn
             # Nobody tells this origin of new replicas, of others' steps or of means: it must look again by itself.
             depends_on_others = (
-                not inputs.ready
+                not inputs.has_enough_replicas
                 or inputs.step is not None
                 or inputs.max_open_before_mean is not None
                 or bool(inputs.end)

@@ -111,7 +111,7 @@ class PeersFile:
 
     machines: tuple[Machine, ...]  # all; those of a table whose `count` is above 1 have numbered names
     kinds: tuple[Machine, ...]  # a machine for each table of the file, with the table's name
-    in_bf16: bool  # whether the machines compute products in bf16
+    in_16_bits: bool  # whether the machines compute products in bf16
     remarks: tuple[str, ...] = ()  # sentences about speeds that nobody has measured
 
     def find_kind(self, name: str) -> Machine:

@@ -52,7 +52,7 @@ def measure_memory(device: torch.device, repeats: int) -> Found:
             schedule = {"activations": SETTINGS[way]}
             tokens = WAITING * (context.get("context", 2048))
             manifest = stage_manifest(width, 2, model=context, schedule=schedule, optimizer={"target_tokens": tokens})
-            cost = run_cost(manifest, in_bf16=has_native_bf16(device), in_flight=WAITING, activations=way)
+            cost = run_cost(manifest, in_16_bits=has_native_bf16(device), in_flight=WAITING, activations=way)
             planned = cost.memory(Span(1, 1)).device
             peak = measured_peak(manifest, Span(1, 1), WAITING, way=way, device=device)
             found.append(Figure(f"{preset}: peak, {way}", peak / MIB, "MiB"))

@@ -101,7 +101,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def tables() -> list[list[str]]:
     """Returns the tables of docs/reference/presets.md that are computed, each as its lines."""
-    costs = {name: run_cost(preset(name), in_bf16=True) for name in NAMES}
+    costs = {name: run_cost(preset(name), in_16_bits=True) for name in NAMES}
     memory = [row for name, cost in costs.items() for row in memory_rows(name, cost)]
     return [
         table(["preset", "stage", "GiB", *(f"{card} GB" for card in CARDS_GIB)], memory),

@@ -23,14 +23,14 @@ def test_the_page_has_the_tables_as_they_are_computed() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_stage_of_a_large_preset_fits_on_a_home_card(name: str) -> None:
-    cost = run_cost(preset(name), in_bf16=True)
+    cost = run_cost(preset(name), in_16_bits=True)
     last = cost.stage_count - 1
     assert all(fitting_stages(cost, 8, stage, 1) >= 1 for stage in range(last)), "8 GB for all but the last"
     assert fitting_stages(cost, 12, last, -1) >= 1
 
 
 def test_eleven_cards_of_24_gb_hold_the_largest_once() -> None:
-    cost = run_cost(preset("8b"), in_bf16=True)
+    cost = run_cost(preset("8b"), in_16_bits=True)
     (card,) = (card for card in CARDS if card.name == "A10G")
     assert cost.stage_count == 11 * 4
     rates = [tokens_per_second(cost, card, Span(first, first + 3)) for first in range(0, 44, 4)]

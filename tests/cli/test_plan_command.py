@@ -157,7 +157,7 @@ def test_a_missing_file_is_named(run: str, tmp_path: Path) -> None:
 
 
 def test_machines_that_cannot_hold_the_model_together_are_refused(run: str, tmp_path: Path) -> None:
-    cost = run_cost(plan_command.find_manifest(run), in_bf16=True)
+    cost = run_cost(plan_command.find_manifest(run), in_16_bits=True)
     largest = max(cost.memory(Span(stage, stage)).device for stage in range(4))
     text = f'[[machine]]\nname = "one"\nflops_tflops = 1\nmemory_gb = {1.2 * largest / 1e9}\nupload_mbps = 100\n'
     with pytest.raises(OutOfMemory):
@@ -182,7 +182,7 @@ def test_host_memory_beside_a_gpu_lets_it_hold_more(
         )
         return [machine["optimizer_in_host"] for machine in json.loads(capsys.readouterr().out)["machines"]]
 
-    cost = run_cost(preset("small"), in_bf16=False)
+    cost = run_cost(preset("small"), in_16_bits=False)
     halves = (Span(0, 1), Span(2, 3))
     least = max(cost.memory(half, in_host=True).device for half in halves) / 0.9e9 + 1e-3
     with pytest.raises(OutOfMemory):

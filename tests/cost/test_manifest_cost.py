@@ -70,11 +70,11 @@ def filled_stage(manifest: Manifest, stage: int) -> StageModule:
     return built
 
 
-def saved_bytes(manifest: Manifest, stage: StageModule, *, in_bf16: bool) -> int:
+def saved_bytes(manifest: Manifest, stage: StageModule, *, in_16_bits: bool) -> int:
     """What autograd keeps of one microbatch's forward through the stage."""
     tokens = torch.zeros(manifest.schedule.microbatch, manifest.model.context, dtype=torch.int64)
     entry = tokens if stage.is_first else torch.randn(manifest.boundary_shape(), requires_grad=True)
-    if in_bf16:
+    if in_16_bits:
         stage = StageWeights(stage, torch.device("cpu"), dtype=torch.bfloat16).current.module
     weights = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
 
@@ -82,22 +82,22 @@ def saved_bytes(manifest: Manifest, stage: StageModule, *, in_bf16: bool) -> int
         """Runs the stage."""
         return stage(entry, tokens)
 
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_16_bits):
         return measure_saved_bytes(forward, weights)[1]
 
 
 def check_stages(manifest: Manifest) -> None:
     """Compares parameters, frozen bytes and graph of every stage with what torch has."""
     family, sizes = family_of(manifest.model), decoder_sizes(manifest.model)
-    costs = {in_bf16: run_cost(manifest, in_bf16=in_bf16) for in_bf16 in (False, True)}
+    costs = {in_16_bits: run_cost(manifest, in_16_bits=in_16_bits) for in_16_bits in (False, True)}
     for number in range(manifest.stage_count):
         layers, stage = manifest.layers_of(number), filled_stage(manifest, number)
         assert trained_parameters(sizes, layers) == family.parameter_count(layers)
         if isinstance(family, HfFamily):
             assert costs[False].stages[number].frozen_bytes == pytest.approx(tensor_bytes(stage), rel=0.01)
-        for in_bf16, cost in costs.items():
-            measured = saved_bytes(manifest, stage, in_bf16=in_bf16)
-            assert cost.stages[number].kept_bytes == pytest.approx(measured, rel=0.15), (number, in_bf16)
+        for in_16_bits, cost in costs.items():
+            measured = saved_bytes(manifest, stage, in_16_bits=in_16_bits)
+            assert cost.stages[number].kept_bytes == pytest.approx(measured, rel=0.15), (number, in_16_bits)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES)
@@ -113,7 +113,7 @@ def test_lora_on_a_few_linear_layers_keeps_fewer_inputs() -> None:
 def test_lora_with_dropout_keeps_what_it_dropped() -> None:
     manifest = hf_manifest("llama", {**KINDS[2], "lora_dropout": 0.1})
     stage = filled_stage(manifest, 1).train()
-    measured = saved_bytes(manifest, stage, in_bf16=False)
+    measured = saved_bytes(manifest, stage, in_16_bits=False)
     assert run_cost(manifest).stages[1].kept_bytes == pytest.approx(measured, rel=0.15)
 
 
@@ -205,9 +205,9 @@ def test_rows_of_several_sequences_keep_no_mask_where_products_are_in_bf16(name:
     sizes = decoder_sizes(manifest.model)
     packed, whole = (MicrobatchSize(2, 32, has_segments) for has_segments in (True, False))
     graphs = {
-        (batch.has_segments, in_bf16): layer_graph_bytes(sizes, 1, batch, in_bf16=in_bf16)
+        (batch.has_segments, in_16_bits): layer_graph_bytes(sizes, 1, batch, in_16_bits=in_16_bits)
         for batch in (packed, whole)
-        for in_bf16 in (False, True)
+        for in_16_bits in (False, True)
     }
     assert graphs[True, False] >= graphs[False, False]
     if sizes.is_attention_eager:

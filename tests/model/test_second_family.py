@@ -119,7 +119,7 @@ class LinearFamily(Family):
         return LinearStage(self._model, layers)
 
     def min_memory(
-        self, manifest: Manifest, span: Span, *, in_bf16: bool = False, state_in_host: bool = False
+        self, manifest: Manifest, span: Span, *, in_16_bits: bool = False, state_in_host: bool = False
     ) -> MemoryNeed:
         return MemoryNeed(2.0**30 * len(manifest.layers_in(span)))
 

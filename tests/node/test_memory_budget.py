@@ -50,8 +50,8 @@ def test_a_gpu_is_measured_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         memory, "product_dtype", lambda device: torch.bfloat16 if device.type == "cuda" else torch.float32
     )
-    assert measure_budget("cuda", OwnersMemory()) == MemoryBudget(2**36, 2**33, in_bf16=True)
-    assert measure_budget("cuda", OwnersMemory(2**32, 2**32)) == MemoryBudget(2**32, 2**32, in_bf16=True)
+    assert measure_budget("cuda", OwnersMemory()) == MemoryBudget(2**36, 2**33, in_16_bits=True)
+    assert measure_budget("cuda", OwnersMemory(2**32, 2**32)) == MemoryBudget(2**32, 2**32, in_16_bits=True)
     assert measure_budget("cpu", OwnersMemory()) == MemoryBudget(2**36)
 
 
@@ -68,11 +68,11 @@ def test_optimizer_state_goes_to_the_host_only_where_the_gpu_has_no_room_for_it(
 
 
 def test_a_gpu_that_computes_in_bf16_is_planned_so() -> None:
-    least, in_float32 = (min_memory(SMALL, SPAN, in_bf16=in_bf16).device for in_bf16 in (True, False))
+    least, in_float32 = (min_memory(SMALL, SPAN, in_16_bits=in_16_bits).device for in_16_bits in (True, False))
     assert least < in_float32
     budget = gpu_with(least)
     assert check_memory(SMALL, SPAN, budget, BASE).endswith("in host memory")
-    assert check_memory(SMALL, SPAN, replace(budget, in_bf16=True), BASE).endswith("GPU memory needed")
+    assert check_memory(SMALL, SPAN, replace(budget, in_16_bits=True), BASE).endswith("GPU memory needed")
 
 
 def test_spans_are_as_long_as_the_gpu_allows_not_the_host() -> None:
@@ -98,8 +98,8 @@ def test_a_note_says_where_the_state_lies_and_a_refusal_names_both_memories() ->
 
 def test_a_cpu_that_computes_in_bf16_needs_what_the_formula_for_bf16_says() -> None:
     budget = measure_budget("cpu", OwnersMemory(), torch.bfloat16)
-    assert budget.in_bf16 and budget.gpu is None and not measure_budget("cpu", OwnersMemory()).in_bf16
-    need = min_memory(SMALL, SPAN, in_bf16=True).device
-    check_memory(SMALL, SPAN, MemoryBudget(int(need) + BASE + 1, in_bf16=True), BASE)
+    assert budget.in_16_bits and budget.gpu is None and not measure_budget("cpu", OwnersMemory()).in_16_bits
+    need = min_memory(SMALL, SPAN, in_16_bits=True).device
+    check_memory(SMALL, SPAN, MemoryBudget(int(need) + BASE + 1, in_16_bits=True), BASE)
     with pytest.raises(OutOfMemory):
-        check_memory(SMALL, SPAN, MemoryBudget(int(need) + BASE - 1, in_bf16=True), BASE)
+        check_memory(SMALL, SPAN, MemoryBudget(int(need) + BASE - 1, in_16_bits=True), BASE)

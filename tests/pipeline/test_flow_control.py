@@ -45,7 +45,7 @@ def decide(
     ("state", "action", "reason"),
     [
         ({"leaving": True, "paused": True}, "stop", "this peer is leaving"),
-        ({"seen": SendInputs(ready=False), "paused": True}, "wait", "too few replicas serve the run"),
+        ({"seen": SendInputs(has_enough_replicas=False), "paused": True}, "wait", "too few replicas serve the run"),
         ({"paused": True}, "wait", "draining: it opens nothing until `refill`"),
         ({"open_count": 4}, "wait", "4 microbatches are open; send window 4: measured"),
         ({"open_count": 3}, "open", "4: measured"),
@@ -97,22 +97,22 @@ def test_until_a_mean_is_in_no_more_is_open_than_the_part_lacks() -> None:
     assert opening.reason == "all that may begin before the awaited mean is open"
 
 
-def test_a_synchronous_step_is_opened_up_to_the_quota_then_waited_for() -> None:
+def test_a_synchronous_step_is_opened_up_to_the_allotment_then_waited_for() -> None:
     allotment, opened = NONE, 0
     while (opening := decide(allotment=allotment, seen=SYNCHRONOUS, open_count=min(opened, 3))).action == "open":
         allotment, opened = opening.allotment, opened + 1
     assert opened == 5 and allotment.step == 7, "the first of two origins opens five of nine"
-    assert opening.reason == "this origin's quota of step 7 is opened"
+    assert opening.reason == "this origin has opened its allotment of step 7"
 
 
-def test_a_quota_is_not_renewed_before_everything_opened_is_back() -> None:
+def test_an_allotment_is_not_renewed_before_everything_opened_is_back() -> None:
     used_up = StepAllotment(6, 0)
     waiting = decide(allotment=used_up, seen=SYNCHRONOUS, open_count=1)
     assert (waiting.action, waiting.allotment) == ("wait", used_up)
     assert decide(allotment=used_up, seen=SYNCHRONOUS).allotment == StepAllotment(7, 4)
 
 
-def test_an_origin_with_a_quota_of_nothing_waits() -> None:
+def test_an_origin_with_an_allotment_of_nothing_waits() -> None:
     assert decide(seen=SendInputs(step=StepState(7, 9, 9, 19, 20))).action == "wait"
 
 
@@ -228,6 +228,6 @@ def test_pace_is_the_mean_gap_and_a_stall_is_no_pace() -> None:
 
 @given(st.integers(1, 10_000), st.integers(1, 20))
 def test_origins_share_a_step_without_gaps(microbatches: int, origins: int) -> None:
-    quotas = [equal_part(microbatches, position, origins) for position in range(origins)]
-    assert max(quotas) - min(quotas) <= 1
-    assert sum(quotas) == microbatches
+    allotments = [equal_part(microbatches, position, origins) for position in range(origins)]
+    assert max(allotments) - min(allotments) <= 1
+    assert sum(allotments) == microbatches

@@ -33,11 +33,11 @@ def test_machines_have_the_units_of_plans() -> None:
     assert (first.upload, first.download, first.latency_s) == (125e6, 250e6, 0.02)
     assert (attic.flops, attic.upload, attic.download) == (12.5e12, 5e6, 5e6)
     assert attic.memory == pytest.approx(7.2e9) and attic.host_memory == pytest.approx(28.8e9)
-    assert peers.in_bf16 and [kind.name for kind in peers.kinds] == ["a100", "attic"]
+    assert peers.in_16_bits and [kind.name for kind in peers.kinds] == ["a100", "attic"]
 
 
 def test_cpus_compute_in_float32_where_the_file_says_so() -> None:
-    assert not read_peers('precision = "float32"\n' + GOOD, "peers.toml").in_bf16
+    assert not read_peers('precision = "float32"\n' + GOOD, "peers.toml").in_16_bits
 
 
 def test_one_more_machine_is_of_a_kind_of_the_file_or_an_accelerator_with_the_median_link() -> None:

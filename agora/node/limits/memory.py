@@ -35,13 +35,14 @@ SHORT: Final = "short of memory"  # completes "this peer is ..." for requesters 
 class MemoryBudget:
     """The bytes that a daemon may take. host: of the machine's memory. gpu: of its GPU, None if stages use none.
 
-    host_limit: what limits `host`, in words; "" if nobody asked. in_bf16: whether products are in 16 bits.
+    host_limit: what limits `host`, in words; "" if nobody asked. in_16_bits: whether layers multiply in bf16
+    or fp16.
     """
 
     host: int
     gpu: int | None = None
     host_limit: str = field(default="", compare=False)
-    in_bf16: bool = False
+    in_16_bits: bool = False
 
     def for_stages(self, base_bytes: int) -> Machine:
         """Returns this machine for the planner, with the memory left for stages. Its speed of 1 is a placeholder.
@@ -65,8 +66,8 @@ def measure_budget(device: str, owners: OwnersMemory, dtype: torch.dtype | None 
     except DeviceError:
         chosen = torch.device("cpu")
     gpu = available_bytes(chosen, within_limit=False) if chosen.type == "cuda" else None
-    in_bf16 = (dtype or product_dtype(chosen)) != torch.float32
-    budget = MemoryBudget(host, gpu, least_memory().source, in_bf16=in_bf16)
+    in_16_bits = (dtype or product_dtype(chosen)) != torch.float32
+    budget = MemoryBudget(host, gpu, least_memory().source, in_16_bits=in_16_bits)
     return limit_budget(budget, owners)
 
 
@@ -87,7 +88,7 @@ def keeps_state_in_host(manifest: Manifest, span: Span, budget: MemoryBudget, ba
     """
     machine = budget.for_stages(base_bytes)
     for in_flight in (None, 1):
-        cost = run_cost(manifest, in_bf16=budget.in_bf16, in_flight=in_flight, can_offload=True)
+        cost = run_cost(manifest, in_16_bits=budget.in_16_bits, in_flight=in_flight, can_offload=True)
         fitting = [mode for mode in cost.training_modes(span) if mode.need.fits(machine)]
         if fitting:
             return fitting[0].in_host
@@ -101,7 +102,7 @@ def check_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base_byte
     """
     if budget.gpu is not None:
         return _check_gpu_memory(manifest, span, budget, base_bytes)
-    need = needed_memory(manifest, span, base_bytes, in_bf16=budget.in_bf16)
+    need = needed_memory(manifest, span, base_bytes, in_16_bits=budget.in_16_bits)
     if need > budget.host:
         raise OutOfMemory(
             f"Stages {span} need {_in_mib(need)} of memory and {_in_mib(budget.host)} may be used"
@@ -116,7 +117,7 @@ def _check_gpu_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base
     machine = budget.for_stages(base_bytes)
     family = family_of(manifest.model)
     for place, state_in_host in (("", False), (", the optimizer's state in host memory", True)):
-        need = family.min_memory(manifest, span, in_bf16=budget.in_bf16, state_in_host=state_in_host)
+        need = family.min_memory(manifest, span, in_16_bits=budget.in_16_bits, state_in_host=state_in_host)
         if need.fits(machine):
             return f"{_in_mib(need.device)} of {_in_mib(machine.memory)} GPU memory needed{place}"
     raise OutOfMemory(
@@ -125,14 +126,14 @@ def _check_gpu_memory(manifest: Manifest, span: Span, budget: MemoryBudget, base
     )
 
 
-def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES, *, in_bf16: bool = False) -> int:
+def needed_memory(manifest: Manifest, span: Span, base_bytes: int = BASE_BYTES, *, in_16_bits: bool = False) -> int:
     """Returns the least bytes of memory of a daemon that trains `span` without a GPU: `base_bytes`, and the span's.
 
-    in_bf16: products are in bf16.
+    in_16_bits: layers multiply in bf16 or fp16.
     """
     from agora.model import family_of
 
-    return base_bytes + int(family_of(manifest.model).min_memory(manifest, span, in_bf16=in_bf16).device)
+    return base_bytes + int(family_of(manifest.model).min_memory(manifest, span, in_16_bits=in_16_bits).device)
 
 
 class Reaction(enum.Enum):

@@ -72,7 +72,7 @@ class CapacityProbe:
 
     def _longest_spans(self) -> tuple[int, ...]:
         budget = measure_budget(self._settings.device, self._settings.owners_memory, self.dtype)
-        cost = run_cost(self._manifest, in_bf16=budget.in_bf16, in_flight=1)
+        cost = run_cost(self._manifest, in_16_bits=budget.in_16_bits, in_flight=1)
         return longest_spans(cost, budget.for_stages(self.base_bytes), self._settings.most_stages)
 
     def _profiled_speed(self) -> float:

@@ -397,7 +397,7 @@ class Daemon:
         # While a stage has no peer, this origin's own microbatches cannot come back.
         timeout_s = ORIGIN_TIMEOUT_S if self.sample_node_report().empty_stages else MOVE_FINISH_TIMEOUT_S
         await self._finish_work(local_peer, loaded, timeout_s, loop_time() + 2 * timeout_s, "moving to other stages")
-        await loaded.write_checkpoints(MOVE_CHECKPOINT_TIMEOUT_S)
+        await loaded.end_steps_and_write_checkpoints(MOVE_CHECKPOINT_TIMEOUT_S)
         self.loaded = None
         await self._span_closing.aclose()
 
@@ -422,7 +422,7 @@ class Daemon:
         if not local_peer.host.died.is_set():
             origin_s = min(ORIGIN_TIMEOUT_S, max(0.1, work_until - loop_time()))
             await self._finish_work(local_peer, loaded, origin_s, work_until, reason, CANCELLED_WORK_TIMEOUT_S)
-        await loaded.write_checkpoints(max(MIN_CHECKPOINT_TIMEOUT_S, close_at - loop_time()))
+        await loaded.end_steps_and_write_checkpoints(max(MIN_CHECKPOINT_TIMEOUT_S, close_at - loop_time()))
         self._watchdog.report_traffic(self.sample_node_report())
 
     async def _finish_work(

@@ -290,7 +290,7 @@ class LoadedSpan:
         report = self._local_peer.context.report_event
         report(events.SamplesCounted(step, counts.epoch, counts.seen, counts.repeated, counts.missed))
 
-    async def write_checkpoints(self, within_s: float) -> None:
+    async def end_steps_and_write_checkpoints(self, within_s: float) -> None:
         """Ends the replicas' steps, records the epochs, and writes a checkpoint of each stage.
 
         Running fragment syncs go on; a checkpoint may lack their means.

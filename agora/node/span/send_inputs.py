@@ -42,24 +42,24 @@ class SendInputsGatherer:
     def gather(self) -> SendInputs:
         manifest, view = self._local_peer.manifest, self._local_peer.view
         needed = manifest.schedule.least_replicas
-        ready = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
+        has_enough = needed == 1 or all(len(view.replicas(stage)) >= needed for stage in range(manifest.stage_count))
         if end := self._end_of_run():
-            return SendInputs(ready, latency_s=self._hop.latency_s(), end=end)
+            return SendInputs(has_enough, latency_s=self._hop.latency_s(), end=end)
         if self._is_synchronous:
-            return self._gather_synchronous(ready)
-        return self._gather_asynchronous(ready)
+            return self._gather_synchronous(has_enough)
+        return self._gather_asynchronous(has_enough)
 
-    def _gather_synchronous(self, ready: bool) -> SendInputs:
+    def _gather_synchronous(self, has_enough: bool) -> SendInputs:
         lacking = math.ceil(self._first_stage.missing_tokens() / self._tokens_per_microbatch())
         position, count = self._position_among_origins()
         step_state = StepState(self._worker.step_of(0), self._microbatches_per_step(), lacking, position, count)
-        return SendInputs(ready, step_state, self._hop.latency_s())
+        return SendInputs(has_enough, step_state, self._hop.latency_s())
 
-    def _gather_asynchronous(self, ready: bool) -> SendInputs:
+    def _gather_asynchronous(self, has_enough: bool) -> SendInputs:
         latency_s = self._hop.latency_s()
         if (lacking_tokens := self._first_stage.max_tokens_in_flight_before_mean()) is not None:
             max_open_before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
-            return SendInputs(ready, None, latency_s, max_open_before_mean=max_open_before_mean)
+            return SendInputs(has_enough, None, latency_s, max_open_before_mean=max_open_before_mean)
         position, count = self._position_among_origins()
         staleness = flow_control.staleness_ceiling(
             self._local_peer.live.at(self._worker.progress_of(0).open_step).schedule.staleness,
@@ -68,7 +68,7 @@ class SendInputsGatherer:
             count,
             predicts=self._worker.predicts_weights,
         )
-        return SendInputs(ready, None, latency_s, staleness)
+        return SendInputs(has_enough, None, latency_s, staleness)
 
     def _position_among_origins(self) -> tuple[int, int]:
         me = self._local_peer.context.me

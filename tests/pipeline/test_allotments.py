@@ -1,4 +1,4 @@
-"""Origins that share a synchronous step: it is completed once when their quotas add up, and completed when not."""
+"""Origins that share a synchronous step: it is completed once when their allotments add up, and completed when not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stage:
         self.began = asyncio.get_running_loop().time()
         self.took: list[float] = []
         self.ranks = list(ranks)
-        self.ready = [True] * len(ranks)
+        self.has_enough = [True] * len(ranks)
         self.origins = [self._origin(index, ceiling) for index in range(len(ranks))]
         self.running = [asyncio.create_task(origin.run()) for origin in self.origins]
 
@@ -40,7 +40,7 @@ class Stage:
 
         def look() -> SendInputs:
             lacking = STEP - self.tokens // TOKENS
-            return SendInputs(self.ready[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
+            return SendInputs(self.has_enough[index], StepState(self.step, STEP, lacking, *self.ranks[index]))
 
         entrance, session = _Entrance(self, index), bytes([index]) * 8
         return Origin(config, entrance, Source(), lambda event: None, look, session=session)
@@ -77,14 +77,14 @@ class _Entrance:
         return HopAnswer(Processed(1.0, TOKENS, 1.0))
 
 
-def test_quotas_are_whole_numbers_that_sum_to_the_step() -> None:
+def test_allotments_are_whole_numbers_that_sum_to_the_step() -> None:
     for origins in range(1, 12):
         for microbatches in (1, 8, 9):
-            quotas = [equal_part(microbatches, rank, origins) for rank in range(origins)]
-            assert sum(quotas) == microbatches and max(quotas) - min(quotas) <= 1
+            allotments = [equal_part(microbatches, rank, origins) for rank in range(origins)]
+            assert sum(allotments) == microbatches and max(allotments) - min(allotments) <= 1
 
 
-def test_quotas_that_add_up_make_each_step_of_exactly_its_microbatches_without_a_pause() -> None:
+def test_allotments_that_add_up_make_each_step_of_exactly_its_microbatches_without_a_pause() -> None:
     async def work() -> None:
         stage = Stage([(rank, 3) for rank in range(3)])
         await asyncio.sleep(10.5)
@@ -96,7 +96,7 @@ def test_quotas_that_add_up_make_each_step_of_exactly_its_microbatches_without_a
     run(work())
 
 
-def test_what_quotas_leave_open_is_opened_after_a_grace_period_by_who_has_nothing_to_do() -> None:
+def test_what_allotments_leave_open_is_opened_after_a_grace_period_by_who_has_nothing_to_do() -> None:
     async def work() -> None:
         stage = Stage([(1, 3), (2, 3)])  # nobody is the first of the three: 3 + 2 of 8 are opened
         await asyncio.sleep(1.0 + TOP_UP_AFTER_S - 0.1)
@@ -112,7 +112,7 @@ def test_what_quotas_leave_open_is_opened_after_a_grace_period_by_who_has_nothin
     run(work())
 
 
-def test_quotas_that_are_too_large_overshoot_by_no_more_than_what_was_opened_at_once() -> None:
+def test_allotments_that_are_too_large_overshoot_by_no_more_than_what_was_opened_at_once() -> None:
     async def work() -> None:
         stage = Stage([(0, 1), (0, 1)])
         await asyncio.sleep(20.0)
@@ -158,7 +158,7 @@ def test_a_step_that_lacks_nothing_is_not_topped_up_however_long_it_takes() -> N
 def test_an_origin_with_something_open_tops_nothing_up() -> None:
     async def work() -> None:
         stage = Stage([(0, 2), (0, 2)], seconds=10 * TOP_UP_AFTER_S)
-        stage.ready[1] = False
+        stage.has_enough[1] = False
         await asyncio.sleep(10 * TOP_UP_AFTER_S - 0.1)
         assert stage.opened == {0: STEP // 2}
         await stage.close()
@@ -169,10 +169,10 @@ def test_an_origin_with_something_open_tops_nothing_up() -> None:
 def test_an_origin_that_may_not_begin_opens_nothing_and_begins_when_it_may() -> None:
     async def work() -> None:
         stage = Stage([(0, 1)])
-        stage.ready[0] = False
+        stage.has_enough[0] = False
         await asyncio.sleep(50.0)
         assert not stage.opened
-        stage.ready[0] = True
+        stage.has_enough[0] = True
         await asyncio.sleep(2.0)
         assert stage.opened[0] == STEP
         await stage.close()
