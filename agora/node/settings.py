@@ -42,9 +42,9 @@ IdleObserver = Literal["gpu", "person", "processors", "command"]
 
 
 class SettingsError(LocalError):
-    """Raised for an unknown or impossible setting; the text names its source and what would be right.
+    """Raised for an unknown or impossible setting, or two that contradict each other; the text names their sources.
 
-    source: FLAGS, ENVIRONMENT or the file's path; the command's exit code is 2 for FLAGS, otherwise 1.
+    source: FLAGS, ENVIRONMENT or the file's path. The command's exit code is 2 for FLAGS, otherwise 1.
     """
 
     code = "settings"
@@ -159,7 +159,9 @@ class Settings(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _check_queue_goes_on(self) -> Settings:
         if self.queue and self.at_end == "go-on":
-            raise ValueError("a run that goes on at its end lets no queued one begin; leave out go-on or the others")
+            raise ValueError(
+                "with at_end = go-on this run goes on after its end, and no run of the queue begins; leave out one of them"
+            )
         return self
 
     @property
@@ -321,7 +323,11 @@ def load(file: Path, flags: Mapping[str, Any], environment: Mapping[str, str] = 
         key = str(first["loc"][0]) if first["loc"] else ""
         reason = first["msg"].removeprefix("Value error, ").rstrip(".")
         if not key:
-            raise SettingsError(f"Two settings contradict each other: {reason}.", FLAGS) from None
+            # A validator of the whole model: its text names the settings that contradict each other.
+            named = {key: source for key, source in origin.items() if re.search(rf"\b{key}\b", reason)}
+            sources = " and ".join(f"{key} from {source}" for key, source in named.items())
+            blamed = FLAGS if FLAGS in named.values() else next(iter(named.values()), FLAGS)
+            raise SettingsError(f"Two settings contradict each other, {sources}: {reason}.", blamed) from None
         source = origin.get(key, FLAGS)
         raise SettingsError(f"{source} sets {key} wrongly: {reason}.", source) from None
 

@@ -190,7 +190,7 @@ class Hangs(StandsBy):
                 collector=SimpleNamespace(close=lambda: None),
                 tasks=BackgroundTasks(self.fail_since_task_ended),
                 origin=SimpleNamespace(leave=lambda within_s: hang("origin")),
-                write_checkpoints=lambda within_s: hang("checkpoints", within_s),
+                end_steps_and_write_checkpoints=lambda within_s: hang("checkpoints", within_s),
             ),
         )
         self.local_peer = cast(

@@ -31,6 +31,12 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
         ("", {}, {"listen": ("1.2.3.4:99999",)}, "is not an address"),
         ("", {}, {"link": "20Mbit"}, "the command line sets link wrongly: '20Mbit' is not a link; write RATE,RTT"),
         ("threads = \n", {}, {}, "is not TOML"),
+        (
+            "",
+            {"AGORA_AT_END": "go-on"},
+            {"queue": ("poems",)},
+            "contradict each other, at_end from the environment and queue from the command line: with at_end = go-on",
+        ),
     ],
 )
 def test_each_mistake_is_one_sentence_that_names_its_place(
@@ -42,6 +48,17 @@ def test_each_mistake_is_one_sentence_that_names_its_place(
         load(path, flags, environment)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_only_a_contradiction_of_which_a_part_is_a_flag_is_wrong_usage(tmp_path: Path) -> None:
+    path = tmp_path / "agora.toml"
+    path.write_text('at_end = "go-on"\n')
+    with pytest.raises(SettingsError) as with_flag:
+        load(path, {"queue": ("poems",)}, {})
+    with pytest.raises(SettingsError) as without:
+        load(path, {}, {"AGORA_QUEUE": "poems"})
+    assert (with_flag.value.exit_code, without.value.exit_code) == (2, 1)
+    assert f"at_end from {path}" in str(with_flag.value)
 
 
 def test_a_link_is_one_setting_with_commas_in_it(tmp_path: Path) -> None:
