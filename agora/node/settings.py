@@ -160,7 +160,7 @@ class Settings(pydantic.BaseModel):
     def _check_queue_goes_on(self) -> Settings:
         if self.queue and self.at_end == "go-on":
             raise ValueError(
-                "with at_end = go-on this run goes on after its end, and no run of the queue begins; leave out one of them"
+                "with at_end = go-on this run goes on after its end, and no run of the queue begins; leave one out"
             )
         return self
 

@@ -163,7 +163,7 @@ def wait_if_leaving(situation: Situation) -> Decision | None:
 
 
 def wait_if_busy(situation: Situation) -> Decision | None:
-    return Decision(WAIT, "a step or a fetch is running") if situation.view.is_busy else None
+    return Decision(WAIT, "a step, a fetch or a catch-up is running") if situation.view.is_busy else None
 
 
 def fetch_if_diverged(situation: Situation) -> Decision | None:

@@ -94,7 +94,7 @@ def test_without_a_span_the_work_of_a_former_one_is_repeated_and_everything_else
         await peer.finish(done, answer)
         assert await peer.ask(done) == answer.message
         for message in (process(2), process(1, stage=0), GetState(0)):
-            with pytest.raises(Busy, match="holds no stages at the moment"):
+            with pytest.raises(Busy, match="cannot answer that at the moment"):
                 await peer.ask(message)
 
     run(work)

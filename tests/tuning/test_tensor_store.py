@@ -250,5 +250,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, listed:
         lambda: store.finish(0),
         lambda: store.require_room(1, "it"),
     ):
-        with pytest.raises(DiskError, match=r"Cannot write in .*; free some space, choose another --dir, or name a"):
+        with pytest.raises(
+            DiskError, match=r"Cannot read and write in .*; free some space, choose another --dir, or name a"
+        ):
             call()

@@ -11,7 +11,8 @@
 | GetBase, GetPiece | the local peer's files of the base model, also while no span is held |
 | DialBack, Introduce, Meet, GetAddresses | the local peer's reachability keeper, also while no span is held |
 
-While no span is held, requests that only the span can answer are refused as Busy.
+A request whose object does not answer at the moment is refused as Busy: of the span while none is held, of the local
+peer before it has started.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from agora.pipeline.process_call import ProcessCall
 from agora.pipeline.work_ledger import WorkLedger
 from agora.swarm.peer_score import ReportViolation, Violation
 
-NO_SPAN_RETRY_MS = 1000  # milliseconds after which a requester that was refused while no span was held may ask again
+NOT_ANSWERED_RETRY_MS = 1000  # milliseconds after which a requester may ask again for what nothing answers now
 # Seconds for which a status is kept and sent to further requesters: making one costs more than sending it.
 STATUS_INTERVAL_S: Final = 0.25
 
@@ -153,7 +154,7 @@ class RequestHandler:
             case Process() as request if repeat := self._ledger.answer_repeat(process_call_of(call, request)):
                 return repeat
             case request if isinstance(request, WORK_REQUESTS + STATE_REQUESTS + LOCAL_REQUESTS):
-                raise Busy("this peer holds no stages at the moment; ask another", NO_SPAN_RETRY_MS)
+                raise Busy("this peer cannot answer that at the moment; ask another", NOT_ANSWERED_RETRY_MS)
             case other:
                 raise Unsupported(
                     f"{type(other).__name__} is not a request that a peer answers; compare the versions of both"

@@ -285,7 +285,8 @@ async def connect_to_run(context: DaemonContext, host: Host, signed: SignedManif
             raise RunUnreachable(f"No peer of the invite answers: {why}")
         peers = len({address.rpartition("/")[2] for address in known})
         note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask"
-        note.text += f": {why}" if given and why else "" if peers else ", the first peer here"
+        # Not "the first peer": a run that goes on may be known here by its manifest alone.
+        note.text += f": {why}" if given and why else "" if peers else ": no other peer is known yet"
     return known
 
 

@@ -3,10 +3,11 @@
     STORE/tensors.list               the tensor list; STORE's own name is its SHA-256
     STORE/tensors/00034.safetensors  tensor number 34 of the list, whole, alone in its file
     STORE/tensors/00034.part         the same while it is fetched; pieces that have not arrived yet are zeros
-    STORE/NAME.safetensors           a link to a weights file of the folder that this machine's owner has named
+    STORE/NAME.safetensors           a link to a weights file in the folder that this machine's owner has named
+    STORE/adapter_model.safetensors  a copy of the adapter that this machine's owner has named
 
-Because the folder's name is the list's hash, any process can check its content, and every run that begins with this
-model can use it. One piece at a time is in memory. Every function blocks.
+The folder's name is the list's hash, and the list has the hashes of the tensors' pieces: any process can check them,
+and every run that begins with this model can use them. One piece at a time is in memory. Every function blocks.
 """
 
 from __future__ import annotations
@@ -313,8 +314,8 @@ class TensorStore:
             yield
         except OSError as error:
             raise DiskError(
-                f"Cannot write in {self.folder} ({error.strerror or error}); free some space, choose another --dir, or "
-                "name a folder that has the base model's files: --base-model DIR."
+                f"Cannot read and write in {self.folder} ({error.strerror or error}); free some space, choose another "
+                "--dir, or name a folder that has the base model's files: --base-model DIR."
             ) from error
 
 
