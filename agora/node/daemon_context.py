@@ -69,8 +69,8 @@ class PhaseNote:
 class StartPhases:
     """Times the phases of a start: `with phases.enter("host") as note:` reports StartStep("host", seconds, note.text).
 
-    `current` names the phase that runs, the inner one if one runs in another, and how far that is, or the one that
-    failed; "" if none runs and none failed.
+    current: the phase that runs, or the inner one of two, with how far it is; after an error the phase that failed; ""
+    otherwise.
     """
 
     def __init__(self, report_event: events.Report, notifier: SystemdNotifier) -> None:

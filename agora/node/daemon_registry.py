@@ -58,7 +58,7 @@ def is_alive(pid: int) -> bool:
 
 
 def homes_of_devices(entry: DaemonEntry) -> list[Home]:
-    """Returns the data directories of all devices' daemons of the machine, that of `entry` included."""
+    """Returns the data directories of the daemons of all devices of the machine, that of `entry` among them."""
     root = Path(entry.root)
     main = Home(root.parent.parent if root.parent.name == "devices" else root)
     return [main, *(Home(place) for place in sorted(main.devices.iterdir()) if place.is_dir())]
@@ -69,7 +69,7 @@ def socket_of(home: Home) -> Path:
 
 
 def register(entry: DaemonEntry) -> None:
-    """Writes the registry file by which commands find a running daemon, in place of its data directory's earlier one.
+    """Writes the registry file by which commands find a running daemon; replaces an earlier one of its data directory.
 
     Raises OSError.
     """

@@ -23,11 +23,11 @@ Layout of a data directory (mode 0700):
     runs/<run id>/peers.txt     addresses that answered last time
     runs/<run id>/drawn.txt     how many microbatches the origin has drawn, in blocks
     runs/<run id>/epochs.json   which samples the origins have seen, by step of stage 0
-    runs/<run id>/tracked.json  up to when `swarm track` has sent the rows, by tracker
+    runs/<run id>/tracked.json  up to which time `swarm track` has sent rows to each tracker
     runs/<run id>/checkpoints/  this machine's checkpoints, by stage and step
-    runs/<run id>/weights/      the weights of the stages held, as last asked for
+    runs/<run id>/weights/      the weights of the stages held here, written when they were last asked for
     runs/<run id>/result/       what the run has learnt, exported when it had ended
-    runs/<run id>/collected/    the weights of every stage, as last asked for by an export
+    runs/<run id>/collected/    the weights of every stage, written when an export last asked for them
     launched/<run>-<tool>/      jobs of `swarm launch`, mode 0600: one may hold an invite
     devices/                    lock and journal of all devices' daemons; each further one's data directory in <device>/
 """

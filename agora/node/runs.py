@@ -112,8 +112,8 @@ def _read_invite(path: Path) -> str:
 def from_file(path: Path, home: paths.Home) -> RunReference:
     """Returns a reference to the run of a manifest file: its signed manifest, or its draft if it is unsigned.
 
-    A signed one's reference also has the addresses that `home` remembers of the run. Raises ManifestError for a file
-    that is not text, malformed or wrongly signed, DiskError for an unreadable one.
+    For a signed one, the reference also has the addresses that `home` remembers of the run. Raises ManifestError for a
+    file that is not text, malformed or wrongly signed, DiskError for an unreadable one.
     """
     from agora_protocol.manifest import Manifest, SignedManifest, is_signed
 

@@ -81,9 +81,9 @@ class Checkpoint:
 def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int, end_step: int = 0) -> Checkpoint:
     """Writes `state` as a checkpoint below `folder`, and removes the stage's oldest checkpoints.
 
-    Of the stage's checkpoints up to this step, the `keep` newest stay, always including this one; checkpoints of later
-    steps stay, too, and so does the first one from `end_step`, the run's last step, on. If an intact checkpoint of the
-    same content exists, it stays instead. Temporary folders of killed writers are removed. run: the run's id, which is
+    Of the stage's checkpoints up to this step, the `keep` newest stay, always including this one. Checkpoints of later
+    steps stay too, and so does the first one from `end_step` on, the run's last step. An intact checkpoint of the same
+    content is not written again. Temporary folders of killed writers are removed. run: the run's id, which is
     written into the index; the path does not depend on it. Raises DiskError when the checkpoint cannot be written; all
     earlier ones are then still there, and nothing of this one.
     """
@@ -117,7 +117,10 @@ def write_checkpoint(folder: Path, run: str, state: StageState, *, keep: int, en
 
 
 def end_checkpoint_folder(parent: Path, end_step: int) -> Path | None:
-    """Returns the folder in `parent`, a stage's, of the first checkpoint from `end_step` on; None for 0 and without."""
+    """Returns the folder of the first checkpoint from `end_step` on in `parent`, a stage's folder.
+
+    None if there is none, and for an `end_step` of 0.
+    """
     return next((path for step, path in reversed(_list_checkpoints(parent)) if step >= end_step > 0), None)
 
 

@@ -209,7 +209,7 @@ class ChunkFetch(Generic[Offered]):
 
 
 async def call_until(peer_caller: PeerCaller, peer: PeerId, make: Callable[[int], Request], deadline: float) -> Reply:
-    """Makes a call that carries its own deadline. make: returns the request for the milliseconds that are left."""
+    """Makes a call whose request says how much time is left. make: returns the request, given these milliseconds."""
     return await peer_caller.call(peer, make(milliseconds_until(deadline)), deadline=deadline)
 
 

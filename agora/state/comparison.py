@@ -135,7 +135,7 @@ def judge_sample(
 ) -> Verdict:
     """Compares a source's values with those of other sources by the module's table, and returns the verdict on it.
 
-    It drops nothing: who calls it decides by the steps about an "undecided" source.
+    It drops nothing: the caller decides by the steps what becomes of an "undecided" source.
     """
     if not others:
         return "plausible"

@@ -96,7 +96,7 @@ class TensorBlocks:
 
 @dataclass(frozen=True, slots=True)
 class OpenStageFile:
-    """An open file of a stage, whose tensors are read by their names in the run; in the file, names have a `prefix`.
+    """An open file of a stage. Its tensors are read by their names in the run; the file has `prefix` before them.
 
     reader: what safetensors.safe_open returns for the file at `path`.
     """

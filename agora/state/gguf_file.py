@@ -57,8 +57,8 @@ def write_gguf(
 
     tensors: a whole model, as Hugging Face names them. files: what such a folder has beside the weights, by name.
     dtype: of matrices. report: called after each tensor with the bytes that it takes as float32. One tensor is in
-    memory at a time. Raises OSError, PackageMissing, and ExportError for a kind of model or tokenizer that this cannot
-    write, and if the file reads otherwise.
+    memory at a time. Raises OSError and PackageMissing. Raises ExportError for a kind of model or tokenizer that this
+    cannot write, and if what is read back differs from what was written.
     """
     gguf = import_optional("gguf", "A file for llama.cpp", "gguf")
     config = json.loads(files[CONFIG_FILE])

@@ -151,9 +151,9 @@ class StateKeeper:
     async def fill_stages(self) -> str:
         """Loads or fetches each stage's state, or keeps its initial weights, as rules.choose_start decides.
 
-        Returns in words where each state is from. Raises Unavailable when a stage without a checkpoint on this disk is
-        still offered, but no peer gives it, or when such a stage's replicas do not answer whether they have taken a
-        step; CheckpointError when a checkpoint does not fit.
+        Returns in words where each state is from. Raises Unavailable for a stage without a checkpoint on this disk, if
+        peers offer it and none gives it, or if its replicas do not answer whether they have taken a step. Raises
+        CheckpointError when a checkpoint does not fit.
         """
         sources = [f"stage {stage}: {await self._fill_stage(stage)}" for stage in self._stages.span.stages]
         self._found_checkpoints.clear()
@@ -219,7 +219,7 @@ class StateKeeper:
         The stage then counts as filled, and its next checkpoint is due from the fetched step on. sources: the best
         first. at_least: the lowest step to accept; a higher one is used when most peers offer much later steps, see
         lowest_step_to_fetch. timeout_s: seconds for which a failed fetch is tried again, from the peers that offer the
-        stage by then. If it is not 0 and no peer offers the stage any more, the fetch goes on for
+        stage at that time. If it is not 0, and no peer offers the stage any more, the fetch goes on for
         LAST_HOLDER_TIMEOUT_S. Raises Unavailable after that, and ProtocolError for a fetched state that cannot be
         loaded.
         """
@@ -271,7 +271,7 @@ class StateKeeper:
         return self._snapshots.last_fetched_at
 
     async def answer(self, request: GetState | GetChunk | GetSketches, requester: PeerId) -> Reply:
-        """Answers a peer that fetches this peer's state: an index, of size 0 while there is none, a chunk, or sketches.
+        """Answers a peer that fetches this peer's state: with an index, of size 0 without a state, a chunk or sketches.
 
         Raises NotMyStage for a stage that is not held here, Busy when snapshots in use take all room, Refused for a
         chunk of a dropped snapshot and for a step far ahead, ProtocolError for a chunk that the snapshot does not have.

@@ -47,7 +47,7 @@ class StageState:
     tokens_total: the supervised tokens behind the steps, 0 when unknown.
     agreed_step: the last step whose mean over all replicas is in the state.
     history_hash: a digest of all means up to `agreed_step`, 0 when unknown, equal in replicas that agree; see
-        train.stage.
+        train.history_hash.
     sync_schedule: which steps are inner steps. If step `step` is one, `layout` has the moments OUTER_PARAMETERS and
         VELOCITY.
     """

@@ -91,8 +91,8 @@ class SnapshotServer:
     async def get_state(self, request: GetState, requester: PeerId) -> Reply:
         """Returns a StateIndex and the chunk hashes of the stage's newest snapshot if that is fresh, or of a new one.
 
-        If there is no room for a new one, it gives the newest although that is not fresh. It serves requests for one
-        stage one after the other, so that they share a copy. Raises Busy when there is no room and no snapshot of the
+        Without room for a new one, it gives the newest one, although that is not fresh. Requests for one stage are
+        served one after the other, so that they share a copy. Raises Busy when there is no room and no snapshot of the
         stage, and Refused for a step that is more than LAG_LIMIT ahead.
         """
         step = self._step_of(request.stage)

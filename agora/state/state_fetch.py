@@ -486,7 +486,7 @@ class PartialState:
             del self.arrived[chunk]
 
     def whole_state(self, stage: int) -> StageState:
-        """Returns the state, whose chunks have all arrived, and all have one mixing key; its arrays are not copied.
+        """Returns the state; its arrays are not copied. All chunks must have arrived, with one mixing key.
 
         It has the lowest step and updates of the chunks' snapshots, and tokens_total 0, which means unknown.
         """

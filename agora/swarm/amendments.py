@@ -35,7 +35,7 @@ def choose_chain(known: Collection[SealedAmendment], run: RunId, founder: PeerId
     | then the one with the lowest hash | one must be chosen, by all peers alike |
 
     An amendment of a delegate that the founder has banned counts only if the founder has signed one that follows it.
-    known: each of which may follow the one that it names.
+    known: amendments in any order; each names the one that it follows, which may not be known.
     """
     successors = defaultdict[bytes, list[SealedAmendment]](list)
     confirmed_to: dict[bytes, int] = {}
@@ -82,9 +82,10 @@ class AmendmentBook:
     def add(self, sealed: bytes, now_unix: float) -> SealedAmendment | None:
         """Verifies a sealed amendment and keeps it; returns None if it is known. `choose` then says what counts.
 
-        Raises ProtocolError for one that is malformed or whose signature is wrong, and AmendmentError, which says what
-        to do, for one that this run does not allow: not of the founder or a delegate, after one that is not known, too
-        near its own time, with values that do not fit, or one too many.
+        Raises ProtocolError for an amendment that is malformed or whose signature is wrong. Raises AmendmentError,
+        which says what to do, for one that this run does not allow: neither founder nor a delegate has signed it, it
+        follows one that is not known, its first step is too near the step at which it was signed, its values do not
+        fit, or it is one too many.
         """
         opened = open_amendment(sealed, self._run)
         if opened.hash in self._known:

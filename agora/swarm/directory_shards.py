@@ -212,8 +212,9 @@ def close_shards(peers: list[float], reader: ReaderIdentity, now: float) -> set[
 
 
 def own_shards(stage: int, peers: float, span_length: int, peer_hash: int, now: float) -> set[DirectoryShard]:
-    """Returns the shards to read of `stage`, one of the reader's own: OWN_SHARDS / span_length (to a power of two), or
-    all.
+    """Returns the shards to read of `stage`, one of the reader's own stages.
+
+    These are OWN_SHARDS / span_length shards, rounded down to a power of two, or all if there are not as many.
 
     Their bits are those of the reader's hash but for a few positions, at which every combination is read; the positions
     change every OWN_SHARD_ROTATION_S. So all peers of these shards read the same ones, and agree on who averages with

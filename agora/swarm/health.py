@@ -55,9 +55,9 @@ def assess_health(
     total_steps: int = 0,
     own_steps: Mapping[int, int] = MappingProxyType({}),
 ) -> Health:
-    """Returns the swarm's health as a running peer sees it in its view; never PAUSED. The first stage at fault is
-    named.
+    """Returns the swarm's health as a running peer sees it in its view; never PAUSED.
 
+    The reason names the stage with the worst fault; of several equally bad ones, the first.
     since_unix: when the peer began to look; time without steps counts only from then on. total_steps: the run's end, 0
     where it goes on. own_steps: see run_end.has_ended.
     """

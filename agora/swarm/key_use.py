@@ -1,4 +1,4 @@
-"""Whether another process signs with this peer's key: a data directory was copied. Deterministic.
+"""Finds out whether another process signs with this peer's key, since a data directory was copied. Deterministic.
 
 Two processes with one key are one peer to all others, which call either and get answers that do not fit together. So
 the one that started later must not serve. Both publish under the same key of the directory, where the later record
@@ -44,8 +44,9 @@ def key_in_use_text(me: PeerId, where: str) -> str:
 class KeyUse:
     """Finds other processes that use this peer's key, by the records under this peer's own id.
 
-    remark: a sentence for the owner while another one has tried, "" before. suspect: a claim of an earlier start, which
-    may be an earlier life of this process or one that runs. error: set for good once this process must not serve.
+    remark: a sentence for the owner once another process has tried to use the key; "" before. suspect: a claim of an
+    earlier start, which may be an earlier life of this process or one that runs. error: set for good once this process
+    must not serve.
     """
 
     def __init__(self, me: PeerId, incarnation: int, addresses: Collection[str], now: float) -> None:

@@ -74,7 +74,7 @@ class MembershipConfig:
 
 
 class Membership:
-    """This peer's membership of the run: chooses and publishes the span that it holds, and keeps its view fresh.
+    """This peer as a member of the run: chooses and publishes the span that it holds, and keeps its view fresh.
 
     claim: None until this peer has claimed a span. view: what is known of this peer and of others.
     """

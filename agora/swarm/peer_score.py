@@ -85,8 +85,8 @@ class PeerScore:
     def report_violation(self, peer: PeerId, violation: Violation, text: str, dedup_key: str = "", /) -> None:
         """Records a violation, detected now, and reports it and what follows as an OffenceRecorded event.
 
-        text: what was wrong, in words. dedup_key: names what happened, such as one averaging round: the peer's newest
-        violations of one kind with one key count once. "": each counts.
+        text: what was wrong, in words. dedup_key: names the occasion, such as one averaging round. Violations of one
+        kind on one occasion count once; with "" each counts.
         """
         now = self._now()
         record = self._records.setdefault(peer, _Record())

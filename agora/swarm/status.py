@@ -73,14 +73,19 @@ def build_status(
 ) -> dict[str, Any]:
     """Returns the object that `swarm status --json` prints: the run, its health, an entry for each stage and each peer.
 
-    "step" is stage 0's, "tokens_per_second" the slowest stage's. "loss" and the metrics in "tuning" are means over the
-    peers that report them, weighted by tokens per second; "loss_spread" is what they report without the outermost
-    quarter at each end. Of claimed tokens per second, MAX_TIMES_USUAL times the peers' median counts. paths: by peer,
-    how the asked peer reaches it: "direct", "punched", "relayed" or "self". samples: None in runs on text, and if the
-    asked peer is no origin or has seen no step. devices: by peer, how its device is used; records do not have it, so
-    that the asked peer knows it of itself alone. A peer's "tokens_counted": those that went into a step, once for each
-    of its stages, as it says itself; "bandwidth": bytes per second, likewise. A stage's "health" is left out where the
-    run's is not that of the swarm: while the asked peer starts or is paused.
+    | field | what it is |
+    |---|---|
+    | step | that of stage 0 |
+    | tokens_per_second | that of the slowest stage; a peer's counts up to MAX_TIMES_USUAL times the peers' median |
+    | loss, the metrics in tuning | means over the peers that report them, weighted by tokens per second |
+    | loss_spread | the range of the losses that peers report, without the outermost quarter at each end |
+    | tokens_counted, of a peer | tokens that went into a step, once for each of its stages, as it says itself |
+    | bandwidth, of a peer | bytes per second, as it says itself |
+    | health, of a stage | left out while the asked peer starts or is paused: then the run's is not that of the swarm |
+
+    paths: by peer, how the asked peer reaches it: "direct", "punched", "relayed" or "self". samples: None in runs on
+    text, and if the asked peer is no origin or has seen no step. devices: by peer, how its device is used; the asked
+    peer knows that of itself alone, since records do not have it.
     """
     usual = _usual_rate(view)
     losses = [(peer.loss, _counted_rate(peer, usual)) for peer in view.peers.values() if peer.loss is not None]
@@ -226,8 +231,8 @@ class StageTokens:
     """How many tokens the present replicas of one stage have computed, and how many went into optimizer steps.
 
     tokens_computed: by each replica since it loaded the stage. share_counted: of those that no longer wait for a step,
-    the fraction that went into one; the rest is lost. staleness: by how many steps a token's weights were behind, in
-    the mean. The last three are None if not known yet.
+    the fraction that went into one; the rest is lost. staleness: the mean number of steps by which a token's
+    weights were behind. The last three are None if not known yet.
     """
 
     tokens_computed: int

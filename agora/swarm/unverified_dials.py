@@ -61,7 +61,7 @@ class UnverifiedDials:
         return chosen
 
     def was_dialled(self, peer: PeerId) -> bool:
-        """Returns whether `choose` has chosen this peer since it has been unverified; False if it is not."""
+        """Returns whether `choose` has chosen this peer since it became unverified; False for other peers."""
         return peer in self._dialled
 
     def _is_due(self, peer: PeerId, now: float) -> bool:

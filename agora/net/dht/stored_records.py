@@ -95,7 +95,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return record
 
     def count_lookups(self, key_hash: bytes, packed: bytes) -> int:
-        """Returns how many keys `verify` has to compute to find the one of this hash; 0 if they are known."""
+        """Returns how many keys `verify` has to hash before it finds the one of this hash; 0 if it knows them."""
         if key_hash in self._keys or key_hash in self._shard_keys:
             return 0
         try:

@@ -30,7 +30,7 @@ FLUSH_TIMEOUT_S: Final = 5.0  # seconds that a closing stream may take to write 
 
 
 class PayloadAction(Enum):
-    """A sink's decision about the payload of the frame whose header was just read."""
+    """What a sink wants done with the payload of the frame whose header was just read."""
 
     TAKE = "allocate a buffer and read it"
     DROP = "read it and throw it away; the sink has answered already"

@@ -51,8 +51,8 @@ class Gate:
         addresses: returns where this peer can be dialled, also in HELLO. judge: returns the role that a peer's proof
         grants. refusal_reason: returns why a peer must be neither called nor answered, "" if it may be.
         refusal_of_version: returns why no member may have this software, as HELLO says it, "" if one may. role: what
-        this peer asks to be, MEMBER or READER. version, oldest_version: the newest and the oldest of the protocol that
-        it speaks; two peers speak the newest that both know.
+        this peer asks to be, MEMBER or READER. version, oldest_version: the newest and the oldest version of the
+        protocol that this peer speaks; two peers speak the newest that both know.
         """
         self._role = role
         self.version = version
@@ -85,8 +85,8 @@ class Gate:
         """Returns the role in which `peer` is admitted by its HELLO, and remembers a member for `is_admitted_member`.
 
         A peer that asks to be a READER becomes one, even if its proof grants more. Raises NotAdmitted if the proof
-        grants too little, WrongRun, or ProtocolError: "wrong-version", or what is wrong with the proof. No error text
-        reveals the run id.
+        grants too little, WrongRun for another run, and ProtocolError "wrong-version", or with the code of what is
+        wrong with the proof. No error text reveals the run id.
         """
         if min(hello.version, self.version) < self._oldest_version:
             # Both sides read it, so that it names both.

@@ -204,7 +204,7 @@ class Network:
     ) -> Reply:
         """Sends `peer` a request and returns its reply; dials `peer` first when there is no connection.
 
-        deadline: loop time, to which the request's `deadline_ms` is lowered. on_progress: called with each
+        deadline: loop time; a request with a later `deadline_ms` gets this one. on_progress: called with each
         CallProgress. The tensors must not change until this returns. Raises the peer's refusal as its error,
         NotAdmitted for a peer that must not be called, ConnectionBroken as soon as the stream breaks or cannot be
         opened, DeadlinePassed, also for a PeerFailed within SAME_MOMENT_S of the deadline.
@@ -335,9 +335,9 @@ class Network:
         return task
 
     def start_calls(self, peer: PeerId, requests: Iterable[Request], within_s: float) -> None:
-        """Starts to make calls one after the other, each within so many seconds; the first failure ends them, silently.
+        """Starts to make calls one after the other, each within `within_s` seconds; the first failure ends them.
 
-        For news that the peer also gets in another way, should this one fail.
+        It is meant for news that the peer also gets in another way.
         """
         self.spawn(self._make_calls(peer, requests, within_s))
 

@@ -115,7 +115,10 @@ def status_json(report: NodeReport) -> dict[str, Any]:
 
 
 def upgrade_status(report: NodeReport) -> dict[str, Any] | None:
-    """Returns which connected peers the run's oldest version leaves out, from which day on; None if it names none."""
+    """Returns which connected peers are older than the run's oldest version, and when they are left out.
+
+    None if the run names no oldest version.
+    """
     section = report.admission
     if not section.oldest_version:
         return None

@@ -1,4 +1,4 @@
-"""Decides by readings whether this machine can join a run, and if not, what is to be done. Pure."""
+"""Decides from readings whether this machine can join a run, and what to do if it cannot. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PeerReading:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """All facts about the machine and, if one was named, about the run. A problem of "" is none."""
+    """All facts about the machine and, if one was named, about the run. In a field `..._problem`, "" means none."""
 
     python: tuple[int, int, int] = (3, 11, 0)
     packages: tuple[PackageReading, ...] = ()

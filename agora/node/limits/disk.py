@@ -52,7 +52,7 @@ def check_disk(directory: Path) -> str:
 
 
 class DiskGuard:
-    """Removes folders of one data directory, when asked, if it would grow beyond `limit_bytes`; 0 for no limit."""
+    """Keeps a data directory within `limit_bytes` (0: no limit), by removing folders in it when asked for room."""
 
     def __init__(self, home: Home, limit_bytes: int) -> None:
         self._home = home

@@ -57,7 +57,7 @@ class MachineUse:
     def pause_reason(self, now: float, idle_s: float, *, in_full: bool = False) -> str:
         """Returns the end of "this peer is ..."; "" if the daemon works.
 
-        in_full: with the use in words, which names persons and programs of this machine: for its owner only.
+        in_full: the text also says what uses the machine. That names persons and programs, so it is for the owner only.
         """
         if not self.makes_way:
             return ""

@@ -1,6 +1,7 @@
 """Whether the owner of this machine wants the daemon to pause.
 
-It does by the owner's pause, kept in a file; outside its hours; and, with `when_idle`, while somebody uses the machine.
+There are three reasons for a pause: the owner's command, which a file keeps; a time outside the hours of work; and,
+with `when_idle`, somebody who uses the machine.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Pausing:
         return "it goes on by itself; `hours` in agora.toml says when"
 
     def note_use(self, use: MachineUse) -> None:
-        """Pauses the daemon while it makes way for whoever uses the machine, and ends that pause."""
+        """Takes the latest use of the machine, by which the daemon pauses or goes on."""
         self._use = use
         self.changed.set()
 

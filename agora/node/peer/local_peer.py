@@ -324,9 +324,10 @@ class LocalPeer:
         return reducing_bandwidths(claimed, self.networks(stage))
 
     def networks(self, stage: int) -> Mapping[PeerId, str]:
-        """Returns, for each serving replica of a stage and this peer, its public network, if it is known to have one.
+        """Returns the public networks of a stage's serving replicas and of this peer, as far as they are known.
 
-        That is where this peer sees it: a claim names any address.
+        A peer's network is the one from which it is connected here, since a claim can name any address. Only where that
+        one is private or unknown, it is the network of an address in the claim.
         """
         observed = self.network.address_prefixes
         announced = {seen.peer: seen.addresses for seen in self.view.replicas(stage)}
@@ -347,7 +348,7 @@ class LocalPeer:
         return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
 
     def usual_step(self) -> int:
-        """Returns the run's step: the furthest of this peer's steps and of each stage's upper median."""
+        """Returns the step that the run has come to: the greatest of its own steps and of each stage's upper median."""
         span = self._sample_node_report().span
         own = [progress.step for progress in span.stages] if span is not None else []
         return max([0, *own, *(statistics.median_high(steps) for steps in self.steps_of_run() if steps)])

@@ -79,8 +79,8 @@ class RunAdmission:
     ) -> None:
         """Reads the revocations and bans that are on this disk. Raises DiskError.
 
-        addresses: returns where this peer can be dialled, sent in HELLO. rules: returns the section as it was amended
-        last, default the signed one. unix: returns the present unix time.
+        addresses: returns where this peer can be dialled, sent in HELLO. rules: returns the manifest's
+        admission section as it was amended last; None: the signed one. unix: returns the present unix time.
         """
         self._unix = unix
         self.proof = proof

@@ -1,6 +1,6 @@
 """The amendments of the run, for one daemon: takes them from its owner and from peers, keeps them, passes them on.
 
-One that is new is written to the disk, and sent to all neighbours. At HELLO each side sends what it knows, and every
+A new amendment is written to the disk, and sent to all neighbours. At HELLO each side sends what it knows, and every
 PULL_INTERVAL_S a peer asks another one for what it lacks. What counts is decided by `agora.swarm.amendments`, and read
 by everything else from the LiveManifest.
 """
@@ -91,11 +91,11 @@ class Amendments:
                 raise AssertionError(f"{type(other).__name__} is not among AMENDMENT_REQUESTS")
 
     def take(self, sealed: Sequence[bytes], peer: PeerId | None = None, *, begins_here: bool = False) -> Taken:
-        """Verifies sealed amendments, keeps those that are new, has them count, and sends them to neighbours.
+        """Verifies sealed amendments, keeps those that are new, decides which count, and sends them to neighbours.
 
-        peer: who sent them; None for this machine's owner. begins_here: no other peer has them yet, so that one whose
-        step is near is refused. Those that are known count neither as new nor as refused.
-        One that is malformed or falsely signed is a violation of the peer's: honest peers verify what they pass on.
+        peer: who sent them; None for this machine's owner. begins_here: no other peer has them yet; then an amendment
+        whose first step is near is refused. Amendments that are known count neither as new nor as refused. A malformed
+        or falsely signed one is a violation of the peer's, since honest peers verify what they pass on.
         """
         new, refused, why = 0, 0, ""
         for data in sealed:
@@ -117,7 +117,7 @@ class Amendments:
         return Taken(new, refused, why)
 
     def in_words(self) -> tuple[tuple[int, int, str], ...]:
-        """Returns number, first step and new values of each amendment that counts."""
+        """Returns for each amendment that counts its number, its first step, and its new values in words."""
         counting = (each.amendment for each in self.book.chain)
         return tuple((each.number, each.from_step, describe_changes(each)) for each in counting)
 

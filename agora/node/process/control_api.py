@@ -82,8 +82,8 @@ class ControlApi:
     async def status(self) -> Answer:
         """Returns the swarm as this daemon sees it: what `swarm status --json` prints.
 
-        Other machines are not told its field `result`, which has the folder of the result once the run has ended, nor
-        `machine`, nor what uses the machine in the reason of a pause.
+        Three things in it are not told to other machines: the field `result` (the folder of the result once the run has
+        ended), the field `machine`, and what uses the machine in the reason of a pause.
         """
         daemon, end = self._daemon, self._daemon.end_of_run
         report = daemon.sample_node_report()
@@ -268,9 +268,9 @@ class ControlApi:
     async def evaluate_task(self, task: str = "", items: int = 0, share: float = 0.02) -> Answer:
         """Evaluates a built-in task, or one in a file, through the swarm; see load_task.
 
-        items: the most of them, 0 for all. share: most microbatches of the evaluation by those that this origin trains
-        on meanwhile. Returns the step, and what TaskResult has. Raises LocalError without stage 0, in a dpo run, or
-        for a number out of range; DataError or DiskError for the file.
+        items: how many to evaluate at most, 0 for all. share: how many microbatches are evaluated at most for each one
+        that this origin trains on meanwhile. Returns the step, and what TaskResult has. Raises LocalError without stage
+        0, in a dpo run, or for a number out of range; DataError or DiskError for the file.
         """
         if items < 0:
             raise LocalError("Items must be 0 or more.")
@@ -281,8 +281,7 @@ class ControlApi:
         return {"step": step, **asdict(result)}
 
     async def score_task(self, task: str = "", share: float = 0.02) -> Answer:
-        """Returns {"losses": in nats, of each question's choices, or of each text, "step"} of a task of at most
-        MAX_SCORED items; see TaskEvaluator.losses_of.
+        """Returns {"losses": as TaskEvaluator.losses_of has them, "step": step} of a task of at most MAX_SCORED items.
 
         Raises what evaluate_task raises.
         """

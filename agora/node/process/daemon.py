@@ -72,9 +72,12 @@ class _MoveRequest:
 class Daemon:
     """One running daemon: opens the local peer, serves a span, moves to others when asked, until `leave`.
 
-    `loaded`, the held span, is None before the first one is served, in a move and in a pause; `local_peer` before it is
-    open, and in a pause; `signed`, the manifest, until it is known. leave_reason: that of `leave`. run_is_over: whether
-    it leaves because the run has taken its steps. end_of_run: what follows then; None until the first span is served.
+    loaded: the held span; None before the first one is served, in a move and in a pause.
+    local_peer: None before it is open, and in a pause.
+    signed: the manifest; None until it is known.
+    leave_reason: that of `leave`.
+    run_is_over: whether it leaves because the run has taken its steps.
+    end_of_run: does what follows then; None until the first span is served.
     """
 
     def __init__(self, context: DaemonContext, on_leave: Callable[[], None] = lambda: None) -> None:
@@ -179,7 +182,7 @@ class Daemon:
         return self.loaded
 
     def describe_state(self) -> str:
-        """Returns the end of "this daemon is ..." while no span is held: why it is paused, or it starts or moves."""
+        """Returns what completes "this daemon is ..." while no span is held: the reason of a pause, or what it does."""
         if self.pausing.reason:
             return self.pausing.reason
         return "still starting" if self._move is None else f"moving to stages {self._move.span}"

@@ -31,8 +31,9 @@ Score = Callable[[WireTensor], Awaitable[tuple[float, int]]]
 def may_send(sent: int, trained: int, share: float, idle_s: float) -> bool:
     """Returns whether a further microbatch may be sent for evaluation.
 
-    sent: those of the evaluation so far. trained: this origin's training microbatches since it began. share: most of
-    the first by the second. idle_s: since the last training microbatch was completed.
+    sent: microbatches of the evaluation so far. trained: training microbatches that this origin has completed since the
+    evaluation began. share: `sent` is at most 1 + share * trained, unless no training microbatch was completed for
+    IDLE_AFTER_S. idle_s: seconds since the last one was completed.
     """
     return sent < 1 + share * trained or idle_s >= IDLE_AFTER_S
 

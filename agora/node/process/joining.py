@@ -60,8 +60,9 @@ async def read_manifest(context: DaemonContext) -> SignedManifest:
     For an unsigned file, returns the manifest that a running daemon here has signed from it; without such a daemon,
     this peer signs the file as founder, unless another process does so at this moment.
 
-    Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file,
-    DiskError if the data directory cannot be written, and before it signs what check_stages_fit and check_draft raise.
+    Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file, and
+    DiskError if the data directory cannot be written. Before it signs, it raises what check_stages_fit and check_draft
+    raise.
     """
     reference = context.reference
     with context.phases.enter("manifest") as note:

@@ -49,8 +49,10 @@ class DayEstimate:
 def estimate_day(
     traffic: events.Traffic, age_s: float, worked_s: float, watts: float | None, price_per_kwh: float
 ) -> DayEstimate | None:
-    """Returns what a day costs by what `age_s` seconds, of which the daemon worked `worked_s`, have cost; None before
-    MIN_ESTIMATE_S. watts: while it works. price_per_kwh: 0 for an unknown one.
+    """Returns what a day costs if it goes on as in the last `age_s` seconds; None below MIN_ESTIMATE_S.
+
+    traffic: in these seconds. worked_s: for how many of them the daemon worked. watts: while it works. price_per_kwh: 0
+    for an unknown one.
     """
     if age_s < MIN_ESTIMATE_S:
         return None
@@ -183,7 +185,7 @@ def gpu_id_of(device: str) -> str:
 
 
 def observers_of(settings: Settings, gpu: Callable[[], str], unix: Callable[[], float]) -> list[Observer]:
-    """Returns the observers of the owner's settings; [] where it is to work whether the machine is in use or not."""
+    """Returns the observers of the owner's settings; [] without `when_idle`: then no use pauses it."""
     if not settings.when_idle:
         return []
     makers: Mapping[str, Callable[[], Observer]] = {

@@ -38,7 +38,7 @@ class DaemonMetrics:
         sample_node_report: Callable[[], NodeReport],
         report_event: events.Report,
     ) -> None:
-        """counted: the sink of the daemon's events; its registry also gets all others. directory: of the file."""
+        """counted: the metrics that events count; all others are added to its registry. directory: of the file."""
         self.registry = counted.registry
         self._path = directory / FILE_NAME
         self._sample_node_report = sample_node_report
@@ -69,7 +69,10 @@ class DaemonMetrics:
 
 
 def serve_metrics(context: DaemonContext, metrics: DaemonMetrics, tasks: BackgroundTasks) -> None:
-    """Serves the metrics to Prometheus at the address of `--metrics`, in one of `tasks`. Raises LocalError if taken."""
+    """Serves the metrics to Prometheus at the address of `--metrics`, in one of `tasks`.
+
+    Raises LocalError if that address is taken.
+    """
     if address := context.settings.metrics_address:
         from agora.page.server import HttpServer, listen, metrics_app
 

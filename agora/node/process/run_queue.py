@@ -35,9 +35,9 @@ def another_run_may_succeed(error: AgoraError) -> bool:
 
 
 def check_queue(queued: Sequence[str], home: paths.Home) -> tuple[str, ...]:
-    """Returns the name of each queued run, as far as it is known; its id, else.
+    """Returns the name of each queued run, or its id where no name is known.
 
-    Raises InputError or ManifestError for one that names no run: at the start, and not in a week.
+    Raises InputError or ManifestError for one that names no run, so that a mistake shows now and not in a week.
     """
     if runs.STDIN in queued:
         raise InputError("Standard input can hold the first run alone; put the other invites into files.")

@@ -69,7 +69,7 @@ def find_devices() -> list[str]:
 
 
 def restart_delay_s(ends: Sequence[float], now: float) -> float:
-    """Returns the seconds to wait before a daemon is started again. ends: when it has ended, this end included."""
+    """Returns the seconds to wait before a daemon is started again. ends: the times at which it has ended."""
     recent = sum(now - ended < RESTART_WINDOW_S for ended in ends)
     return float(min(MAX_RESTART_DELAY_S, FIRST_RESTART_DELAY_S * 2 ** (max(1, recent) - 1)))
 

@@ -16,8 +16,9 @@ MAX_EXPLAINED: Final = 3  # at most this many hosts are dialled for that
 
 
 def explain_nobody_left(given: int, others: int, banned: Path) -> str:
-    """Returns why no address is left to dial, and what to do. given, others: how many there are, with this peer's own
-    and without.
+    """Returns why no address is left to dial, and what to do.
+
+    given: how many addresses there are. others: how many of them are not this peer's own.
     """
     if not given:
         return "it names no address; ask for an invite of a daemon that runs"

@@ -76,7 +76,7 @@ def _require_permission(local_peer: LocalPeer) -> None:
 def is_own_manifest(context: DaemonContext, founder: PeerId) -> bool:
     """Returns whether this machine's owner has chosen what the manifest reads: by a draft of theirs, or as founder.
 
-    A manifest that came as a file may be a stranger's as well as one that came over the network.
+    A signed manifest that the owner has as a file may be a stranger's, just as one that came over the network.
     """
     if context.reference.file is None:
         return False
@@ -123,7 +123,7 @@ class DataUse:
 
     @classmethod
     def of(cls, manifest: Manifest, trained_tokens: float) -> DataUse:
-        """trained_tokens: of the data, those that count for `target_tokens` and are not held out."""
+        """trained_tokens: how many tokens of the data count for `target_tokens`; held-out ones do not."""
         optimizer = manifest.optimizer
         step_epochs = optimizer.target_tokens / max(trained_tokens, 1.0)
         return cls(optimizer.total_steps, optimizer.target_tokens, optimizer.total_steps * step_epochs, step_epochs)
