@@ -18,7 +18,7 @@ SECTIONS = dict(re.findall(r"^## Add an? ([\w ]+)\n(.*?)(?=^## |\Z)", PAGE, re.M
 
 
 @pytest.mark.parametrize(
-    "what", ["codec", "message", "optimizer", "model family", "fault point", "event", "data format"]
+    "what", ["codec", "message", "optimizer", "model family", "fault point", "event", "data format", "launch tool"]
 )
 def test_every_usual_addition_lists_the_files_that_it_touches(what: str) -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", SECTIONS[what], re.M)

@@ -83,7 +83,7 @@ class ReachabilityKeeper:
         self._known = known
         self._announce = announce
         self._own = host.own_addresses
-        self._is_allowed: Callable[[str], bool] = (lambda _: True) if allow_private else lambda a: not is_private(a)
+        self._allow_private = allow_private
         self._has_upnp = upnp
         self._relays_for = relays_for
         self._holes = HolePuncher(host)
@@ -101,12 +101,12 @@ class ReachabilityKeeper:
         """
         known = self._known()
         addresses = {peer: public_or_any(known[peer].addresses) for peer in self.findings.relays if peer in known}
-        own = [address for address in self._own if self._is_allowed(address)]
+        own = [address for address in self._own if self.may_dial(address)]
         return build_announcement(self._host.peer, own, self.findings, addresses, self._relays_for)
 
     def may_dial(self, address: str) -> bool:
         """Returns whether an address that a peer announces may be dialled: a private one only with allow_private."""
-        return self._is_allowed(address)
+        return self._allow_private or not is_private(address)
 
     async def run(self) -> None:
         """Every UPDATE_INTERVAL_S, until cancelled: asks neighbours, renews reservations, announces. Then closes all
@@ -160,7 +160,7 @@ class ReachabilityKeeper:
 
     def _addresses_reported_by(self, answer: DialedBack) -> set[str]:
         seen = host_and_port(answer.seen)
-        if seen is None or not self._is_allowed(answer.seen):
+        if seen is None or not self.may_dial(answer.seen):
             return set()
         return {f"/{seen[0]}/{seen[1]}/tcp/{port}" for port in answer.reached if port in self._own_ports()}
 
@@ -204,7 +204,7 @@ class ReachabilityKeeper:
             if told is None or told.reachability != "public" or peer in self._circuit_until:
                 continue
             self._circuit_until[peer] = now + PUNCH_RETRY_INTERVAL_S
-            endpoints = [host_and_port(address) for address in told.addresses if self._is_allowed(address)]
+            endpoints = [host_and_port(address) for address in told.addresses if self.may_dial(address)]
             direct = [endpoint for endpoint in endpoints if endpoint is not None]
             if any(await asyncio.gather(*(_can_open(endpoint[1], endpoint[2]) for endpoint in direct))):
                 with contextlib.suppress(ConnectionBroken):
@@ -240,7 +240,7 @@ class ReachabilityKeeper:
         if self.findings.reached:
             await self._wait_for_dial(peer, relay_peer)
             return
-        if not isinstance(reply.message, Meeting) or not self._is_allowed(reply.message.seen):
+        if not isinstance(reply.message, Meeting) or not self.may_dial(reply.message.seen):
             raise ConnectionBroken("the relay gave no address that may be dialled")
         await self._holes.connect(peer, reply.message.seen)
 
@@ -316,7 +316,7 @@ class ReachabilityKeeper:
         if told is not None and told.reachability == "public":
             self._network.spawn(self.try_to_connect(request.peer))
             return Meeting("")
-        if not self._is_allowed(request.seen):
+        if not self.may_dial(request.seen):
             raise Refused("this peer dials no private addresses; its owner can say allow_private = true")
         if not self._holes.has_room():
             raise Busy("this peer opens many holes now; ask again", 1000)
