@@ -37,8 +37,8 @@ class StepInstructions:
     closes_share: bool = False
     stops_at: int = 0  # how many steps the run has; 0: no end
 
-    def are_over(self, step: int) -> bool:
-        """Returns whether step `step` is after the run's end."""
+    def run_ends_before(self, step: int) -> bool:
+        """Returns whether the run ends before step number `step`."""
         return 0 < self.stops_at <= step
 
     def tokens_needed(self, step: int) -> int:

@@ -250,7 +250,7 @@ class Stage:
     def _ends_within(self, tokens: int) -> bool:
         # Whether the open share will be complete, and its step taken or awaited, once `tokens` more are counted.
         step, counted = self._open_step, self.gradient_sum.totals.tokens
-        if self._instructions.are_over(step):
+        if self._instructions.run_ends_before(step):
             return False
         ends_here = self._instructions.must_close(
             step, self.sync_schedule
@@ -269,7 +269,7 @@ class Stage:
         """Takes a step along the own gradients, or closes the share of a mean's step, if its tokens are counted."""
         tokens = self.gradient_sum.totals.tokens
         open_step = self._open_step
-        if tokens == 0 or tokens < self._tokens_needed(open_step) or self._instructions.are_over(open_step):
+        if tokens == 0 or tokens < self._tokens_needed(open_step) or self._instructions.run_ends_before(open_step):
             return
         if not self._closed_shares and not self._instructions.uses_mean_gradient(open_step, self.sync_schedule):
             self._step_with_sum()

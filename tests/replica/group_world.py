@@ -109,7 +109,7 @@ class FakeStage:
         """As train.Stage.step_or_close_share."""
         if self.share is not None or not 0 < self.tokens >= self.instructions.tokens_needed(self.step):
             return
-        if self.instructions.are_over(self.step):
+        if self.instructions.run_ends_before(self.step):
             return
         if not self.instructions.uses_mean_gradient(self.step, self.sync_schedule):
             self._step_alone()
