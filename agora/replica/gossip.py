@@ -78,14 +78,14 @@ class StepGossip:
         *,
         counts: Callable[[], ReplicaCounts],
         on_change: Callable[[], None],
-        highest_plausible: Callable[[PeerId], float],
+        highest_plausible: Callable[[], float],
         report_implausible: Callable[[PeerId, int], None],
         interval_s: float = INTERVAL_S,
         rng: random.Random | None = None,
     ) -> None:
         """counts: returns how far this peer is; never blocks.
         on_change: called on the loop every `interval_s` and after every merge.
-        highest_plausible: returns the highest step that a replica can have taken by now.
+        highest_plausible: returns the highest step that another replica can have taken by now.
         report_implausible: called with peer and step of each report that a peer makes of itself beyond that.
         """
         self._me = me
@@ -206,11 +206,11 @@ class StepGossip:
         self._on_change()
 
     def _select_plausible(self, entries: Collection[GossipEntry], sender: PeerId) -> list[GossipEntry]:
-        highest = self._highest_plausible(sender)
+        highest = self._highest_plausible()
         step = max((max(step, open_step) for peer, step, open_step, *_ in entries if peer == sender), default=0)
         if step <= highest:
             self._implausible.pop(sender, None)
-            return [entry for entry in entries if max(entry[1:3]) <= self._highest_plausible(entry[0])]
+            return [entry for entry in entries if max(entry[1:3]) <= highest]
         self._implausible[sender] = loop_time()
         self._known = {peer: progress for peer, progress in self._known.items() if peer != sender}
         self._report_implausible(sender, step)

@@ -45,7 +45,14 @@ from agora.replica.stage_view import (
 from agora.replica.step_worker import StepWorker
 from agora.replica.sync_choice import SyncChoice
 from agora.replica.sync_rules import ReplicaUplink
-from agora.replica.trust import MAX_INNER_LEAD, MAX_LEAD, MAX_STATE_AGE_S, PlausibleStepBound
+from agora.replica.trust import (
+    MAX_INNER_LEAD,
+    MAX_LEAD,
+    MAX_STATE_AGE_S,
+    LevelStep,
+    StepPace,
+    highest_plausible_step,
+)
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.stage import StageProgress
 
@@ -95,7 +102,7 @@ class StageReplicas:
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
         self._present_fragments = self._sync_schedule.fragments_at(step)
-        self._step_bound = PlausibleStepBound(step, time_with_suspend() - MAX_STATE_AGE_S, step)
+        self._level_step = LevelStep(step, time_with_suspend() - MAX_STATE_AGE_S)
         self._leading_step = 0
         self._behind_at: tuple[int, float] | None = None  # the step at which this stage is behind, and since when
         self._in_progress = 0
@@ -192,6 +199,7 @@ class StageReplicas:
         """Called after each optimizer step. step: steps taken so far. tokens: of this replica in that step."""
         now = loop_time()
         self.pacing.on_stepped(now)
+        self._level_step = self._level_step.after_step(step, time_with_suspend(), self.gossip.furthest_step())
         if self.counts().open_step > step:
             self.pacing.on_share_closed(now)
         self.sync_choice.choose_compression(
@@ -330,7 +338,7 @@ class StageReplicas:
     def _find_voters(self, electorate: Electorate, step: int) -> set[PeerId] | None:
         voters = electorate.others_to_follow(step)
         away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
-        is_away = time_with_suspend() - self._step_bound.own_step_at > away_s
+        is_away = time_with_suspend() - self._level_step.at > away_s
         return None if is_away and not voters else voters
 
     def _compare_means(self, membership: Membership) -> None:
@@ -402,20 +410,17 @@ class StageReplicas:
 
     # --- what gossip asks
 
-    def highest_plausible_step(self, peer: PeerId | None = None) -> int:
-        """Returns the highest step that another replica, or `peer`, can have taken by now, see PlausibleStepBound."""
-        now, step = time_with_suspend(), self._worker.step_of(self._stage)
-        furthest = self.gossip.furthest_step()
-        self._step_bound = self._step_bound.with_step(step, now, self.pacing.step_s.value, furthest)
+    def highest_plausible_step(self) -> int:
+        """Returns the highest step that another replica can have taken by now, see trust.highest_plausible_step."""
+        step = self._worker.step_of(self._stage)
         lead = MAX_INNER_LEAD if self._progress().sync_schedule.is_inner(step) else MAX_LEAD
-        target_tokens = self._settings.target_tokens
-        highest = self._step_bound.highest_plausible_step(now, target_tokens, lead)
-        if peer is None or (shared := self._shared_histories.get(peer)) is None:
-            return highest
-        return max(highest, self._step_bound.highest_since(shared, now, target_tokens, lead))
+        pace = StepPace(self.pacing.step_s.value, self._settings.target_tokens, lead)
+        listed = self._shared_histories.keys() & self.gossip.others_in_view()
+        shared_histories = [self._shared_histories[peer] for peer in listed]
+        return highest_plausible_step(step, self._level_step, shared_histories, pace, time_with_suspend())
 
     def _report_implausible(self, peer: PeerId, step: int) -> None:
-        highest = self.highest_plausible_step(peer)
+        highest = self.highest_plausible_step()
         text = f"says that it is at step {step} of stage {self._stage}; {highest} is the most that time allows"
         # It counts once a minute.
         dedup_key = f"stage {self._stage}, minute {loop_time() // 60:.0f}"

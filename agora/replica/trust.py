@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
 
@@ -328,60 +328,67 @@ def _moving_average(average: float | None, value: float) -> float:
 # All replicas of a stage take its steps together, so a replica that takes part knows how fast they come. A report of
 # more steps than MAX_SPEED_UP times as many as that pace allows is implausible, however many tokens it claims:
 #
-#     highest plausible step = own step + lead + MAX_SPEED_UP * (STALL_ALLOWANCE_S + seconds since that step) / step_s
+#     highest plausible step = level step + lead + MAX_SPEED_UP * (STALL_ALLOWANCE_S + seconds since that step) / step_s
 #
-# step_s is how long this replica's own steps last, `own step` the last one that it took itself, level with the others.
-# Step numbers that it took over from them since then, by catching up or fetching a state, do not raise the bound. A
-# replica that was away, or whose machine slept, accepts the others' steps again once enough time has passed here too.
-# A replica that once shared this one's history may also be as far as the last shared step allows, at the shorter step_s
-# of then and now: when a stage is split, each half goes on by itself, and the larger one faster.
+# step_s is how long this replica's own steps last, `level step` the last one that it took itself, level with the
+# others. Step numbers that it took over from them since then, by catching up or fetching a state, do not raise the
+# bound. A replica that was away, or whose machine slept, accepts the others' steps again once enough time has passed
+# here too. Where a stage is split, each half goes on at its own pace, the larger one faster: so any replica may also be
+# as far as the last step that one of them shared allows, at the shorter step_s of then and now. Any, since one of this
+# half may have fetched the other half's state before this replica knows of it.
+
+
+class LevelStep(NamedTuple):
+    """The last step that a replica took itself while it was level with the others (at most MAX_LEAD behind).
+
+    at: the time in seconds when it took that step.
+    """
+
+    step: int
+    at: float
+
+    def after_step(self, step: int, now: float, furthest_step: int) -> LevelStep:
+        """Returns the level step after this replica took `step` at time `now`.
+
+        A replica that replays takes many steps quickly, which must not raise the bound: they are not level.
+        furthest_step: the highest plausible step that another replica has reported.
+        """
+        return LevelStep(step, now) if furthest_step <= step + MAX_LEAD else self
 
 
 @dataclass(frozen=True, slots=True)
-class PlausibleStepBound:
-    """How far this replica is with a stage, and how fast it steps; bounds what other replicas can have reached.
+class StepPace:
+    """How fast a stage's steps can follow one another.
 
-    own_step: the last step that this replica took itself while it was level with the others (at most MAX_LEAD behind).
-    own_step_at: the time in seconds when it took that step.
-    present_step: the step that it is at now, which it may have taken over from another replica.
-    step_s: average duration of its steps in seconds, None if unknown.
+    step_s: average duration of this replica's steps in seconds, None if unknown. target_tokens: tokens of a step; while
+    step_s is unknown, target_tokens / FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP. lead: MAX_LEAD or
+    MAX_INNER_LEAD.
     """
 
-    own_step: int
-    own_step_at: float
-    present_step: int
-    step_s: float | None = None
+    step_s: float | None
+    target_tokens: int
+    lead: int = MAX_LEAD
 
-    def with_step(self, step: int, now: float, step_s: float | None, furthest_step: int) -> PlausibleStepBound:
-        """Returns the bound after this replica was seen at `step` at time `now`: with present_step and step_s replaced.
+    def highest_after(self, step: int, seconds: float, step_s: float | None = None) -> int:
+        """Returns the highest step that others can have reached who were at `step` so many seconds ago.
 
-        own_step and own_step_at become `step` and `now` only if this replica took exactly one step and is level with
-        the others (at most MAX_LEAD behind): one that replays takes many steps quickly, which must not raise the bound.
-        furthest_step: the highest plausible step that another replica has reported.
+        step_s: how long a step lasted then, if that was less than now.
         """
-        if step == self.present_step + 1 and furthest_step <= step + MAX_LEAD:
-            return PlausibleStepBound(step, now, step, step_s)
-        return PlausibleStepBound(self.own_step, self.own_step_at, step, step_s)
-
-    def highest_plausible_step(self, now: float, target_tokens: int, lead: int) -> int:
-        """Returns the highest step that another replica can have taken by now.
-
-        That is max(present_step + 1, own_step + lead + n), with n = MAX_SPEED_UP * (STALL_ALLOWANCE_S + now -
-        own_step_at) / step_s, rounded down. lead: MAX_LEAD or MAX_INNER_LEAD. target_tokens: tokens of a step; while
-        step_s is unknown, target_tokens / FASTEST_TOKENS_PER_S stands for step_s / MAX_SPEED_UP.
-        """
-        most_steps = _most_steps(now - self.own_step_at, self.step_s, target_tokens)
-        return max(self.present_step + 1, self.own_step + lead + most_steps)
-
-    def highest_since(self, shared: SharedHistory, now: float, target_tokens: int, lead: int) -> int:
-        """Returns the highest step that a replica can have taken that shared this one's history until `shared.last`.
-
-        The two belong to the halves of a split stage, each of which goes on at its own pace.
-        """
-        step_s = min(filter(None, (shared.step_s, self.step_s)), default=None)
-        return shared.last + lead + _most_steps(now - shared.at, step_s, target_tokens)
+        shortest = min(filter(None, (self.step_s, step_s)), default=None)
+        least_s = shortest / MAX_SPEED_UP if shortest else self.target_tokens / FASTEST_TOKENS_PER_S
+        return step + self.lead + int((STALL_ALLOWANCE_S + max(0.0, seconds)) / least_s)
 
 
-def _most_steps(seconds: float, step_s: float | None, target_tokens: int) -> int:
-    least_s = step_s / MAX_SPEED_UP if step_s else target_tokens / FASTEST_TOKENS_PER_S
-    return int((STALL_ALLOWANCE_S + max(0.0, seconds)) / least_s)
+def highest_plausible_step(
+    present_step: int, level: LevelStep, shared_histories: Iterable[SharedHistory], pace: StepPace, now: float
+) -> int:
+    """Returns the highest step that another replica can have taken by now: present_step + 1, or what time allows.
+
+    present_step: the step that this replica is at, which it may have taken over from another one. shared_histories:
+    with each of the other replicas.
+    """
+    return max(
+        present_step + 1,
+        pace.highest_after(level.step, now - level.at),
+        *(pace.highest_after(shared.last, now - shared.at, shared.step_s) for shared in shared_histories),
+    )

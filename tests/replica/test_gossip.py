@@ -69,7 +69,7 @@ class Replica:
             ),
             counts=lambda: self.counts,
             on_change=self.decide,
-            highest_plausible=lambda peer: math.inf,
+            highest_plausible=lambda: math.inf,
             report_implausible=lambda *report: None,
             interval_s=SYNCHRONOUS_INTERVAL_S if world.soon else INTERVAL_S,
             rng=random.Random(len(world.replicas)),

@@ -22,12 +22,14 @@ from agora.replica.trust import (
     MAX_PROGRESS_RATIO,
     MAX_SPEED_UP,
     STALL_ALLOWANCE_S,
-    PlausibleStepBound,
+    LevelStep,
+    StepPace,
     believed_bandwidths,
     believed_claim,
     believed_rates,
     believed_step_tokens,
     believed_tokens,
+    highest_plausible_step,
 )
 from agora.swarm.peer_score import Violation
 from tests.replica.group_world import GroupWorld
@@ -35,55 +37,56 @@ from tests.replica.world import identities
 from tests.virtual_time import run
 
 
+def highest(
+    now: float, *shared: SharedHistory, level: LevelStep, pace: StepPace, present_step: int | None = None
+) -> int:
+    return highest_plausible_step(level.step if present_step is None else present_step, level, shared, pace, now)
+
+
 def test_others_may_be_as_far_as_time_allows_and_no_further() -> None:
-    pace = PlausibleStepBound(own_step=100, own_step_at=50.0, present_step=100, step_s=10.0)
+    level, pace = LevelStep(100, 50.0), StepPace(10.0, 1000)
     at_once = 100 + MAX_LEAD + int(STALL_ALLOWANCE_S / 10.0 * MAX_SPEED_UP)
-    assert pace.highest_plausible_step(50.0, 1000, MAX_LEAD) == at_once
-    assert pace.highest_plausible_step(50.0 + 25.0, 1000, MAX_LEAD) == at_once + int(2.5 * MAX_SPEED_UP)
-    assert pace.highest_plausible_step(40.0, 1000, MAX_LEAD) == at_once, "a clock that went back allows nothing"
-    hour = pace.highest_plausible_step(50.0 + 3600.0, 1000, MAX_INNER_LEAD)
+    assert highest(50.0, level=level, pace=pace) == at_once
+    assert highest(50.0 + 25.0, level=level, pace=pace) == at_once + int(2.5 * MAX_SPEED_UP)
+    assert highest(40.0, level=level, pace=pace) == at_once, "a clock that went back allows nothing"
+    hour = highest(50.0 + 3600.0, level=level, pace=StepPace(10.0, 1000, MAX_INNER_LEAD))
     assert hour == at_once - MAX_LEAD + MAX_INNER_LEAD + 360 * MAX_SPEED_UP, "who was away for an hour follows"
 
 
-def test_a_replica_that_was_level_with_this_one_may_have_gone_on_at_the_pace_of_then() -> None:
-    pace = PlausibleStepBound(own_step=400, own_step_at=1000.0, present_step=400, step_s=8.0)
-    parted = SharedHistory(first=0, last=100, at=500.0, step_s=1.0)
-    at_once = 100 + MAX_LEAD + int(STALL_ALLOWANCE_S * MAX_SPEED_UP)
-    assert pace.highest_since(parted, 500.0, 1000, MAX_LEAD) == at_once
-    assert pace.highest_since(parted, 1000.0, 1000, MAX_LEAD) == at_once + 500 * MAX_SPEED_UP
-    assert (
-        pace.highest_since(parted._replace(step_s=None), 500.0, 1000, MAX_LEAD)
-        == 100 + MAX_LEAD + STALL_ALLOWANCE_S / 8 * MAX_SPEED_UP
-    )
+def test_where_a_replica_parted_others_may_have_gone_on_at_the_pace_of_then() -> None:
+    level, pace = LevelStep(400, 1000.0), StepPace(8.0, 1000)
+    parted = SharedHistory(first=0, last=400, at=500.0, step_s=1.0)
+    at_once = 400 + MAX_LEAD + int(STALL_ALLOWANCE_S * MAX_SPEED_UP)
+    assert highest(500.0, parted, level=level, pace=pace) == at_once
+    assert highest(1000.0, parted, level=level, pace=pace) == at_once + 500 * MAX_SPEED_UP
+    of_unknown_pace = highest(500.0, parted._replace(step_s=None), level=level, pace=pace)
+    assert of_unknown_pace == 400 + MAX_LEAD + STALL_ALLOWANCE_S / 8 * MAX_SPEED_UP
+    level_with_all = parted._replace(at=1000.0, step_s=8.0)
+    assert highest(1000.0, level_with_all, level=level, pace=pace) == highest(1000.0, level=level, pace=pace)
 
 
 def test_a_machine_that_stood_still_for_seconds_accepts_those_who_went_on() -> None:
-    pace = PlausibleStepBound(own_step=30, own_step_at=0.0, present_step=30, step_s=0.16)
-    assert pace.highest_plausible_step(0.0, 1000, MAX_LEAD) >= 30 + STALL_ALLOWANCE_S / 0.16
+    assert highest(0.0, level=LevelStep(30, 0.0), pace=StepPace(0.16, 1000)) >= 30 + STALL_ALLOWANCE_S / 0.16
 
 
 def test_before_a_step_was_measured_the_fastest_machines_are_the_bound() -> None:
-    pace = PlausibleStepBound(own_step=0, own_step_at=0.0, present_step=0)
-    assert pace.highest_plausible_step(1.0, 65_536, MAX_LEAD) == MAX_LEAD + int(
+    level, pace = LevelStep(0, 0.0), StepPace(None, 65_536)
+    assert highest(1.0, level=level, pace=pace) == MAX_LEAD + int(
         (1.0 + STALL_ALLOWANCE_S) * FASTEST_TOKENS_PER_S / 65_536
     )
-    assert pace.highest_plausible_step(60.0, 65_536, MAX_LEAD) < 10**4
+    assert highest(60.0, level=level, pace=pace) < 10**4
 
 
 def test_the_time_counts_from_the_last_step_that_was_taken_level_with_the_others() -> None:
-    pace = PlausibleStepBound(7, 10.0, 7, 1.0)
-    assert pace.with_step(7, 99.0, 2.0, furthest_step=7) == PlausibleStepBound(7, 10.0, 7, 2.0)
-    assert pace.with_step(8, 99.0, 2.0, furthest_step=9) == PlausibleStepBound(8, 99.0, 8, 2.0)
-    assert pace.with_step(8, 99.0, 2.0, furthest_step=40) == PlausibleStepBound(7, 10.0, 8, 2.0), (
-        "it still replays their steps"
-    )
+    level = LevelStep(7, 10.0)
+    assert level.after_step(8, 99.0, furthest_step=9) == LevelStep(8, 99.0)
+    assert level.after_step(8, 99.0, furthest_step=40) == level, "it still replays their steps"
 
 
 def test_whoever_is_followed_cannot_lead_on_at_once() -> None:
-    pace, now = PlausibleStepBound(100, 0.0, 100, 10.0), 1.0
-    first = pace.highest_plausible_step(now, 1000, MAX_LEAD)
-    followed = pace.with_step(first, now, 10.0, furthest_step=first)
-    assert followed.highest_plausible_step(now, 1000, MAX_LEAD) == first + 1
+    level, pace, now = LevelStep(100, 0.0), StepPace(10.0, 1000), 1.0
+    first = highest(now, level=level, pace=pace)
+    assert highest(now, level=level, pace=pace, present_step=first) == first + 1
 
 
 # --- claimed bandwidths
